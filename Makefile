@@ -1,0 +1,50 @@
+# make demo   trains a small GPT on a virtual 2 × 2 mesh in this one process
+# make test   runs the tests
+# make lint   formatting, lint and types
+# Each sets up .venv by itself, once. Another interpreter: make demo PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+# Tests and virtual ranks share the cores: one thread a test process is quicker than all of them in each.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# loadgroup keeps tests marked xdist_group("gloo") in one process, where they share one pool of ranks.
+PYTEST_ARGS ?= -n 2 --dist loadgroup
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/python examples/train_gpt.py --mesh dp=2,tp=2
+
+test: $(VENV)/.installed-test
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --warnings
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "autopar needs Python 3.11 or newer; name one with: make PYTHON=python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "installing autopar and what it needs into $(VENV) ..."
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "installing autopar and what its tests need into $(VENV) ..."
+	$(PIP) --editable '.[test]'
+	@touch $@ $(VENV)/.installed-demo

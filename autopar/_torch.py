@@ -1,0 +1,74 @@
+"""Private torch API, all of the core's, behind names of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._ops import HigherOrderOperator
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Graph
+from torch.utils import _pytree as pytree
+
+__all__ = ["FakeTensorMode", "HigherOrderOperator", "describe_input", "describe_output", "fake_mode", "fake_mode_of", "is_fake", "joint_graph", "pytree"]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have shapes, dtypes and strides but no storage."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:
+    assert isinstance(tensor, FakeTensor)
+    return tensor.fake_mode
+
+
+def joint_graph(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor], mode: FakeTensorMode, decompositions: dict[Any, Callable[..., Any]]
+) -> tuple[Graph, list[Any], list[Any]]:
+    """Trace forward and backward of `function` (a tuple of tensors out) by AOTAutograd.
+
+    Returns the functional ATen graph with the descriptors of its placeholders and of its results. An input's
+    `requires_grad` decides whether it gets a gradient.
+    """
+
+    class Callee(torch.nn.Module):
+        def forward(self, *arguments: torch.Tensor) -> Any:
+            return function(*arguments)
+
+    with ExitStack() as stack:
+        contexts: tuple[AbstractContextManager[Any], ...] = (tracing(TracingContext(mode)), mode, torch.enable_grad())
+        for context in contexts:
+            stack.enter_context(context)
+        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        joint = aot_export_joint_with_descriptors(stack, Callee(), tuple(inputs), decompositions=decompositions)
+        graph = joint.graph_module.graph
+    into = [node.meta["desc"] for node in graph.nodes if node.op == "placeholder"]
+    return graph, into, list(graph.output_node().meta["desc"])
+
+
+def describe_input(descriptor: Any) -> tuple[str, int]:
+    """("input", position) of an argument, or ("tangent", position of the output it belongs to)."""
+    if isinstance(descriptor, PlainAOTInput):
+        return "input", descriptor.idx
+    assert isinstance(descriptor, TangentAOTInput), descriptor
+    return "tangent", describe_output(descriptor.output)[1]
+
+
+def describe_output(descriptor: Any) -> tuple[str, int]:
+    """("output", position), ("gradient", position of the input) or ("mutation", position of the input)."""
+    if isinstance(descriptor, PlainAOTOutput):
+        return "output", descriptor.idx
+    if isinstance(descriptor, GradAOTOutput):
+        return "gradient", describe_input(descriptor.grad_of)[1]
+    assert isinstance(descriptor, InputMutationAOTOutput), descriptor
+    return "mutation", describe_input(descriptor.mutated_input)[1]

@@ -1,0 +1,70 @@
+"""The check: after every pass, always on. All violations are collected; the printed program is attached.
+
+Values are recomputed from operands, shardings compared along every edge, collectives matched with what is
+unreduced. `check_program`, `check_sharding`, `check_local` and `check_schedule` list the invariants of each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.check_local import check_local
+from autopar.check_program import Values, check_program
+from autopar.check_schedule import check_schedule
+from autopar.check_sharding import check_shardings
+from autopar.compiled import Step
+from autopar.errors import CheckError, ScheduleError
+from autopar.mesh import Mesh
+from autopar.printing import print_program
+from autopar.program import Form, Program
+from autopar.schedule import Schedule
+from autopar.violation import Violation, report
+
+
+def violations(program: Program, values: Values | None = None, origin: Program | None = None) -> list[Violation]:
+    """Every broken invariant of `program`.
+
+    `values` remembers what ops yield from call to call; `origin` is the GLOBAL program that a LOCAL one came from.
+    """
+    found = check_program(program, values)
+    if any(violation.is_fatal for violation in found):
+        return found
+    if program.form is Form.LOCAL:
+        return found + check_local(program, origin)
+    return found + check_shardings(program)
+
+
+def check(program: Program, title: str = "check", values: Values | None = None, origin: Program | None = None) -> None:
+    """Raise `CheckError` naming every broken invariant of `program`, the program's text attached as a note."""
+    found = violations(program, values, origin)
+    if found:
+        error = CheckError(report(found, title))
+        error.add_note(print_program(program))
+        raise error
+
+
+@dataclass
+class Checker:
+    """The check as an observer of passes. It remembers what ops yield, and the last GLOBAL program for the LOCAL ones that follow."""
+
+    values: Values = field(default_factory=Values)
+    origin: Program | None = None
+
+    def __call__(self, step: Step) -> None:
+        check(step.program, f"after pass {step.number}, {step.name}", self.values, self.origin)
+        if step.program.form is Form.GLOBAL:
+            self.origin = step.program
+
+
+def prove(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh) -> None:
+    """Raise `ScheduleError` naming everything that would go wrong when the ranks of `mesh` run `schedules`, one for each."""
+    by_rank = schedules if isinstance(schedules, Mapping) else dict(enumerate(schedules))
+    found = check_schedule(by_rank, mesh)
+    if found:
+        error = ScheduleError(report(found, f"schedule on {mesh}"))
+        first = by_rank[min(by_rank)] if by_rank else None
+        if first is not None:
+            numbered = enumerate(str(first).splitlines())
+            error.add_note("\n".join(f"{number:5}  {line}" for number, line in numbered))
+        raise error

@@ -1,0 +1,61 @@
+"""What a compile yields: every form of the program, the decisions, and the schedule that runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from autopar.program import Program
+from autopar.schedule import Schedule
+
+
+class _TensorLeaf:
+    """The type of `TENSOR`."""
+
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+    def __copy__(self) -> _TensorLeaf:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _TensorLeaf:
+        return self
+
+
+# Stands in `Signature.leaves` where the user's output has a tensor: None is a leaf that a model may return.
+TENSOR: Final = _TensorLeaf()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass that ran: its place in the order, the program after it, and what it decided (None for a plain rewrite)."""
+
+    number: int
+    name: str
+    seconds: float
+    program: Program
+    decision: Any = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One captured call, compiled. Shared by the runtime, which runs `schedule`, and by inspection, which reads the rest.
+
+    forward   FORWARD, after the forward passes
+    program   GLOBAL, every node with its sharding
+    local     LOCAL, one rank's program
+    schedule  what every rank executes
+    plan      `autopar.plan.Plan`: the decisions with their reasons
+    steps     every pass that ran, in order
+    search    the result of the sharding search; None where a plan fixed every decision
+    cost      the `CostModel` that priced it
+    """
+
+    forward: Program
+    program: Program
+    local: Program
+    schedule: Schedule
+    plan: Any = None
+    steps: tuple[Step, ...] = ()
+    search: Any = None
+    cost: Any = None

@@ -1,0 +1,157 @@
+"""Seconds and bytes of what a rank does. One model for all passes.
+
+    node        FLOPs / rate + bytes read and written / bandwidth + launch
+    collective  steps · α + bytes sent / β + launch          (α–β, rings)
+    parameter   what the optimizer reads and writes / bandwidth
+
+Compute and memory time are *added*, where a roofline takes the larger. The sum is at most twice the roofline, and
+it has no plateaus: a split that saves memory traffic of a compute-bound op is still worth something, as it is in
+truth (power, caches, the tail of the kernel).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch.fx import Node
+
+from autopar.atoms import operand_result
+from autopar.cluster import Cluster
+from autopar.keys import DIMS
+from autopar.mesh import Mesh
+from autopar.program import operands, results_of
+from autopar.reshard import Step, reachable, steps
+from autopar.rule import rule_of
+from autopar.schedule import Collective
+from autopar.sharding import Dims, Sharding, Strategy, flat
+
+# Ops that describe memory anew and move none of it.
+_VIEWS = frozenset(
+    "alias detach expand getitem narrow permute reshape select slice squeeze t transpose unsqueeze view _unsafe_view".split()
+)
+# AdamW reads parameter, gradient and both moments and writes parameter and both moments.
+UPDATE_PASSES = 7
+# A frozen parameter is only kept; so much of a read makes splitting it worth while, and nothing else.
+KEEP_PASSES = 1
+# The share of its traffic that a view is charged: it breaks ties towards small local values, which are what stays saved.
+_VIEW_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds on one rank and bytes that it sends."""
+
+    seconds: float
+    bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes)
+
+
+def bytes_sent(collective: Collective, num_ranks: int, num_input_bytes: float, num_output_bytes: float) -> float:
+    """Bytes that one of `num_ranks` sends in a ring; the sizes are the collective's local input and output."""
+    share = (num_ranks - 1) / num_ranks
+    if collective == "all_reduce":
+        return 2 * share * num_input_bytes
+    if collective == "all_gather":
+        return share * num_output_bytes
+    return share * num_input_bytes
+
+
+def is_view(node: Node) -> bool:
+    """Whether `node` costs nothing to run."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return getattr(packet, "__name__", str(packet)) in _VIEWS
+
+
+class CostModel:
+    """Prices on the ranks of `mesh`, laid over the devices and links of `cluster`."""
+
+    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+        self.cluster = cluster
+        self.mesh = mesh
+        # Strategies of a thousand nodes ask for the same few hundred changes of sharding.
+        self.reshard = cache(self._reshard)
+
+    def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
+        return flops / self.cluster.device.flops_per_second(dtype)
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        return num_bytes / self.cluster.device.memory_bandwidth
+
+    def node(self, node: Node, strategy: Strategy) -> Cost:
+        """`node` under `strategy`. Reads DIMS of the node and of its operands."""
+        num_bytes = self._local_bytes(node, strategy)
+        if is_view(node):
+            return Cost(_VIEW_SHARE * self.memory_seconds(num_bytes))
+        rule = rule_of(node)
+        flops = rule.flops / strategy.num_shards if rule else 0.0
+        seconds = self.compute_seconds(flops, _dtype_of(node)) + self.memory_seconds(num_bytes)
+        return Cost(seconds + self.cluster.device.launch_seconds)
+
+    def _local_bytes(self, node: Node, strategy: Strategy) -> float:
+        """Bytes that one rank reads and writes: local operands (each value once) and local results."""
+        total = 0.0
+        seen: set[tuple[Node, Sharding]] = set()
+        for operand, sharding in zip(operands(node), strategy.operands, strict=True):
+            result = operand_result(node, operand)
+            value = results_of(operand)[result]
+            if value is not None and (operand, sharding) not in seen:
+                seen.add((operand, sharding))
+                total += self.local_bytes(DIMS[operand][result], value.dtype, sharding)
+        for dims, value, sharding in zip(DIMS[node], results_of(node), strategy.results, strict=True):
+            if value is not None:
+                total += self.local_bytes(dims, value.dtype, sharding)
+        return total
+
+    def local_bytes(self, dims: Dims, dtype: torch.dtype, sharding: Sharding) -> float:
+        """Bytes of one rank's part of a value."""
+        shards = math.prod(self.mesh.size_of(split) for split in sharding.splits)
+        return math.prod(flat(dims)) * dtype.itemsize / shards
+
+    def collective(self, collective: Collective, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> Cost:
+        """One collective over the ranks along `axes`; the sizes are its local input and output in bytes."""
+        num_ranks = self.mesh.size_of(axes)
+        if num_ranks == 1:
+            return Cost(0.0)
+        link = self.cluster.link(self.mesh, tuple(axes))
+        sent = bytes_sent(collective, num_ranks, num_input_bytes, num_output_bytes)
+        num_steps = (num_ranks - 1) * (2 if collective == "all_reduce" else 1)
+        seconds = num_steps * link.latency_seconds + sent / link.bytes_per_second
+        return Cost(seconds + self.cluster.device.launch_seconds, sent)
+
+    def step(self, step: Step, itemsize: int) -> Cost:
+        """One step of a reshard of a value whose elements have `itemsize` bytes. Slices are free."""
+        if step.collective == "slice":
+            return Cost(0.0)
+        return self.collective(step.collective, step.axes, step.num_input * itemsize, step.num_output * itemsize)
+
+    def _reshard(self, dims: Dims, itemsize: int, source: Sharding, target: Sharding) -> Cost:
+        """A change of sharding: the sum of its steps, infinite where there is no way. (`reshard` is this, remembered.)"""
+        if not reachable(source, target):
+            return Cost(math.inf, math.inf)
+        total = Cost(0.0)
+        for step in steps(dims, source, target, self.mesh):
+            total += self.step(step, itemsize)
+        return total
+
+    def parameter(self, dims: Dims, dtype: torch.dtype, sharding: Sharding, trainable: bool = True) -> Cost:
+        """What holding a parameter costs a step: the optimizer's passes over this rank's part of it and of its state.
+
+        It is also the price of memory: the update is paid per byte held, so of two equal plans the one that holds less wins.
+        """
+        passes = UPDATE_PASSES if trainable else KEEP_PASSES
+        return Cost(passes * self.memory_seconds(self.local_bytes(dims, dtype, sharding)))
+
+
+def _dtype_of(node: Node) -> torch.dtype:
+    """The dtype a contraction multiplies in: its first tensor operand's."""
+    for operand in operands(node):
+        value = results_of(operand)[operand_result(node, operand)]
+        if value is not None and value.dtype.is_floating_point:
+            return value.dtype
+    return torch.float32

@@ -1,0 +1,146 @@
+"""Random numbers as plain integer ops, keyed by (seed, step, site, logical position).
+
+A position's draw depends on nothing but its key, so a rank that holds a part of a tensor computes that part of the
+draws, and recomputing gives the same ones. Positions come from one `arange` per dim; splitting the dim slices the `arange`.
+
+    words  = mix(mix(arange(2 · sites) ^ low) ^ high)        two 32-bit words (a, b) per site, once per step
+    x      = a + linear index                                < 2³³
+    x      = (x ^ x >> 16) · C1 mod 2³²
+    draw   = ((x ^ x >> 15) ^ b) · C2 mod 2³²                the upper bits are the good ones
+
+Everything is int64 and no product reaches 2⁶³: signed overflow is undefined in the C++ that Inductor writes. The second word
+enters half-way because two sites whose first words lie close walk over the same x. The constants and
+shifts are those of a two-round 32-bit hash found by search (Wellons, "Prospecting for hash functions", 2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.emit import Emitter, tensor_of
+
+aten = torch.ops.aten
+
+_MASK_32 = (1 << 32) - 1
+_FIRST_FACTOR = 0x21F0AAAD
+_SECOND_FACTOR = 0x735A2D97
+# Bits of a draw that a dtype can hold without rounding up to 1.
+_DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+class Draws:
+    """The draws of one graph: `num_sites` independent streams of numbers, derived from the int64 0-d value of `key`.
+
+    The words of all sites are emitted at the head of the graph, so that equal layers stay equal.
+    """
+
+    def __init__(self, graph: Graph, key: Node, num_sites: int) -> None:
+        self._head = next(node for node in graph.nodes if node.op != "placeholder")
+        emit = Emitter(graph, self._head, like=key)
+        low = emit.call(aten.bitwise_and.Scalar, key, _MASK_32)
+        high = emit.call(aten.bitwise_right_shift.Tensor_Scalar, key, 32)
+        index = emit.call(aten.arange.default, 2 * num_sites, device=tensor_of(key).device)
+        mixed = _mix(emit, emit.call(aten.bitwise_xor.Tensor, index, low))
+        mixed = _mix(emit, emit.call(aten.bitwise_xor.Tensor, mixed, high))
+        self._words = [
+            (emit.call(aten.select.int, mixed, 0, 2 * site), emit.call(aten.select.int, mixed, 0, 2 * site + 1))
+            for site in range(num_sites)
+        ]
+        self._num_taken = 0
+
+    def bits(self, emit: Emitter, shape: Sequence[int]) -> Node:
+        """Integers in [0, 2**32) of `shape`, int64, from the next site."""
+        first, second = self._words[self._num_taken]
+        self._num_taken += 1
+        lead = _num_lead_dims(shape)
+        if lead:
+            # More than 2³² positions: the leading dims change the words, the trailing dims walk along them.
+            row = _linear_index(emit, None, shape, range(lead))
+            first, second = (_mix(emit, emit.call(aten.bitwise_xor.Tensor, row, word)) for word in (first, second))
+        value = _linear_index(emit, first, shape, range(lead, len(shape)))
+        value = _round(emit, value, 16, _FIRST_FACTOR)
+        value = emit.call(aten.bitwise_xor.Tensor, _fold(emit, value, 15), second)
+        return _multiply(emit, value, _SECOND_FACTOR)
+
+    def mask(self, emit: Emitter, shape: Sequence[int], probability: float) -> Node:
+        """Bools of `shape`, true with `probability` (to 2**-32)."""
+        return emit.call(aten.lt.Scalar, self.bits(emit, shape), round(probability * 2**32))
+
+    def uniform(self, emit: Emitter, shape: Sequence[int], dtype: torch.dtype) -> Node:
+        """Numbers in [0, 1) of `shape` and floating `dtype`, at most 32 binary digits of each."""
+        digits = _DIGITS[dtype]
+        draw = self.bits(emit, shape)
+        if digits < 32:
+            draw = emit.call(aten.bitwise_right_shift.Tensor_Scalar, draw, 32 - digits)
+        return emit.call(aten.mul.Tensor, emit.cast(draw, dtype), 2.0**-digits)
+
+    def normal(self, emit: Emitter, shape: Sequence[int], dtype: torch.dtype) -> Node:
+        """Standard normal numbers by Box and Muller (1958), from two sites. The largest is 6.7 in magnitude."""
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        radius = emit.call(aten.log.default, emit.call(aten.mul.Tensor, emit.cast(self._positive(emit, shape), exact), 2.0**-32))
+        radius = emit.call(aten.sqrt.default, emit.call(aten.mul.Tensor, radius, -2.0))
+        angle = emit.call(aten.mul.Tensor, self.uniform(emit, shape, exact), 2.0 * math.pi)
+        return emit.cast(emit.call(aten.mul.Tensor, radius, emit.call(aten.cos.default, angle)), dtype)
+
+    def exponential(self, emit: Emitter, shape: Sequence[int], dtype: torch.dtype) -> Node:
+        """Exponential numbers of rate 1, at most 22.2."""
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        uniform = emit.call(aten.mul.Tensor, emit.cast(self._positive(emit, shape), exact), 2.0**-32)
+        return emit.cast(emit.call(aten.neg.default, emit.call(aten.log.default, uniform)), dtype)
+
+    def integer(self, emit: Emitter, shape: Sequence[int], low: int, high: int) -> Node:
+        """Integers in [low, high), int64; the range must be at most 2**31 wide."""
+        assert 0 < high - low <= 2**31, f"a range of {high - low} integers"
+        scaled = emit.call(aten.mul.Tensor, self.bits(emit, shape), high - low)
+        return emit.call(aten.add.Tensor, emit.call(aten.bitwise_right_shift.Tensor_Scalar, scaled, 32), low)
+
+    def _positive(self, emit: Emitter, shape: Sequence[int]) -> Node:
+        """Integers in [1, 2**32]: their logarithm is finite."""
+        return emit.call(aten.add.Tensor, self.bits(emit, shape), 1)
+
+
+def _num_lead_dims(shape: Sequence[int]) -> int:
+    """How many leading dims stay outside the longest run of trailing dims with at most 2³² positions."""
+    lead = len(shape)
+    while lead and math.prod(shape[lead - 1 :]) <= 2**32:
+        lead -= 1
+    assert math.prod(shape[:lead]) <= 2**32, f"{tuple(shape)} has more positions than two words of 32 bits tell apart"
+    return lead
+
+
+def _linear_index(emit: Emitter, start: Node | None, shape: Sequence[int], dims: range) -> Node:
+    """`start` + the linear index along `dims`, with size 1 in the other dims. Outer dims first: only the last sum is of full size."""
+    total = start
+    for dim in dims:
+        if shape[dim] == 1:
+            continue
+        stride = math.prod(shape[dim + 1 : dims.stop])
+        index = emit.call(aten.arange.default, shape[dim], device=torch.device("cpu"))
+        if stride != 1:
+            index = emit.call(aten.mul.Tensor, index, stride)
+        index = emit.call(aten.view.default, index, [shape[dim] if other == dim else 1 for other in range(len(shape))])
+        total = index if total is None else emit.call(aten.add.Tensor, total, index)
+    if total is None:
+        return emit.call(aten.zeros.default, [1] * len(shape), dtype=torch.int64, device=torch.device("cpu"))
+    return total if tensor_of(total).ndim == len(shape) else emit.call(aten.view.default, total, [1] * len(shape))
+
+
+def _fold(emit: Emitter, value: Node, shift: int) -> Node:
+    return emit.call(aten.bitwise_xor.Tensor, value, emit.call(aten.bitwise_right_shift.Tensor_Scalar, value, shift))
+
+
+def _multiply(emit: Emitter, value: Node, factor: int) -> Node:
+    return emit.call(aten.bitwise_and.Scalar, emit.call(aten.mul.Tensor, value, factor), _MASK_32)
+
+
+def _round(emit: Emitter, value: Node, shift: int, factor: int) -> Node:
+    return _multiply(emit, _fold(emit, value, shift), factor)
+
+
+def _mix(emit: Emitter, value: Node) -> Node:
+    """All 32 bits of `value` over all 32 bits of the result."""
+    return _fold(emit, _round(emit, _round(emit, value, 16, _FIRST_FACTOR), 15, _SECOND_FACTOR), 15)

@@ -1,0 +1,31 @@
+"""Errors for the user's mistakes. `assert` is for our own invariants."""
+
+from __future__ import annotations
+
+
+class AutoparError(ValueError):
+    """What is wrong, both values, where in the user's source, and how to mend it."""
+
+
+class CaptureError(AutoparError):
+    """The model cannot be captured as one graph."""
+
+
+class MeshError(AutoparError):
+    """The mesh does not fit the world, the batch or the call."""
+
+
+class PlanError(AutoparError):
+    """A pin or a plan cannot be kept on this graph and mesh."""
+
+
+class InputError(AutoparError):
+    """A call's inputs do not fit: device, batch size, or replicas that differ."""
+
+
+class CheckError(AutoparError):
+    """A program broke an invariant after a pass; lists every violation found."""
+
+
+class ScheduleError(AutoparError):
+    """A schedule cannot run: a deadlock, an unmatched collective, a buffer misused."""

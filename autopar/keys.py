@@ -1,0 +1,61 @@
+"""The typed slots of `node.meta` that belong to autopar. There are no other keys of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from torch.fx import Node
+
+from autopar.sharding import Dims, Sharding, Strategy
+
+T = TypeVar("T")
+Phase = Literal["forward", "backward"]
+
+
+class Key(Generic[T]):
+    """A typed slot in `node.meta`; the values are frozen."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def get(self, node: Node) -> T | None:
+        return node.meta.get(self)  # type: ignore[call-overload]
+
+    def __getitem__(self, node: Node) -> T:
+        return node.meta[self]  # type: ignore[index]
+
+    def __setitem__(self, node: Node, value: T) -> None:
+        node.meta[self] = value  # type: ignore[index]
+
+    def __contains__(self, node: Node) -> bool:
+        return self in node.meta
+
+    def __repr__(self) -> str:
+        return f"Key({self.name!r})"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a node comes from: the user's file and line, and the module path in their model."""
+
+    file: str = ""
+    line: int = 0
+    code: str = ""
+    module: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.file else "(no source line)"
+        return f"{place} in {self.module}" if self.module else place
+
+
+PHASE: Key[Phase] = Key("phase")
+SOURCE: Key[Source] = Key("source")
+# One entry per result of the node: a plain tensor node has one, `native_layer_norm` three.
+DIMS: Key[tuple[Dims, ...]] = Key("dims")
+# Per result the positions, among its atoms, of those that carry the batch.
+BATCH: Key[tuple[tuple[int, ...], ...]] = Key("batch")
+STRATEGY: Key[Strategy] = Key("strategy")
+SHARDING: Key[tuple[Sharding, ...]] = Key("sharding")
+# LOCAL form only: the name of the GLOBAL node whose value this one holds a part of.
+ORIGIN: Key[str] = Key("origin")

@@ -1,0 +1,128 @@
+"""Runs passes one after another, and tells observers what happened between them.
+
+    program = run_passes(program, passes, (Log(), Checker(), History()))
+
+Checking, timing, printing and keeping intermediate programs are observers; no pass knows of any.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from autopar.compiled import Step
+from autopar.printing import print_program
+from autopar.program import Program
+
+logger = logging.getLogger("autopar")
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """A mechanical rewrite: a frozen dataclass whose fields are its options.
+
+    Its docstring states *Reads* (what must hold of the program it is given), *Writes* (the keys and nodes it
+    sets) and *Ensures* (what holds afterwards). `apply` returns a new program and leaves the given one as it was.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def apply(self, program: Program) -> Program: ...
+
+
+@runtime_checkable
+class DecidingPass(Protocol):
+    """A pass that first decides (pure: the program in, a printable value out), then applies the decision."""
+
+    @property
+    def name(self) -> str: ...
+
+    def decide(self, program: Program) -> Any: ...
+
+    def apply(self, program: Program, decision: Any) -> Program: ...
+
+
+Observer = Callable[[Step], None]
+
+
+@dataclass
+class Log:
+    """One line a pass through `logging.getLogger("autopar")`: number, name, seconds, nodes before → after.
+
+    `nodes` is how many the program has that the first pass is given.
+    """
+
+    nodes: int | None = None
+    level: int = logging.INFO
+
+    def __call__(self, step: Step) -> None:
+        count = step.program.num_nodes
+        change = str(count) if self.nodes is None else f"{self.nodes} → {count}"
+        logger.log(self.level, "%3d  %-28s %7.2f s   %s nodes", step.number, step.name, step.seconds, change)
+        self.nodes = count
+
+
+@dataclass
+class History:
+    """Keeps every step: the program and the decision after each pass."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def __call__(self, step: Step) -> None:
+        self.steps.append(step)
+
+
+@dataclass(frozen=True)
+class Print:
+    """Writes the program after the passes named in `after` (every pass when empty), to `write`."""
+
+    after: frozenset[str] = frozenset()
+    write: Callable[[str], None] = print
+
+    def __call__(self, step: Step) -> None:
+        if not self.after or step.name in self.after:
+            self.write(f"after pass {step.number}, {step.name}\n{print_program(step.program)}\n")
+
+
+@dataclass(frozen=True)
+class PassManager:
+    """Ordered passes and the observers called after each. `first` numbers the first pass."""
+
+    passes: tuple[Pass | DecidingPass, ...]
+    observers: tuple[Observer, ...] = ()
+    first: int = 1
+
+    def run(self, program: Program) -> Program:
+        """`program` after all passes.
+
+        Whatever a pass or an observer raises bears a note with the pass's number and name.
+        """
+        for number, chosen in enumerate(self.passes, self.first):
+            try:
+                step = _run_one(chosen, number, program)
+                for observe in self.observers:
+                    observe(step)
+            except Exception as error:
+                error.add_note(f"in pass {number}, {chosen.name}: {chosen!r}")
+                raise
+            program = step.program
+        return program
+
+
+def _run_one(chosen: Pass | DecidingPass, number: int, program: Program) -> Step:
+    start = time.perf_counter()
+    if isinstance(chosen, DecidingPass):
+        decision = chosen.decide(program)
+        result = chosen.apply(program, decision)
+    else:
+        decision, result = None, chosen.apply(program)
+    return Step(number=number, name=chosen.name, seconds=time.perf_counter() - start, program=result, decision=decision)
+
+
+def run_passes(program: Program, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = ()) -> Program:
+    """Run `passes` over `program` in order; each of `observers` is called with the `Step` after every pass."""
+    return PassManager(tuple(passes), tuple(observers)).run(program)

@@ -1,0 +1,127 @@
+"""The logical mesh: named axes over ranks, outermost first.
+
+A `Mesh` says nothing of devices. Passing one to `autopar.compile` means virtual ranks in
+this process; a torch `DeviceMesh` means real ones, and `Mesh.of` describes it in these words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import MeshError
+
+RESERVED_AXES = ("pp", "dp", "cp", "ep", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes with their sizes; rank order is row-major, the last axis varies fastest.
+
+    `refine` breaks an axis into sub-axes named `tp.0`, `tp.1`, … (major first), so that four
+    tensor-parallel ranks can split two heads on one sub-axis and something else on the other.
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise MeshError(f"mesh axes must have distinct names, got {names}")
+        for name, size in self.axes:
+            if size < 1:
+                raise MeshError(f"mesh axis {name!r} has size {size}; every axis needs at least 1 rank")
+
+    @staticmethod
+    def of(mesh: Any) -> Mesh:
+        """Describe `mesh`, a `Mesh` or a torch `DeviceMesh` with named axes."""
+        if isinstance(mesh, Mesh):
+            return mesh
+        names = getattr(mesh, "mesh_dim_names", None)
+        if not names:
+            raise MeshError(
+                f"the mesh needs named axes, got {mesh!r}; "
+                'use init_device_mesh(..., mesh_dim_names=("dp", "tp")) or autopar.virtual_mesh(dp=2, tp=2)'
+            )
+        return Mesh(tuple(zip(names, (int(size) for size in mesh.mesh.shape), strict=True)))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(size for _, size in self.axes)
+
+    def size_of(self, axes: Sequence[str]) -> int:
+        """Number of ranks along `axes` together; 1 for none."""
+        sizes = dict(self.axes)
+        return math.prod(sizes[axis] for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where `rank` stands on each axis."""
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name in self.names}
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def index(self, rank: int, axes: Sequence[str]) -> int:
+        """Position of `rank` within its group along `axes`, the first axis major."""
+        at, sizes, index = self.coordinates(rank), dict(self.axes), 0
+        for axis in axes:
+            index = index * sizes[axis] + at[axis]
+        return index
+
+    def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The ranks that differ from `rank` on `axes` only, ordered by `index`."""
+        at, sizes = self.coordinates(rank), dict(self.axes)
+        members = []
+        for index in range(self.size_of(axes)):
+            here = dict(at)
+            for axis in reversed(axes):
+                index, here[axis] = divmod(index, sizes[axis])
+            members.append(self.rank_at(here))
+        return tuple(members)
+
+    def refine(self, axis: str, sizes: Sequence[int]) -> Mesh:
+        """The same ranks with `axis` broken into sub-axes of `sizes`, major first."""
+        assert math.prod(sizes) == dict(self.axes)[axis], (axis, sizes, self.axes)
+        refined: list[tuple[str, int]] = []
+        for name, size in self.axes:
+            if name == axis:
+                refined += [(f"{name}.{i}", part) for i, part in enumerate(sizes)]
+            else:
+                refined.append((name, size))
+        return Mesh(tuple(refined))
+
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """The sub-axes of `axis` on this mesh, or `axis` itself; empty when it is absent."""
+        return tuple(name for name in self.names if parent(name) == axis)
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name}={size}" for name, size in self.axes)
+
+
+def parent(axis: str) -> str:
+    """The user's axis that `axis` is, or is a part of: `tp.1` → `tp`."""
+    return axis.split(".", 1)[0]
+
+
+def virtual_mesh(**axes: int) -> Mesh:
+    """A mesh of ranks inside this one process: `virtual_mesh(dp=2, tp=2)`.
+
+    Axes keep the order they are given in, outermost first. Raises `MeshError` for an unknown axis name or a size below 1.
+    """
+    unknown = [name for name in axes if name not in RESERVED_AXES]
+    if unknown:
+        raise MeshError(f"unknown mesh axis {unknown[0]!r}; known axes are {', '.join(RESERVED_AXES)}")
+    return Mesh(tuple(axes.items()))

@@ -1,0 +1,75 @@
+"""Our attention op and its backward (`autopar/kernels/attention.py`).
+
+    b  batch             g  key heads        r  query heads to a key head
+    s  query length      t  key length       d, e  head dims of query and value
+
+Key length and head dims are blocked. Ranks that split r share the key heads: their key and value
+gradients are sums. A causal mask counts query positions from 0, so s is whole when causal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.rule import Label, Labels, Rule, rule
+from autopar.rules.labels import aligned, argument, numel, position_of, shape_of
+
+
+def _spaces(query: Any, key: Any, is_causal: bool) -> tuple[Label, Label, Label, dict[str, int]]:
+    """Labels of the query heads, the key heads and the query length, and the sizes of those that share a dim."""
+    heads, key_heads = shape_of(query)[1], shape_of(key)[1]
+    length = None if is_causal else "s"
+    if heads == key_heads:
+        return "g", "g", length, {}
+    return ("g", "r"), "g", length, {"g": key_heads, "r": heads // key_heads}
+
+
+def _full(labels: Labels, tensor: Any, whole: tuple[int, ...]) -> Labels:
+    """Labels of a mask that may lack leading dims and have size 1 where it is broadcast."""
+    if not isinstance(tensor, Node):
+        return ()
+    shape = shape_of(tensor)
+    offset = len(labels) - len(shape)
+    return tuple(labels[offset + i] if size == whole[offset + i] else None for i, size in enumerate(shape))
+
+
+def _is_causal(node: Node) -> bool:
+    return bool(node.kwargs.get("is_causal", False))
+
+
+@rule("autopar.attention.default")
+def attention(node: Node) -> Rule:
+    """(query[b, h, s, d], key[b, g, t, d], value[b, g, t, e], mask?, keep?) → (output[b, h, s, e], log_sum_exp[b, h, s])."""
+    query, key, value = node.args[:3]
+    mask, keep = argument(node, 3, "mask"), argument(node, 4, "keep")
+    heads, key_heads, length, sizes = _spaces(query, key, _is_causal(node))
+    scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
+    shape = (*shape_of(query)[:3], shape_of(key)[2])
+    pairs = [(query, q), (key, kv), (value, kv), (mask, _full(scores, mask, shape)), (keep, _full(scores, keep, shape))]
+    flops = 2.0 * numel(shape) * (shape_of(query)[3] + shape_of(value)[3])
+    return Rule(aligned(node, pairs), (q, q[:3]), flops=flops, sizes=sizes)
+
+
+@rule("autopar.attention_backward.default")
+def attention_backward(node: Node) -> Rule:
+    """(gradient, query, key, value, mask?, keep?, output, log_sum_exp) → (query, key, value) gradients."""
+    gradient, query, key, value = node.args[:4]
+    mask, keep, output, log_sum_exp = (argument(node, i, name) for i, name in enumerate(("mask", "keep", "out", "log_sum_exp"), 4))
+    heads, key_heads, length, sizes = _spaces(query, key, _is_causal(node))
+    scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
+    shape = (*shape_of(query)[:3], shape_of(key)[2])
+    pairs = [
+        (gradient, q),
+        (query, q),
+        (key, kv),
+        (value, kv),
+        (mask, _full(scores, mask, shape)),
+        (keep, _full(scores, keep, shape)),
+        (output, q),
+        (log_sum_exp, q[:3]),
+    ]
+    # Scores again, and the gradients of query and key: 3 products over d; of value and scores: 2 over e.
+    flops = 2.0 * numel(shape) * (3 * shape_of(query)[3] + 2 * shape_of(value)[3])
+    return Rule(aligned(node, pairs), (q, kv, kv), linear=(position_of(node, gradient),), flops=flops, sizes=sizes)

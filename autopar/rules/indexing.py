@@ -1,0 +1,136 @@
+"""Embeddings, gathers and scatters: dims that indices point into are blocked, or looked up part by part."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from autopar.rule import Label, Labels, Rule, rule
+from autopar.rules.labels import aligned, argument, aten, dim_of, is_zero, position_of, positional, shape_of, value_of, without
+
+
+@rule(aten.embedding.default)
+def embedding(node: Node) -> Rule:
+    """(weight[v, h], ids) → [*ids, h]. A part of the vocabulary looks up its own ids and yields 0 for the others."""
+    weight, ids = node.args[:2]
+    labels = positional(len(shape_of(ids)), "i")
+    return Rule(aligned(node, [(weight, ("v", "h")), (ids, labels)]), ((*labels, "h"),), linear=(position_of(node, weight),))
+
+
+@rule(aten.embedding_dense_backward.default)
+def embedding_backward(node: Node) -> Rule:
+    """(gradient[*ids, h], ids, num_weights, padding, scale by frequency) → [v, h], summed over the ids."""
+    gradient, ids = node.args[:2]
+    labels = tuple(f"i{i}" for i in range(len(shape_of(ids))))
+    operands = aligned(node, [(gradient, (*labels, "h")), (ids, labels)])
+    # Frequencies are counted over all ids of the batch.
+    scaled = frozenset(labels) if argument(node, 4, "scale_grad_by_freq", False) else frozenset[str]()
+    return Rule(operands, (("v", "h"),), scaled, linear=(position_of(node, gradient),))
+
+
+def _index_labels(source: tuple[int, ...], indices: list[Node | None]) -> tuple[Labels, Labels, list[Labels]] | None:
+    """Labels of the source, of what `source[indices]` yields, and of each index tensor; None for masks."""
+    indexed = [i for i, index in enumerate(indices) if index is not None]
+    tensors = [index for index in indices if index is not None]
+    if any(value_of(index).dtype in (torch.bool, torch.uint8) for index in tensors):
+        return None
+    common = tuple(torch.broadcast_shapes(*(shape_of(index) for index in tensors)))
+    index_labels = positional(len(common), "i")
+    passing: Labels = without(positional(len(source)), indexed)
+    kept = [(i, label) for i, label in enumerate(passing) if i not in indexed]
+    adjacent = indexed == list(range(indexed[0], indexed[-1] + 1))
+    front = [label for i, label in kept if adjacent and i < indexed[0]]
+    back = [label for i, label in kept if not adjacent or i > indexed[0]]
+    result: list[Label] = [*front, *index_labels, *back]
+    terms: list[Labels] = []
+    for index in tensors:
+        shape = shape_of(index)
+        offset = len(common) - len(shape)
+        terms.append(tuple(index_labels[offset + i] if size == common[offset + i] else None for i, size in enumerate(shape)))
+    return passing, tuple(result), terms
+
+
+@rule(aten.index.Tensor)
+def index(node: Node) -> Rule | None:
+    """`source[indices]`: dims without an index pass, indexed dims are needed whole, index dims walk with the result's."""
+    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
+    found = _index_labels(shape_of(source), indices)  # type: ignore[arg-type]
+    if found is None:
+        return None
+    passing, result, terms = found
+    return Rule((passing, *terms), (result,), linear=(frozenset({0}),))
+
+
+@rule(aten.index_put.default)
+def index_put(node: Node) -> Rule | None:
+    """Accumulating into zeros, the backward of `index`, is a sum over the index dims; else they are blocked."""
+    source, indices, values = node.args[0], list(node.args[1]), node.args[2]  # type: ignore[arg-type]
+    found = _index_labels(shape_of(source), indices)  # type: ignore[arg-type]
+    if found is None:
+        return None
+    passing, result, terms = found
+    shape = shape_of(values)
+    tail = result[len(result) - len(shape) :]
+    # A broadcast value has size 1, or lacks the dim.
+    region = _put_shape(shape_of(source), result, terms, indices)  # type: ignore[arg-type]
+    tail = tuple(label if shape[i] == region[len(region) - len(shape) + i] else None for i, label in enumerate(tail))
+    accumulate = bool(argument(node, 3, "accumulate", False))
+    summed = accumulate and is_zero(source)
+    blocked = frozenset(str(label) for label in result if label and str(label).startswith("i"))
+    last = len(terms) + 1
+    groups = (frozenset({0, last}), *((frozenset({last}),) if is_zero(source) else ()))
+    return Rule((passing, *terms, tail), (passing,), frozenset() if summed else blocked, linear=groups)
+
+
+def _put_shape(source: tuple[int, ...], result: Labels, terms: list[Labels], indices: list[Node | None]) -> tuple[int, ...]:
+    tensors = [index for index in indices if index is not None]
+    common = tuple(torch.broadcast_shapes(*(shape_of(index) for index in tensors)))
+    sizes = {f"i{i}": size for i, size in enumerate(common)} | {f"d{i}": size for i, size in enumerate(source)}
+    return tuple(sizes[str(label)] for label in result)
+
+
+def _together(source: tuple[int, ...], index: tuple[int, ...], dim: int) -> Labels:
+    """Labels of the dims that walk together in a gather; a shorter index covers only the front of a dim."""
+    return tuple(f"d{i}" if i != dim and source[i] == size else None for i, size in enumerate(index))
+
+
+@rule(aten.gather.default)
+def gather(node: Node) -> Rule:
+    source, ids = node.args[0], node.args[2]
+    shapes = shape_of(source), shape_of(ids)
+    dim = dim_of(node.args[1], len(shapes[0]))
+    labels = _together(*shapes, dim)
+    along = tuple("i" if i == dim else label for i, label in enumerate(labels))
+    return Rule(aligned(node, [(source, labels), (ids, along)]), (along,), linear=(position_of(node, source),))
+
+
+@rule(aten.index_select.default)
+def index_select(node: Node) -> Rule:
+    source, ids = node.args[0], node.args[2]
+    labels = positional(len(shape_of(source)))
+    dim = dim_of(node.args[1], len(labels))
+    result = tuple("i" if i == dim else label for i, label in enumerate(labels))
+    operands = aligned(node, [(source, without(labels, (dim,))), (ids, ("i",) * len(shape_of(ids)))])
+    return Rule(operands, (result,), linear=(position_of(node, source),))
+
+
+@rule(aten.scatter.value)
+def scatter_value(node: Node) -> Rule:
+    source, ids = node.args[0], node.args[2]
+    labels = _together(shape_of(source), shape_of(ids), dim_of(node.args[1], len(shape_of(source))))
+    return Rule(aligned(node, [(source, labels), (ids, labels)]), (labels,))
+
+
+@rule(aten.scatter.src, aten.scatter_add.default)
+def scatter(node: Node) -> Rule:
+    """(source, dim, ids, values). Adding into zeros is a sum over the ids along `dim`; else they are blocked."""
+    source, ids, values = node.args[0], node.args[2], node.args[3]
+    shape = shape_of(source)
+    dim = dim_of(node.args[1], len(shape))
+    labels = _together(shape, shape_of(ids), dim)
+    labels = tuple(label if shape_of(values)[i] == shape[i] else None for i, label in enumerate(labels))
+    summed = node.target is aten.scatter_add.default and is_zero(source) and shape_of(values) == shape_of(ids)
+    along = tuple("i" if i == dim and summed else label for i, label in enumerate(labels))
+    joint = position_of(node, source) | position_of(node, values)
+    linear = (joint, position_of(node, values)) if is_zero(source) else (joint,)
+    return Rule(aligned(node, [(source, labels), (ids, along), (values, along)]), (labels,), linear=linear)

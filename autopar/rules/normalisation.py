@@ -1,0 +1,67 @@
+"""Layer norm, RMS norm and batch norm: the dims that statistics run over are blocked."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from autopar.program import results_of
+from autopar.rule import Labels, Rule, rule
+from autopar.rules.labels import aligned, argument, aten, blocked, position_of, positional, shape_of, without
+
+
+def _outer(num_dims: int, num_normalised: int) -> Labels:
+    return without(positional(num_dims), range(num_dims - num_normalised, num_dims))
+
+
+@rule(aten.native_layer_norm.default)
+def layer_norm(node: Node) -> Rule:
+    """(input, shape, weight?, bias?, eps) → (output, mean, reciprocal deviation)."""
+    x, num_normalised = node.args[0], len(node.args[1])  # type: ignore[arg-type]
+    labels = _outer(len(shape_of(x)), num_normalised)
+    affine = blocked(num_normalised)
+    operands = aligned(node, [(x, labels), (argument(node, 2, "weight"), affine), (argument(node, 3, "bias"), affine)])
+    return Rule(operands, (labels, labels, labels))
+
+
+@rule(aten.native_layer_norm_backward.default)
+def layer_norm_backward(node: Node) -> Rule:
+    """(gradient, input, shape, mean, deviation, weight?, bias?, mask) → (input, weight, bias) gradients, the latter two summed."""
+    gradient, x, shape, mean, deviation = node.args[:5]
+    num_normalised = len(shape)  # type: ignore[arg-type]
+    labels, affine = _outer(len(shape_of(x)), num_normalised), blocked(num_normalised)
+    weight, bias = argument(node, 5, "weight"), argument(node, 6, "bias")
+    pairs = [(gradient, labels), (x, labels), (mean, labels), (deviation, labels), (weight, affine), (bias, affine)]
+    return Rule(aligned(node, pairs), _present(node, (labels, affine, affine)), linear=(position_of(node, gradient),))
+
+
+@rule("aten._fused_rms_norm.default")
+def rms_norm(node: Node) -> Rule:
+    """(input, shape, weight?, eps) → (output, reciprocal deviation)."""
+    x, num_normalised = node.args[0], len(node.args[1])  # type: ignore[arg-type]
+    labels = _outer(len(shape_of(x)), num_normalised)
+    return Rule(aligned(node, [(x, labels), (argument(node, 2, "weight"), blocked(num_normalised))]), (labels, labels))
+
+
+@rule("aten._fused_rms_norm_backward.default")
+def rms_norm_backward(node: Node) -> Rule:
+    """(gradient, input, shape, deviation, weight?, mask) → (input, weight) gradients."""
+    gradient, x, shape, deviation = node.args[:4]
+    num_normalised = len(shape)  # type: ignore[arg-type]
+    labels, affine = _outer(len(shape_of(x)), num_normalised), blocked(num_normalised)
+    pairs = [(gradient, labels), (x, labels), (deviation, labels), (argument(node, 4, "weight"), affine)]
+    return Rule(aligned(node, pairs), _present(node, (labels, affine)), linear=(position_of(node, gradient),))
+
+
+def _present(node: Node, results: tuple[Labels, ...]) -> tuple[Labels, ...]:
+    """`results` with `()` for those that the node leaves out."""
+    return tuple(labels if value is not None else () for labels, value in zip(results, results_of(node), strict=True))
+
+
+@rule("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
+def batch_norm(node: Node) -> Rule:
+    """Statistics run over everything but the channels, dim 1 of the input; all other tensors are one number a channel."""
+    x = node.args[0]
+    channels = without(("n", "c", *positional(len(shape_of(x)) - 2)), [i for i in range(len(shape_of(x))) if i != 1])
+    pairs = [(argument, ("c",)) for argument in node.args[1:]]
+    others = tuple(("c",) if value.numel() else (None,) for value in results_of(node)[1:] if value is not None)
+    return Rule(aligned(node, [(x, channels), *pairs]), (channels, *others))

@@ -1,0 +1,159 @@
+"""Ops that move elements without computing: views, transposes, slices, concatenations."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.program import operands, results_of
+from autopar.rule import Labels, Rule, rule
+from autopar.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
+
+_FIRST = (frozenset({0}),)
+
+
+@rule(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+)
+def view(node: Node) -> Rule:
+    return Rule((blocked(len(shape_of(node.args[0]))),), (blocked(len(shape_of(node))),), linear=_FIRST, view=True)
+
+
+@rule(operator.getitem)
+def getitem(node: Node) -> Rule:
+    """The result at an index of a multi-result node: the one operand stands for that result alone."""
+    labels = positional(len(shape_of(node)))
+    return Rule((labels,), (labels,), linear=_FIRST, view=True)
+
+
+@rule(aten.t.default, aten.transpose.int, aten.permute.default)
+def permute(node: Node) -> Rule:
+    source = positional(len(shape_of(node.args[0])))
+    return Rule((source,), (tuple(source[i] for i in permutation(node)),), linear=_FIRST)
+
+
+def permutation(node: Node) -> tuple[int, ...]:
+    """For each dim of a transpose's result the dim it comes from."""
+    num_dims = len(shape_of(node.args[0]))
+    if node.target is aten.permute.default:
+        return dims_of(node.args[1], num_dims)
+    first, second = (0, num_dims - 1) if node.target is aten.t.default else (dim_of(d, num_dims) for d in node.args[1:3])
+    order = list(range(num_dims))
+    order[first], order[second] = order[second], order[first]
+    return tuple(order)
+
+
+@rule(aten.expand.default)
+def expand(node: Node) -> Rule:
+    source, result = shape_of(node.args[0]), shape_of(node)
+    labels = positional(len(result))
+    tail = labels[len(labels) - len(source) :]
+    grown = [i for i, size in enumerate(source) if size != result[len(result) - len(source) + i]]
+    return Rule((without(tail, grown),), (labels,), linear=_FIRST)
+
+
+@rule(aten.repeat.default)
+def repeat(node: Node) -> Rule:
+    source, result = shape_of(node.args[0]), shape_of(node)
+    offset = len(result) - len(source)
+    labels = positional(len(result))
+    repeated = [i for i, count in enumerate(argument(node, 1, "repeats")) if count != 1]
+    results = without(labels, repeated)
+    return Rule((results[offset:],), (results,), linear=_FIRST)
+
+
+def _one_dim_blocked(node: Node, dims: tuple[int, ...], source: Any = None) -> Rule:
+    """Every dim passes but `dims`, whose elements mix or move; the result has as many dims as the operand."""
+    labels = positional(len(shape_of(source or node.args[0])))
+    labels = without(labels, dims)
+    return Rule((labels,), (labels,) * len(results_of(node)), linear=_FIRST)
+
+
+@rule(aten.slice.Tensor)
+def slice_dim(node: Node) -> Rule:
+    before, after = shape_of(node.args[0]), shape_of(node)
+    return _one_dim_blocked(node, tuple(i for i, size in enumerate(before) if size != after[i]))
+
+
+@rule(aten.slice_backward.default)
+def slice_backward(node: Node) -> Rule:
+    before, after = shape_of(node.args[0]), shape_of(node)
+    return _one_dim_blocked(node, tuple(i for i, size in enumerate(before) if size != after[i]))
+
+
+@rule(aten.flip.default, aten.roll.default)
+def flip(node: Node) -> Rule | None:
+    dims = argument(node, 1 if node.target is aten.flip.default else 2, "dims", ())
+    return _one_dim_blocked(node, dims_of(dims, len(shape_of(node))))
+
+
+@rule(aten.tril.default, aten.triu.default)
+def triangle(node: Node) -> Rule:
+    num_dims = len(shape_of(node))
+    return _one_dim_blocked(node, (num_dims - 2, num_dims - 1))
+
+
+@rule(aten.constant_pad_nd.default)
+def constant_pad(node: Node) -> Rule:
+    num_dims, pads = len(shape_of(node)), argument(node, 1, "pad")
+    padded = tuple(num_dims - 1 - i // 2 for i, pad in enumerate(pads) if pad != 0)
+    found = _one_dim_blocked(node, padded)
+    linear = _FIRST if is_zero(argument(node, 2, "value", 0)) else ()
+    return Rule(found.operands, found.results, linear=linear)
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes.default)
+def split(node: Node) -> Rule:
+    return _one_dim_blocked(node, (dim_of(argument(node, 2, "dim", 0), len(shape_of(node.args[0]))),))
+
+
+@rule(aten.unbind.int)
+def unbind(node: Node) -> Rule:
+    source = positional(len(shape_of(node.args[0])))
+    dim = dim_of(argument(node, 1, "dim", 0), len(source))
+    return Rule((without(source, (dim,)),), (source[:dim] + source[dim + 1 :],) * len(results_of(node)), linear=_FIRST)
+
+
+@rule(aten.select.int)
+def select(node: Node) -> Rule:
+    source = positional(len(shape_of(node.args[0])))
+    dim = dim_of(node.args[1], len(source))
+    return Rule((without(source, (dim,)),), (source[:dim] + source[dim + 1 :],), linear=_FIRST)
+
+
+@rule(aten.select_backward.default)
+def select_backward(node: Node) -> Rule:
+    result = positional(len(shape_of(node)))
+    dim = dim_of(argument(node, 2, "dim"), len(result))
+    return Rule((result[:dim] + result[dim + 1 :],), (without(result, (dim,)),), linear=_FIRST)
+
+
+@rule(aten.slice_scatter.default, aten.select_scatter.default)
+def scatter_part(node: Node) -> Rule:
+    """The second operand written into the first."""
+    result = positional(len(shape_of(node)))
+    dim = dim_of(argument(node, 2, "dim", 0), len(result))
+    whole = without(result, (dim,))
+    part = whole if node.target is aten.slice_scatter.default else result[:dim] + result[dim + 1 :]
+    linear = [frozenset({0, 1})] + ([position_of(node, node.args[1])] if is_zero(node.args[0]) else [])
+    return Rule((whole, part), (whole,), linear=tuple(linear))
+
+
+@rule(aten.cat.default, aten.stack.default)
+def concatenate(node: Node) -> Rule | None:
+    """Parts side by side along a dim, which is blocked."""
+    parts, num_dims = operands(node), len(shape_of(node))
+    dim = dim_of(argument(node, 1, "dim", 0), num_dims)
+    result = without(positional(num_dims), (dim,))
+    part: Labels = result if node.target is aten.cat.default else result[:dim] + result[dim + 1 :]
+    if any(len(shape_of(operand)) != len(part) for operand in parts):
+        return None
+    return Rule(aligned(node, [(operand, part) for operand in parts]), (result,), linear=(frozenset(range(len(parts))),))

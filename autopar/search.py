@@ -1,0 +1,284 @@
+"""Solves an assignment problem as an integer program, its linear relaxation first.
+
+Columns, per class of nodes and per folded value:
+
+    x[class, candidate]        1 where the candidate is taken                         (binary)
+    f[value, source, target]   1 where the value is brought from source to target     (follows from x)
+    g[value, target]           1 where target is cut from another needed state        (follows from x)
+
+Rows, with given[s] = Σ x of the producer's candidates that give s, and needed[reader, t] = Σ x of the reader's that need t:
+
+    one reader   Σ_t f[s, t] = given[s],  Σ_s f[s, t] = needed[t]              a transport problem: tight
+    several      given[t] + Σ_s f[s, t] + g[t] ≥ needed[reader, t],  f[s, t] ≤ given[s]
+                 g[t] ≤ Σ of brought[h] over the h that t is a slice of,  brought[h] = Σ_s f[s, h] ≤ Σ needed[reader, h]
+
+f[s, s] is the value as it is, at no cost. The relaxation is nearly always integral; then it is the answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import highspy
+import numpy as np
+
+from autopar.assignment import Choice, Problem, State, without_dominated
+from autopar.errors import PlanError
+from autopar.evaluation import Evaluation
+from autopar.folding import ROUNDS, Folded, FoldedValue, fold
+
+# Costs are scaled so that a typical solution costs about this much: far above the solver's absolute tolerances (1e-7).
+_TYPICAL_OBJECTIVE = 1e4
+_INTEGRAL = 1e-6
+
+
+@dataclass(frozen=True)
+class Solution:
+    """`picks[i]` is the position of the candidate taken for node i; seconds are the problem's own, `search_seconds` the clock's."""
+
+    picks: tuple[int, ...]
+    class_picks: tuple[int, ...]
+    folded: Folded
+    seconds: float
+    lower_bound_seconds: float
+    search_seconds: float
+    num_variables: int
+    num_rows: int
+    num_dropped: int
+    is_relaxation_integral: bool
+
+    @property
+    def gap(self) -> float:
+        """How much dearer than the bound the answer may be: 0.01 is one per cent."""
+        return max(0.0, self.seconds / self.lower_bound_seconds - 1.0) if self.lower_bound_seconds > 0 else 0.0
+
+
+def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | None = None) -> Solution:
+    """The cheapest assignment, or the best one found within `timeout` seconds.
+
+    Deterministic unless the time runs out. Raises `PlanError` when no assignment is possible.
+    """
+    start = time.perf_counter()
+    kept = [without_dominated(node.candidates) for node in problem.nodes]
+    reduced = replace(problem, nodes=tuple(_keep(node, positions) for node, positions in zip(problem.nodes, kept, strict=True)))
+    folded = fold(reduced, rounds)
+    evaluation = Evaluation(reduced, folded)
+    model = _Model.of(evaluation)
+    deadline = math.inf if timeout is None else start + timeout
+    picks, bound, integral = _solve(model, evaluation, deadline)
+    return Solution(
+        picks=tuple(positions[pick] for positions, pick in zip(kept, folded.unfold(picks), strict=True)),
+        class_picks=tuple(picks),
+        folded=folded,
+        seconds=evaluation.seconds(picks),
+        lower_bound_seconds=bound,
+        search_seconds=time.perf_counter() - start,
+        num_variables=len(model.costs),
+        num_rows=len(model.lower),
+        num_dropped=sum(len(node.candidates) - len(positions) for node, positions in zip(problem.nodes, kept, strict=True)),
+        is_relaxation_integral=integral,
+    )
+
+
+def _keep(node: Choice, positions: list[int]) -> Choice:
+    if len(positions) == len(node.candidates):
+        return node
+    return replace(node, candidates=tuple(node.candidates[position] for position in positions))
+
+
+def _solve(model: _Model, evaluation: Evaluation, deadline: float) -> tuple[list[int], float, bool]:
+    """Class picks, a lower bound in seconds, and whether the relaxation alone was the answer."""
+    solver = _solver(model, deadline)
+    solver.run()
+    status = solver.getModelStatus()
+    if status == highspy.HighsModelStatus.kInfeasible:
+        raise PlanError("no assignment is possible: some value is needed in a sharding that it cannot be brought to")
+    if status != highspy.HighsModelStatus.kOptimal:
+        return evaluation.descend([0] * len(evaluation.nodes)), 0.0, False
+    bound = solver.getInfo().objective_function_value / model.scale
+    values = np.asarray(solver.getSolution().col_value)
+    rounded = model.picks(values)
+    if model.is_integral(values):
+        return rounded, bound, True
+    started = evaluation.descend(rounded)
+    if time.perf_counter() >= deadline:
+        return started, bound, False
+    solver = _solver(model, deadline)
+    columns = np.arange(len(model.costs), dtype=np.int32)
+    solver.changeColsIntegrality(len(columns), columns, model.integrality())
+    chosen = model.columns_of(started)
+    solver.setSolution(len(chosen), model.binary_columns(), chosen)
+    solver.run()
+    bound = max(bound, solver.getInfo().mip_dual_bound / model.scale)
+    values = np.asarray(solver.getSolution().col_value)
+    found = [model.picks(values), started] if len(values) and model.is_integral(values) else [started]
+    return min(found, key=evaluation.seconds), bound, False
+
+
+def _solver(model: _Model, deadline: float) -> highspy.Highs:
+    solver = highspy.Highs()
+    options = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-6}
+    for name, value in options.items():
+        solver.setOptionValue(name, value)
+    if deadline < math.inf:
+        solver.setOptionValue("time_limit", max(0.01, deadline - time.perf_counter()))
+    solver.passModel(model.linear_program())
+    return solver
+
+
+@dataclass
+class _Model:
+    """Columns, rows and entries of the program, as growing lists that become arrays once."""
+
+    scale: float
+    offsets: list[int]
+    num_binary: int
+    costs: list[float] = field(default_factory=list[float])
+    lower: list[float] = field(default_factory=list[float])
+    upper: list[float] = field(default_factory=list[float])
+    rows: list[int] = field(default_factory=list[int])
+    columns: list[int] = field(default_factory=list[int])
+    entries: list[float] = field(default_factory=list[float])
+
+    @staticmethod
+    def of(evaluation: Evaluation) -> _Model:
+        nodes, sizes = evaluation.nodes, evaluation.folded.sizes
+        typical = sum(size * min(c.seconds for c in node.candidates) for node, size in zip(nodes, sizes, strict=True))
+        counts = [len(node.candidates) for node in nodes]
+        offsets = [0, *np.cumsum(counts).tolist()]
+        model = _Model(_TYPICAL_OBJECTIVE / typical if typical > 0 else 1.0, offsets, offsets[-1])
+        for number, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
+            model.costs += [model.scale * size * candidate.seconds for candidate in node.candidates]
+            model.row(1.0, 1.0, [(column, 1.0) for column in range(offsets[number], offsets[number + 1])])
+        for value in evaluation.folded.values:
+            _Transport(model, evaluation, value).add()
+        return model
+
+    def column(self, cost: float) -> int:
+        self.costs.append(cost)
+        return len(self.costs) - 1
+
+    def row(self, lower: float, upper: float, entries: Sequence[tuple[int, float]]) -> None:
+        number = len(self.lower)
+        self.lower.append(lower)
+        self.upper.append(upper)
+        for column, entry in entries:
+            self.rows.append(number)
+            self.columns.append(column)
+            self.entries.append(entry)
+
+    def linear_program(self) -> highspy.HighsLp:
+        program = highspy.HighsLp()
+        program.num_col_, program.num_row_ = len(self.costs), len(self.lower)
+        program.col_cost_ = np.array(self.costs)
+        program.col_lower_, program.col_upper_ = np.zeros(len(self.costs)), np.ones(len(self.costs))
+        program.row_lower_, program.row_upper_ = np.array(self.lower), np.array(self.upper)
+        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        program.a_matrix_.start_ = np.searchsorted(np.array(self.rows), np.arange(program.num_row_ + 1)).astype(np.int32)
+        program.a_matrix_.index_ = np.array(self.columns, dtype=np.int32)
+        program.a_matrix_.value_ = np.array(self.entries)
+        return program
+
+    def binary_columns(self) -> np.ndarray:
+        return np.arange(self.num_binary, dtype=np.int32)
+
+    def integrality(self) -> np.ndarray:
+        kinds = np.zeros(len(self.costs), dtype=np.uint8)
+        kinds[: self.num_binary] = 1
+        return kinds
+
+    def is_integral(self, values: np.ndarray) -> bool:
+        binary = values[: self.num_binary]
+        return bool(np.all(np.abs(binary - np.round(binary)) < _INTEGRAL))
+
+    def picks(self, values: np.ndarray) -> list[int]:
+        """The candidate of each class with the largest x."""
+        return [int(np.argmax(values[first:last])) for first, last in zip(self.offsets, self.offsets[1:], strict=False)]
+
+    def columns_of(self, picks: Sequence[int]) -> np.ndarray:
+        chosen = np.zeros(self.num_binary)
+        chosen[np.array(self.offsets[:-1]) + np.array(picks)] = 1.0
+        return chosen
+
+
+class _Transport:
+    """Adds the columns and rows of one folded value to a model."""
+
+    def __init__(self, model: _Model, evaluation: Evaluation, value: FoldedValue) -> None:
+        self.model = model
+        self.weight = model.scale * value.count
+        problem, example = evaluation.problem, value.example
+        self.price = lambda source, target: problem.price(example, source, target)
+        producer = evaluation.nodes[value.producer].candidates
+        self.given = _columns_by_state([c.results[value.result] for c in producer], model.offsets[value.producer])
+        self.needed: list[dict[State, list[int]]] = []
+        for number, slot in value.readers:
+            states = [candidate.operands[slot] for candidate in evaluation.nodes[number].candidates]
+            self.needed.append(_columns_by_state(states, model.offsets[number]))
+        self.targets: list[State] = list(dict.fromkeys(state for needed in self.needed for state in needed))
+        self.slices = problem.slices
+
+    def add(self) -> None:
+        if list(self.given) == self.targets and len(self.targets) == 1:
+            return
+        if len(self.needed) == 1:
+            self._add_single()
+        else:
+            self._add_shared()
+
+    def _add_single(self) -> None:
+        leaving: dict[State, list[int]] = {state: [] for state in self.given}
+        arriving: dict[State, list[int]] = {state: [] for state in self.targets}
+        for source in self.given:
+            for target in self.targets:
+                seconds = self.price(source, target)
+                if seconds < math.inf:
+                    column = self.model.column(self.weight * seconds)
+                    leaving[source].append(column)
+                    arriving[target].append(column)
+        for states, flows in ((self.given, leaving), (self.needed[0], arriving)):
+            for state, columns in states.items():
+                self.model.row(0.0, 0.0, [(c, 1.0) for c in flows[state]] + [(c, -1.0) for c in columns])
+
+    def _add_shared(self) -> None:
+        brought = {target: self._bring(target) for target in self.targets}
+        hubs_of = {target: [hub for hub in self.targets if self.slices(hub, target)] for target in self.targets}
+        for hub in dict.fromkeys(hub for hubs in hubs_of.values() for hub in hubs):
+            needing = [column for needed in self.needed for column in needed.get(hub, ())]
+            self.model.row(-math.inf, 0.0, [(c, 1.0) for c in brought[hub]] + [(c, -1.0) for c in needing])
+        for target in self.targets:
+            arrivals = (
+                brought[target] + self.given.get(target, []) + self._cut(target, [c for hub in hubs_of[target] for c in brought[hub]])
+            )
+            for needed in self.needed:
+                if target in needed:
+                    self.model.row(0.0, math.inf, [(c, 1.0) for c in arrivals] + [(c, -1.0) for c in needed[target]])
+
+    def _bring(self, target: State) -> list[int]:
+        """A column for each way to bring the value from where it is to `target`."""
+        found: list[int] = []
+        for source, columns in self.given.items():
+            seconds = self.price(source, target)
+            if source != target and seconds < math.inf:
+                column = self.model.column(self.weight * seconds)
+                self.model.row(-math.inf, 0.0, [(column, 1.0)] + [(c, -1.0) for c in columns])
+                found.append(column)
+        return found
+
+    def _cut(self, target: State, hubs: list[int]) -> list[int]:
+        """A column for taking `target` from what the columns `hubs` bring."""
+        if not hubs:
+            return []
+        column = self.model.column(0.0)
+        self.model.row(-math.inf, 0.0, [(column, 1.0)] + [(c, -1.0) for c in hubs])
+        return [column]
+
+
+def _columns_by_state(states: Sequence[State], offset: int) -> dict[State, list[int]]:
+    found: dict[State, list[int]] = {}
+    for position, state in enumerate(states):
+        found.setdefault(state, []).append(offset + position)
+    return found

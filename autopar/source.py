@@ -1,0 +1,41 @@
+"""Where each node comes from: the user's source line and module path, out of torch's trace records."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.keys import SOURCE, Source
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def set_sources(graph: Graph, prefix: str = "") -> None:
+    """Set SOURCE on every node that has a record; `prefix` is what capture put before the user's module paths."""
+    for node in graph.nodes:
+        if node.op == "call_function":
+            SOURCE[node] = source_of(node, prefix)
+
+
+def source_of(node: Node, prefix: str = "") -> Source:
+    file, line, code = "", 0, ""
+    for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""):
+        if not frame["file"].startswith(_TORCH):
+            file, line, code = frame["file"], int(frame["line"]), frame["code"].strip()
+    return Source(file, line, code, _module_path(node.meta.get("nn_module_stack"), prefix))
+
+
+def _module_path(stack: Any, prefix: str) -> str:
+    """The innermost module's path: `L['self'].model.h[0].mlp` → `h.0.mlp`."""
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
+    path = re.sub(r"_modules\.", "", path)
+    path = path.split("L.self", 1)[-1].removeprefix("._export_root").strip(".")
+    return path.removeprefix(prefix.rstrip(".")).strip(".")

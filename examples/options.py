@@ -1,0 +1,69 @@
+"""The flags that the training examples share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Options:
+    """One field a flag: `--batch 32` sets `batch`."""
+
+    mesh: dict[str, int]
+    single: bool
+    backend: str
+    device: str
+    steps: int
+    batch: int
+    length: int
+    layers: int
+    width: int
+    heads: int
+    dropout: float
+    learning_rate: float
+    warmup: int
+    seed: int
+    text: Path | None
+    log: Path | None
+    sample: int
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"dp=2,tp=2"` → `{"dp": 2, "tp": 2}`, outermost axis first."""
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        if not equals or not size.isdigit() or name in axes:
+            raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write each axis once with its size, as in dp=2,tp=2")
+        axes[name] = int(size)
+    return axes
+
+
+def parse(title: str, arguments: Sequence[str] | None = None) -> Options:
+    """The options of this run. Prints usage and exits on a flag that is wrong."""
+    parser = argparse.ArgumentParser(description=f"Train {title} on real text.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    where = parser.add_argument_group("where it runs")
+    where.add_argument("--mesh", type=parse_mesh, default="dp=2,tp=2", help="axes and sizes, outermost first; virtual unless under torchrun")
+    where.add_argument("--single", action="store_true", help="plain PyTorch, without autopar")
+    where.add_argument("--backend", default="inductor", help="torch.compile backend: inductor, aot_eager, eager")
+    where.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    model = parser.add_argument_group("the model")
+    model.add_argument("--layers", type=int, default=4)
+    model.add_argument("--width", type=int, default=256)
+    model.add_argument("--heads", type=int, default=8)
+    model.add_argument("--length", type=int, default=128, help="bytes that a sequence has")
+    model.add_argument("--dropout", type=float, default=0.0)
+    training = parser.add_argument_group("the training")
+    training.add_argument("--steps", type=int, default=150)
+    training.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
+    training.add_argument("--learning-rate", type=float, default=2e-3)
+    training.add_argument("--warmup", type=int, default=20, help="steps over which the learning rate rises; a cosine follows")
+    training.add_argument("--seed", type=int, default=0)
+    training.add_argument("--text", type=Path, help="a text to learn instead of the Python standard library's sources")
+    training.add_argument("--log", type=Path, help="write one line of JSON a step: step, loss, seconds")
+    training.add_argument("--sample", type=int, default=300, help="bytes of text to write at the end")
+    parsed = parser.parse_args(arguments)
+    return Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})

@@ -1,0 +1,230 @@
+"""From the LOCAL graph to the schedule: compute between two cuts is a fragment, collectives are instructions.
+
+The walk keeps the graph's order. It cuts where a call needs a collective that is still under way, where the
+model's repeated block changes (so that eighty equal layers give one fragment), and between forward and backward.
+A collective is launched at the first cut after its operand is computed and waited for just before its first use:
+
+    RUN f0 (x, w) -> (partial)
+    LAUNCH all_reduce sum tp (partial) -> h
+    RUN f1 (…)                                what does not need h goes on meanwhile
+    WAIT h
+    RUN f2 (h, …)
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
+from autopar.keys import PHASE, SOURCE
+from autopar.program import Form, Program, results_of
+from autopar.schedule import Collective, Fragment, Free, Instruction, Launch, Pause, Run, Schedule, Wait
+
+_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
+
+
+def cut_fragments(program: Program) -> Schedule:
+    """The schedule of a LOCAL program; every rank runs it with its own coordinates."""
+    assert program.form is Form.LOCAL
+    cutter = _Cutter(program)
+    return cutter.schedule()
+
+
+@dataclass
+class _Cutter:
+    program: Program
+    instructions: list[Instruction] = field(default_factory=list[Instruction])
+    fragments: dict[str, Fragment] = field(default_factory=dict[str, Fragment])
+    current: list[Node] = field(default_factory=list[Node])
+    launches: list[Node] = field(default_factory=list[Node])
+    waiting: set[Node] = field(default_factory=set[Node])
+    by_structure: dict[str, str] = field(default_factory=dict[str, str])
+    block: str = ""
+
+    def schedule(self) -> Schedule:
+        program = self.program
+        calls = [node for node in program.graph.nodes if node.op == "call_function"]
+        prologue = _prologue(program)
+        self.current = [node for node in calls if node in prologue]
+        self.cut()
+        paused = False
+        for node in calls:
+            if node in prologue:
+                continue
+            if PHASE[node] == "backward" and not paused:
+                self.pause()
+                paused = True
+            self.visit(node)
+        self.cut()
+        if not paused and program.signature.inputs_of("tangent"):
+            self.pause()
+        for node in program.results:
+            self.complete(node)
+        names = tuple(node.name for node in program.placeholders)
+        outputs = tuple(_buffer(node) for node in program.results)
+        instructions = _with_frees(self.instructions, set(names) | set(outputs))
+        return Schedule(instructions, self.fragments, names, outputs, program.signature, _shapes(program))
+
+    def visit(self, node: Node) -> None:
+        if node.target is wait:
+            return
+        needed = [operand for operand in node.all_input_nodes if operand.target is wait and operand.args[0] in self.waiting]
+        block = _block(node)
+        if needed or (block and self.block and block != self.block):
+            self.cut()
+            for operand in needed:
+                self.complete(operand)
+        self.block = block or self.block
+        if is_launch(node):
+            self.launches.append(node)
+            self.waiting.add(node)
+        else:
+            self.current.append(node)
+
+    def complete(self, node: Node) -> None:
+        """Wait for the collective behind `node`, once."""
+        launch = node.args[0] if node.target is wait else None
+        if launch in self.waiting:
+            assert isinstance(launch, Node)
+            self.instructions.append(Wait(launch.name))
+            self.waiting.remove(launch)
+
+    def pause(self) -> None:
+        """End the forward: what the caller gets must be complete."""
+        self.cut()
+        for output, node in self.program.named_outputs():
+            if output.kind != "gradient":
+                self.complete(node)
+        self.instructions.append(Pause())
+
+    def cut(self) -> None:
+        """Close the current fragment, then launch the collectives that were waiting for it."""
+        if self.current:
+            self.instructions.append(self.run(self.current))
+            self.current = []
+        for launch in self.launches:
+            self.instructions.append(_launch(launch))
+        self.launches = []
+
+    def run(self, nodes: list[Node]) -> Run:
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside))
+        outputs = [node for node in nodes if any(user not in inside for user in node.users) and not _is_tuple(node)]
+        structure = _structure(nodes, inputs, outputs)
+        if structure not in self.by_structure:
+            name = f"f{len(self.fragments)}"
+            self.by_structure[structure] = name
+            self.fragments[name] = Fragment(name, _module(nodes, inputs, outputs), 0)
+        name = self.by_structure[structure]
+        fragment = self.fragments[name]
+        self.fragments[name] = Fragment(name, fragment.module, fragment.num_uses + 1)
+        return Run(name, tuple(_buffer(node) for node in inputs), tuple(node.name for node in outputs))
+
+
+def _prologue(program: Program) -> set[Node]:
+    """Scalars computed from inputs alone (the random key of each site): done first, so that equal layers stay equal."""
+    sources = {node for item, node in program.named_inputs() if item.kind in ("random_key", "coordinate")}
+    found: set[Node] = set()
+    for node in program.graph.nodes:
+        value = results_of(node)[0] if node.op == "call_function" else None
+        operands = node.all_input_nodes
+        if value is not None and value.numel() == 1 and value.ndim == 0 and operands and all(operand in found or operand in sources for operand in operands):
+            found.add(node)
+    return found
+
+
+def _block(node: Node) -> str:
+    """The repeated block a node belongs to: `transformer.h.3` for anything inside it."""
+    source = SOURCE.get(node)
+    match = _BLOCK.match(source.module) if source else None
+    return match.group(1) if match else ""
+
+
+def _is_tuple(node: Node) -> bool:
+    return isinstance(node.meta["val"], (tuple, list))
+
+
+def _buffer(node: Node) -> str:
+    """A waited value and its launch are one buffer."""
+    return node.args[0].name if node.target is wait else node.name  # type: ignore[union-attr]
+
+
+def _launch(node: Node) -> Launch:
+    operand, axes = node.args[0], node.args[1]
+    assert isinstance(operand, Node)
+    kind = node.args[2] if node.target in (all_reduce, reduce_scatter) else "copy"
+    names: dict[object, Collective] = {all_reduce: "all_reduce", all_gather: "all_gather", reduce_scatter: "reduce_scatter"}
+    return Launch(names.get(node.target, "all_to_all"), kind, axes, _buffer(operand), node.name)  # type: ignore[arg-type]
+
+
+def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> str:
+    """A text that is equal for two fragments exactly when one compiled form serves both."""
+    numbers = {node: number for number, node in enumerate([*inputs, *nodes])}
+
+    def value(node: Node) -> str:
+        return " ".join(f"{v.dtype}{tuple(v.shape)}{v.stride()}" for v in results_of(node) if v is not None)
+
+    lines = [value(node) for node in inputs]
+    for node in nodes:
+        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")  # type: ignore[arg-type,return-value]
+        lines.append(f"{node.target} {arguments} {value(node)}")
+    return "\n".join([*lines, str([numbers[node] for node in outputs])])
+
+
+def _module(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> GraphModule:
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    for node in inputs:
+        mapping[node] = graph.placeholder(node.name)
+        mapping[node].meta = {"val": node.meta["val"]}
+    for node in nodes:
+        mapping[node] = graph.node_copy(node, lambda operand: mapping[operand])
+    graph.output(tuple(mapping[node] for node in outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _shapes(program: Program) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    shapes = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and node.op != "output":
+            shapes[node.name] = (tuple(value.shape), value.dtype)
+    return shapes
+
+
+def _with_frees(instructions: list[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
+    """Free every intermediate buffer right after the last instruction that reads it (or makes it, if none does).
+
+    The operand of a collective is in use until its WAIT.
+    """
+    last: dict[str, int] = {}
+    operand: dict[str, str] = {}
+    for position, instruction in enumerate(instructions):
+        if isinstance(instruction, Launch):
+            operand[instruction.target] = instruction.source
+        for name in _touched(instruction):
+            last[name] = position
+        if isinstance(instruction, Wait):
+            last[operand[instruction.target]] = position
+    ends: dict[int, list[str]] = {}
+    for name, position in last.items():
+        if name not in kept:
+            ends.setdefault(position, []).append(name)
+    result: list[Instruction] = []
+    for position, instruction in enumerate(instructions):
+        result.append(instruction)
+        if position in ends:
+            result.append(Free(tuple(ends[position])))
+    return tuple(result)
+
+
+def _touched(instruction: Instruction) -> tuple[str, ...]:
+    if isinstance(instruction, Run):
+        return instruction.inputs + instruction.outputs
+    if isinstance(instruction, Launch):
+        return (instruction.source, instruction.target)
+    return (instruction.target,) if isinstance(instruction, Wait) else ()

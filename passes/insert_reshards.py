@@ -1,0 +1,96 @@
+"""Every mismatch between what a value is and what a consumer needs becomes an explicit reshard node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from autopar.atoms import operand_result
+from autopar.collectives import reshard
+from autopar.emit import copy_origin
+from autopar.keys import DIMS, PHASE, SHARDING, STRATEGY
+from autopar.program import Program, operands
+from autopar.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class InsertReshards:
+    """Insert one `reshard` per (value, target), in front of the first consumer that needs it.
+
+    A target that slices the replicated form is cut from that form where another consumer has it made: after an
+    all-reduce, a second consumer's shard is free.
+
+    Reads: STRATEGY, SHARDING, DIMS. Writes: `reshard` nodes with DIMS, SHARDING, PHASE, SOURCE; shardings in the signature.
+    Ensures: every operand's sharding is the one that its consumer's strategy names.
+    """
+
+    name: str = "insert reshards"
+
+    def apply(self, program: Program) -> Program:
+        program = _with_signature(program.copy())
+        made: dict[tuple[Node, Sharding], Node] = {}
+        wanted = _wanted(program)
+        for node in list(program.graph.nodes):
+            if node.op == "call_function":
+                targets = iter(STRATEGY[node].operands)
+                node.args, node.kwargs = torch.fx.map_arg(  # type: ignore[assignment]
+                    (node.args, node.kwargs), lambda operand, node=node, targets=targets: _fitted(program, operand, next(targets), node, made, wanted)
+                )
+        end = program.graph.output_node()
+        results = [_fitted(program, node, output.sharding, end, made, wanted) for output, node in program.named_outputs()]
+        end.args = (tuple(results),)
+        return program
+
+
+def _wanted(program: Program) -> set[tuple[Node, Sharding]]:
+    found = {(operand, target) for node in program.graph.nodes if node.op == "call_function" for operand, target in zip(operands(node), STRATEGY[node].operands, strict=True)}
+    return found | {(node, output.sharding) for output, node in program.named_outputs() if output.sharding is not None}
+
+
+def _fitted(
+    program: Program, value: Node, target: Sharding | None, user: Node, made: dict[tuple[Node, Sharding], Node], wanted: set[tuple[Node, Sharding]]
+) -> Node:
+    """`value` in the sharding `target`, resharded in front of `user` if it is in another."""
+    assert target is not None
+    index = operand_result(user, value) if user.op != "output" else 0
+    if SHARDING[value][index] == target:
+        return value
+    assert len(SHARDING[value]) == 1, f"{value} has several results; getitem names one before it is resharded"
+    if (value, target) not in made:
+        source = value
+        whole = Sharding.replicated(DIMS[value][0])
+        if target != whole and (value, whole) in wanted and not target.unreduced and SHARDING[value][0] != whole and (value, whole) in made:
+            source = made[(value, whole)]
+        made[(value, target)] = _emit(program, source, target, user)
+    return made[(value, target)]
+
+
+def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
+    with program.graph.inserting_before(user):
+        node = program.graph.call_function(reshard, (value, target))
+    node.meta["val"] = value.meta["val"]
+    copy_origin(value, node)
+    DIMS[node], SHARDING[node] = DIMS[value], (target,)
+    if user.op == "output":
+        PHASE[node] = PHASE.get(value) or "forward"
+    else:
+        PHASE[node] = PHASE[user]
+    return node
+
+
+def _with_signature(program: Program) -> Program:
+    """Write dims and shardings into the signature: inputs as they were decided, outputs as the contract says."""
+    inputs = tuple(replace(item, dims=DIMS[node][0], sharding=SHARDING[node][0]) for item, node in program.named_inputs())
+    by_name = {(item.kind, item.name): item for item in inputs}
+    outputs = []
+    for output, node in program.named_outputs():
+        kind = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}.get(output.kind)
+        other = by_name.get((kind, output.name))  # type: ignore[arg-type]
+        if other is not None:
+            sharding = other.sharding
+        else:
+            sharding = Sharding.replicated(DIMS[node][0])
+        outputs.append(replace(output, dims=DIMS[node][0], sharding=sharding))
+    return replace(program, signature=replace(program.signature, inputs=inputs, outputs=tuple(outputs)))

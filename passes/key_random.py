@@ -1,0 +1,219 @@
+"""Random ops draw by (seed, step, site, logical position): the same on any mesh, and in any repetition.
+
+The numbers differ from eager's, which come from a generator whose state depends on how many draws went before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from autopar.draws import Draws
+from autopar.emit import Emitter, replace, tensor_of
+from autopar.errors import CaptureError
+from autopar.keys import SOURCE
+from autopar.program import Input, Program
+from autopar.rules.labels import argument
+
+aten = torch.ops.aten
+
+_RANDOM_KEY = "random_key"
+Lowered = Node | tuple[Node, Node]
+
+
+@dataclass(frozen=True)
+class KeyRandom:
+    """Dropout and random ops become integer arithmetic on positions (`autopar/draws.py`).
+
+    Reads: a FORWARD program; attention's dropout as `UnifyAttention` leaves it.
+    Writes: plain ATen ops in the place of random ones, and, if anything is drawn, one more input, the last, of kind "random_key":
+        int64, 0-d, in [0, 2**62), mixed from seed and step by `autopar.random_key`. Sites are numbered in graph order.
+    Ensures: no op draws from a generator. Dropout in evaluation, or of probability 0, is gone. Raises `CaptureError` naming every
+        random op that cannot be keyed.
+    """
+
+    @property
+    def name(self) -> str:
+        return "key random"
+
+    def apply(self, program: Program) -> Program:
+        program = program.copy()
+        for node in [node for node in program.graph.nodes if node.target in _DROPOUTS and not _drops(node)]:
+            _replace(node, _kept(node))
+        sites = [node for node in program.graph.nodes if _is_random(node)]
+        _refuse([node for node in sites if node.target not in _SITES])
+        if not sites:
+            return program
+        program, key = _with_random_key(program)
+        draws = Draws(program.graph, key, sum(_SITES[node.target].num_streams for node in sites))
+        for node in sites:
+            site, emit = _SITES[node.target], Emitter(program.graph, before=node)
+            by = site.lower(draws, emit, node)
+            _replace(node, emit.call(aten.copy_.default, node.args[0], by) if site.in_place else by)
+        return program
+
+
+@dataclass(frozen=True)
+class _Site:
+    """How a random op is lowered, how many independent streams that takes, and whether its operand is overwritten."""
+
+    lower: Callable[[Draws, Emitter, Node], Lowered]
+    num_streams: int = 1
+    in_place: bool = False
+
+
+def _drops(node: Node) -> bool:
+    """Whether a dropout is one: in training, with a probability above 0."""
+    return argument(node, 2, "train") is not False and argument(node, 1, "p") > 0.0
+
+
+def _kept(node: Node) -> Lowered:
+    value = node.args[0]
+    assert isinstance(value, Node)
+    if node.target is not aten.native_dropout.default:
+        return value
+    return value, Emitter(node.graph, before=node).call(aten.ones_like.default, value, dtype=torch.bool)
+
+
+def _is_random(node: Node) -> bool:
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is aten.scaled_dot_product_attention.default:
+        return argument(node, 4, "dropout_p", 0.0) > 0.0
+    return node.target is not aten.rrelu.default or bool(argument(node, 3, "training", False))
+
+
+def _refuse(nodes: Sequence[Node]) -> None:
+    if nodes:
+        lines = "\n".join(f"  {node.target} at {SOURCE.get(node) or '(no source line)'}" for node in nodes)
+        raise CaptureError(
+            f"the draws of these ops cannot be keyed by position:\n{lines}\n"
+            "  how to mend it: use dropout, rand, randn, randint, bernoulli, uniform_, normal_ or exponential_, or draw outside of forward"
+        )
+
+
+def _with_random_key(program: Program) -> tuple[Program, Node]:
+    graph = program.graph
+    like = next(tensor_of(node) for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        key = graph.placeholder(_RANDOM_KEY)
+    key.meta["val"] = like.new_empty((), dtype=torch.int64)
+    inputs = (*program.signature.inputs, Input("random_key", _RANDOM_KEY, (), torch.int64))
+    return dataclasses.replace(program, signature=dataclasses.replace(program.signature, inputs=inputs)), key
+
+
+def _replace(node: Node, by: Lowered) -> None:
+    if isinstance(by, Node):
+        replace(node, by)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem, user.format_node()
+        replace(user, by[user.args[1]])  # type: ignore[index]
+    node.graph.erase_node(node)
+
+
+def _dropped(emit: Emitter, node: Node, mask: Node) -> Node:
+    """value · mask / (1 − p). The mask stays bool: a byte per element is what the backward keeps of it."""
+    value, probability = argument(node, 0), argument(node, 1, "p")
+    scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+    if value.target is aten.ones.default:
+        return emit.call(aten.mul.Tensor, emit.cast(mask, tensor_of(value).dtype), scale)
+    return emit.call(aten.mul.Tensor, emit.call(aten.mul.Tensor, value, mask), scale)
+
+
+def _dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _dropped(emit, node, draws.mask(emit, tensor_of(node).shape, 1.0 - argument(node, 1, "p")))
+
+
+def _native_dropout(draws: Draws, emit: Emitter, node: Node) -> tuple[Node, Node]:
+    mask = draws.mask(emit, tensor_of(argument(node, 0)).shape, 1.0 - argument(node, 1, "p"))
+    return _dropped(emit, node, mask), mask
+
+
+def _feature_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
+    """Drops whole channels."""
+    shape = tensor_of(node).shape
+    return _dropped(emit, node, draws.mask(emit, [*shape[:2], *(1 for _ in shape[2:])], 1.0 - argument(node, 1, "p")))
+
+
+def _uniform(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return draws.uniform(emit, tensor_of(node).shape, tensor_of(node).dtype)
+
+
+def _uniform_in_place(draws: Draws, emit: Emitter, node: Node) -> Node:
+    low, high = argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0)
+    return _affine(emit, _uniform(draws, emit, node), high - low, low)
+
+
+def _normal(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return draws.normal(emit, tensor_of(node).shape, tensor_of(node).dtype)
+
+
+def _normal_in_place(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _affine(emit, _normal(draws, emit, node), argument(node, 2, "std", 1.0), argument(node, 1, "mean", 0.0))
+
+
+def _exponential(draws: Draws, emit: Emitter, node: Node) -> Node:
+    draw = draws.exponential(emit, tensor_of(node).shape, tensor_of(node).dtype)
+    return emit.call(aten.mul.Tensor, draw, 1.0 / argument(node, 1, "lambd", 1.0))
+
+
+def _affine(emit: Emitter, value: Node, scale: float, shift: float) -> Node:
+    return emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, value, scale), shift)
+
+
+def _integer(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return emit.cast(draws.integer(emit, tensor_of(node).shape, 0, argument(node, 0, "high")), tensor_of(node).dtype)
+
+
+def _integer_between(draws: Draws, emit: Emitter, node: Node) -> Node:
+    low, high = argument(node, 0, "low"), argument(node, 1, "high")
+    return emit.cast(draws.integer(emit, tensor_of(node).shape, low, high), tensor_of(node).dtype)
+
+
+def _bernoulli(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _bernoulli_of(draws, emit, node, argument(node, 0))
+
+
+def _bernoulli_tensor(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _bernoulli_of(draws, emit, node, argument(node, 1, "p"))
+
+
+def _bernoulli_number(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return emit.cast(draws.mask(emit, tensor_of(node).shape, argument(node, 1, "p", 0.5)), tensor_of(node).dtype)
+
+
+def _bernoulli_of(draws: Draws, emit: Emitter, node: Node, probabilities: Node) -> Node:
+    dtype = torch.float64 if tensor_of(probabilities).dtype == torch.float64 else torch.float32
+    draw = draws.uniform(emit, tensor_of(node).shape, dtype)
+    return emit.cast(emit.call(aten.lt.Tensor, draw, probabilities), tensor_of(node).dtype)
+
+
+_DROPOUTS: dict[object, _Site] = {
+    aten.dropout.default: _Site(_dropout),
+    aten.dropout_.default: _Site(_dropout, in_place=True),
+    aten.native_dropout.default: _Site(_native_dropout),
+    aten.feature_dropout.default: _Site(_feature_dropout),
+    aten.feature_dropout_.default: _Site(_feature_dropout, in_place=True),
+}
+_SITES: dict[object, _Site] = _DROPOUTS | {
+    aten.rand.default: _Site(_uniform),
+    aten.rand_like.default: _Site(_uniform),
+    aten.uniform_.default: _Site(_uniform_in_place, in_place=True),
+    aten.randn.default: _Site(_normal, 2),
+    aten.randn_like.default: _Site(_normal, 2),
+    aten.normal_.default: _Site(_normal_in_place, 2, in_place=True),
+    aten.exponential_.default: _Site(_exponential, in_place=True),
+    aten.randint.default: _Site(_integer),
+    aten.randint.low: _Site(_integer_between),
+    aten.bernoulli.default: _Site(_bernoulli),
+    aten.bernoulli.p: _Site(_bernoulli_number),
+    aten.bernoulli.Tensor: _Site(_bernoulli_tensor),
+    aten.bernoulli_.float: _Site(_bernoulli_number, in_place=True),
+    aten.bernoulli_.Tensor: _Site(_bernoulli_tensor, in_place=True),
+}

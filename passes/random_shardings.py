@@ -1,0 +1,54 @@
+"""A random legal strategy at every node: the fuzzer of everything after the search."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autopar.atoms import operand_result
+from autopar.keys import BATCH, DIMS, SHARDING, STRATEGY
+from autopar.program import Program, operands
+from autopar.reshard import reachable
+from autopar.sharding import Strategy
+from autopar.strategies import placeholder_strategies, strategies_of
+
+
+@dataclass(frozen=True)
+class RandomShardings:
+    """Give each node one of its strategies at random, among those whose operands can be had by a reshard.
+
+    Reads: DIMS, BATCH. Writes: STRATEGY, SHARDING. Ensures: a legal plan, the same for the same `seed`.
+    """
+
+    seed: int = 0
+    name: str = "random shardings"
+
+    def decide(self, program: Program) -> dict[str, Strategy]:
+        draw = random.Random(self.seed)
+        chosen: dict[Node, Strategy] = {}
+        for item, node in program.named_inputs():
+            chosen[node] = draw.choice(placeholder_strategies(item.kind, DIMS[node][0], program.mesh, BATCH[node][0]))
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                chosen[node] = draw.choice([strategy for strategy in strategies_of(node, program.mesh) if _is_reachable(node, strategy, chosen)])
+        return {node.name: strategy for node, strategy in chosen.items()}
+
+    def apply(self, program: Program, decision: dict[str, Strategy]) -> Program:
+        program = program.copy()
+        for node in program.graph.nodes:
+            if node.op != "output":
+                STRATEGY[node] = decision[node.name]
+                SHARDING[node] = decision[node.name].results
+        return program
+
+
+def _is_reachable(node: Node, strategy: Strategy, chosen: dict[Node, Strategy]) -> bool:
+    """Whether every operand can be brought to what `strategy` needs; one result of several is read as it is."""
+    for operand, target in zip(operands(node), strategy.operands, strict=True):
+        source = chosen[operand].results[operand_result(node, operand)]
+        several = len(chosen[operand].results) > 1
+        if (several and source != target) or not reachable(source, target):
+            return False
+    return True

@@ -1,0 +1,145 @@
+"""From FORWARD to GLOBAL: forward and backward as one functional ATen graph, by AOTAutograd.
+
+Autograd derives every backward; nothing is rewritten twice. Forward nodes come first, then backward ones;
+a node that only the backward needs (a transposed weight) is put there, so that nothing is saved for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Interpreter, Node
+from torch.fx.graph import CodeGen
+
+from autopar._torch import describe_input, describe_output, fake_mode_of, joint_graph
+from autopar.keys import PHASE
+from autopar.program import Form, Input, Output, Program, Signature
+from autopar.source import set_sources
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TraceJoint:
+    """Trace a FORWARD program into GLOBAL form.
+
+    With `training` the trainable parameters get gradients (and non-loss outputs take tangents); without, the program
+    is the forward alone. Parameters that the outputs do not depend on get no gradient.
+
+    Reads: val. Writes: a new graph with val, PHASE, SOURCE. Ensures: form GLOBAL, functional ATen, forward before backward.
+    """
+
+    training: bool = True
+    name: str = "trace joint"
+
+    def apply(self, program: Program) -> Program:
+        return trace_joint(program, self.training)
+
+
+def trace_joint(program: Program, training: bool) -> Program:
+    assert program.form is Form.FORWARD
+    mode = fake_mode_of(program.placeholders[0].meta["val"])
+    fakes: list[torch.Tensor] = []
+    with mode:
+        for item in program.signature.inputs:
+            fakes.append(torch.empty(item.shape, dtype=item.dtype).requires_grad_(training and item.requires_grad))
+    graph, into, out = joint_graph(Interpreter(program.module()).run, fakes, mode, _DECOMPOSITIONS)
+    graph.set_codegen(CodeGen())
+    _name_placeholders(graph, into, program)
+    inputs = tuple(_input(descriptor, node, program.signature) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True))
+    results = graph.output_node().args[0]
+    pairs = [(_output(d, program.signature), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]  # type: ignore[arg-type]
+    graph.output_node().args = (tuple(node for _, node in pairs),)
+    set_sources(graph, "model.")
+    joint = Program(
+        graph,
+        program.mesh,
+        Signature(inputs, tuple(output for output, _ in pairs), program.signature.structure, program.signature.leaves),
+        Form.GLOBAL,
+        program.constants,
+    )
+    _order_by_phase(joint)
+    return joint
+
+
+def _name_placeholders(graph: Graph, into: list[Any], program: Program) -> None:
+    for descriptor, node in zip(into, list(graph.find_nodes(op="placeholder")), strict=True):
+        kind, index = describe_input(descriptor)
+        node.name = program.placeholders[index].name if kind == "input" else f"tangent_{index}"
+        node.target = node.name
+
+
+def _input(descriptor: Any, node: Node, signature: Signature) -> Input:
+    kind, index = describe_input(descriptor)
+    if kind == "input":
+        return signature.inputs[index]
+    value = node.meta["val"]
+    return Input("tangent", str(index), tuple(value.shape), value.dtype)
+
+
+def _output(descriptor: Any, signature: Signature) -> Output:
+    kind, index = describe_output(descriptor)
+    if kind == "output":
+        return signature.outputs[index]
+    source = signature.inputs[index]
+    return Output("gradient" if kind == "gradient" else "buffer", source.name, source.shape, source.dtype)
+
+
+def _order_by_phase(program: Program) -> None:
+    """Set PHASE on every call and sort the graph: placeholders, forward, backward, output."""
+    needed: set[Node] = set()
+    stack = [node for output, node in program.named_outputs() if output.kind != "gradient"]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    for node in calls:
+        PHASE[node] = "forward" if node in needed else "backward"
+        if node.target is operator.getitem:
+            PHASE[node] = PHASE[node.all_input_nodes[0]]
+    cursor = program.placeholders[-1]
+    for phase in ("forward", "backward"):
+        for node in calls:
+            if PHASE[node] == phase:
+                cursor.append(node)
+                cursor = node
+
+
+def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    """mm and add apart: a split contraction must be reduced before the bias is added."""
+    product = torch.mm(left, right)
+    product = product * alpha if alpha != 1 else product
+    return product + (bias * beta if beta != 1 else bias)
+
+
+def _baddbmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    product = torch.bmm(left, right)
+    product = product * alpha if alpha != 1 else product
+    return product + (bias * beta if beta != 1 else bias)
+
+
+def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sum and a division by the logical count: a sum may stay unreduced, a mean may not."""
+    dims = list(range(x.ndim)) if not dim else list(dim)
+    count = 1
+    for index in dims:
+        count *= x.shape[index]
+    return torch.sum(x, dims, keepdim, dtype=dtype) / count
+
+
+def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _mean(x, None, False, dtype=dtype)
+
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean_all,
+}

@@ -1,0 +1,189 @@
+"""Every `scaled_dot_product_attention` becomes one op of ours, the same on every device.
+
+Left to autograd's trace it would turn into whichever kernel the tracing device prefers, each with another backward.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from autopar.emit import Emitter, replace, tensor_of
+from autopar.kernels.attention import attention
+from autopar.program import Program, operands
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class UnifyAttention:
+    """`aten.scaled_dot_product_attention` → `autopar.attention` and its result 0.
+
+    Reads: a FORWARD program in which random ops are still ATen's: run it before `KeyRandom`, which keys the dropout it leaves.
+    Writes: `autopar.attention` on [B, H, S, D] operands; leading dims beyond that are merged. With dropout its `keep` is an
+        `aten.dropout` of ones. A direct `view` of the result becomes `reshape`: the op has a layout of its own.
+    Ensures: no `scaled_dot_product_attention` is left. Where the mask needs a gradient (a learned bias), or heads are broadcast in a
+        way that grouped heads cannot say, plain matmul and softmax stand in its place.
+    """
+
+    @property
+    def name(self) -> str:
+        return "unify attention"
+
+    def apply(self, program: Program) -> Program:
+        program = program.copy()
+        differentiable = _differentiable(program)
+        for node in list(program.graph.nodes):
+            if node.target is aten.scaled_dot_product_attention.default:
+                emit, call = Emitter(program.graph, before=node), _Call.of(*node.args, **node.kwargs)
+                fused = call.mask not in differentiable and _has_groups(call)
+                _reshape_views(node)
+                replace(node, _fused(emit, call) if fused else _plain(emit, call))
+        return program
+
+
+@dataclass(frozen=True)
+class _Call:
+    query: Node
+    key: Node
+    value: Node
+    mask: Node | None
+    dropout: float
+    is_causal: bool
+    scale: float
+    is_grouped: bool
+
+    @staticmethod
+    def of(
+        query: Node,
+        key: Node,
+        value: Node,
+        attn_mask: Node | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> _Call:
+        scale = 1.0 / math.sqrt(tensor_of(query).shape[-1]) if scale is None else scale
+        return _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        """Shapes of query, key and value with at least four dims: [N, S, D] is N batches of one head."""
+        query, key, value = (_four_dims(tensor_of(node).shape) for node in (self.query, self.key, self.value))
+        return query, key, value
+
+
+def _differentiable(program: Program) -> set[Node]:
+    """The nodes that autograd would reach from a parameter that is trained."""
+    found = {node for item, node in program.named_inputs() if item.requires_grad}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        is_float = not isinstance(value, torch.Tensor) or value.is_floating_point()
+        if node.op == "call_function" and is_float and node.target is not aten.detach.default and not found.isdisjoint(operands(node)):
+            found.add(node)
+    return found
+
+
+def _has_groups(call: _Call) -> bool:
+    """Whether query heads map onto key heads in equal runs, and key and value have the same heads."""
+    query, key, value = call.shapes
+    same = key[-3] == value[-3]
+    return same and (query[-3] == key[-3] or key[-3] == 1 or (call.is_grouped and query[-3] % key[-3] == 0))
+
+
+def _fused(emit: Emitter, call: _Call) -> Node:
+    query_shape, key_shape, value_shape = call.shapes
+    batch = torch.broadcast_shapes(query_shape[:-3], key_shape[:-3], value_shape[:-3])
+    query, key, value = (
+        _merged(emit, node, shape, batch)
+        for node, shape in zip((call.query, call.key, call.value), (query_shape, key_shape, value_shape), strict=True)
+    )
+    mask = call.mask and _merged_mask(emit, call.mask, tensor_of(call.query).ndim, batch)
+    keep = None
+    if call.dropout > 0.0:
+        scores = [math.prod(batch), *query_shape[-3:-1], key_shape[-2]]
+        ones = emit.call(aten.ones.default, scores, dtype=tensor_of(query).dtype, device=tensor_of(query).device)
+        keep = emit.call(aten.dropout.default, ones, call.dropout, True)
+    result = emit.call(attention, query, key, value, mask, keep, is_causal=call.is_causal, scale=call.scale)
+    out = emit.call(operator.getitem, result, 0)
+    shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))
+    wanted = [*shape, *tensor_of(call.query).shape[-3:-1], value_shape[-1]]
+    return out if list(tensor_of(out).shape) == wanted else emit.call(aten.reshape.default, out, wanted)
+
+
+def _four_dims(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(shape) == 3:
+        return (shape[0], 1, shape[1], shape[2])
+    return (1,) * (4 - len(shape)) + tuple(shape)
+
+
+def _merged(emit: Emitter, node: Node, shape: Sequence[int], batch: Sequence[int]) -> Node:
+    """`node` as [B, H, S, D]: viewed in `shape`, its leading dims broadcast to `batch` and merged."""
+    for wanted in (tuple(shape), (*batch, *shape[-3:]), (math.prod(batch), *shape[-3:])):
+        if tuple(tensor_of(node).shape) != wanted:
+            expands = len(wanted) == len(tensor_of(node).shape) and math.prod(wanted) != tensor_of(node).numel()
+            node = emit.call(aten.expand.default if expands else aten.reshape.default, node, list(wanted))
+    return node
+
+
+def _merged_mask(emit: Emitter, mask: Node, num_dims: int, batch: Sequence[int]) -> Node:
+    """The mask so that it broadcasts to [B, H, S, T]."""
+    shape = tuple(tensor_of(mask).shape)
+    if num_dims == 3 and len(shape) == 3:
+        return emit.call(aten.unsqueeze.default, mask, 1)
+    lead = len(shape) - 3
+    if lead <= 0 or len(batch) == 1:
+        return mask
+    shape = (1,) * (len(batch) - lead) + shape
+    return _merged(emit, mask, shape, batch)
+
+
+def _plain(emit: Emitter, call: _Call) -> Node:
+    """Attention in plain ops, in float32 for 16-bit operands as torch's own."""
+    dtype = tensor_of(call.query).dtype
+    exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    query, key, value = (emit.cast(node, exact) for node in (call.query, call.key, call.value))
+    if call.is_grouped:
+        num_heads = tensor_of(query).shape[-3]
+        key, value = (_repeated(emit, node, num_heads) for node in (key, value))
+    query = emit.call(aten.mul.Tensor, query, call.scale)
+    scores = emit.call(aten.matmul.default, query, emit.call(aten.transpose.int, key, -2, -1))
+    for mask in (call.mask, _causal_mask(emit, tensor_of(scores)) if call.is_causal else None):
+        scores = _masked(emit, scores, mask)
+    probabilities = emit.call(aten._safe_softmax.default, scores, -1)
+    if call.dropout > 0.0:
+        probabilities = emit.call(aten.dropout.default, probabilities, call.dropout, True)
+    return emit.cast(emit.call(aten.matmul.default, probabilities, value), dtype)
+
+
+def _repeated(emit: Emitter, node: Node, num_heads: int) -> Node:
+    repeats = num_heads // tensor_of(node).shape[-3]
+    return node if repeats == 1 else emit.call(aten.repeat_interleave.self_int, node, repeats, -3)
+
+
+def _causal_mask(emit: Emitter, scores: torch.Tensor) -> Node:
+    length, key_length = scores.shape[-2:]
+    rows = emit.call(aten.unsqueeze.default, emit.call(aten.arange.default, length, device=scores.device), 1)
+    return emit.call(aten.ge.Tensor, rows, emit.call(aten.arange.default, key_length, device=scores.device))
+
+
+def _masked(emit: Emitter, scores: Node, mask: Node | None) -> Node:
+    if mask is None:
+        return scores
+    if tensor_of(mask).dtype == torch.bool:
+        return emit.call(aten.where.ScalarOther, mask, scores, -math.inf)
+    return emit.call(aten.add.Tensor, scores, emit.cast(mask, tensor_of(scores).dtype))
+
+
+def _reshape_views(node: Node) -> None:
+    """A `view` that the layout of `node` allowed need not fit the layout of what replaces it."""
+    for user in node.users:
+        if user.target is aten.view.default:
+            user.target = aten.reshape.default

@@ -1,0 +1,1 @@
+"""The runtime: ranks that interpret a schedule over a transport."""

@@ -1,0 +1,64 @@
+"""Private torch API, all of the runtime's, behind names of our own. Works from torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._dynamo import lookup_backend
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
+
+Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
+
+__all__ = ["Backend", "all_gather_flat", "backend_named", "flatten", "flatten_with_names", "has_distributed", "reduce_scatter_flat", "shard", "unflatten"]
+
+
+def backend_named(name: str) -> Backend:
+    """The torch.compile backend called `name`. Raises torch's `InvalidBackend`, which lists the names."""
+    return lookup_backend(name)  # type: ignore[no-any-return]
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists, dicts and registered classes, and the (hashable) structure."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    return pytree.tree_unflatten(list(leaves), structure)
+
+
+def flatten_with_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each leaf of a call with how the user would name it: `args[0]`, `input_ids`, `batch['mask']`."""
+    pairs, _ = pytree.tree_flatten_with_path((args, kwargs))
+    return [(_name(path), leaf) for path, leaf in pairs]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    if path[0].idx == 0:
+        return "args" + pytree.keystr(path[1:])
+    return f"{path[1].key}{pytree.keystr(path[2:])}"
+
+
+def shard(dim: int, split_factor: int) -> Placement:
+    """A DTensor placement that splits `dim` inside each of its `split_factor` equal outer pieces."""
+    return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
+
+
+def has_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Launch an all-gather of 1-d tensors; torch 2.13 renamed the function and warns of the old name."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(output, source, group=group, async_op=True)
+
+
+def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Launch a summing reduce-scatter of 1-d tensors; renamed in torch 2.13 likewise."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(output, source, group=group, async_op=True)

@@ -1,0 +1,148 @@
+"""What a call passes: its leaves by name, which of their dims is the batch, and whether they can be run."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import InputError
+from autopar.mesh import Mesh
+from autopar.runtime._torch import flatten, flatten_with_names, unflatten
+
+BatchDims = int | Mapping[str, int | None] | None
+
+
+@dataclass(frozen=True)
+class CallInputs:
+    """The flat leaves of `(args, kwargs)`, keyword arguments sorted by name, with the names that a user would use."""
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    structure: Any
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
+        kwargs = dict(sorted(kwargs.items()))
+        leaves, structure = flatten((args, kwargs))
+        return CallInputs(tuple(name for name, _ in flatten_with_names(args, kwargs)), tuple(leaves), structure)
+
+    @property
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Flat index, name and value of every tensor."""
+        for index, (name, leaf) in enumerate(zip(self.names, self.leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                yield index, name, leaf
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that one program serves, as far as inputs go."""
+        return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves))
+
+    def call(self, change: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, tensor: tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with every tensor replaced by `change(flat index, tensor)`."""
+        leaves = [change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf for index, leaf in enumerate(self.leaves)]
+        return unflatten(leaves, self.structure)  # type: ignore[no-any-return]
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+    return (type(leaf), repr(leaf))
+
+
+def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
+    """The batch dim of each tensor that has one, by flat index.
+
+    None: dim 0 of every tensor whose dim 0 equals the first tensor's. An int: that dim of every tensor. A mapping:
+    from an input's name, or that of the argument it is nested in, to its dim; unnamed inputs have none.
+    """
+    tensors = [(index, name, tensor) for index, name, tensor in inputs.tensors if tensor.ndim]
+    if batch_dims is None:
+        first = tensors[0][2].shape[0] if tensors else 0
+        return {index: 0 for index, _, tensor in tensors if tensor.shape[0] == first}
+    if isinstance(batch_dims, int):
+        return {index: batch_dims % tensor.ndim for index, _, tensor in tensors}
+    unknown = [given for given in batch_dims if not any(_covers(given, name) for name in inputs.names)]
+    if unknown:
+        raise InputError(f"batch_dims names {unknown[0]!r}, which is no input of this call; its inputs are {', '.join(inputs.names)}")
+    found: dict[int, int] = {}
+    for index, name, tensor in tensors:
+        dim = next((dim for given, dim in batch_dims.items() if _covers(given, name)), None)
+        if dim is not None:
+            found[index] = dim % tensor.ndim
+    return found
+
+
+def _covers(given: str, name: str) -> bool:
+    return name == given or name.startswith((f"{given}[", f"{given}."))
+
+
+def check_inputs(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, device: torch.device, *, is_virtual: bool) -> None:
+    """Raise `InputError` with every reason why these inputs cannot run: device, batch size, gradients asked for."""
+    num_shares = mesh.size_of(mesh.parts("dp"))
+    problems = []
+    for index, name, tensor in inputs.tensors:
+        if tensor.device.type != device.type and tensor.ndim:
+            problems.append(f"{name!r} is on {tensor.device}, the parameters are on {device}: pass {name}.to({str(device)!r})")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            problems.append(f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach()")
+        if index in dims and is_virtual:
+            problems += _batch_problem(name, tensor.shape[dims[index]], num_shares)
+    if problems:
+        raise InputError("the inputs of this call cannot run on the mesh:\n  " + "\n  ".join(problems))
+
+
+def _batch_problem(name: str, size: int, num_shares: int) -> list[str]:
+    if size < num_shares:
+        return [f"{name!r} has a batch of {size}, smaller than dp = {num_shares}: pass at least {num_shares} samples, or use a smaller dp"]
+    if size % num_shares:
+        lower = size // num_shares * num_shares
+        return [f"{name!r} has a batch of {size}, not divisible by dp = {num_shares}: pass {lower} or {lower + num_shares} samples"]
+    return []
+
+
+def global_call(inputs: CallInputs, dims: Mapping[int, int], num_shares: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with the global batch's shapes, from one rank's share: values are uninitialised and take no memory that is not touched."""
+
+    def grown(index: int, tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if index in dims:
+            shape[dims[index]] *= num_shares
+        return torch.empty(shape, dtype=tensor.dtype)
+
+    return inputs.call(grown)
+
+
+def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gather: Callable[[Any], Sequence[Any]]) -> None:
+    """Compare by checksum what ranks must pass alike; collective.
+
+    Inputs with a batch dim must agree among ranks at equal places along dp, others among all. Raises `InputError` on
+    every rank, naming the inputs and two ranks.
+    """
+    mine = {index: _checksum(tensor) for index, _, tensor in inputs.tensors}
+    everyone = gather(mine)
+    problems = []
+    for index, name, _ in inputs.tensors:
+        seen: dict[int, int] = {}
+        for rank, sums in enumerate(everyone):
+            place = mesh.index(rank, mesh.parts("dp")) if index in dims else 0
+            other = seen.setdefault(place, rank)
+            if sums[index] != everyone[other][index]:
+                where = "the same share of the batch" if index in dims else "the same value, since it has no batch dim"
+                problems.append(f"{name!r} differs between ranks {other} and {rank}, which must pass {where}")
+                break
+    if problems:
+        raise InputError("ranks pass different replicated inputs:\n  " + "\n  ".join(problems) + "\n  (if a dim is the batch, say so by batch_dims=)")
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    """Of shape, dtype and bytes."""
+    data = tensor.detach().cpu().contiguous().view(-1)
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    if data.numel():
+        digest.update(data.view(torch.uint8).numpy())
+    return digest.hexdigest()

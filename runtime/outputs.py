@@ -1,0 +1,58 @@
+"""The user's output structure, with placeholders for tensors that were not computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from autopar.compiled import TENSOR
+from autopar.errors import AutoparError
+from autopar.program import Signature
+from autopar.runtime._torch import unflatten
+
+
+class OmittedTensor:
+    """Stands where the user's output has a tensor that the program does not compute; any use raises `AutoparError`."""
+
+    def __repr__(self) -> str:
+        return "<tensor not computed: outputs='loss'>"
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _omitted(f"its attribute {name!r} was read")
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        raise _omitted(f"{getattr(function, '__name__', function)} was called on it")
+
+
+def _omitted(what: str) -> AutoparError:
+    return AutoparError(
+        f"this output was not computed, and {what}: only the loss leaves the mesh by default; "
+        'compile with outputs="all" to get every tensor of the output'
+    )
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: OmittedTensor, *args: Any) -> NoReturn:
+        raise _omitted(f"{name} was called on it")
+
+    return refuse
+
+
+_OPERATIONS = (
+    "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert "
+    "and or xor lt le gt ge eq ne getitem setitem len iter contains bool float int index array"
+)
+for _name in _OPERATIONS.split():
+    setattr(OmittedTensor, f"__{_name}__", _refusal(f"__{_name}__"))
+OmittedTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def build_output(signature: Signature, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The user's output: `tensors` by flat index in their places, `OmittedTensor` where one was not computed."""
+    leaves = [OmittedTensor() if leaf is TENSOR else leaf for leaf in signature.leaves]
+    for index, tensor in tensors.items():
+        leaves[int(index)] = tensor
+    return unflatten(leaves, signature.structure)

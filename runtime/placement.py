@@ -1,0 +1,124 @@
+"""Parameters of a real mesh: each process holds its part, as a DTensor under the parameter's own name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement as DTensorPlacement, Replicate
+
+from autopar.errors import MeshError
+from autopar.mesh import Mesh
+from autopar.program import Signature
+from autopar.runtime._torch import shard
+from autopar.runtime.parameters import Placement, local_shard
+from autopar.sharding import Dims, Sharding
+
+
+def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
+    """Where each parameter of a LOCAL signature lies."""
+    found = {}
+    for item in signature.inputs_of("parameter"):
+        assert item.sharding is not None, f"parameter {item.name} has no sharding"
+        found[item.name] = Placement(item.dims, item.sharding, mesh)
+    return found
+
+
+def dtensor_placements(placement: Placement) -> tuple[DTensorPlacement, ...]:
+    """DTensor's words for a placement: one per axis of its mesh, in the order of the mesh.
+
+    DTensor splits a dim axis by axis in mesh order. An axis that comes after unsplit atoms of its dim, or
+    after an axis that DTensor splits later, is a strided shard: it splits inside each of the pieces before it.
+    """
+    dims = [list(pieces) for pieces in _pieces(placement)]
+    found: list[DTensorPlacement] = []
+    for axis in placement.mesh.names:
+        words: DTensorPlacement = Replicate()
+        for dim, pieces in enumerate(dims):
+            position = next((i for i, (_, name) in enumerate(pieces) if name == axis), None)
+            if position is not None:
+                outer = 1
+                for size, _ in pieces[:position]:
+                    outer *= size
+                words = shard(dim, outer)
+                del pieces[position]
+        found.append(words)
+    return tuple(found)
+
+
+def _pieces(placement: Placement) -> Iterator[list[tuple[int, str | None]]]:
+    """Each dim as its pieces, major first: the size and the axis that indexes it, None for what stays whole."""
+    splits, axis_sizes = iter(placement.sharding.splits), dict(placement.mesh.axes)
+    for dim in placement.dims:
+        pieces: list[tuple[int, str | None]] = []
+        for atom in dim:
+            split = next(splits)
+            pieces += [(axis_sizes[axis], axis) for axis in split]
+            pieces.append((atom // placement.mesh.size_of(split), None))
+        yield pieces
+
+
+def refined_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """`device_mesh` with its axes broken into those of `mesh`; collective. The mesh itself when they agree."""
+    if Mesh.of(device_mesh) == mesh:
+        return device_mesh
+    ranks = device_mesh.mesh.reshape([size for _, size in mesh.axes])
+    return DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=mesh.names)
+
+
+def wrap(local: torch.Tensor, placement: Placement, device_mesh: DeviceMesh) -> DTensor:
+    """The DTensor whose part on this rank is `local`."""
+    shape = torch.Size(torch.Size(dim).numel() for dim in placement.dims)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, device_mesh, dtensor_placements(placement), run_check=False, shape=shape, stride=stride)
+
+
+def place_parameters(model: nn.Module, placements: Mapping[str, Placement], device_mesh: DeviceMesh, rank: int, device: torch.device) -> None:
+    """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties.
+
+    A parameter that no placement names is replicated. Raises `MeshError` for parameters on meta: they have no values.
+    """
+    fakes = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if fakes:
+        raise MeshError(f"{len(fakes)} parameters are on the meta device, the first is {fakes[0]!r}; give them values (to_empty, then load) before the call")
+    mesh = Mesh.of(device_mesh)
+    replaced: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in replaced:
+            placement = placements.get(name) or whole_placement(parameter, mesh)
+            part = local_shard(parameter, placement.dims, placement.sharding, placement.mesh, rank).to(device)
+            replaced[id(parameter)] = nn.Parameter(wrap(part, placement, device_mesh), requires_grad=parameter.requires_grad)
+        _set(model, name, replaced[id(parameter)])
+
+
+def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
+    dims: Dims = tuple((size,) for size in tensor.shape)
+    return Placement(dims, Sharding.replicated(dims), mesh)
+
+
+@contextmanager
+def global_parameters(model: nn.Module) -> Iterator[None]:
+    """While this is entered a sharded `model` has parameters of global shape, without values, so that it can be captured again."""
+    sharded = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if isinstance(parameter, DTensor)]
+    buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if sharded and buffer.device.type != "cpu"]
+    stands_in: dict[int, torch.Tensor] = {}
+    for name, parameter in sharded:
+        if id(parameter) not in stands_in:
+            empty = torch.empty(parameter.shape, dtype=parameter.dtype)  # pages that nobody touches cost nothing
+            stands_in[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        _set(model, name, stands_in[id(parameter)])
+    for name, buffer in buffers:
+        _set(model, name, buffer.cpu())
+    try:
+        yield
+    finally:
+        for name, tensor in sharded + buffers:
+            _set(model, name, tensor)
+
+
+def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(path), attribute, tensor)

@@ -1,0 +1,218 @@
+"""The ranks that this process runs: all of them on a virtual mesh, one on a real mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.compiled import Compiled
+from autopar.errors import ScheduleError
+from autopar.mesh import Mesh, parent
+from autopar.program import Input, Output
+from autopar.runtime.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime.interpreter import Execution
+from autopar.runtime.parameters import Placement, assemble, local_shard, replicas
+from autopar.runtime.placement import place_parameters, placements_of, refined_device_mesh, whole_placement, wrap
+from autopar.runtime.transport import Transport
+from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
+from autopar.schedule import Launch
+from autopar.sharding import Sharding
+
+Parts = dict[int, torch.Tensor]
+
+
+class World(Protocol):
+    """What differs between virtual and real ranks. `Parts` are tensors by rank, for the ranks of this process.
+
+    Values that cross the border to the user are global on a virtual mesh; on a real one batch inputs, outputs
+    and tangents are this rank's share along dp, and parameters are DTensors.
+    """
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    is_virtual: bool
+
+    def device(self, model: nn.Module) -> torch.device: ...
+
+    def prepare(self, compiled: Compiled) -> None:
+        """Make ready to run `compiled`; raises `ScheduleError` when ranks hold different programs. Collective."""
+        ...
+
+    def place(self, model: nn.Module, compiled: Compiled) -> None:
+        """Give the parameters of `model` their place, once."""
+        ...
+
+    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
+        """The ends that one call uses, one per rank of this process."""
+        ...
+
+    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None: ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's picklable `value`. Collective."""
+        ...
+
+    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
+
+    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
+
+    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor: ...
+
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor: ...
+
+    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """The global value of a parameter. Collective."""
+        ...
+
+
+class VirtualWorld:
+    """All ranks of `mesh` inside this process."""
+
+    is_virtual = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.ranks = tuple(range(mesh.size))
+
+    def device(self, model: nn.Module) -> torch.device:
+        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def prepare(self, compiled: Compiled) -> None:
+        return None
+
+    def place(self, model: nn.Module, compiled: Compiled) -> None:
+        return None
+
+    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
+        board = Switchboard(mesh)
+        return tuple(VirtualTransport(board, rank) for rank in self.ranks)
+
+    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
+        drive(executions)
+        first = transports[0]
+        assert isinstance(first, VirtualTransport)
+        first.board.check_empty()
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value] * self.mesh.size
+
+    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        """Copies made anew at every call, since `parameter.data.copy_` leaves no trace; a whole parameter is not copied."""
+        assert item.sharding is not None, item
+        if item.sharding.is_replicated and parameter.is_contiguous():
+            return dict.fromkeys(self.ranks, parameter.detach())
+        return self.parts(parameter, item, mesh)
+
+    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        assert item.sharding is not None, item
+        found: Parts = {}
+        for first, holders in replicas(item.sharding, mesh).items():
+            found |= dict.fromkeys(holders, local_shard(value, item.dims, item.sharding, mesh, first))
+        return found
+
+    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
+        assert item.sharding is not None, item
+        return assemble(parts, item.dims, item.sharding, mesh)
+
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
+        return self.whole(parts, item, mesh)
+
+    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        return parameter.detach().clone()
+
+
+class DistributedWorld:
+    """This process's rank of a torch `DeviceMesh`."""
+
+    is_virtual = False
+
+    def __init__(self, device_mesh: DeviceMesh, timeout: float | None = None) -> None:
+        self.mesh = Mesh.of(device_mesh)
+        self.device_mesh = device_mesh
+        self.groups = ProcessGroups(device_mesh, timeout)
+        self.rank = self.groups.rank
+        self.ranks = (self.rank,)
+        self.placements: dict[str, Placement] = {}
+        self._transports: dict[Mesh, DistributedTransport] = {}
+
+    def device(self, model: nn.Module) -> torch.device:
+        kind = self.device_mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    def prepare(self, compiled: Compiled) -> None:
+        fingerprints = self.gather(compiled.schedule.fingerprint)
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                raise ScheduleError(
+                    f"ranks 0 and {rank} compiled different programs ({fingerprints[0][:12]} and {fingerprint[:12]}): "
+                    "model, inputs' shapes, options and versions must be equal on all ranks"
+                )
+        self.groups.create(compiled.local.mesh, [step.axes for step in compiled.schedule.instructions if isinstance(step, Launch)])
+
+    def place(self, model: nn.Module, compiled: Compiled) -> None:
+        mesh = compiled.local.mesh
+        self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
+        self.placements = placements_of(compiled.schedule.signature, mesh)
+        place_parameters(model, self.placements, self.device_mesh, self.rank, self.device(model))
+
+    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
+        if mesh not in self._transports:
+            self._transports[mesh] = DistributedTransport(self.groups, mesh)
+        return (self._transports[mesh],)
+
+    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
+        for execution in executions:
+            for blocked in execution:
+                raise AssertionError(f"a real rank blocks inside its waits and never yields: {blocked}")
+
+    def gather(self, value: Any) -> list[Any]:
+        return self.groups.gather(value)
+
+    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
+        return {self.rank: parameter.to_local().detach()}
+
+    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        assert item.sharding is not None, item
+        placement = Placement(item.dims, item.sharding, mesh)
+        if item.kind in ("batch", "tangent"):
+            placement = _within_share(placement)
+        return {self.rank: local_shard(value, placement.dims, placement.sharding, mesh, self.rank)}
+
+    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
+        assert item.sharding is not None, item
+        share = _within_share(Placement(item.dims, item.sharding, mesh))
+        assert share.sharding.is_replicated, f"{item.kind} {item.name} must leave split by dp at most, not {item.sharding}"
+        return parts[self.rank].clone()
+
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
+        assert item.sharding is not None, item
+        return wrap(parts[self.rank], Placement(item.dims, item.sharding, mesh), self.device_mesh)
+
+    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        assert isinstance(parameter, DTensor)
+        placement = self.placements.get(name) or whole_placement(parameter, self.mesh)
+        mesh = placement.mesh
+        (transport,) = self.transports(mesh)
+        launch = Launch("all_gather", "copy", mesh.names, name, name)
+        gathered = transport.wait(transport.launch(launch, parameter.to_local().detach()))
+        return assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh)
+
+
+def _within_share(placement: Placement) -> Placement:
+    """How one dp share lies on the mesh, when the whole lies as `placement`."""
+    mesh, kept = placement.mesh, []
+    only_dp = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in placement.sharding.splits))
+    for split in placement.sharding.splits:
+        kept.append(tuple(axis for axis in split if parent(axis) != "dp"))
+    return Placement(only_dp.local_dims(placement.dims, mesh), Sharding(tuple(kept), placement.sharding.unreduced), mesh)
+
+
+def find_named(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """All parameters and buffers of `model` by every name they have."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

@@ -1,0 +1,172 @@
+"""The attention op against attention written out in float64: values, gradients, layouts, tracing, refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autopar.kernels import attention as module
+from autopar.kernels.attention import attention, attention_backward
+
+# B, H, G, S, T, D, E
+SHAPES = [
+    (2, 4, 4, 6, 6, 8, 8),
+    (2, 4, 2, 5, 9, 8, 8),
+    (2, 6, 2, 9, 5, 8, 8),
+    (1, 1, 1, 1, 1, 4, 4),
+    (1, 2, 1, 33, 65, 16, 16),
+    (2, 4, 2, 5, 7, 8, 12),
+]
+MASKS = ["none", "bool", "empty rows", "keys", "additive", "two dims"]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
+
+
+def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+    """Attention, step by step, in float64."""
+    query, key, value = query.double(), key.double(), value.double()
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.mT * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    weights = (scores - scores.amax(-1, keepdim=True).detach().nan_to_num(neginf=0.0)).exp()
+    weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+    return (weights if keep is None else weights * keep.double()) @ value
+
+
+def make_mask(kind: str, batch: int, num_heads: int, length: int, key_length: int, dtype: torch.dtype) -> Tensor | None:
+    if kind == "bool":
+        return (torch.rand(batch, num_heads, length, key_length) > 0.4).index_fill(-1, torch.tensor([0]), True)
+    if kind == "empty rows":
+        return (torch.rand(batch, 1, length, key_length) > 0.4).index_fill(-2, torch.tensor([0, length // 2]), False)
+    if kind == "keys":
+        return (torch.rand(batch, 1, 1, key_length) > 0.4).index_fill(-1, torch.tensor([0]), True)
+    if kind == "additive":
+        return torch.randn(batch, 1, length, key_length, dtype=dtype)
+    return torch.randn(length, key_length) if kind == "two dims" else None
+
+
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value as a model has them: heads split off the last dim, then transposed."""
+    batch, num_heads, num_groups, length, key_length, head_size, value_size = shape
+    torch.manual_seed(0)
+    query = torch.randn(batch, length, num_heads, head_size, dtype=dtype).transpose(1, 2)
+    key = torch.randn(batch, key_length, num_groups, head_size, dtype=dtype).transpose(1, 2)
+    value = torch.randn(batch, key_length, num_groups, value_size, dtype=dtype).transpose(1, 2)
+    return query, key, value
+
+
+def results(op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool) -> list[Tensor]:
+    out, log_sum_exp = attention(*op_inputs, mask, keep, is_causal=is_causal, scale=0.3)
+    return [out, *attention_backward(grad, *op_inputs, mask, keep, out, log_sum_exp, is_causal=is_causal, scale=0.3)]
+
+
+def wanted_results(op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool) -> list[Tensor]:
+    leaves = [item.detach().double().requires_grad_() for item in op_inputs]
+    out = written_out(*leaves, mask, keep, is_causal, 0.3)
+    return [out, *torch.autograd.grad(out, leaves, grad.double())]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    batch, num_heads, _, length, key_length, _, value_size = shape
+    for kind, is_causal, drops in itertools.product(MASKS, (False, True), (False, True)):
+        inputs = make_inputs(shape, dtype)
+        mask = make_mask(kind, batch, num_heads, length, key_length, dtype)
+        keep = (torch.rand(batch, num_heads, length, key_length) > 0.3).to(dtype) / 0.75 if drops else None
+        grad = torch.randn(batch, num_heads, length, value_size, dtype=dtype)
+        got, wanted = results(inputs, mask, keep, grad, is_causal), wanted_results(inputs, mask, keep, grad, is_causal)
+        for name, one, other in zip(("out", "query", "key", "value"), got, wanted, strict=True):
+            assert one.dtype == dtype
+            error = (one.double() - other).abs().max() / other.abs().max().clamp_min(1.0)
+            assert error <= TOLERANCE[dtype], f"{name} with mask {kind!r}, causal {is_causal}, dropout {drops}: {error:.2e}"
+
+
+def test_the_plain_path_is_what_the_fused_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is log_sum_exp, which the one may be given by the other."""
+    inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float64)
+    mask = make_mask("empty rows", 2, 4, 6, 7, torch.float64)
+    fused = attention(*inputs, mask, None, is_causal=True, scale=0.3)
+    monkeypatch.setattr(module, "_has_flash", lambda *_: False)
+    plain = attention(*inputs, mask, None, is_causal=True, scale=0.3)
+    for one, other in zip(fused, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert one.stride() == other.stride()
+
+
+def test_rows_that_attend_to_nothing_are_zero() -> None:
+    inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
+    mask = torch.zeros(6, 7, dtype=torch.bool)
+    for keep in (None, torch.ones(2, 4, 6, 7)):
+        assert all(not item.any() for item in results(inputs, mask, keep, torch.randn(2, 4, 6, 8), False))
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_any_strides_of_the_inputs(position: int) -> None:
+    """torch's kernel is silently wrong when the last stride is not 1."""
+    inputs = list(make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float64))
+    grad = torch.randn((), dtype=torch.float64).expand(2, 4, 6, 8)
+    wanted = wanted_results(tuple(inputs), None, None, grad, False)
+    inputs[position] = inputs[position].mT.contiguous().mT
+    assert inputs[position].stride(-1) != 1
+    for one, other in zip(results(tuple(inputs), None, None, grad, False), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_torchs_own_checks(shape: tuple[int, ...], drops: bool) -> None:
+    """Schema, autograd registration, and fake values equal to real ones down to the strides, forward and backward."""
+    batch, num_heads, _, length, key_length, _, value_size = shape
+    inputs = tuple(item.requires_grad_() for item in make_inputs(shape, torch.float32))
+    keep = torch.ones(batch, num_heads, length, key_length) if drops else None
+    options = {"is_causal": False, "scale": 0.3}
+    torch.library.opcheck(attention, (*inputs, None, keep), options)
+    out, log_sum_exp = (item.detach() for item in attention(*inputs, None, keep, **options))
+    grad = torch.randn(batch, num_heads, length, value_size)
+    detached = tuple(item.detach() for item in inputs)
+    torch.library.opcheck(attention_backward, (grad, *detached, None, keep, out, log_sum_exp), options)
+
+
+def test_one_node_each_way_in_a_trace() -> None:
+    inputs = tuple(item.requires_grad_() for item in make_inputs(SHAPES[0], torch.float32))
+
+    def step(*operands: Tensor) -> tuple[Tensor, ...]:
+        out, _ = attention(*operands, None, None, is_causal=True, scale=0.3)
+        return torch.autograd.grad(out.sum(), operands)
+
+    targets = [node.target for node in make_fx(step, tracing_mode="fake")(*inputs).graph.nodes]
+    assert targets.count(attention) == targets.count(attention_backward) == 1
+    assert not any("matmul" in str(target) or "softmax" in str(target) or "flash" in str(target) for target in targets)
+
+
+def test_a_mask_that_needs_a_gradient_is_refused() -> None:
+    inputs = make_inputs(SHAPES[0], torch.float32)
+    bias = torch.zeros(6, 6, requires_grad=True)
+    query = inputs[0].requires_grad_()
+    with pytest.raises(NotImplementedError, match="no gradient for its mask"):
+        attention(query, *inputs[1:], bias, None, is_causal=False, scale=0.3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": (2, 3, 7, 8)}, "H a multiple of G"),
+        ({"value": (2, 2, 6, 8)}, "H a multiple of G"),
+        ({"mask": (2, 4, 6, 6)}, r"mask \(2, 4, 6, 6\) does not broadcast to \(2, 4, 6, 7\)"),
+        ({"keep": (2, 1, 6, 7)}, r"keep is \(2, 1, 6, 7\)"),
+    ],
+)
+def test_wrong_shapes_are_refused_when_traced(change: dict[str, tuple[int, ...]], message: str) -> None:
+    from autopar._torch import fake_mode
+
+    shapes = {"query": (2, 4, 6, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 8), "mask": (6, 7), "keep": (2, 4, 6, 7)} | change
+    with fake_mode(), pytest.raises((ValueError, RuntimeError), match=message):
+        attention(*(torch.empty(shape) for shape in shapes.values()), is_causal=False, scale=0.3)

@@ -1,0 +1,115 @@
+"""Schedules built by hand, for tests of the runtime without the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.fx import Graph, GraphModule, symbolic_trace
+
+from autopar.compiled import Compiled
+from autopar.mesh import Mesh
+from autopar.program import Form, Input, Output, Program, Signature
+from autopar.runtime._torch import flatten
+from autopar.schedule import Fragment, Schedule, parse
+from autopar.sharding import Dims, Sharding
+
+HIDDEN, BATCH, WIDTH = 8, 4, 6
+
+
+def fragment(name: str, function: Callable[..., object]) -> Fragment:
+    return Fragment(name, symbolic_trace(function) if not isinstance(function, GraphModule) else function)
+
+
+def schedule_of(text: str, inputs: str = "", outputs: str = "", signature: Signature | None = None, **functions: Callable[..., object]) -> Schedule:
+    fragments = {name: fragment(name, function) for name, function in functions.items()}
+    return Schedule(parse(text), fragments, tuple(inputs.split()), tuple(outputs.split()), signature or Signature((), ()))
+
+
+# The two-layer perceptron  loss = sum(relu(x W1ᵀ) W2ᵀ · y) / (batch · width), column- then row-split over tp, batch over dp.
+MLP_TRAINING = """
+RUN forward1 (w1, w2, x) -> (h, partial)
+LAUNCH all_reduce sum tp (partial) -> out
+FREE partial
+WAIT out
+RUN forward2 (out, y) -> (loss_partial)
+LAUNCH all_reduce sum dp (loss_partial) -> loss
+WAIT loss
+PAUSE
+RUN backward (w2, h, x, y, tangent) -> (g1_partial, g2_partial)
+LAUNCH all_reduce sum dp (g1_partial) -> g1
+LAUNCH all_reduce sum dp (g2_partial) -> g2
+WAIT g1
+WAIT g2
+FREE g1_partial g2_partial h
+"""
+MLP_INFERENCE = MLP_TRAINING.split("PAUSE")[0]
+
+
+def mlp_forward1(w1: torch.Tensor, w2: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = torch.relu(x @ w1.t())
+    return h, h @ w2.t()
+
+
+def mlp_forward2(out: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+    return ((out * y).sum() / (BATCH * WIDTH),)
+
+
+def mlp_backward(
+    w2: torch.Tensor, h: torch.Tensor, x: torch.Tensor, y: torch.Tensor, tangent: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    g_out = y * (tangent / (BATCH * WIDTH))
+    g_h = (g_out @ w2) * (h > 0)
+    return g_h.t() @ x, g_out.t() @ h
+
+
+class Mlp(torch.nn.Module):
+    """The model that the schedules above compute: returns {"loss", "out"}; `w1`'s hidden dim is the atoms (2, 4)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.proj = torch.nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.proj(torch.relu(self.fc(x)))
+        return {"loss": (out * y).sum() / out.numel(), "out": out}
+
+
+def mlp_signature(training: bool, structure: object, leaves: tuple[object, ...]) -> Signature:
+    f32, batch = torch.float32, Sharding((("dp",), ()))
+    hidden: Dims = ((2, HIDDEN // 2), (WIDTH,))
+    back: Dims = ((WIDTH,), (2, HIDDEN // 2))
+    column, row = Sharding(((), ("tp",), ())), Sharding(((), (), ("tp",)))
+    scalar = Sharding(())
+    inputs = [
+        Input("parameter", "fc.weight", (HIDDEN, WIDTH), f32, True, hidden, column),
+        Input("parameter", "proj.weight", (WIDTH, HIDDEN), f32, True, back, row),
+        Input("batch", "0", (BATCH, WIDTH), f32, False, ((BATCH,), (WIDTH,)), batch),
+        Input("batch", "1", (BATCH, WIDTH), f32, False, ((BATCH,), (WIDTH,)), batch),
+    ]
+    outputs = [Output("loss", "0", (), f32, True, (), scalar)]
+    if training:
+        inputs.append(Input("tangent", "0", (), f32, False, (), scalar))
+        outputs.append(Output("gradient", "fc.weight", (HIDDEN, WIDTH), f32, False, hidden, column))
+        outputs.append(Output("gradient", "proj.weight", (WIDTH, HIDDEN), f32, False, back, row))
+    return Signature(tuple(inputs), tuple(outputs), structure, leaves)
+
+
+def mlp_compiled(mesh: Mesh, training: bool = True) -> Compiled:
+    """What the compiler would yield for `Mlp` on a dp × tp mesh."""
+    from autopar.compiled import TENSOR
+
+    leaves, structure = flatten({"loss": 0, "out": 0})
+    signature = mlp_signature(training, structure, tuple(TENSOR for _ in leaves))
+    schedule = schedule_of(
+        MLP_TRAINING if training else MLP_INFERENCE,
+        "w1 w2 x y" + " tangent" * training,
+        "loss" + " g1 g2" * training,
+        signature,
+        forward1=mlp_forward1,
+        forward2=mlp_forward2,
+        backward=mlp_backward,
+    )
+    program = Program(Graph(), mesh, signature, Form.LOCAL)
+    return Compiled(program, program, program, schedule)
