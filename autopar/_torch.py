@@ -9,13 +9,23 @@ from typing import Any
 import torch
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._ops import HigherOrderOperator
 from torch._guards import TracingContext, tracing
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
-__all__ = ["FakeTensorMode", "HigherOrderOperator", "describe_input", "describe_output", "fake_mode", "fake_mode_of", "is_fake", "joint_graph", "pytree"]
+__all__ = [
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "describe_input",
+    "describe_output",
+    "fake_mode",
+    "fake_mode_of",
+    "is_fake",
+    "joint_graph",
+    "pytree",
+]
 
 
 def fake_mode() -> FakeTensorMode:

@@ -143,7 +143,10 @@ def operand_result(node: Node, operand: Node) -> int:
 
 
 def _relate(cuts: Cuts, node: Node, rule: Rule) -> None:
-    read = [[(operand, operand_result(node, operand), dim) for dim in range(_rank(operand, operand_result(node, operand)))] for operand in operands(node)]
+    read = [
+        [(operand, operand_result(node, operand), dim) for dim in range(_rank(operand, operand_result(node, operand)))]
+        for operand in operands(node)
+    ]
     made = [[(node, index, dim) for dim in range(_rank(node, index))] for index in range(len(results_of(node)))]
     if rule.view:
         cuts.relate(read[0], made[0])

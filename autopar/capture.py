@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
+import traceback
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
 from typing import Any, Literal
 
 import torch
@@ -24,13 +27,16 @@ from torch.fx import Graph, GraphModule, Node
 from autopar._torch import HigherOrderOperator, fake_mode, pytree
 from autopar.compiled import TENSOR
 from autopar.errors import CaptureError
+from autopar.keys import Source
 from autopar.mesh import Mesh
 from autopar.program import Form, Input, Output, Program, Signature
-from autopar.source import set_sources, source_of
+from autopar.source import set_sources, source_of, user_frames
 
 _PREFIX = "model."
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 LossPlace = Literal["itself", "attribute", "key"]
-BatchDims = Mapping[str, int | None] | None
+# The batch dim of each input that has one, by the input's flat index.
+BatchDims = Mapping[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -58,44 +64,41 @@ class _Captured(nn.Module):
         return output["loss"] if self.loss == "key" else output
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, outputs: str | None = None, batch_dims: BatchDims = None) -> Program:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, outputs: str | None = None, batch_dims: BatchDims = None
+) -> Program:
     """Capture `model(*args, **kwargs)` as a FORWARD program.
 
     Inputs have the global batch's shapes; their values are not read. `outputs="all"` keeps every tensor of
-    the output, None or "loss" the loss alone where there is one. `batch_dims` names the batch dim of inputs
-    (None: an input without one); by default it is dim 0 of every tensor whose dim 0 is as long as the first one's.
+    the output, None or "loss" the loss alone where there is one. `batch_dims` gives the batch dim of every input
+    that has one; by default it is dim 0 of every tensor whose dim 0 is as long as the first one's.
     Raises `CaptureError`.
     """
+    if outputs not in (None, "loss", "all"):
+        raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     args, kwargs = _distinct_examples(model, args, kwargs)
     spec = _output_spec(model, args, kwargs)
     loss = None if outputs == "all" else spec.loss
     if outputs == "loss" and loss is None:
-        raise CaptureError('outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"')
+        raise CaptureError(
+            'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"'
+        )
     with _explained(model), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         exported = torch.export.export(_Captured(model, loss), args, kwargs, strict=True)
     program = _forward_program(exported, model, mesh, spec, loss)
     _refake(program)
-    return _with_batch_dims(program, exported, batch_dims)
+    return _with_batch_dims(program, batch_dims)
 
 
-def _with_batch_dims(program: Program, exported: ExportedProgram, batch_dims: BatchDims) -> Program:
-    users = [entry.arg.name for entry in exported.graph_signature.input_specs if entry.kind == ExportedKind.USER_INPUT]
-    unknown = sorted(set(batch_dims or {}) - set(users))
-    if unknown:
-        raise CaptureError(f"batch_dims names {unknown[0]!r}, which is no input; the inputs are {', '.join(users)}")
-    length: int | None = None
-    inputs: list[Input] = []
-    for item in program.signature.inputs:
-        if item.kind == "batch":
-            dim = 0 if item.shape else None
-            if batch_dims is not None:
-                dim = batch_dims.get(users[int(item.name)], dim)
-            if dim is not None:
-                length = item.shape[dim] if length is None else length
-                item = replace(item, batch_dim=dim if item.shape[dim] == length else None)
-        inputs.append(item)
-    return replace(program, signature=replace(program.signature, inputs=tuple(inputs)))
+def _with_batch_dims(program: Program, batch_dims: BatchDims) -> Program:
+    if batch_dims is None:
+        sized = [item for item in program.signature.inputs_of("batch") if item.shape]
+        batch_dims = {int(item.name): 0 for item in sized if item.shape[0] == sized[0].shape[0]}
+    inputs = tuple(
+        replace(item, batch_dim=batch_dims.get(int(item.name))) if item.kind == "batch" else item for item in program.signature.inputs
+    )
+    return replace(program, signature=replace(program.signature, inputs=inputs))
 
 
 def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -114,22 +117,47 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with mode, torch.no_grad(), _explained(model), torch.random.fork_rng(devices=[]):
         fakes = {name: mode.from_tensor(value) for name, value in state.items()}
-        fake_args, fake_kwargs = pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
+        fake_args, fake_kwargs = pytree.tree_map(
+            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+        )
         output = torch.func.functional_call(model, fakes, fake_args, fake_kwargs)
-    leaves, structure = pytree.tree_flatten(output)
+    leaves, structure = _flatten(output)
     place, loss = _find_loss(output)
-    index = next((index for index, leaf in enumerate(leaves) if leaf is loss), 0)
-    return OutputSpec(structure, tuple(TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves), place, index)
+    index = next((index for index, leaf in enumerate(leaves) if leaf is loss), None)
+    if place is not None and index is None:
+        raise CaptureError(
+            f"the output holds a loss, but {type(output).__name__} is no structure that torch can take apart; "
+            "return a dict, a tuple, a dataclass or a ModelOutput, or register the class with torch.utils._pytree.register_pytree_node"
+        )
+    return OutputSpec(structure, tuple(leaf if _is_constant(leaf) else TENSOR for leaf in leaves), place, index or 0)
+
+
+def _flatten(output: Any) -> tuple[list[Any], Any]:
+    """Leaves and structure. Plain dataclasses are made known to torch: export and the runtime take them apart, too."""
+    leaves, structure = pytree.tree_flatten(output)
+    unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
+    for kind in unknown:
+        torch.export.register_dataclass(kind)
+    return _flatten(output) if unknown else (leaves, structure)
+
+
+def _is_constant(leaf: Any) -> bool:
+    """Whether a leaf is the same in every call; tensors are not, nor are objects that may hold some (a key-value cache)."""
+    return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device))
 
 
 def _find_loss(output: Any) -> tuple[LossPlace | None, Any]:
-    if isinstance(output, torch.Tensor):
-        return ("itself" if output.ndim == 0 and output.is_floating_point() else None), output
-    if isinstance(getattr(output, "loss", None), torch.Tensor):
+    if _is_loss(output):
+        return "itself", output
+    if _is_loss(getattr(output, "loss", None)):
         return "attribute", output.loss
-    if isinstance(output, Mapping) and isinstance(output.get("loss"), torch.Tensor):
+    if isinstance(output, Mapping) and _is_loss(output.get("loss")):
         return "key", output["loss"]
     return None, None
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
 def _forward_program(exported: ExportedProgram, model: nn.Module, mesh: Mesh, spec: OutputSpec, loss: LossPlace | None) -> Program:
@@ -155,7 +183,9 @@ def _forward_program(exported: ExportedProgram, model: nn.Module, mesh: Mesh, sp
             constants[target] = exported.constants[entry.target]
             inputs.append((2, Input("constant", target, tuple(value.shape), value.dtype), node))
         else:
-            raise CaptureError(f"the captured graph takes {node.name!r} of kind {entry.kind}, which autopar cannot place; move it out of forward")
+            raise CaptureError(
+                f"the captured graph takes {node.name!r} of kind {entry.kind}, which autopar cannot place; move it out of forward"
+            )
     inputs.sort(key=lambda item: item[0])
     mapping: dict[Node, Node] = {}
     for _, item, node in inputs:
@@ -163,7 +193,9 @@ def _forward_program(exported: ExportedProgram, model: nn.Module, mesh: Mesh, sp
         mapping[node].meta = dict(node.meta)
     _copy_calls(exported.graph_module, graph, mapping)
     outputs = _copy_outputs(exported, graph, mapping, spec.loss_index if loss else None)
-    return Program(graph, mesh, Signature(tuple(item for _, item, _ in inputs), outputs, spec.structure, spec.leaves), Form.FORWARD, constants)
+    return Program(
+        graph, mesh, Signature(tuple(item for _, item, _ in inputs), outputs, spec.structure, spec.leaves), Form.FORWARD, constants
+    )
 
 
 def _placeholder_name(item: Input) -> str:
@@ -201,7 +233,7 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
         detached, body, operands = False, args[4], args[5:]
     else:
         raise CaptureError(
-            f"{source_of(call, _PREFIX)} runs under {name}{tuple(args[:4])}, a region that autopar does not rewrite; "
+            f"{_region_source(module, args)} runs under {name}{tuple(map(str, args[:4]))}, a region that autopar does not rewrite; "
             "move the context out of forward (an enabled autocast: cast the model's weights instead)"
         )
     assert isinstance(body, Node)
@@ -219,6 +251,13 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
         return node
 
     return tuple(detach(result) for result in results)
+
+
+def _region_source(module: GraphModule, args: list[Any]) -> Source:
+    """Where the first call of a region stands."""
+    bodies = [getattr(module, str(argument.target)) for argument in args if isinstance(argument, Node) and argument.op == "get_attr"]
+    calls = [node for body in bodies for node in body.graph.nodes if node.meta.get("stack_trace")]
+    return source_of(calls[0], _PREFIX) if calls else Source()
 
 
 def _copy_outputs(exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None) -> tuple[Output, ...]:
@@ -263,17 +302,39 @@ def _explained(model: nn.Module) -> Any:
     except CaptureError:
         raise
     except Exception as error:
-        text = str(error).strip()
-        name = type(model).__name__
-        hint = _hint(text)
-        raise CaptureError(f"{name} cannot be captured as one graph: {type(error).__name__}: {text}\n  how to mend it: {hint}") from error
+        text = str(error).split("\nfrom user code")[0].split("\nUser Stack")[0].strip()
+        what = f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: {text}"
+        raise CaptureError(f"{what}\n  where: {_where(error)}\n  how to mend it: {_hint(type(error).__name__ + text)}") from error
+
+
+def _where(error: Exception) -> str:
+    """The innermost line of the user's that the error, or Dynamo's text of it, passes through."""
+    frames = [frame for frame in user_frames(str(error)) if not frame.file.startswith(_OWN)]
+    if not frames:
+        frames = [frame for frame in user_frames("".join(traceback.format_tb(error.__traceback__))) if not frame.file.startswith(_OWN)]
+    return f"{frames[-1].file}:{frames[-1].line}  {frames[-1].code}" if frames else "(no source line)"
+
+
+_HINTS = (
+    (
+        ("DynamicCache", "pytree"),
+        "the output holds an object that is no tensor structure (a key-value cache): set config.use_cache=False, or return tensors only",
+    ),
+    (
+        ("DataDependent", "data-dependent", "Dynamic control flow", "item()"),
+        "forward reads the value of a tensor (a branch, .item(), .tolist()); write it with torch.where, or decide it before the call",
+    ),
+    (
+        ("DynamicOutputShape", "nonzero"),
+        "the shape of a result depends on values (a boolean index, nonzero, unique); keep the shape and mask with torch.where",
+    ),
+    (
+        ("graph break", "Unsupported", "skip", "numpy"),
+        "this line leaves the graph (I/O, a foreign library, an unsupported call); move it out of forward",
+    ),
+)
 
 
 def _hint(text: str) -> str:
-    if "DynamicCache" in text or "pytree" in text:
-        return "the output holds an object that is no tensor structure (a key-value cache): set config.use_cache=False, or return tensors only"
-    if "data-dependent" in text.lower() or "Dynamic control flow" in text or "item()" in text:
-        return "forward branches on the value of a tensor; write it with torch.where, or decide it before the call"
-    if "graph break" in text.lower() or "Unsupported" in text or "skip" in text.lower():
-        return "the source line above leaves the graph (I/O, a foreign library, an unsupported call); move it out of forward"
-    return "see the source line above; the model must run as plain tensor code on inputs of these shapes"
+    found = (hint for words, hint in _HINTS if any(word.lower() in text.lower() for word in words))
+    return next(found, "the model must run as plain tensor code on inputs of these shapes")

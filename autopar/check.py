@@ -13,7 +13,7 @@ from autopar.check_local import check_local
 from autopar.check_program import Values, check_program
 from autopar.check_schedule import check_schedule
 from autopar.check_sharding import check_shardings
-from autopar.compiled import Step
+from autopar.compiled import Compiled, Step
 from autopar.errors import CheckError, ScheduleError
 from autopar.mesh import Mesh
 from autopar.printing import print_program
@@ -51,13 +51,16 @@ class Checker:
     values: Values = field(default_factory=Values)
     origin: Program | None = None
 
+    def start(self, program: Program) -> None:
+        check(program, "as captured", self.values)
+
     def __call__(self, step: Step) -> None:
         check(step.program, f"after pass {step.number}, {step.name}", self.values, self.origin)
         if step.program.form is Form.GLOBAL:
             self.origin = step.program
 
 
-def prove(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh) -> None:
+def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh) -> None:
     """Raise `ScheduleError` naming everything that would go wrong when the ranks of `mesh` run `schedules`, one for each."""
     by_rank = schedules if isinstance(schedules, Mapping) else dict(enumerate(schedules))
     found = check_schedule(by_rank, mesh)
@@ -68,3 +71,9 @@ def prove(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh) ->
             numbered = enumerate(str(first).splitlines())
             error.add_note("\n".join(f"{number:5}  {line}" for number, line in numbered))
         raise error
+
+
+def check_compiled(compiled: Compiled) -> None:
+    """Raise `ScheduleError` when the ranks of a compiled program could not run its schedule to the end."""
+    mesh = compiled.local.mesh
+    check_schedules([compiled.schedule] * mesh.size, mesh)

@@ -26,6 +26,7 @@ from autopar.sharding import Dims, Sharding, Strategy, flat
 from autopar.strategies import Space, space_of, strategies_in
 from autopar.violation import Violation, at
 
+
 def check_shardings(program: Program) -> list[Violation]:
     """Every violation of the invariants above; none before shardings are decided."""
     sharded = [node for node in program.graph.nodes if node in SHARDING]

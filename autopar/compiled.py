@@ -28,13 +28,14 @@ TENSOR: Final = _TensorLeaf()
 
 @dataclass(frozen=True)
 class Step:
-    """One pass that ran: its place in the order, the program after it, and what it decided (None for a plain rewrite)."""
+    """One pass that ran: its place in the order, the program after it, what it decided (None for a plain rewrite), its class."""
 
     number: int
     name: str
     seconds: float
     program: Program
     decision: Any = None
+    kind: type[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import BatchDims, capture
-from autopar.check import Checker
+from autopar.capture import capture
+from autopar.check import Checker, check_compiled
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
+from autopar.errors import AutoparError, MeshError
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
-from autopar.mesh import Mesh
+from autopar.mesh import RESERVED_AXES, Mesh
+from autopar.passes.choose_shardings import ChooseShardings
 from autopar.passes.cut_fragments import cut_fragments
 from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.find_atoms import FindAtoms
@@ -27,39 +31,154 @@ from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.passes.views_of_chunks import ViewsOfChunks
-from autopar.program import Program
+from autopar.plan import Pins, Plan
+from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
+from autopar.runtime.module import ParallelModule
+from autopar.runtime.parameters import Placement
+
+Backend = str | Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked of one compile."""
+    """What the user asked of a compile, as far as passes need to know."""
 
+    cluster: Cluster
     outputs: str | None = None
     batch_dims: BatchDims = None
+    plan: Plan | None = None
+    pins: Pins | None = None
+    search_timeout: float | None = None
     device: str = "cpu"
 
 
-def forward_passes(options: Options) -> tuple[Pass | DecidingPass, ...]:
-    return (
-        DecomposeLosses(),  # before the trace: autograd then derives backwards whose sums are explicit
-        UnifyAttention(),  # before the keys: dropout inside attention becomes a site of its own
-        KeyRandom(),
+def compile(
+    model: nn.Module,
+    mesh: Mesh | DeviceMesh,
+    *,
+    example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    backend: Backend = "inductor",
+    plan: Plan | None = None,
+    pins: Pins | None = None,
+    cluster: Cluster | str | None = None,
+    batch_dims: BatchDims = None,
+    outputs: str | None = None,
+    search_timeout: float | None = None,
+    timeout: float | None = None,
+) -> ParallelModule:
+    """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
+
+    mesh            a torch `DeviceMesh` with named axes, or `autopar.virtual_mesh(dp=2, tp=2)`: the same ranks in this process
+    example_inputs  a batch as a call would get it (keyword arguments as a dict, positional ones as a tuple): capture happens
+                    at once; else at the first call
+    backend         "eager", "aot_eager", "inductor", any torch.compile backend by name, or a callable
+    plan            decisions of an earlier compile, see `Plan.load`
+    pins            shardings of parameters by name pattern: {"*.mlp.c_fc.weight": (None, "tp")}
+    cluster         hardware to price on, by name or as a `Cluster`; a virtual mesh takes the ideal one (links free)
+    batch_dims      batch dims of inputs by name; by default dim 0 of every input as long there as the first
+    outputs         "loss": the loss alone, where there is one (the default); "all": every tensor of the output
+    search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
+    timeout         seconds that a real rank waits for its peers
+
+    Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
+    """
+    logical = Mesh.of(mesh)
+    is_virtual = isinstance(mesh, Mesh)
+    _check_mesh(logical, mesh)
+    if outputs not in (None, "loss", "all"):
+        raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
+    device = _device_type(model) if is_virtual else mesh.device_type
+    options = Options(_cluster(cluster, logical, is_virtual, device), outputs, batch_dims, plan, pins, search_timeout, device)
+
+    def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
+        return compile_call(model, logical, args, kwargs, options, pins)
+
+    parallel = ParallelModule(
+        model, logical, capture=capture_call, backend=backend, device_mesh=None if is_virtual else mesh, batch_dims=batch_dims, timeout=timeout
     )
+    if example_inputs is not None:
+        is_named = isinstance(example_inputs, Mapping)
+        parallel.prepare(() if is_named else tuple(example_inputs), dict(example_inputs) if is_named else {})
+    return parallel
 
 
-def global_passes(options: Options, training: bool, choose: DecidingPass) -> tuple[Pass | DecidingPass, ...]:
+def default_passes(options: Options, training: bool, placements: Mapping[str, Placement] | None) -> tuple[Pass | DecidingPass, ...]:
+    """The passes in order, each with the reason for its place."""
     return (
+        # FORWARD: before the trace, so that autograd derives the backward of what is written here.
+        DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
+        UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
+        KeyRandom(),  # draws become a function of position: the same on any mesh
+        # GLOBAL
         TraceJoint(training),
-        ViewsOfChunks(),  # makes equal calls (three views of one qkv) out of different ones, so before merging
-        FoldNoOps(),
-        MergeEqualCalls(),
-        FindAtoms(),
+        ViewsOfChunks(),  # before folding: a split turned into views leaves views that change nothing
+        FoldNoOps(),  # before merging: two calls are equal only once what lies between them is gone
+        MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
+        FindAtoms(),  # needs the final views
         RefineMesh(),  # needs atoms; the search needs the final axes
-        choose,
-        InsertReshards(),
-        Lower(options.device),
+        ChooseShardings(options.cluster, plan=options.plan, pins=options.pins, placements=placements, timeout=options.search_timeout),
+        InsertReshards(),  # every mismatch that the decision leaves is a node from here on
+        # LOCAL
+        Lower(),
     )
 
 
-def compile_program(forward: Program, options: Options, training: bool, choose: DecidingPass) -> Program:
-    return run_passes(forward, forward_passes(options) + global_passes(options, training, choose))
+def compile_call(
+    model: nn.Module,
+    mesh: Mesh,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    placements: Mapping[str, Placement] | None = None,
+) -> Compiled:
+    """The compiler: from a model and inputs of global shape to the schedule that every rank runs."""
+    inputs = CallInputs.of(args, kwargs)
+    args, kwargs = inputs.call()
+    if placements:
+        mesh = next(iter(placements.values())).mesh
+    history = History()
+    observers = (Checker(), Log(), history)
+    forward = capture(model, args, kwargs, mesh, options.outputs, batch_dims_of(inputs, options.batch_dims))
+    local = run_passes(forward, default_passes(options, torch.is_grad_enabled(), placements), observers)
+    schedule = cut_fragments(local, options.device)
+    decision, program = history.decision(ChooseShardings), history.program(InsertReshards)
+    compiled = Compiled(
+        forward=history.program(KeyRandom),
+        program=program,
+        local=local,
+        schedule=schedule,
+        plan=Plan.of(program, decision.reasons),
+        steps=tuple(history.steps),
+        search=decision,
+        cost=CostModel(options.cluster, local.mesh),
+    )
+    check_compiled(compiled)
+    return compiled
+
+
+def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:
+    unknown = [name for name in logical.names if name not in RESERVED_AXES]
+    if unknown:
+        raise MeshError(f"unknown mesh axis {unknown[0]!r}; known axes are {', '.join(RESERVED_AXES)}")
+    later = [name for name in logical.names if name not in ("dp", "tp") and logical.size_of([name]) > 1]
+    if later:
+        raise MeshError(f"axis {later[0]!r} has {logical.size_of(later[:1])} ranks, but only dp and tp are split so far; use a mesh of dp and tp")
+    if not isinstance(mesh, Mesh):
+        world = torch.distributed.get_world_size()
+        if logical.size != world:
+            raise MeshError(f"the mesh ({logical}) has {logical.size} ranks, the world has {world}; start as many processes as the mesh has ranks")
+
+
+def _device_type(model: nn.Module) -> str:
+    kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
+    return "cpu" if kind == "meta" else kind
+
+
+def _cluster(cluster: Cluster | str | None, mesh: Mesh, is_virtual: bool, device: str) -> Cluster:
+    if isinstance(cluster, Cluster):
+        return cluster
+    if isinstance(cluster, str):
+        return Cluster.named(cluster)
+    if is_virtual:
+        return Cluster.ideal()
+    return Cluster.named(torch.cuda.get_device_name() if device == "cuda" else device)

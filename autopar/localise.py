@@ -122,6 +122,20 @@ localiser(
 )(_with_local_shape(1))
 
 
+localiser(
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_bicubic2d_backward.default,
+)(_with_local_shape(2))
+
+
+@localiser(aten.native_group_norm.default, aten.native_group_norm_backward.default)
+def _group_norm(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """The literal batch size is the local one."""
+    index = 3 if node.target is aten.native_group_norm.default else 5
+    return same_call(node, operands, builder, {index: shape_of(operands[0])[0]})
+
+
 @localiser(aten.convolution_backward.default)
 def _convolution_backward(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     """The literal size of the bias is that of the local output channels."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from autopar.compiled import Step
+from autopar.errors import AutoparError
 from autopar.printing import print_program
 from autopar.program import Program
 
@@ -46,23 +47,28 @@ class DecidingPass(Protocol):
     def apply(self, program: Program, decision: Any) -> Program: ...
 
 
+# Called with the step after every pass. One that also has `start` is given the program before the first pass.
 Observer = Callable[[Step], None]
+
+
+@runtime_checkable
+class Starting(Protocol):
+    def start(self, program: Program) -> None: ...
 
 
 @dataclass
 class Log:
-    """One line a pass through `logging.getLogger("autopar")`: number, name, seconds, nodes before → after.
+    """One line a pass through `logging.getLogger("autopar")`: number, name, seconds, nodes before → after."""
 
-    `nodes` is how many the program has that the first pass is given.
-    """
-
-    nodes: int | None = None
     level: int = logging.INFO
+    nodes: int = 0
+
+    def start(self, program: Program) -> None:
+        self.nodes = program.num_nodes
 
     def __call__(self, step: Step) -> None:
         count = step.program.num_nodes
-        change = str(count) if self.nodes is None else f"{self.nodes} → {count}"
-        logger.log(self.level, "%3d  %-28s %7.2f s   %s nodes", step.number, step.name, step.seconds, change)
+        logger.log(self.level, "%3d  %-24s %7.2f s   %d → %d nodes", step.number, step.name, step.seconds, self.nodes, count)
         self.nodes = count
 
 
@@ -74,6 +80,22 @@ class History:
 
     def __call__(self, step: Step) -> None:
         self.steps.append(step)
+
+    def step(self, chosen: type[Any] | str) -> Step:
+        """The last step of a pass, by its class or name. Raises `AutoparError` naming the passes that ran."""
+        for step in reversed(self.steps):
+            if chosen in (step.name, step.kind):
+                return step
+        name = chosen if isinstance(chosen, str) else chosen.__name__
+        raise AutoparError(f"no pass {name!r} ran; these did: {', '.join(step.name for step in self.steps)}")
+
+    def program(self, chosen: type[Any] | str) -> Program:
+        """The program after a pass."""
+        return self.step(chosen).program
+
+    def decision(self, chosen: type[Any] | str) -> Any:
+        """What a pass decided."""
+        return self.step(chosen).decision
 
 
 @dataclass(frozen=True)
@@ -101,6 +123,9 @@ class PassManager:
 
         Whatever a pass or an observer raises bears a note with the pass's number and name.
         """
+        for observe in self.observers:
+            if isinstance(observe, Starting):
+                observe.start(program)
         for number, chosen in enumerate(self.passes, self.first):
             try:
                 step = _run_one(chosen, number, program)
@@ -120,7 +145,7 @@ def _run_one(chosen: Pass | DecidingPass, number: int, program: Program) -> Step
         result = chosen.apply(program, decision)
     else:
         decision, result = None, chosen.apply(program)
-    return Step(number=number, name=chosen.name, seconds=time.perf_counter() - start, program=result, decision=decision)
+    return Step(number=number, name=chosen.name, seconds=time.perf_counter() - start, program=result, decision=decision, kind=type(chosen))
 
 
 def run_passes(program: Program, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = ()) -> Program:

@@ -1,8 +1,8 @@
 """A program: one graph, what its inputs and outputs mean, and the form it is in.
 
-    FORWARD  the captured forward pass and loss; composite ops are still single nodes
-    GLOBAL   forward and backward in functional ATen, logical shapes, no word of ranks
-    LOCAL    the program of one rank: local shapes, collectives as nodes, rank coordinates as inputs
+FORWARD  the captured forward pass and loss; composite ops are still single nodes
+GLOBAL   forward and backward in functional ATen, logical shapes, no word of ranks
+LOCAL    the program of one rank: local shapes, collectives as nodes, rank coordinates as inputs
 """
 
 from __future__ import annotations

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Graph, Interpreter, Node
 
+from autopar._torch import FakeTensorMode, fake_mode
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder, localise
 from autopar.mesh import Mesh
@@ -27,6 +29,34 @@ from autopar.strategies import Choice, build, operand_dims, space_of
 
 TOLERANCE = 1e-12
 Values = tuple[torch.Tensor, ...]
+
+
+@cache
+def _mode() -> FakeTensorMode:
+    """One fake mode for all proofs: its caches make them quick."""
+    return fake_mode()
+
+
+def instance(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    """A node that calls `target`, alone in a graph, to prove a rule on. Tensors among the arguments give shapes and
+    dtypes of operands; each dim is one atom."""
+    builder = LocalBuilder(Graph(), _mode())
+
+    def place(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [place(item) for item in argument]  # type: ignore[reportUnknownVariableType]
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        return builder.placeholder("operand", argument.shape, argument.dtype)
+
+    node = builder.call(target, *map(place, args), **{name: place(value) for name, value in kwargs.items()})
+    for other in builder.graph.nodes:
+        DIMS[other] = tuple(_one_atom_each(value) for value in results_of(other))
+    return node
+
+
+def _one_atom_each(value: torch.Tensor | None) -> Dims:
+    return tuple((int(size),) if size != 1 else () for size in value.shape) if value is not None else ()
 
 
 def prove(node: Node, seed: int = 0) -> list[str]:
@@ -114,7 +144,7 @@ def _compare(whole: torch.Tensor, parts: list[torch.Tensor], dims: Dims, shardin
 
 def _error(left: torch.Tensor, right: torch.Tensor) -> float:
     """Largest difference relative to the largest value; equal infinities and NaNs agree."""
-    if not left.numel():
+    if torch.equal(left, right):
         return 0.0
     a, b = left.double(), right.double()
     same = (a == b) | (a.isnan() & b.isnan())
@@ -137,7 +167,9 @@ def _float64(argument: Any) -> Any:
 
 def _promoted_meta(node: Node) -> dict[Any, Any]:
     """DIMS and the fake values of a node, floats as float64."""
-    values = [value.to(_promoted(value.dtype)) if value is not None else None for value in results_of(node)]
+    values = [
+        torch.empty(value.shape, dtype=_promoted(value.dtype), device="meta") if value is not None else None for value in results_of(node)
+    ]
     several = isinstance(node.meta["val"], (tuple, list))
     return {DIMS: DIMS[node], "val": tuple(values) if several else values[0]}
 
@@ -163,14 +195,14 @@ def _local_run(node: Node, strategy: Strategy, mesh: Mesh) -> Callable[[Sequence
     if node.target is operator.getitem:
         return lambda shares, _: (shares[0],)
     twin = _twin(node)
-    builder = LocalBuilder(Graph())
+    builder = LocalBuilder(Graph(), _mode())
     inputs = [
         builder.placeholder(f"operand_{i}", sharding.local_shape(dims, mesh), _promoted(source.meta["val"].dtype))
         for i, (source, dims, sharding) in enumerate(zip(operands(node), operand_dims(node), strategy.operands, strict=True))
     ]
     result = localise(twin, strategy, tuple(inputs), builder, mesh)
     builder.graph.output(result)
-    interpreter = Interpreter(torch.fx.GraphModule(torch.nn.Module(), builder.graph))
+    interpreter = Interpreter(torch.nn.Module(), graph=builder.graph)
 
     def run(shares: Sequence[torch.Tensor], rank: int) -> tuple[Any, ...]:
         coordinates = [torch.tensor(mesh.index(rank, axes)) for axes in builder.coordinates]

@@ -44,6 +44,15 @@ def reachable(source: Sharding, target: Sharding) -> bool:
     return set(target.unreduced) <= set(source.unreduced)
 
 
+def is_slice(source: Sharding, target: Sharding) -> bool:
+    """Whether `target` is another sharding that every rank can cut from its own part of `source`. A strict order."""
+    return (
+        source != target
+        and source.unreduced == target.unreduced
+        and all(want[: len(have)] == have for have, want in zip(source.splits, target.splits, strict=True))
+    )
+
+
 @lru_cache(maxsize=200_000)
 def steps(dims: Dims, source: Sharding, target: Sharding, mesh: Mesh) -> tuple[Step, ...]:
     """The steps that turn `source` into `target` for a value of `dims`; none when they are equal."""
@@ -60,7 +69,13 @@ def steps(dims: Dims, source: Sharding, target: Sharding, mesh: Mesh) -> tuple[S
 
 
 def _next(now: Sharding, target: Sharding) -> Step | None:
-    return _slice(now, target) or _all_to_all(now, target) or _reduce_scatter(now, target) or _all_reduce(now, target) or _all_gather(now, target)
+    return (
+        _slice(now, target)
+        or _all_to_all(now, target)
+        or _reduce_scatter(now, target)
+        or _all_reduce(now, target)
+        or _all_gather(now, target)
+    )
 
 
 def _missing(now: Sharding, target: Sharding, atom: int) -> tuple[str, ...]:

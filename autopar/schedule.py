@@ -1,10 +1,10 @@
 """What a rank executes: a tuple of instructions over named buffers. Prints, parses, hashes.
 
-    RUN f3 (h_1, p_fc_weight) -> (h_2)          compute: a fragment of the LOCAL graph
-    LAUNCH all_reduce sum tp (h_2) -> h_3       start a collective over the ranks along `tp`
-    WAIT h_3                                    block until it is complete
-    FREE h_2 h_1                                drop buffers
-    PAUSE                                       hand the outputs to the caller, wait for their gradients
+RUN f3 (h_1, p_fc_weight) -> (h_2)          compute: a fragment of the LOCAL graph
+LAUNCH all_reduce sum tp (h_2) -> h_3       start a collective over the ranks along `tp`
+WAIT h_3                                    block until it is complete
+FREE h_2 h_1                                drop buffers
+PAUSE                                       hand the outputs to the caller, wait for their gradients
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ import numpy as np
 from autopar.assignment import Choice, Problem, State, without_dominated
 from autopar.errors import PlanError
 from autopar.evaluation import Evaluation
-from autopar.folding import ROUNDS, Folded, FoldedValue, fold
+from autopar.folding import ROUNDS, FoldedValue, fold
 
 # Costs are scaled so that a typical solution costs about this much: far above the solver's absolute tolerances (1e-7).
 _TYPICAL_OBJECTIVE = 1e4
@@ -37,11 +37,15 @@ _INTEGRAL = 1e-6
 
 @dataclass(frozen=True)
 class Solution:
-    """`picks[i]` is the position of the candidate taken for node i; seconds are the problem's own, `search_seconds` the clock's."""
+    """`picks[i]` is the position of the candidate taken for node i; seconds are the problem's own, `search_seconds` the clock's.
+
+    `class_picks` are positions among the candidates `kept` of each class of `evaluation.folded`.
+    """
 
     picks: tuple[int, ...]
     class_picks: tuple[int, ...]
-    folded: Folded
+    kept: tuple[tuple[int, ...], ...]
+    evaluation: Evaluation
     seconds: float
     lower_bound_seconds: float
     search_seconds: float
@@ -53,7 +57,22 @@ class Solution:
     @property
     def gap(self) -> float:
         """How much dearer than the bound the answer may be: 0.01 is one per cent."""
-        return max(0.0, self.seconds / self.lower_bound_seconds - 1.0) if self.lower_bound_seconds > 0 else 0.0
+        return max(0.0, self.seconds / self.lower_bound_seconds - 1.0) if self.lower_bound_seconds > 0 else math.inf
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.evaluation.folded.sizes)
+
+    def runner_up(self, index: int) -> tuple[int, float, int] | None:
+        """The next-best candidate of node `index` and its like, everything else as it is; None where there is no other.
+
+        Its position, the seconds it adds when all nodes of the class take it, and how many those are.
+        """
+        number = self.evaluation.folded.class_of[index]
+        found = self.evaluation.runner_up(number, self.class_picks)
+        if found is None:
+            return None
+        return self.kept[index][found[0]], found[1], self.evaluation.folded.sizes[number]
 
 
 def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | None = None) -> Solution:
@@ -64,15 +83,15 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
     start = time.perf_counter()
     kept = [without_dominated(node.candidates) for node in problem.nodes]
     reduced = replace(problem, nodes=tuple(_keep(node, positions) for node, positions in zip(problem.nodes, kept, strict=True)))
-    folded = fold(reduced, rounds)
-    evaluation = Evaluation(reduced, folded)
+    evaluation = Evaluation(reduced, fold(reduced, rounds))
     model = _Model.of(evaluation)
     deadline = math.inf if timeout is None else start + timeout
     picks, bound, integral = _solve(model, evaluation, deadline)
     return Solution(
-        picks=tuple(positions[pick] for positions, pick in zip(kept, folded.unfold(picks), strict=True)),
+        picks=tuple(positions[pick] for positions, pick in zip(kept, evaluation.folded.unfold(picks), strict=True)),
         class_picks=tuple(picks),
-        folded=folded,
+        kept=tuple(tuple(positions) for positions in kept),
+        evaluation=evaluation,
         seconds=evaluation.seconds(picks),
         lower_bound_seconds=bound,
         search_seconds=time.perf_counter() - start,
@@ -125,7 +144,8 @@ def _solver(model: _Model, deadline: float) -> highspy.Highs:
         solver.setOptionValue(name, value)
     if deadline < math.inf:
         solver.setOptionValue("time_limit", max(0.01, deadline - time.perf_counter()))
-    solver.passModel(model.linear_program())
+    passed = solver.passModel(model.linear_program())
+    assert passed == highspy.HighsStatus.kOk, passed
     return solver
 
 
@@ -165,7 +185,11 @@ class _Model:
         number = len(self.lower)
         self.lower.append(lower)
         self.upper.append(upper)
+        # A node that reads its own result has columns on both sides; the solver takes each column once in a row.
+        merged: dict[int, float] = {}
         for column, entry in entries:
+            merged[column] = merged.get(column, 0.0) + entry
+        for column, entry in merged.items():
             self.rows.append(number)
             self.columns.append(column)
             self.entries.append(entry)
@@ -250,9 +274,8 @@ class _Transport:
             needing = [column for needed in self.needed for column in needed.get(hub, ())]
             self.model.row(-math.inf, 0.0, [(c, 1.0) for c in brought[hub]] + [(c, -1.0) for c in needing])
         for target in self.targets:
-            arrivals = (
-                brought[target] + self.given.get(target, []) + self._cut(target, [c for hub in hubs_of[target] for c in brought[hub]])
-            )
+            cut = self._cut([column for hub in hubs_of[target] for column in brought[hub]])
+            arrivals = brought[target] + self.given.get(target, []) + cut
             for needed in self.needed:
                 if target in needed:
                     self.model.row(0.0, math.inf, [(c, 1.0) for c in arrivals] + [(c, -1.0) for c in needed[target]])
@@ -268,8 +291,8 @@ class _Transport:
                 found.append(column)
         return found
 
-    def _cut(self, target: State, hubs: list[int]) -> list[int]:
-        """A column for taking `target` from what the columns `hubs` bring."""
+    def _cut(self, hubs: list[int]) -> list[int]:
+        """A column for taking a state from what the columns `hubs` bring."""
         if not hubs:
             return []
         column = self.model.column(0.0)

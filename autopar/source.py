@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +24,16 @@ def set_sources(graph: Graph, prefix: str = "") -> None:
 
 
 def source_of(node: Node, prefix: str = "") -> Source:
-    file, line, code = "", 0, ""
-    for frame in _FRAME.finditer(node.meta.get("stack_trace") or ""):
-        if not frame["file"].startswith(_TORCH):
-            file, line, code = frame["file"], int(frame["line"]), frame["code"].strip()
-    return Source(file, line, code, _module_path(node.meta.get("nn_module_stack"), prefix))
+    """The innermost line outside of torch, and the innermost module."""
+    frames = user_frames(node.meta.get("stack_trace") or "")
+    place = frames[-1] if frames else Source()
+    return replace(place, module=_module_path(node.meta.get("nn_module_stack"), prefix))
+
+
+def user_frames(text: str) -> list[Source]:
+    """The frames outside of torch in a printed stack, outermost first."""
+    frames = [Source(frame["file"], int(frame["line"]), frame["code"].strip()) for frame in _FRAME.finditer(text)]
+    return [frame for frame in frames if not frame.file.startswith(_TORCH)]
 
 
 def _module_path(stack: Any, prefix: str) -> str:

@@ -86,7 +86,7 @@ def _view_factors(source: Dims, result: Dims) -> Iterator[Factor]:
     """Atoms at equal places of the flat range; an atom that one side breaks otherwise is blocked."""
     places = {place: i for i, place in enumerate(_places(result))}
     for i, place in enumerate(_places(source)):
-        if place in places:
+        if place in places and place[0]:
             yield Factor(f"a{i}", place[0], (i,), (places[place],))
 
 
@@ -106,7 +106,7 @@ def _label_factors(rule: Rule, sources: tuple[Dims, ...], results: tuple[Dims, .
         found = [tensor.get(label) for tensor in tensors]
         shapes = {sizes for _, sizes in filter(None, found)}
         # Unequal atoms, or a label twice on one tensor, cannot be split alike everywhere.
-        if label in rule.blocked or len(shapes) != 1 or (0,) in shapes:
+        if label in rule.blocked or len(shapes) != 1 or any(0 in sizes for sizes in shapes):
             continue
         (sizes,) = shapes
         for i, size in enumerate(sizes):

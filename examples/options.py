@@ -27,7 +27,7 @@ class Options:
     warmup: int
     seed: int
     text: Path | None
-    log: Path | None
+    losses: Path | None
     sample: int
 
 
@@ -46,7 +46,9 @@ def parse(title: str, arguments: Sequence[str] | None = None) -> Options:
     """The options of this run. Prints usage and exits on a flag that is wrong."""
     parser = argparse.ArgumentParser(description=f"Train {title} on real text.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     where = parser.add_argument_group("where it runs")
-    where.add_argument("--mesh", type=parse_mesh, default="dp=2,tp=2", help="axes and sizes, outermost first; virtual unless under torchrun")
+    where.add_argument(
+        "--mesh", type=parse_mesh, default="dp=2,tp=2", help="axes and sizes, outermost first; virtual unless under torchrun"
+    )
     where.add_argument("--single", action="store_true", help="plain PyTorch, without autopar")
     where.add_argument("--backend", default="inductor", help="torch.compile backend: inductor, aot_eager, eager")
     where.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -57,13 +59,14 @@ def parse(title: str, arguments: Sequence[str] | None = None) -> Options:
     model.add_argument("--length", type=int, default=128, help="bytes that a sequence has")
     model.add_argument("--dropout", type=float, default=0.0)
     training = parser.add_argument_group("the training")
-    training.add_argument("--steps", type=int, default=150)
+    training.add_argument("--steps", type=int, default=200)
     training.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
-    training.add_argument("--learning-rate", type=float, default=2e-3)
+    training.add_argument("--learning-rate", type=float, default=1e-3)
     training.add_argument("--warmup", type=int, default=20, help="steps over which the learning rate rises; a cosine follows")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--text", type=Path, help="a text to learn instead of the Python standard library's sources")
-    training.add_argument("--log", type=Path, help="write one line of JSON a step: step, loss, seconds")
+    # not "--log": torchrun would take that for an unfinished flag of its own, wherever it stands
+    training.add_argument("--losses", type=Path, help="write one line of JSON a step: step, loss, seconds")
     training.add_argument("--sample", type=int, default=300, help="bytes of text to write at the end")
     parsed = parser.parse_args(arguments)
     return Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})

@@ -49,7 +49,7 @@ def find_place(options: Options) -> Place:
     size = math.prod(options.mesh.values())
     if size != num_processes:
         raise SystemExit(f"--mesh asks for {axes} = {size} ranks, and torchrun started {num_processes}; make the two equal")
-    device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if options.device == "cuda" else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     mesh = init_device_mesh(options.device, tuple(options.mesh.values()), mesh_dim_names=tuple(options.mesh))

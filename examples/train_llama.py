@@ -1,8 +1,8 @@
 """Train an unmodified `transformers` Llama, made from a configuration, on the bytes of real text. Needs `pip install transformers`.
 
-    python examples/train_llama.py                                                    virtual 2 × 2 mesh, in this process
-    torchrun --nproc-per-node 4 examples/train_llama.py --mesh dp=2,tp=2              the same on four real ranks
-    python examples/train_llama.py --single                                           plain PyTorch
+python examples/train_llama.py                                                    virtual 2 × 2 mesh, in this process
+torchrun --nproc-per-node 4 examples/train_llama.py --mesh dp=2,tp=2              the same on four real ranks
+python examples/train_llama.py --single                                           plain PyTorch
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def _loop(example: Example, options: Options, place: Place, model: Any, windows:
     steps: list[Step] = []
     with ExitStack() as stack:
         progress = stack.enter_context(_progress(console))
-        log = stack.enter_context(options.log.open("w")) if options.log and place.prints else None
+        log = stack.enter_context(options.losses.open("w")) if options.losses and place.prints else None
         task = progress.add_task("training (the first step compiles)", total=options.steps, loss=math.nan, speed=0.0)
         for number in range(options.steps):
             started = time.perf_counter()

@@ -15,6 +15,7 @@ Results lie in memory as [B, S, H, D] ([B, S, H]): what follows attention merges
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -197,10 +198,14 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
         raise ValueError(f"attention takes [B, H, S, D], [B, G, T, D], [B, G, T, E] with H a multiple of G; got {shapes}")
     scores = (batch, num_heads, length, key.shape[2])
-    if mask is not None and torch.broadcast_shapes(mask.shape, scores) != scores:
+    if mask is not None and not _broadcasts(mask.shape, scores):
         raise ValueError(f"an attention mask {tuple(mask.shape)} does not broadcast to {scores}")
     if keep is not None and tuple(keep.shape) != scores:
         raise ValueError(f"attention's keep is {tuple(keep.shape)}, not {scores}")
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:

@@ -27,16 +27,20 @@ from autopar.schedule import Collective, Fragment, Free, Instruction, Launch, Pa
 _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
-def cut_fragments(program: Program) -> Schedule:
-    """The schedule of a LOCAL program; every rank runs it with its own coordinates."""
+def cut_fragments(program: Program, device: str = "cpu") -> Schedule:
+    """The schedule of a LOCAL program; every rank runs it with its own coordinates.
+
+    `device` is the type of device that fragments create tensors on ("cuda": the current one).
+    """
     assert program.form is Form.LOCAL
-    cutter = _Cutter(program)
+    cutter = _Cutter(program, torch.device(device))
     return cutter.schedule()
 
 
 @dataclass
 class _Cutter:
     program: Program
+    device: torch.device
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     fragments: dict[str, Fragment] = field(default_factory=dict[str, Fragment])
     current: list[Node] = field(default_factory=list[Node])
@@ -48,13 +52,8 @@ class _Cutter:
     def schedule(self) -> Schedule:
         program = self.program
         calls = [node for node in program.graph.nodes if node.op == "call_function"]
-        prologue = _prologue(program)
-        self.current = [node for node in calls if node in prologue]
-        self.cut()
         paused = False
         for node in calls:
-            if node in prologue:
-                continue
             if PHASE[node] == "backward" and not paused:
                 self.pause()
                 paused = True
@@ -118,23 +117,11 @@ class _Cutter:
         if structure not in self.by_structure:
             name = f"f{len(self.fragments)}"
             self.by_structure[structure] = name
-            self.fragments[name] = Fragment(name, _module(nodes, inputs, outputs), 0)
+            self.fragments[name] = Fragment(name, _module(nodes, inputs, outputs, self.device), 0)
         name = self.by_structure[structure]
         fragment = self.fragments[name]
         self.fragments[name] = Fragment(name, fragment.module, fragment.num_uses + 1)
         return Run(name, tuple(_buffer(node) for node in inputs), tuple(node.name for node in outputs))
-
-
-def _prologue(program: Program) -> set[Node]:
-    """Scalars computed from inputs alone (the random key of each site): done first, so that equal layers stay equal."""
-    sources = {node for item, node in program.named_inputs() if item.kind in ("random_key", "coordinate")}
-    found: set[Node] = set()
-    for node in program.graph.nodes:
-        value = results_of(node)[0] if node.op == "call_function" else None
-        operands = node.all_input_nodes
-        if value is not None and value.numel() == 1 and value.ndim == 0 and operands and all(operand in found or operand in sources for operand in operands):
-            found.add(node)
-    return found
 
 
 def _block(node: Node) -> str:
@@ -175,7 +162,7 @@ def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> st
     return "\n".join([*lines, str([numbers[node] for node in outputs])])
 
 
-def _module(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> GraphModule:
+def _module(nodes: list[Node], inputs: list[Node], outputs: list[Node], device: torch.device) -> GraphModule:
     graph = Graph()
     mapping: dict[Node, Node] = {}
     for node in inputs:
@@ -183,8 +170,18 @@ def _module(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> Graph
         mapping[node].meta = {"val": node.meta["val"]}
     for node in nodes:
         mapping[node] = graph.node_copy(node, lambda operand: mapping[operand])
+        if _creates(node):
+            mapping[node].kwargs = dict(node.kwargs) | {"device": device}
     graph.output(tuple(mapping[node] for node in outputs))
     return GraphModule(torch.nn.Module(), graph)
+
+
+def _creates(node: Node) -> bool:
+    """Whether `node` makes a tensor out of nothing, on the device that it names."""
+    schema = getattr(node.target, "_schema", None)
+    return "device" in node.kwargs or (
+        not node.all_input_nodes and schema is not None and any(a.name == "device" for a in schema.arguments)
+    )
 
 
 def _shapes(program: Program) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -35,7 +35,8 @@ class FindAtoms:
         for node in program.graph.nodes:
             if node.op != "output":
                 BATCH[node] = tuple(
-                    tuple(i for i in range(sum(map(len, dims))) if classes.find((node, result, i)) in batch) for result, dims in enumerate(DIMS[node])
+                    tuple(i for i in range(sum(map(len, dims))) if classes.find((node, result, i)) in batch)
+                    for result, dims in enumerate(DIMS[node])
                 )
         return program
 

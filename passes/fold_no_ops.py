@@ -93,7 +93,14 @@ def _iota_dim(node: Node) -> int | None:
     return long[0] if counts and one_apart and origin.meta["val"].numel() == shape[long[0]] else None
 
 
-_KEEP_ORDER = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default, aten._to_copy.default)
+_KEEP_ORDER = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten._to_copy.default,
+)
 
 
 def _index_as_view(program: Program, node: Node) -> Node | None:

@@ -36,7 +36,8 @@ class InsertReshards:
             if node.op == "call_function":
                 targets = iter(STRATEGY[node].operands)
                 node.args, node.kwargs = torch.fx.map_arg(  # type: ignore[assignment]
-                    (node.args, node.kwargs), lambda operand, node=node, targets=targets: _fitted(program, operand, next(targets), node, made, wanted)
+                    (node.args, node.kwargs),
+                    lambda operand, node=node, targets=targets: _fitted(program, operand, next(targets), node, made, wanted),
                 )
         end = program.graph.output_node()
         results = [_fitted(program, node, output.sharding, end, made, wanted) for output, node in program.named_outputs()]
@@ -45,12 +46,22 @@ class InsertReshards:
 
 
 def _wanted(program: Program) -> set[tuple[Node, Sharding]]:
-    found = {(operand, target) for node in program.graph.nodes if node.op == "call_function" for operand, target in zip(operands(node), STRATEGY[node].operands, strict=True)}
+    found = {
+        (operand, target)
+        for node in program.graph.nodes
+        if node.op == "call_function"
+        for operand, target in zip(operands(node), STRATEGY[node].operands, strict=True)
+    }
     return found | {(node, output.sharding) for output, node in program.named_outputs() if output.sharding is not None}
 
 
 def _fitted(
-    program: Program, value: Node, target: Sharding | None, user: Node, made: dict[tuple[Node, Sharding], Node], wanted: set[tuple[Node, Sharding]]
+    program: Program,
+    value: Node,
+    target: Sharding | None,
+    user: Node,
+    made: dict[tuple[Node, Sharding], Node],
+    wanted: set[tuple[Node, Sharding]],
 ) -> Node:
     """`value` in the sharding `target`, resharded in front of `user` if it is in another."""
     assert target is not None

@@ -24,12 +24,11 @@ aten = torch.ops.aten
 class Lower:
     """Write each op on local operands, each reshard as slices and collectives, each launch followed by its wait.
 
-    Rank coordinates become inputs, so one program serves all ranks. `device` is where tensors are created.
+    Rank coordinates become inputs, so one program serves all ranks.
     Reads: DIMS, SHARDING, STRATEGY, PHASE. Writes: ORIGIN (the GLOBAL node a value is a part of), DIMS and SHARDING of
     that value. Ensures: form LOCAL; every value's shape is its sharding's local shape.
     """
 
-    device: str = "cpu"
     name: str = "lower"
 
     def apply(self, program: Program) -> Program:
@@ -109,7 +108,9 @@ def emit_step(builder: LocalBuilder, x: Node, dims: Dims, step: Step, mesh: Mesh
     if step.collective == "slice":
         assert step.split is not None
         parts = builder.call(aten.reshape.default, x, _broken(atoms, step.split, size))
-        mine = builder.call(aten.index_select.default, parts, step.split, builder.call(aten.reshape.default, builder.coordinate(step.axes), [1]))
+        mine = builder.call(
+            aten.index_select.default, parts, step.split, builder.call(aten.reshape.default, builder.coordinate(step.axes), [1])
+        )
         return builder.call(aten.reshape.default, mine, result)
     if step.split is not None:
         x = builder.call(aten.reshape.default, x, _broken(atoms, step.split, size))

@@ -44,7 +44,9 @@ def _is_pure(node: Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    return isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return (
+        isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    )
 
 
 def _frozen(value: Any) -> Any:

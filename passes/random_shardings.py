@@ -32,7 +32,9 @@ class RandomShardings:
             chosen[node] = draw.choice(placeholder_strategies(item.kind, DIMS[node][0], program.mesh, BATCH[node][0]))
         for node in program.graph.nodes:
             if node.op == "call_function":
-                chosen[node] = draw.choice([strategy for strategy in strategies_of(node, program.mesh) if _is_reachable(node, strategy, chosen)])
+                chosen[node] = draw.choice(
+                    [strategy for strategy in strategies_of(node, program.mesh) if _is_reachable(node, strategy, chosen)]
+                )
         return {node.name: strategy for node, strategy in chosen.items()}
 
     def apply(self, program: Program, decision: dict[str, Strategy]) -> Program:

@@ -50,7 +50,9 @@ def trace_joint(program: Program, training: bool) -> Program:
     graph, into, out = joint_graph(Interpreter(program.module()).run, fakes, mode, _DECOMPOSITIONS)
     graph.set_codegen(CodeGen())
     _name_placeholders(graph, into, program)
-    inputs = tuple(_input(descriptor, node, program.signature) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True))
+    inputs = tuple(
+        _input(descriptor, node, program.signature) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True)
+    )
     results = graph.output_node().args[0]
     pairs = [(_output(d, program.signature), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]  # type: ignore[arg-type]
     graph.output_node().args = (tuple(node for _, node in pairs),)

@@ -14,7 +14,17 @@ from torch.utils import _pytree as pytree
 
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
-__all__ = ["Backend", "all_gather_flat", "backend_named", "flatten", "flatten_with_names", "has_distributed", "reduce_scatter_flat", "shard", "unflatten"]
+__all__ = [
+    "Backend",
+    "all_gather_flat",
+    "backend_named",
+    "flatten",
+    "flatten_with_names",
+    "has_distributed",
+    "reduce_scatter_flat",
+    "shard",
+    "unflatten",
+]
 
 
 def backend_named(name: str) -> Backend:

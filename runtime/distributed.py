@@ -43,7 +43,9 @@ class ProcessGroups:
         if not has_distributed():
             raise MeshError("torch.distributed is not initialised: start the script with torchrun, or use autopar.virtual_mesh(...)")
         if dist.get_rank() not in self.global_ranks:
-            raise MeshError(f"rank {dist.get_rank()} of the world is not on the mesh ({self.mesh}), which has ranks {list(self.global_ranks)}")
+            raise MeshError(
+                f"rank {dist.get_rank()} of the world is not on the mesh ({self.mesh}), which has ranks {list(self.global_ranks)}"
+            )
         self.rank = self.global_ranks.index(dist.get_rank())
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
@@ -115,7 +117,7 @@ def _restore(tensor: torch.Tensor, shape: Iterable[int]) -> Callable[[torch.Tens
     """How a result comes back into the dtype of `tensor` and into `shape`."""
 
     def finish(arrived: torch.Tensor) -> torch.Tensor:
-        return (arrived != 0 if tensor.dtype == torch.bool else arrived).view(*shape)
+        return (arrived != 0 if tensor.dtype == torch.bool else arrived).view(tuple(shape))
 
     return finish
 

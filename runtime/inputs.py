@@ -42,7 +42,9 @@ class CallInputs:
         """Equal for calls that one program serves, as far as inputs go."""
         return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves))
 
-    def call(self, change: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, tensor: tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def call(
+        self, change: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, tensor: tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with every tensor replaced by `change(flat index, tensor)`."""
         leaves = [change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf for index, leaf in enumerate(self.leaves)]
         return unflatten(leaves, self.structure)  # type: ignore[no-any-return]
@@ -136,7 +138,9 @@ def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gath
                 problems.append(f"{name!r} differs between ranks {other} and {rank}, which must pass {where}")
                 break
     if problems:
-        raise InputError("ranks pass different replicated inputs:\n  " + "\n  ".join(problems) + "\n  (if a dim is the batch, say so by batch_dims=)")
+        raise InputError(
+            "ranks pass different replicated inputs:\n  " + "\n  ".join(problems) + "\n  (if a dim is the batch, say so by batch_dims=)"
+        )
 
 
 def _checksum(tensor: torch.Tensor) -> str:

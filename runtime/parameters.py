@@ -62,7 +62,9 @@ def local_shard(tensor: torch.Tensor, dims: Dims, sharding: Sharding, mesh: Mesh
     return part.zero_() if mesh.index(rank, summed) else part
 
 
-def assemble(parts: Mapping[int, torch.Tensor], dims: Dims, sharding: Sharding, mesh: Mesh, *, check_replicas: bool = False) -> torch.Tensor:
+def assemble(
+    parts: Mapping[int, torch.Tensor], dims: Dims, sharding: Sharding, mesh: Mesh, *, check_replicas: bool = False
+) -> torch.Tensor:
     """The global tensor from every rank's part: the exact inverse of `local_shard`.
 
     Ranks along an unreduced axis are summed, or their maximum is taken. Ranks along other unused axes hold

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement as DTensorPlacement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Placement as DTensorPlacement
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
@@ -16,6 +18,8 @@ from autopar.program import Signature
 from autopar.runtime._torch import shard
 from autopar.runtime.parameters import Placement, local_shard
 from autopar.sharding import Dims, Sharding
+
+logger = logging.getLogger("autopar")
 
 
 def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
@@ -49,6 +53,26 @@ def dtensor_placements(placement: Placement) -> tuple[DTensorPlacement, ...]:
     return tuple(found)
 
 
+def torch_can_gather(placement: Placement) -> bool:
+    """Whether `DTensor.full_tensor` is right for it.
+
+    Tried on torch 2.13: with several axes on one dim it is wrong, mostly without an error, unless all but the last are
+    plain shards, or they are FSDP2's pair (a strided shard inside the pieces of the plain shard that follows).
+    """
+    words, sizes = dtensor_placements(placement), dict(placement.mesh.axes)
+    for dim in range(len(placement.dims)):
+        on_dim = [
+            (word, sizes[axis])
+            for word, axis in zip(words, placement.mesh.names, strict=True)
+            if not word.is_replicate() and word.dim == dim
+        ]
+        outer = [getattr(word, "split_factor", 1) for word, _ in on_dim]
+        is_pair = len(on_dim) == 2 and outer == [on_dim[1][1], 1]
+        if any(factor > 1 for factor in outer[:-1]) and not is_pair:
+            return False
+    return True
+
+
 def _pieces(placement: Placement) -> Iterator[list[tuple[int, str | None]]]:
     """Each dim as its pieces, major first: the size and the axis that indexes it, None for what stays whole."""
     splits, axis_sizes = iter(placement.sharding.splits), dict(placement.mesh.axes)
@@ -76,15 +100,29 @@ def wrap(local: torch.Tensor, placement: Placement, device_mesh: DeviceMesh) -> 
     return DTensor.from_local(local, device_mesh, dtensor_placements(placement), run_check=False, shape=shape, stride=stride)
 
 
-def place_parameters(model: nn.Module, placements: Mapping[str, Placement], device_mesh: DeviceMesh, rank: int, device: torch.device) -> None:
+def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` as this rank's part of a DTensor that lies as `parameter` does."""
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def place_parameters(
+    model: nn.Module, placements: Mapping[str, Placement], device_mesh: DeviceMesh, rank: int, device: torch.device
+) -> None:
     """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties.
 
     A parameter that no placement names is replicated. Raises `MeshError` for parameters on meta: they have no values.
     """
     fakes = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if fakes:
-        raise MeshError(f"{len(fakes)} parameters are on the meta device, the first is {fakes[0]!r}; give them values (to_empty, then load) before the call")
+        raise MeshError(
+            f"{len(fakes)} parameters are on the meta device, the first is {fakes[0]!r}; give them values (to_empty, then load) before the call"
+        )
     mesh = Mesh.of(device_mesh)
+    ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
+    if ungathered:
+        logger.warning("DTensor.full_tensor() is wrong for %s: use parallel.full_state_dict() for whole values", ", ".join(ungathered))
     replaced: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in replaced:

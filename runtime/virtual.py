@@ -151,7 +151,9 @@ def drive(ranks: Sequence[Execution]) -> None:
             except StopIteration:
                 del waiting[rank]
         if not advanced:
-            raise ScheduleError("deadlock: no rank can go on\n" + "\n".join(_describe(rank, blocked) for rank, blocked in waiting.items() if blocked))
+            raise ScheduleError(
+                "deadlock: no rank can go on\n" + "\n".join(_describe(rank, blocked) for rank, blocked in waiting.items() if blocked)
+            )
 
 
 def _describe(rank: int, blocked: Blocked) -> str:

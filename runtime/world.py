@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from autopar.program import Input, Output
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.interpreter import Execution
 from autopar.runtime.parameters import Placement, assemble, local_shard, replicas
-from autopar.runtime.placement import place_parameters, placements_of, refined_device_mesh, whole_placement, wrap
+from autopar.runtime.placement import like, place_parameters, placements_of, refined_device_mesh, whole_placement
 from autopar.runtime.transport import Transport
 from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
 from autopar.schedule import Launch
@@ -191,8 +191,8 @@ class DistributedWorld:
         return parts[self.rank].clone()
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
-        assert item.sharding is not None, item
-        return wrap(parts[self.rank], Placement(item.dims, item.sharding, mesh), self.device_mesh)
+        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
+        return like(parameter, parts[self.rank])
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         assert isinstance(parameter, DTensor)
@@ -211,8 +211,3 @@ def _within_share(placement: Placement) -> Placement:
     for split in placement.sharding.splits:
         kept.append(tuple(axis for axis in split if parent(axis) != "dp"))
     return Placement(only_dp.local_dims(placement.dims, mesh), Sharding(tuple(kept), placement.sharding.unreduced), mesh)
-
-
-def find_named(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """All parameters and buffers of `model` by every name they have."""
-    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""Convolutions and pooling: batch and channels may be split, space may not (no halos are exchanged)."""
+"""Convolutions, pooling and resampling: batch and channels may be split, space may not (no halos are exchanged)."""
 
 from __future__ import annotations
 
@@ -55,18 +55,25 @@ def convolution_backward(node: Node) -> Rule:
     return Rule(order, results, whole, linear=(position_of(node, gradient),), flops=flops)
 
 
-_LINEAR_POOLING = (
+# Each output a fixed weighted sum of inputs of its own image and channel.
+_LINEAR = (
     aten.avg_pool2d.default,
     aten._adaptive_avg_pool2d.default,
     aten.avg_pool2d_backward.default,
     aten._adaptive_avg_pool2d_backward.default,
     aten.max_pool2d_with_indices_backward.default,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest2d_backward.default,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bilinear2d_backward.default,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_bicubic2d_backward.default,
 )
 
 
-@rule(aten.max_pool2d_with_indices.default, *_LINEAR_POOLING)
+@rule(aten.max_pool2d_with_indices.default, *_LINEAR)
 def pooling(node: Node) -> Rule:
     """Batch and channels pass; the last two dims are space."""
-    linear = (frozenset({0}),) if node.target in _LINEAR_POOLING else ()
+    linear = (frozenset({0}),) if node.target in _LINEAR else ()
     labels = tuple((*positional(len(shape_of(operand)) - 2), None, None) for operand in operands(node))
     return Rule(labels, (labels[0],) * len(results_of(node)), linear=linear)

@@ -23,8 +23,8 @@ def embedding_backward(node: Node) -> Rule:
     gradient, ids = node.args[:2]
     labels = tuple(f"i{i}" for i in range(len(shape_of(ids))))
     operands = aligned(node, [(gradient, (*labels, "h")), (ids, labels)])
-    # Frequencies are counted over all ids of the batch.
-    scaled = frozenset(labels) if argument(node, 4, "scale_grad_by_freq", False) else frozenset[str]()
+    # Frequencies count all ids, wherever they are.
+    scaled = frozenset({"v", *labels}) if argument(node, 4, "scale_grad_by_freq", False) else frozenset[str]()
     return Rule(operands, (("v", "h"),), scaled, linear=(position_of(node, gradient),))
 
 

@@ -108,6 +108,8 @@ _FILLED: dict[str, Callable[[Node], Any]] = {
 def is_zero(value: Any) -> bool:
     """Whether an argument is the number 0 or a tensor made of zeros in this graph."""
     while isinstance(value, Node):
+        if value.op != "call_function":
+            return False
         name = str(value.target).removeprefix("aten.").split(".")[0]
         if name in _FILLED:
             value = _FILLED[name](value)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.fx import Node
 
-from autopar.program import results_of
+from autopar.program import operands, results_of
 from autopar.rule import Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, aten, blocked, position_of, positional, shape_of, without
 
@@ -57,11 +60,53 @@ def _present(node: Node, results: tuple[Labels, ...]) -> tuple[Labels, ...]:
     return tuple(labels if value is not None else () for labels, value in zip(results, results_of(node), strict=True))
 
 
-@rule("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit.no_stats")
+_BATCH_NORM = (
+    "aten._native_batch_norm_legit_functional.default",
+    "aten._native_batch_norm_legit.no_stats",
+    aten.native_batch_norm_backward.default,
+)
+
+
+@rule(*_BATCH_NORM)
 def batch_norm(node: Node) -> Rule:
-    """Statistics run over everything but the channels, dim 1 of the input; all other tensors are one number a channel."""
+    """Statistics run over everything but the channels, dim 1 of tensors of several dims; the others are one number a channel."""
+    linear = (frozenset({0}),) if node.target is aten.native_batch_norm_backward.default else ()
+    sources = tuple(_channels(len(shape_of(operand))) for operand in operands(node))
+    results = tuple(_channels(value.dim()) if value is not None and value.numel() else _nothing(value) for value in results_of(node))
+    return Rule(sources, results, linear=linear)
+
+
+def _channels(num_dims: int) -> Labels:
+    return ("c",) if num_dims == 1 else (None, "c", *blocked(num_dims - 2))
+
+
+def _nothing(value: torch.Tensor | None) -> Labels:
+    """Labels of a result that is left out, or empty."""
+    return blocked(value.dim() if value is not None else 0)
+
+
+@rule("aten._native_batch_norm_legit_no_training.default")
+def batch_norm_inference(node: Node) -> Rule:
+    """(input, weight?, bias?, mean, variance, …): fixed statistics, every position by itself."""
     x = node.args[0]
-    channels = without(("n", "c", *positional(len(shape_of(x)) - 2)), [i for i in range(len(shape_of(x))) if i != 1])
-    pairs = [(argument, ("c",)) for argument in node.args[1:]]
-    others = tuple(("c",) if value.numel() else (None,) for value in results_of(node)[1:] if value is not None)
-    return Rule(aligned(node, [(x, channels), *pairs]), (channels, *others))
+    labels = ("n", "c", *positional(len(shape_of(x)) - 2))
+    order = aligned(node, [(x, labels), *((argument, ("c",)) for argument in node.args[1:5])])
+    return Rule(order, (labels, *(_nothing(value) for value in results_of(node)[1:])))
+
+
+@rule(aten.native_group_norm.default)
+def group_norm(node: Node) -> Rule:
+    """(input, weight?, bias?, n, c, positions, groups, eps) → (output, mean[n, groups], reciprocal deviation)."""
+    x = node.args[0]
+    labels = ("n", *blocked(len(shape_of(x)) - 1))
+    order = aligned(node, [(x, labels), (node.args[1], (None,)), (node.args[2], (None,))])
+    return Rule(order, (labels, ("n", None), ("n", None)))
+
+
+@rule(aten.native_group_norm_backward.default)
+def group_norm_backward(node: Node) -> Rule:
+    """(gradient, input, mean, deviation, weight?, n, c, positions, groups, mask) → (input, weight, bias) gradients."""
+    gradient, x, mean, deviation, weight = node.args[:5]
+    labels = ("n", *blocked(len(shape_of(x)) - 1))
+    pairs: list[tuple[Any, Labels]] = [(gradient, labels), (x, labels), (mean, ("n", None)), (deviation, ("n", None)), (weight, (None,))]
+    return Rule(aligned(node, pairs), _present(node, (labels, (None,), (None,))), linear=(position_of(node, gradient),))

@@ -74,6 +74,9 @@ _UNTAGGED = (
     aten.ones_like.default,
     aten.full_like.default,
     aten.empty_like.default,
+    aten.copy.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
     "prims.convert_element_type.default",
 )
 

@@ -104,6 +104,29 @@ def softmax_backward(node: Node) -> Rule:
     return Rule(aligned(node, [(node.args[0], labels), (node.args[1], labels)]), (labels,), linear=_FIRST)
 
 
+@rule(aten.glu.default)
+def glu(node: Node) -> Rule:
+    """(input, dim): halves of a dim gate each other."""
+    num_dims = len(shape_of(node))
+    labels = without(positional(num_dims), (dim_of(argument(node, 1, "dim", -1), num_dims),))
+    return Rule((labels,), (labels,))
+
+
+@rule(aten.glu_backward.default)
+def glu_backward(node: Node) -> Rule:
+    """(gradient, input, dim), linear in the gradient."""
+    num_dims = len(shape_of(node))
+    labels = without(positional(num_dims), (dim_of(argument(node, 2, "dim"), num_dims),))
+    return Rule((labels, labels), (labels,), linear=_FIRST)
+
+
+@rule(aten.isin.Tensor_Tensor, aten.bucketize.Tensor)
+def look_up(node: Node) -> Rule:
+    """(elements, table): each element by itself against the whole table."""
+    labels = positional(len(shape_of(node)))
+    return Rule((labels, blocked(len(shape_of(node.args[1])))), (labels,))
+
+
 @rule(aten.topk.default)
 def topk(node: Node) -> Rule:
     return _sorted(node, argument(node, 2, "dim", -1))

@@ -136,6 +136,26 @@ def select_backward(node: Node) -> Rule:
     return Rule((result[:dim] + result[dim + 1 :],), (without(result, (dim,)),), linear=_FIRST)
 
 
+@rule(aten.unfold.default)
+def unfold(node: Node) -> Rule:
+    """Sliding windows along a dim, which is blocked; the window is a new last dim."""
+    source = positional(len(shape_of(node.args[0])))
+    labels = without(source, (dim_of(node.args[1], len(source)),))
+    return Rule((labels,), ((*labels, None),), linear=_FIRST)
+
+
+@rule(aten.view_as_complex.default)
+def view_as_complex(node: Node) -> Rule:
+    labels = positional(len(shape_of(node)))
+    return Rule(((*labels, None),), (labels,), linear=_FIRST)
+
+
+@rule(aten.view_as_real.default)
+def view_as_real(node: Node) -> Rule:
+    labels = positional(len(shape_of(node.args[0])))
+    return Rule((labels,), ((*labels, None),), linear=_FIRST)
+
+
 @rule(aten.slice_scatter.default, aten.select_scatter.default)
 def scatter_part(node: Node) -> Rule:
     """The second operand written into the first."""

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from autopar._torch import fake_mode
-from autopar.check import Checker, check, prove, violations
+from autopar.check import Checker, check, check_schedules, violations
 from autopar.check_program import Values
 from autopar.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, reshard, wait
 from autopar.compiled import Step
@@ -34,7 +34,9 @@ LOSS = Sharding(())
 
 
 def sharded() -> Program:
-    """A row-split layer: x [8@dp, 16@tp] @ weight [16@tp, 4] is unreduced over tp; it is reduced, passed through relu, summed, reduced over dp."""
+    """A row-split layer.
+
+    x [8@dp, 16@tp] @ weight [16@tp, 4] is unreduced over tp; it is reduced, passed through relu, summed, reduced over dp."""
     graph = Graph()
     x, weight = graph.placeholder("x"), graph.placeholder("w")
     with fake_mode():
@@ -522,8 +524,8 @@ def _fragment_module(count: int) -> GraphModule:
 
 
 def test_a_sound_schedule_passes_alone_and_on_separate_ranks() -> None:
-    prove([schedule(SOUND)] * 4, MESH)
-    prove([schedule(SOUND) for _ in range(4)], MESH)
+    check_schedules([schedule(SOUND)] * 4, MESH)
+    check_schedules([schedule(SOUND) for _ in range(4)], MESH)
 
 
 def _edit(old: str, new: str) -> str:
@@ -557,13 +559,13 @@ def _edit(old: str, new: str) -> str:
 )
 def test_refuses_a_schedule(text: str, expected: str) -> None:
     with pytest.raises(ScheduleError) as caught:
-        prove([schedule(text)] * 4, MESH)
+        check_schedules([schedule(text)] * 4, MESH)
     assert expected in str(caught.value)
 
 
 def test_names_rank_and_instruction() -> None:
     with pytest.raises(ScheduleError, match=r"rank 0, instruction 3: WAIT r: WAIT without a LAUNCH") as caught:
-        prove([schedule(_edit("WAIT r\n", "WAIT r\nWAIT r\n"))] * 4, MESH)
+        check_schedules([schedule(_edit("WAIT r\n", "WAIT r\nWAIT r\n"))] * 4, MESH)
     assert "    3  WAIT r" in caught.value.__notes__[0]
 
 
@@ -571,12 +573,12 @@ def test_refuses_a_fragment_fed_with_another_shape() -> None:
     wrong = schedule(SOUND)
     shapes = {**wrong.shapes, "x": ((4, 5), torch.float32)}
     with pytest.raises(ScheduleError, match="buffer x does not fit the fragment's input"):
-        prove([replace(wrong, shapes=shapes)] * 4, MESH)
+        check_schedules([replace(wrong, shapes=shapes)] * 4, MESH)
 
 
 def test_refuses_ranks_without_a_schedule() -> None:
     with pytest.raises(ScheduleError, match=r"ranks without a schedule"):
-        prove([schedule(SOUND)] * 3, MESH)
+        check_schedules([schedule(SOUND)] * 3, MESH)
 
 
 TWO = """
@@ -600,7 +602,7 @@ def _ranks(other: str) -> list[Schedule]:
 def test_swapped_order_across_groups_is_a_deadlock_and_names_ranks_and_instructions() -> None:
     swapped = TWO.replace(_FIRST + _SECOND, _SECOND + _FIRST)
     with pytest.raises(ScheduleError) as caught:
-        prove([schedule(text) for text in (swapped, TWO, TWO, swapped)], MESH)
+        check_schedules([schedule(text) for text in (swapped, TWO, TWO, swapped)], MESH)
     text = str(caught.value)
     assert "deadlock: nobody can advance" in text
     assert "rank 0, instruction 1: LAUNCH all_reduce sum dp (h) -> loss waits for rank 2" in text
@@ -609,13 +611,13 @@ def test_swapped_order_across_groups_is_a_deadlock_and_names_ranks_and_instructi
 
 def test_orders_that_fit_one_global_order_pass() -> None:
     """Rank 0 alone swapped: tp of (2, 3), dp of (0, 2), tp of (0, 1), dp of (1, 3) is an order for all."""
-    prove(_ranks(TWO.replace(_FIRST + _SECOND, _SECOND + _FIRST)), MESH)
+    check_schedules(_ranks(TWO.replace(_FIRST + _SECOND, _SECOND + _FIRST)), MESH)
 
 
 def test_a_missing_launch_on_one_rank_is_a_deadlock() -> None:
     text = TWO.replace(_FIRST, "RUN f1 (h) -> (r)\n").replace("WAIT r\n", "")
     with pytest.raises(ScheduleError, match="nobody can advance"):
-        prove(_ranks(text), MESH)
+        check_schedules(_ranks(text), MESH)
 
 
 def test_a_missing_pause_on_one_rank_is_a_deadlock() -> None:
@@ -625,7 +627,7 @@ def test_a_missing_pause_on_one_rank_is_a_deadlock() -> None:
     )
     forward = replace(without, signature=replace(alone.signature, outputs=alone.signature.outputs[:1]), outputs=("loss",))
     with pytest.raises(ScheduleError, match="PAUSE waits for ranks 0, 2, 3"):
-        prove([forward, *(schedule(TWO) for _ in range(3))], MESH)
+        check_schedules([forward, *(schedule(TWO) for _ in range(3))], MESH)
 
 
 @pytest.mark.parametrize(
@@ -642,7 +644,7 @@ def test_refuses_different_collectives_within_a_group(other: str, shapes: dict[s
         first, shapes={**first.shapes, **shapes}, fragments={name: Fragment(name, _untyped(each)) for name, each in first.fragments.items()}
     )
     with pytest.raises(ScheduleError, match="two ranks of a group launch different collectives"):
-        prove([first, *(schedule(TWO) for _ in range(3))], MESH)
+        check_schedules([first, *(schedule(TWO) for _ in range(3))], MESH)
 
 
 def _untyped(fragment: Fragment) -> GraphModule:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from autopar._torch import fake_mode
 from autopar.kernels import attention as module
 from autopar.kernels.attention import attention, attention_backward
 
@@ -25,7 +27,18 @@ MASKS = ["none", "bool", "empty rows", "keys", "additive", "two dims"]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, is_causal: bool, scale: float) -> Tensor:
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, is_causal: bool, scale: float
+) -> Tensor:
     """Attention, step by step, in float64."""
     query, key, value = query.double(), key.double(), value.double()
     repeats = query.shape[1] // key.shape[1]
@@ -62,12 +75,16 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ten
     return query, key, value
 
 
-def results(op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool) -> list[Tensor]:
+def results(
+    op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool
+) -> list[Tensor]:
     out, log_sum_exp = attention(*op_inputs, mask, keep, is_causal=is_causal, scale=0.3)
     return [out, *attention_backward(grad, *op_inputs, mask, keep, out, log_sum_exp, is_causal=is_causal, scale=0.3)]
 
 
-def wanted_results(op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool) -> list[Tensor]:
+def wanted_results(
+    op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool
+) -> list[Tensor]:
     leaves = [item.detach().double().requires_grad_() for item in op_inputs]
     out = written_out(*leaves, mask, keep, is_causal, 0.3)
     return [out, *torch.autograd.grad(out, leaves, grad.double())]
@@ -77,6 +94,7 @@ def wanted_results(op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     batch, num_heads, _, length, key_length, _, value_size = shape
+    torch.manual_seed(1)
     for kind, is_causal, drops in itertools.product(MASKS, (False, True), (False, True)):
         inputs = make_inputs(shape, dtype)
         mask = make_mask(kind, batch, num_heads, length, key_length, dtype)
@@ -121,7 +139,7 @@ def test_any_strides_of_the_inputs(position: int) -> None:
 
 
 @pytest.mark.parametrize("drops", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=str)
 def test_torchs_own_checks(shape: tuple[int, ...], drops: bool) -> None:
     """Schema, autograd registration, and fake values equal to real ones down to the strides, forward and backward."""
     batch, num_heads, _, length, key_length, _, value_size = shape
@@ -165,8 +183,6 @@ def test_a_mask_that_needs_a_gradient_is_refused() -> None:
     ],
 )
 def test_wrong_shapes_are_refused_when_traced(change: dict[str, tuple[int, ...]], message: str) -> None:
-    from autopar._torch import fake_mode
-
     shapes = {"query": (2, 4, 6, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 8), "mask": (6, 7), "keep": (2, 4, 6, 7)} | change
     with fake_mode(), pytest.raises((ValueError, RuntimeError), match=message):
         attention(*(torch.empty(shape) for shape in shapes.values()), is_causal=False, scale=0.3)

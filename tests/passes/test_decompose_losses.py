@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.keys import SOURCE
 from autopar.mesh import virtual_mesh
 from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.program import Program
@@ -18,36 +21,46 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Scored(nn.Module):
-    """A loss of a parameter, so that the gradient of the scores can be asked for."""
+    """Losses of a parameter, so that the gradient of the scores can be asked for."""
 
-    def __init__(self, scores: Tensor, loss: Loss) -> None:
+    def __init__(self, scores: Tensor, losses: Sequence[Loss]) -> None:
         super().__init__()
         self.scores = nn.Parameter(scores)
-        self.loss = loss
+        self.losses = tuple(losses)
 
-    def forward(self, target: Tensor) -> Tensor:
-        return self.loss(self.scores, target)
+    def forward(self, target: Tensor) -> tuple[Tensor, ...]:
+        return tuple(loss(self.scores, target) for loss in self.losses)
 
 
-def decomposed(scores: Tensor, target: Tensor, loss: Loss) -> Program:
-    program = capture(Scored(scores, loss), (target,), {}, virtual_mesh(dp=1), outputs="all")
+def decomposed(scores: Tensor, target: Tensor, *losses: Loss) -> Program:
+    program = capture(Scored(scores, losses), (target,), {}, virtual_mesh(dp=1), outputs="all")
     return DecomposeLosses().apply(program)
 
 
-def assert_as_torch(scores: Tensor, target: Tensor, loss: Loss, tolerance: float = 1e-12) -> None:
-    program = decomposed(scores, target, loss)
-    left = [str(node.target) for node in program.graph.nodes if "loss" in str(node.target) or "cross_entropy" in str(node.target)]
-    assert not left
-    tensors = [scores.clone().requires_grad_() for _ in range(2)]
+def assert_as_torch(scores: Tensor, target: Tensor, *losses: Loss, tolerance: float = 1e-12) -> None:
+    """Values, shapes, dtypes and gradients of the decomposed losses are those of `losses`."""
+    program = decomposed(scores, target, *losses)
+    calls = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert not any("loss" in call or "cross_entropy" in call for call in calls)
     constants = [program.constants[item.name] for item in program.signature.inputs_of("constant")]
-    (got,) = program.module()(tensors[0], *constants, target)
-    wanted = loss(tensors[1], target)
-    assert got.dtype == wanted.dtype == program.results[0].meta["val"].dtype
-    assert got.shape == wanted.shape == program.results[0].meta["val"].shape
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
-    incoming = torch.randn_like(wanted)
-    grads = [torch.autograd.grad(value, tensor, incoming)[0] for value, tensor in zip((got, wanted), tensors, strict=True)]
-    torch.testing.assert_close(grads[0], grads[1], rtol=tolerance, atol=tolerance, equal_nan=True)
+    for position, loss in enumerate(losses):
+        tensors = [scores.clone().requires_grad_() for _ in range(2)]
+        got = program.module()(tensors[0], *constants, target)[position]
+        wanted = loss(tensors[1], target)
+        claimed = program.results[position].meta["val"]
+        assert got.dtype == wanted.dtype == claimed.dtype
+        assert got.shape == wanted.shape == claimed.shape
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+        incoming = torch.randn_like(wanted)
+        grads = [torch.autograd.grad(value, tensor, incoming)[0] for value, tensor in zip((got, wanted), tensors, strict=True)]
+        torch.testing.assert_close(grads[0], grads[1], rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def for_each(function: Callable[..., Tensor], **options: Sequence[object]) -> list[Loss]:
+    """`function` under every combination of `options` and every reduction."""
+    options = {**options, "reduction": ("mean", "sum", "none")}
+    combinations = [dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())]
+    return [functools.partial(function, **chosen) for chosen in combinations]
 
 
 def scores_and_labels(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
@@ -57,25 +70,19 @@ def scores_and_labels(shape: tuple[int, ...], dtype: torch.dtype = torch.float64
     return 3 * torch.randn(shape, dtype=dtype), labels
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", [(9, 5), (4, 5, 3), (2, 5, 3, 2)])
-def test_cross_entropy(shape: tuple[int, ...], weighted: bool, smoothing: float, reduction: str) -> None:
+def test_cross_entropy(shape: tuple[int, ...]) -> None:
     scores, labels = scores_and_labels(shape)
     labels[labels == 2] = -100
-    weight = torch.rand(5, dtype=torch.float64) if weighted else None
     assert (labels == -100).any() and (labels != -100).any()
-    assert_as_torch(scores, labels, lambda x, y: F.cross_entropy(x, y, weight, reduction=reduction, label_smoothing=smoothing))
+    weight = torch.rand(5, dtype=torch.float64)
+    assert_as_torch(scores, labels, *for_each(F.cross_entropy, weight=(None, weight), label_smoothing=(0.0, 0.2)))
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_cross_entropy_with_probabilities(weighted: bool, reduction: str) -> None:
+def test_cross_entropy_with_probabilities() -> None:
     scores, _ = scores_and_labels((4, 5, 3))
-    weight = torch.rand(5, dtype=torch.float64) if weighted else None
-    target = torch.rand(4, 5, 3, dtype=torch.float64)
-    assert_as_torch(scores, target, lambda x, y: F.cross_entropy(x, y, weight, reduction=reduction, label_smoothing=0.1))
+    weight, target = torch.rand(5, dtype=torch.float64), torch.rand(4, 5, 3, dtype=torch.float64)
+    assert_as_torch(scores, target, *for_each(F.cross_entropy, weight=(None, weight), label_smoothing=(0.0, 0.1)))
 
 
 def test_a_single_sample() -> None:
@@ -106,8 +113,8 @@ def test_large_and_infinite_logits() -> None:
 def test_dtype_of_the_result(dtype: torch.dtype) -> None:
     scores, labels = scores_and_labels((300, 5), dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    assert_as_torch(scores, labels, F.cross_entropy, tolerance)
-    assert_as_torch(100 * scores, torch.randn_like(scores), F.mse_loss, tolerance)
+    assert_as_torch(scores, labels, F.cross_entropy, tolerance=tolerance)
+    assert_as_torch(100 * scores, torch.randn_like(scores), F.mse_loss, tolerance=tolerance)
 
 
 def test_the_count_is_a_node_of_its_own() -> None:
@@ -120,56 +127,38 @@ def test_the_count_is_a_node_of_its_own() -> None:
 
 
 def test_new_nodes_know_their_source() -> None:
-    from autopar.keys import SOURCE
-
     program = decomposed(*scores_and_labels((6, 4)), F.cross_entropy)
     assert all(SOURCE[node].line > 0 for node in program.graph.nodes if node.op == "call_function")
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(9, 5), (4, 5, 3), (2, 5, 3, 2)])
-def test_nll(shape: tuple[int, ...], reduction: str) -> None:
+def test_nll(shape: tuple[int, ...]) -> None:
     scores, labels = scores_and_labels(shape)
     labels[labels == 2] = -100
-    weight = torch.rand(5, dtype=torch.float64)
-    assert_as_torch(scores.log_softmax(1), labels, lambda x, y: F.nll_loss(x, y, weight, reduction=reduction))
-    assert_as_torch(scores.log_softmax(1), labels, lambda x, y: F.nll_loss(x, y, reduction=reduction))
+    assert_as_torch(scores.log_softmax(1), labels, *for_each(F.nll_loss, weight=(None, torch.rand(5, dtype=torch.float64))))
 
 
-DISTANCES: dict[str, Callable[..., Tensor]] = {
-    "mse": F.mse_loss,
-    "l1": F.l1_loss,
-    "smooth": lambda x, y, reduction: F.smooth_l1_loss(x, y, beta=0.7, reduction=reduction),
-    "smooth at 0": lambda x, y, reduction: F.smooth_l1_loss(x, y, beta=0.0, reduction=reduction),
-    "huber": lambda x, y, reduction: F.huber_loss(x, y, delta=0.7, reduction=reduction),
-}
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", sorted(DISTANCES))
-def test_distances(name: str, reduction: str) -> None:
+def test_distances() -> None:
     torch.manual_seed(0)
     scores, target = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
     target[0] = scores[0]
-    assert_as_torch(scores, target, lambda x, y: DISTANCES[name](x, y, reduction=reduction))
+    losses = (
+        for_each(F.mse_loss) + for_each(F.l1_loss) + for_each(F.smooth_l1_loss, beta=(0.7, 0.0)) + for_each(F.huber_loss, delta=(0.7, 2.0))
+    )
+    assert_as_torch(scores, target, *losses)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_binary_cross_entropy_with_logits(weighted: bool, reduction: str) -> None:
+def test_binary_cross_entropy_with_logits() -> None:
     torch.manual_seed(0)
     scores, target = 20 * torch.randn(6, 5, dtype=torch.float64), torch.rand(6, 5, dtype=torch.float64)
     scores[0] = 0.0
-    weight = torch.rand(6, 5, dtype=torch.float64) if weighted else None
-    positive = 3 * torch.rand(5, dtype=torch.float64) if weighted else None
-    assert_as_torch(
-        scores, target, lambda x, y: F.binary_cross_entropy_with_logits(x, y, weight, pos_weight=positive, reduction=reduction)
-    )
+    weight, positive = torch.rand(6, 5, dtype=torch.float64), 3 * torch.rand(5, dtype=torch.float64)
+    assert_as_torch(scores, target, *for_each(F.binary_cross_entropy_with_logits, weight=(None, weight), pos_weight=(None, positive)))
 
 
 def test_the_given_program_is_left_as_it_was() -> None:
     scores, labels = scores_and_labels((6, 4))
-    program = capture(Scored(scores, F.cross_entropy), (labels,), {}, virtual_mesh(dp=1))
+    program = capture(Scored(scores, [F.cross_entropy]), (labels,), {}, virtual_mesh(dp=1))
     before = str(program.graph)
     DecomposeLosses().apply(program)
     assert str(program.graph) == before

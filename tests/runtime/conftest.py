@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 WORLD_SIZE = 4
 _SERVER = Path(__file__).with_name("gloo_rank.py")
+sys.path.insert(0, str(_SERVER.parent))  # for `schedules`; the ranks find it beside their script
 
 
 class GlooRanks:
@@ -32,8 +34,10 @@ class GlooRanks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         listeners = [Listener(str(folder / f"rank{rank}"), "AF_UNIX") for rank in range(WORLD_SIZE)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         for rank in range(WORLD_SIZE):
-            self._processes.append(subprocess.Popen([sys.executable, str(_SERVER), str(rank), str(WORLD_SIZE), str(folder)]))
+            command = [sys.executable, str(_SERVER), str(rank), str(WORLD_SIZE), str(folder)]
+            self._processes.append(subprocess.Popen(command, env=environment))
         for listener in listeners:
             self._pipes.append(listener.accept())
             listener.close()

@@ -21,7 +21,9 @@ def fragment(name: str, function: Callable[..., object]) -> Fragment:
     return Fragment(name, symbolic_trace(function) if not isinstance(function, GraphModule) else function)
 
 
-def schedule_of(text: str, inputs: str = "", outputs: str = "", signature: Signature | None = None, **functions: Callable[..., object]) -> Schedule:
+def schedule_of(
+    text: str, inputs: str = "", outputs: str = "", signature: Signature | None = None, **functions: Callable[..., object]
+) -> Schedule:
     fragments = {name: fragment(name, function) for name, function in functions.items()}
     return Schedule(parse(text), fragments, tuple(inputs.split()), tuple(outputs.split()), signature or Signature((), ()))
 

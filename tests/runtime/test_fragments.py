@@ -39,7 +39,10 @@ def test_compiled_once_for_equal_inputs_and_again_with_a_log_line_for_others(cap
         assert isinstance(result, tuple) and len(calls) == 1 and not caplog.records
         compiled.run("f", [torch.ones(3, 2).t(), torch.ones(2, 3)])
     assert compiled.num_compiled == len(calls) == 2
-    assert "fragment f compiled again" in caplog.text and "was float32[2, 3] with strides [3, 1] on cpu, is float32[2, 3] with strides [1, 2]" in caplog.text
+    assert (
+        "fragment f compiled again" in caplog.text
+        and "was float32[2, 3] with strides [3, 1] on cpu, is float32[2, 3] with strides [1, 2]" in caplog.text
+    )
     assert calls[1][0].stride() == (1, 2)
 
 

@@ -3,11 +3,11 @@ import torch
 
 from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
+from autopar.program import Signature
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.interpreter import RankState, execute
 from autopar.runtime.virtual import Switchboard, VirtualTransport
 from autopar.schedule import Fragment, Schedule, parse
-from autopar.program import Signature
 
 
 def transport() -> VirtualTransport:

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.mesh import Mesh
-from autopar.runtime.parameters import assemble, local_shard, pieces, replica_difference
-from autopar.sharding import Dims, Sharding, flat
+from autopar.runtime.parameters import Placement, assemble, local_shard, replica_difference, same_placement
+from autopar.sharding import Dims, Sharding
 
 MESH = Mesh((("dp", 2), ("tp.0", 2), ("tp.1", 3)))
 
@@ -73,9 +73,9 @@ def test_replicas_that_differ_are_named() -> None:
     assert replica_difference(parts, sharding, mesh)[0] > 1e300
 
 
-def test_pieces_forget_atoms_that_placement_does_not_need() -> None:
-    mesh = Mesh((("dp", 1), ("tp", 2)))
-    coarse = pieces(((12,),), Sharding((("tp",),)), mesh)
-    fine = pieces(((2, 3, 2),), Sharding((("tp",), (), ("dp",))), mesh)
-    assert coarse == fine == (((2, "tp"), (6, None)),)
-    assert flat(((12,),)) == (12,)
+def test_same_placement_forgets_atoms_and_sub_axes() -> None:
+    coarse = Placement(((12,),), Sharding((("tp",),)), Mesh((("dp", 1), ("tp", 4))))
+    fine = Mesh((("dp", 1), ("tp.0", 2), ("tp.1", 2)))
+    assert same_placement(coarse, Placement(((2, 6),), Sharding((("tp.0",), ("tp.1",))), fine))
+    assert not same_placement(coarse, Placement(((2, 6),), Sharding((("tp.1",), ("tp.0",))), fine))
+    assert not same_placement(coarse, Placement(((2, 6),), Sharding((("tp.0",), ())), fine))

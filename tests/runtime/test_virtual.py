@@ -3,11 +3,11 @@ import torch
 
 from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
+from autopar.program import Signature
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.interpreter import RankState, execute
 from autopar.runtime.virtual import Switchboard, VirtualTransport, collect, drive
 from autopar.schedule import Launch, Schedule, parse
-from autopar.program import Signature
 
 TWO = Mesh((("tp", 2),))
 

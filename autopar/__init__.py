@@ -1,0 +1,24 @@
+"""autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
+
+from autopar.cluster import Cluster
+from autopar.compiler import compile
+from autopar.errors import AutoparError, CaptureError, CheckError, InputError, MeshError, PlanError, ScheduleError
+from autopar.mesh import Mesh, virtual_mesh
+from autopar.plan import Plan
+from autopar.runtime.module import ParallelModule
+
+__all__ = [
+    "AutoparError",
+    "CaptureError",
+    "CheckError",
+    "Cluster",
+    "InputError",
+    "Mesh",
+    "MeshError",
+    "ParallelModule",
+    "Plan",
+    "PlanError",
+    "ScheduleError",
+    "compile",
+    "virtual_mesh",
+]

@@ -1,0 +1,40 @@
+"""Repeated layers as one line: `h.0.fc`, `h.1.fc`, … → `h.*.fc`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+def pattern_of(name: str) -> str:
+    """`name` with each number between dots as `*`."""
+    return _NUMBER.sub("*", name)
+
+
+def folded(names: Sequence[str], others: Iterable[str] = ()) -> str:
+    """One name for `names`, all of one pattern: `h.*.fc`, or `h.{0,3-5}.fc` where `others` of the pattern are not among them."""
+    pattern = pattern_of(names[0])
+    if len(names) == 1:
+        return names[0]
+    rest = {name for name in others if pattern_of(name) == pattern} - set(names)
+    numbers = [tuple(int(found) for found in _NUMBER.findall(name)) for name in names]
+    varying = [place for place in range(len(numbers[0])) if len({number[place] for number in numbers}) > 1]
+    if len(varying) != 1 or (not rest and len(numbers[0]) == 1):
+        return pattern if not rest else f"{pattern} ({names[0]}, … {len(names)} of them)"
+    shown = [str(number) for number in numbers[0]]
+    shown[varying[0]] = f"{{{_ranges(sorted(number[varying[0]] for number in numbers))}}}" if rest else "*"
+    parts = iter(shown)
+    return _NUMBER.sub(lambda _: next(parts), names[0])
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """`[0, 3, 4, 5]` → `0,3-5`."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)

@@ -1,0 +1,293 @@
+"""All decisions of one compile as a value: it prints, goes to JSON and back, and can be edited and run again.
+
+    {
+      "version": 1,
+      "mesh": {"dp": 2, "tp": 2},
+      "fingerprint": "9f0c…",
+      "parameters": {"h.0.fc.weight": {"dims": [[32], [64]], "splits": [[], ["tp"]]}},
+      "inputs": {"batch 0": {…}},
+      "strategies": {"forward h.0.fc aten.mm 0": {"operands": […], "results": […], "factors": {"dp": "m", "tp": "n"}, "num_shards": 4}},
+      "kernels": {}, "schedule": {},
+      "reasons": {"h.0.fc.weight": "split dim 1 over tp (column)"}
+    }
+
+A sharding is a list with the axes of each atom, and what is unreduced. Nodes are known by phase, module path, op and
+ordinal, parameters by their original names; the fingerprint says for which graph the node decisions are valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.collectives import reshard
+from autopar.errors import PlanError
+from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.mesh import Mesh
+from autopar.printing import op_name, short_dtype
+from autopar.program import Program, results_of
+from autopar.sharding import Dims, Sharding, Strategy
+
+# One entry per dim of a parameter, by name or pattern: an axis, several (major first), or None. See `autopar.pins`.
+DimPin = str | Sequence[str] | None
+Pins = Mapping[str, Sequence[DimPin]]
+
+logger = logging.getLogger("autopar")
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class PlannedInput:
+    """How an input lies: its atoms, dim by dim, and its sharding."""
+
+    dims: Dims
+    sharding: Sharding
+
+    def __str__(self) -> str:
+        return self.sharding.describe(self.dims)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision of one compile. Pins are a plan with parameters alone.
+
+    mesh         the axes as decided upon, sub-axes included
+    parameters   placements by original name; `inputs` those of batch, buffers and the rest, by kind and name
+    strategies   the strategy of every node, by `node_keys`; valid on the graph with `fingerprint` only
+    kernels      which kernel runs which op, by module path and op
+    schedule     what the scheduling passes decided
+    reasons      why, in words, by parameter name or node key
+    """
+
+    mesh: Mesh
+    parameters: Mapping[str, PlannedInput] = field(default_factory=dict[str, PlannedInput])
+    inputs: Mapping[str, PlannedInput] = field(default_factory=dict[str, PlannedInput])
+    strategies: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
+    fingerprint: str = ""
+    kernels: Mapping[str, str] = field(default_factory=dict[str, str])
+    schedule: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @staticmethod
+    def of(program: Program, reasons: Mapping[str, str] | None = None) -> Plan:
+        """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards are inserted."""
+        placements = {(item.kind, item.name): PlannedInput(DIMS[node][0], SHARDING[node][0]) for item, node in program.named_inputs()}
+        return Plan(
+            mesh=program.mesh,
+            parameters={name: placement for (kind, name), placement in placements.items() if kind == "parameter"},
+            inputs={f"{kind} {name}": placement for (kind, name), placement in placements.items() if kind != "parameter"},
+            strategies={key: STRATEGY[node] for node, key in node_keys(program).items() if node in STRATEGY},
+            fingerprint=fingerprint(program),
+            reasons=dict(reasons or {}),
+        )
+
+    def pins(self) -> Plan:
+        """The parameters' placements alone: what may be carried to another graph of the same model."""
+        return Plan(self.mesh, self.parameters, reasons={name: why for name, why in self.reasons.items() if name in self.parameters})
+
+    def fits(self, program: Program) -> bool:
+        """Whether the node decisions are valid on `program`: same mesh, same graph. Says in the log why not."""
+        if self.strategies and self.mesh == program.mesh and self.fingerprint == fingerprint(program):
+            return True
+        if self.strategies:
+            other = f"another mesh ({self.mesh}; here {program.mesh})" if self.mesh != program.mesh else "another graph"
+            logger.warning("the plan was made for %s: only its %d parameter pins apply", other, len(self.parameters))
+        return False
+
+    def strategies_on(self, program: Program) -> dict[Node, Strategy]:
+        """The strategy of every call of `program`. Raises `PlanError` when the plan lacks some; ask `fits` first."""
+        keys = node_keys(program)
+        missing = [key for key in keys.values() if key not in self.strategies]
+        if missing:
+            raise PlanError(
+                f"the plan has no strategy for {len(missing)} of {len(keys)} nodes, the first is {missing[0]!r}; compile without it"
+            )
+        return {node: self.strategies[key] for node, key in keys.items()}
+
+    def placements_on(self, program: Program) -> dict[str, Sharding]:
+        """The shardings of those parameters of `program` that the plan pins.
+
+        Raises `PlanError` with every pin that cannot be kept: other atoms, axes that are not on the mesh, or
+        sizes that do not divide. Names that the model lacks are a warning.
+        """
+        found, problems = dict[str, Sharding](), list[str]()
+        items = {item.name: node for item, node in program.named_inputs() if item.kind == "parameter"}
+        for name, placement in self.parameters.items():
+            if name not in items:
+                continue
+            dims = DIMS[items[name]][0]
+            if dims != placement.dims and placement.sharding.axes:
+                problems.append(f"{name!r} is pinned by atoms {_plain(placement.dims)}, here it has {_plain(dims)}")
+                continue
+            sharding = placement.sharding if dims == placement.dims else Sharding.replicated(dims)
+            problems += [f"{name!r} {sharding.describe(dims)}: {problem}" for problem in sharding.problems(dims, program.mesh)]
+            found[name] = sharding
+        unknown = [name for name in self.parameters if name not in items]
+        if unknown:
+            logger.warning("the plan pins %d parameters that the model does not have, the first is %r", len(unknown), unknown[0])
+        if problems:
+            raise PlanError(
+                "pins that cannot be kept:\n" + "\n".join(f"  {problem}" for problem in problems) + "\npin another dim, or drop the pin"
+            )
+        return found
+
+    def with_parameter(self, name: str, sharding: Sharding) -> Plan:
+        """The plan with another sharding for one parameter; node decisions no longer hold and are dropped."""
+        if name not in self.parameters:
+            raise PlanError(f"the plan has no parameter {name!r}; it has {', '.join(list(self.parameters)[:5])}, …")
+        placement = replace(self.parameters[name], sharding=sharding)
+        return replace(self.pins(), parameters={**self.parameters, name: placement})
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it back to an equal plan."""
+        content: dict[str, Any] = {
+            "version": VERSION,
+            "mesh": dict(self.mesh.axes),
+            "fingerprint": self.fingerprint,
+            "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},
+            "inputs": {name: _from_placement(placement) for name, placement in self.inputs.items()},
+            "strategies": {key: _from_strategy(strategy) for key, strategy in self.strategies.items()},
+            "kernels": dict(self.kernels),
+            "schedule": dict(self.schedule),
+            "reasons": dict(self.reasons),
+        }
+        return _indented(content)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read back what `to_json` wrote. Raises `PlanError` for text that is none, naming what is wrong with it."""
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"the plan is no JSON: {error}") from error
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != VERSION:
+            raise PlanError(f"the plan has version {version!r}, this release reads {VERSION}; compile anew and save that plan")
+        try:
+            return Plan(
+                mesh=Mesh(tuple(content["mesh"].items())),
+                parameters={name: _to_placement(entry) for name, entry in content["parameters"].items()},
+                inputs={name: _to_placement(entry) for name, entry in content.get("inputs", {}).items()},
+                strategies={key: _to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
+                fingerprint=content.get("fingerprint", ""),
+                kernels=content.get("kernels", {}),
+                schedule=content.get("schedule", {}),
+                reasons=content.get("reasons", {}),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise PlanError(f"the plan is malformed: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that `save` wrote. Raises `PlanError`, or `OSError` when there is no such file."""
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.parameters), default=0)
+        lines = [f"plan on {self.mesh}: {len(self.parameters)} parameters, {len(self.strategies)} ops"]
+        return "\n".join([*lines, *(f"  {name:<{width}}  {placement}" for name, placement in self.parameters.items())])
+
+
+def node_keys(program: Program) -> dict[Node, str]:
+    """A name for each call that does not depend on node names: `backward h.0.fc aten.mm 1`.
+
+    The ordinal counts equal phase, module and op in graph order. Reshards are not counted, so that the names
+    are the same before and after they are inserted.
+    """
+    counts: dict[str, int] = {}
+    found: dict[Node, str] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node.target is reshard:
+            continue
+        source = SOURCE.get(node)
+        place = " ".join((PHASE.get(node) or "forward", source.module if source and source.module else "-", op_name(node.target)))
+        found[node] = f"{place} {counts.get(place, 0)}"
+        counts[place] = counts.get(place, 0) + 1
+    return found
+
+
+def fingerprint(program: Program) -> str:
+    """A hash of what is computed: ops, literals, operands, shapes, dtypes, atoms. Node names, reshards and meshes do not count."""
+    numbers: dict[Node, int] = {}
+    inputs = {node: f"{item.kind} {item.name}" for item, node in program.named_inputs()}
+    digest, count = hashlib.sha256(), 0
+    for node in program.graph.nodes:
+        if node.target is reshard:
+            numbers[node] = numbers[node.args[0]]
+            continue
+        count += 1
+        numbers[node] = count
+        called = inputs.get(node) or f"{op_name(node.target)} {_argument((node.args, node.kwargs), numbers)}"
+        values = " ".join(f"{short_dtype(value.dtype)}{tuple(value.shape)}" for value in results_of(node) if value is not None)
+        digest.update(f"{node.op} {called} {values} {DIMS.get(node)}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _argument(value: Any, numbers: Mapping[Node, int]) -> str:
+    """Arguments as text in which nodes are numbers."""
+    if isinstance(value, Node):
+        return f"%{numbers[value]}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_argument(item, numbers) for item in value)})"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{name}={_argument(item, numbers)}' for name, item in value.items())})"
+    return op_name(value) if callable(value) else repr(value)
+
+
+def _plain(dims: Dims) -> str:
+    return Sharding.replicated(dims).describe(dims)
+
+
+def _from_sharding(sharding: Sharding) -> dict[str, Any]:
+    found: dict[str, Any] = {"splits": [list(split) for split in sharding.splits]}
+    if sharding.unreduced:
+        found["unreduced"] = dict(sharding.unreduced)
+    return found
+
+
+def _to_sharding(entry: dict[str, Any]) -> Sharding:
+    return Sharding(tuple(tuple(split) for split in entry["splits"]), tuple(entry.get("unreduced", {}).items()))
+
+
+def _from_placement(placement: PlannedInput) -> dict[str, Any]:
+    return {"dims": [list(dim) for dim in placement.dims], **_from_sharding(placement.sharding)}
+
+
+def _to_placement(entry: dict[str, Any]) -> PlannedInput:
+    return PlannedInput(tuple(tuple(dim) for dim in entry["dims"]), _to_sharding(entry))
+
+
+def _from_strategy(strategy: Strategy) -> dict[str, Any]:
+    return {
+        "operands": [_from_sharding(sharding) for sharding in strategy.operands],
+        "results": [_from_sharding(sharding) for sharding in strategy.results],
+        "factors": dict(strategy.factors),
+        "num_shards": strategy.num_shards,
+    }
+
+
+def _to_strategy(entry: dict[str, Any]) -> Strategy:
+    shardings = [tuple(_to_sharding(each) for each in entry[side]) for side in ("operands", "results")]
+    return Strategy(shardings[0], shardings[1], tuple(entry.get("factors", {}).items()), entry.get("num_shards", 1))
+
+
+def _indented(content: dict[str, Any]) -> str:
+    """JSON with one line for each parameter and each strategy."""
+    lines: list[str] = []
+    for name, value in content.items():
+        if isinstance(value, dict) and value:
+            entries = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry, ensure_ascii=False)}" for key, entry in value.items())
+            lines.append(f"  {json.dumps(name)}: {{\n{entries}\n  }}")
+        else:
+            lines.append(f"  {json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,0 +1,201 @@
+"""What a compiled program costs, as a dict that goes to JSON: FLOPs, replicated work, communication, memory, seconds.
+
+Everything is read off the GLOBAL program: strategies say how work is split, reshard nodes what is sent.
+Bytes are those that one rank holds or sends; seconds are the cost model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.cluster import Cluster
+from autopar.collectives import reshard
+from autopar.compiled import Compiled
+from autopar.cost import CostModel, is_view
+from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.mesh import parent
+from autopar.pattern import pattern_of
+from autopar.printing import op_name
+from autopar.program import Program, operands, results_of
+from autopar.reshard import Step, steps
+from autopar.rule import rule_of
+from autopar.schedule import Collective
+from autopar.sharding import Strategy
+
+
+def summary(compiled: Compiled) -> dict[str, Any]:
+    """The costs of `compiled`.
+
+    flops_split    the model's matmul, convolution and attention FLOPs over the sum of those that all ranks execute
+    flops          both sums
+    replicated     ops that some axis does not split: what, over which axes, how many, seconds and bytes on a rank; dearest first
+    communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step
+    memory         bytes of a rank: parameters, gradients, buffers, saved activations
+    seconds        of a step: compute, memory traffic, communication by axis, total
+    """
+    program, cost = compiled.program, cost_of(compiled)
+    original, executed = flops(program)
+    return {
+        "mesh": dict(program.mesh.axes),
+        "flops_split": original / executed if executed else 1.0,
+        "flops": {"original": original, "executed": executed},
+        "replicated": replicated(program, cost),
+        "communication": _communication(program, cost),
+        "memory": memory(program, cost),
+        "seconds": seconds(program, cost),
+    }
+
+
+def cost_of(compiled: Compiled) -> CostModel:
+    """The model that priced the plan; that of an ideal cluster where nothing was priced."""
+    return compiled.cost or CostModel(Cluster.ideal(), compiled.program.mesh)
+
+
+def flops(program: Program) -> tuple[float, float]:
+    """FLOPs of all contractions: the model's, and the sum over all ranks."""
+    original = executed = 0.0
+    for node in contractions(program):
+        count = flops_of(node)
+        original += count
+        executed += count / STRATEGY[node].num_shards * program.mesh.size
+    return original, executed
+
+
+def flops_of(node: Node) -> float:
+    """FLOPs of `node` on its logical shapes; 0 for what is no contraction."""
+    rule = rule_of(node)
+    return rule.flops if rule is not None else 0.0
+
+
+def calls(program: Program) -> Iterator[Node]:
+    """The calls that compute: neither reshards nor placeholders."""
+    return (node for node in program.graph.nodes if node.op == "call_function" and node in STRATEGY)
+
+
+def contractions(program: Program) -> Iterator[Node]:
+    return (node for node in calls(program) if flops_of(node) > 0)
+
+
+def split_axes(strategy: Strategy) -> tuple[str, ...]:
+    """The axes that divide the work; passing partial sums through does not."""
+    return tuple(axis for axis, factor in strategy.factors if factor != "sum")
+
+
+def num_bytes(node: Node, cost: CostModel) -> float:
+    """Bytes that a rank reads and writes for `node`."""
+    strategy, total = STRATEGY[node], 0.0
+    for operand, sharding in dict(zip(operands(node), strategy.operands, strict=False)).items():
+        value = results_of(operand)[0]
+        if value is not None:
+            total += cost.local_bytes(DIMS[operand][0], value.dtype, sharding)
+    return total + sum(_result_bytes(node, cost))
+
+
+def _result_bytes(node: Node, cost: CostModel) -> Iterator[float]:
+    for dims, value, sharding in zip(DIMS[node], results_of(node), SHARDING[node], strict=True):
+        if value is not None:
+            yield cost.local_bytes(dims, value.dtype, sharding)
+
+
+def replicated(program: Program, cost: CostModel) -> list[dict[str, Any]]:
+    """Ops whose work some axis does not split, equal ones of repeated layers as one entry."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for node in calls(program):
+        used = split_axes(STRATEGY[node])
+        axes = [axis for axis, size in program.mesh.axes if size > 1 and axis not in used]
+        if not axes or is_view(node):
+            continue
+        module = pattern_of(SOURCE[node].module) if node in SOURCE else ""
+        key = (op_name(node.target), module, PHASE.get(node), *axes)
+        entry = found.setdefault(
+            key,
+            {"op": key[0], "module": module, "phase": key[2], "axes": axes, "count": 0, "seconds": 0.0, "bytes": 0.0, "flops": 0.0},
+        )
+        entry["count"] += 1
+        entry["seconds"] += cost.node(node, STRATEGY[node]).seconds
+        entry["bytes"] += num_bytes(node, cost)
+        entry["flops"] += flops_of(node) / STRATEGY[node].num_shards
+    return sorted(found.values(), key=lambda entry: -entry["seconds"])
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective of a step: the reshard it belongs to, the user's axes, the bytes a rank sends, the seconds."""
+
+    node: Node
+    axes: str
+    collective: Collective
+    phase: str
+    bytes: float
+    seconds: float
+
+
+def transfers(program: Program, cost: CostModel) -> Iterator[Transfer]:
+    """Every collective of the program, in order."""
+    for node in program.graph.nodes:
+        if node.target is not reshard:
+            continue
+        value = results_of(node)[0]
+        assert value is not None, node
+        for step in _steps(node, program):
+            if step.collective != "slice":
+                price = cost.step(step, value.dtype.itemsize)
+                axes = "·".join(dict.fromkeys(parent(axis) for axis in step.axes))
+                yield Transfer(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
+
+
+def _steps(node: Node, program: Program) -> tuple[Step, ...]:
+    source = operands(node)[0]
+    return steps(DIMS[node][0], SHARDING[source][0], SHARDING[node][0], program.mesh)
+
+
+def _communication(program: Program, cost: CostModel) -> dict[str, dict[str, dict[str, float]]]:
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for transfer in transfers(program, cost):
+        entry = found.setdefault(transfer.axes, {}).setdefault(transfer.collective, {"forward": 0.0, "backward": 0.0, "count": 0})
+        entry[transfer.phase] += transfer.bytes
+        entry["count"] += 1
+    return found
+
+
+def memory(program: Program, cost: CostModel) -> dict[str, float]:
+    """Bytes of one rank. Saved activations are what the forward makes and the backward reads, each storage once."""
+    found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "saved_activations": 0.0}
+    for item, node in program.named_inputs():
+        if item.kind in ("parameter", "buffer"):
+            found[f"{item.kind}s"] += sum(_result_bytes(node, cost))
+    for item, node in program.named_outputs():
+        if item.kind == "gradient":
+            found["gradients"] += sum(_result_bytes(node, cost))
+    saved: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and PHASE.get(node) == "backward":
+            saved |= {_storage(each) for each in node.all_input_nodes if PHASE.get(each) == "forward"}
+    found["saved_activations"] = sum(sum(_result_bytes(node, cost)) for node in saved if node.op == "call_function")
+    return found
+
+
+def _storage(node: Node) -> Node:
+    """The node whose memory a view shows. One result of several is a storage of its own: it stays with its getitem."""
+    while node.op == "call_function" and is_view(node) and op_name(node.target) != "getitem":
+        node = operands(node)[0]
+    return node
+
+
+def seconds(program: Program, cost: CostModel) -> dict[str, Any]:
+    """Of one step on one rank, nothing overlapped: compute, memory traffic and launches, collectives by axis, their total."""
+    compute = traffic = 0.0
+    for node in calls(program):
+        value = results_of(node)[0]
+        price = cost.node(node, STRATEGY[node]).seconds
+        rate = cost.compute_seconds(flops_of(node) / STRATEGY[node].num_shards, value.dtype) if value is not None else 0.0
+        compute += min(rate, price)
+        traffic += price - min(rate, price)
+    sent: dict[str, float] = {}
+    for transfer in transfers(program, cost):
+        sent[transfer.axes] = sent.get(transfer.axes, 0.0) + transfer.seconds
+    return {"compute": compute, "memory": traffic, "communication": sent, "total": compute + traffic + sum(sent.values())}

@@ -1,0 +1,188 @@
+"""One strategy for every op and one sharding for every value, by cost."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch.fx import Node
+
+from autopar.cluster import Cluster
+from autopar.cost import CostModel
+from autopar.errors import PlanError
+from autopar.keys import DIMS, SHARDING, STRATEGY
+from autopar.pins import Pins, plan_of
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.search import Solution, search
+from autopar.sharding import Dims, Sharding, Strategy
+from autopar.sharding_problem import ShardingProblem
+from autopar.strategies import strategies_of
+
+
+class Placed(Protocol):
+    """Where a parameter lies already: what an earlier capture fixed."""
+
+    @property
+    def dims(self) -> Dims: ...
+    @property
+    def sharding(self) -> Sharding: ...
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """The next-best strategy of a node, and the seconds a step gains when all `num_nodes` nodes like it take it."""
+
+    strategy: Strategy
+    extra_seconds: float
+    num_nodes: int
+
+
+@dataclass(frozen=True)
+class ShardingDecision:
+    """A strategy for every input and call, by node name, what the step costs with them, and how that was found.
+
+    `cost_seconds` adds up one rank's ops, changes of sharding and optimizer update, without overlap.
+    """
+
+    strategies: Mapping[str, Strategy]
+    reasons: Mapping[str, str]
+    solution: Solution
+    sharding_problem: ShardingProblem
+
+    @property
+    def cost_seconds(self) -> float:
+        return self.solution.seconds
+
+    @property
+    def lower_bound_seconds(self) -> float:
+        return self.solution.lower_bound_seconds
+
+    @property
+    def gap(self) -> float:
+        return self.solution.gap
+
+    def runner_up(self, node: str) -> RunnerUp | None:
+        """What else the node named `node` could do, everything else as it is; None where it has no choice."""
+        index = self.sharding_problem.index[node]
+        found = self.solution.runner_up(index)
+        if found is None:
+            return None
+        return RunnerUp(self.sharding_problem.strategies[index][found[0]], found[1], found[2])
+
+    def __str__(self) -> str:
+        found = self.solution
+        return (
+            f"{len(self.strategies)} nodes in {found.num_classes} classes, {found.num_variables} variables: "
+            f"{1e3 * found.seconds:.3f} ms a step, at most {100 * found.gap:.2f} % above the best, found in {found.search_seconds:.2f} s"
+        )
+
+
+@dataclass(frozen=True)
+class ChooseShardings:
+    """Choose the strategies that cost least together on `cluster`: work, memory traffic, collectives, held parameters.
+
+    A `plan` that fits the program is taken as it is; of another plan, of `pins` and of `placements` (by parameter name)
+    only the parameters are kept. `timeout` bounds the search in seconds; `fold` decides equal layers once.
+
+    Reads: DIMS, BATCH, PHASE. Writes: STRATEGY, SHARDING on all inputs and calls.
+    Ensures: every node has a strategy that its rule allows, every gradient can leave in its parameter's sharding.
+    """
+
+    cluster: Cluster = field(default_factory=Cluster.ideal)
+    plan: Plan | None = None
+    pins: Pins | None = None
+    placements: Mapping[str, Placed] | None = None
+    timeout: float | None = None
+    fold: bool = True
+    name: str = "choose shardings"
+
+    def decide(self, program: Program) -> ShardingDecision:
+        """Raises `PlanError` when pins cannot be kept."""
+        pinned, reasons = self._pinned(program)
+        made = ShardingProblem.of(program, CostModel(self.cluster, program.mesh), pinned)
+        solution = search(made.problem, timeout=self.timeout) if self.fold else search(made.problem, rounds=None, timeout=self.timeout)
+        strategies = {name: made.strategies[index][solution.picks[index]] for name, index in made.index.items()}
+        for node in program.graph.nodes:
+            if node.target is operator.getitem:
+                strategies[node.name] = _getitem_strategy(node, strategies, program)
+        decision = ShardingDecision(strategies, reasons, solution, made)
+        return ShardingDecision(strategies, {**_reasons(program, decision), **reasons}, solution, made)
+
+    def apply(self, program: Program, decision: ShardingDecision) -> Program:
+        program = program.copy()
+        for node in program.graph.nodes:
+            if node.op != "output":
+                STRATEGY[node] = decision.strategies[node.name]
+                SHARDING[node] = decision.strategies[node.name].results
+        return program
+
+    def _pinned(self, program: Program) -> tuple[dict[str, Strategy], dict[str, str]]:
+        """Strategies fixed beforehand by node name, and why by parameter name or plan key."""
+        inputs = {item.name: node for item, node in program.named_inputs() if item.kind == "parameter"}
+        pinned: dict[str, Strategy] = {}
+        reasons: dict[str, str] = {}
+        if self.plan is not None:
+            if self.plan.fits(program):
+                pinned = {node.name: strategy for node, strategy in self.plan.strategies_on(program).items()}
+                pinned = {name: strategy for name, strategy in pinned.items() if program.node(name).target is not operator.getitem}
+            self._pin(self.plan.placements_on(program), "by the plan", inputs, pinned, reasons)
+        if self.pins:
+            self._pin(plan_of(self.pins, program).placements_on(program), "pinned by the user", inputs, pinned, reasons)
+        if self.placements:
+            self._pin(_kept(self.placements, inputs), "as the first capture placed it", inputs, pinned, reasons)
+        return pinned, reasons
+
+    def _pin(
+        self,
+        shardings: Mapping[str, Sharding],
+        why: str,
+        inputs: Mapping[str, Node],
+        pinned: dict[str, Strategy],
+        reasons: dict[str, str],
+    ) -> None:
+        for name, sharding in shardings.items():
+            pinned[inputs[name].name] = Strategy((), (sharding,))
+            reasons[name] = why
+
+
+def _kept(placements: Mapping[str, Placed], inputs: Mapping[str, Node]) -> dict[str, Sharding]:
+    """The shardings of earlier placements; raises `PlanError` for a parameter whose atoms are others now."""
+    found: dict[str, Sharding] = {}
+    for name, placed in placements.items():
+        if name not in inputs:
+            continue
+        dims = DIMS[inputs[name]][0]
+        if dims != placed.dims and placed.sharding.axes:
+            raise PlanError(
+                f"{name!r} was placed as {placed.sharding.describe(placed.dims)} by the first capture; this call sees its dims as {dims}. "
+                "Compile the model again for calls of this kind, or pin the parameter to be replicated."
+            )
+        found[name] = placed.sharding if dims == placed.dims else Sharding.replicated(dims)
+    return found
+
+
+def _getitem_strategy(node: Node, strategies: Mapping[str, Strategy], program: Program) -> Strategy:
+    """A getitem takes the result as it is."""
+    producer, result = node.args
+    assert isinstance(producer, Node) and isinstance(result, int)
+    sharding = strategies[producer.name].results[result]
+    return next(each for each in strategies_of(node, program.mesh) if each.operands == each.results == (sharding,))
+
+
+def _reasons(program: Program, decision: ShardingDecision) -> dict[str, str]:
+    """For each parameter what the next-best sharding would cost."""
+    found: dict[str, str] = {}
+    for item, node in program.named_inputs():
+        if item.kind != "parameter":
+            continue
+        other = decision.runner_up(node.name)
+        if other is None:
+            found[item.name] = "no other sharding is legal"
+        else:
+            described = other.strategy.results[0].describe(DIMS[node][0])
+            alike = f" (all {other.num_nodes} alike)" if other.num_nodes > 1 else ""
+            found[item.name] = f"next best {described}: {1e6 * other.extra_seconds:+.1f} µs a step{alike}"
+    return found

@@ -1,0 +1,124 @@
+"""What `verify` found, and how far apart two values are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Reference = Literal["original model", "forward program"]
+
+# A gradient that is zero by cancellation (the key bias of attention) has no relative error; it is measured by all gradients.
+FLOOR = 1e-6
+# Stands for minus infinity in masks; it would drown every other entry of a norm.
+_MASKED = 1e30
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first value, in the order of the program, that differs.
+
+    node     its name in the program where it differs; a result's name where no node was told apart
+    source   the user's file, line and module
+    made_by  the pass that made the difference; "runtime" when every program agrees and the real run does not
+    error    relative, see `error_of`; or between ranks that should hold the same
+    detail   which ranks, or which operand of the comparison, where that is known
+    """
+
+    node: str
+    source: str
+    made_by: str
+    error: float
+    detail: str = ""
+
+    def __str__(self) -> str:
+        place = f", {self.source}" if self.source else ""
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"%{self.node}{place}: off by {self.error:.3g}{detail}, made by {self.made_by}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Errors are the largest over all programs between the reference and the module's own run; truthy when all are within `tolerance`.
+
+    gradient_errors  per parameter ‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖)
+    buffer_errors    per buffer that the model changes
+    replica_errors   per result the largest difference between ranks that should hold the same part
+    """
+
+    loss_error: float
+    gradient_errors: Mapping[str, float]
+    tolerance: float
+    reference: Reference = "original model"
+    promoted: bool = False
+    buffer_errors: Mapping[str, float] = field(default_factory=dict[str, float])
+    replica_errors: Mapping[str, float] = field(default_factory=dict[str, float])
+    first_difference: Difference | None = None
+
+    def __bool__(self) -> bool:
+        return self.first_difference is None and self.worst <= self.tolerance
+
+    @property
+    def worst(self) -> float:
+        """The largest of all errors."""
+        tables = (self.gradient_errors, self.buffer_errors, self.replica_errors)
+        return max([self.loss_error, *(error for table in tables for error in table.values())])
+
+    def __str__(self) -> str:
+        verdict = "equal" if self else "NOT EQUAL"
+        how = "promoted to float64" if self.promoted else "in the model's own precision"
+        lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
+        if self.reference == "forward program":
+            lines.append("  (the program draws random numbers, which are keyed by position and not eager's: compared on one device)")
+        if self.first_difference is not None:
+            lines.append(f"  first difference: {self.first_difference}")
+        lines.append(f"  loss: {self.loss_error:.3g}")
+        for title, table in (("gradient", self.gradient_errors), ("buffer", self.buffer_errors), ("between replicas", self.replica_errors)):
+            lines += _worst_five(title, table)
+        return "\n".join(lines)
+
+
+def _worst_five(title: str, table: Mapping[str, float]) -> list[str]:
+    worst = sorted(table.items(), key=lambda entry: -entry[1])[:5]
+    return [f"  {title} {name}: {error:.3g}" for name, error in worst if error > 0 or title == "gradient"]
+
+
+def norm(tensor: torch.Tensor) -> float:
+    """The Euclidean norm of the entries that are numbers and no mask; 0 for one without float entries."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return 0.0
+    wide = _wide(tensor)
+    return float(torch.linalg.vector_norm(wide[wide.abs() < _MASKED]))
+
+
+def error_of(value: torch.Tensor | None, wanted: torch.Tensor | None, floor: float = 0.0) -> float:
+    """‖value − wanted‖ / max(‖wanted‖, floor); for integers and bools the share of entries that differ.
+
+    NaNs, infinities and masks are compared by themselves: one that has no equal makes the error infinite.
+    None stands for zeros (a gradient that is not computed).
+    """
+    value = torch.zeros_like(wanted) if value is None and wanted is not None else value
+    wanted = torch.zeros_like(value) if wanted is None and value is not None else wanted
+    if value is None or wanted is None:
+        return 0.0
+    if value.shape != wanted.shape:
+        return math.inf
+    if not wanted.numel():
+        return 0.0
+    if not (wanted.is_floating_point() or wanted.is_complex()):
+        return float((value != wanted).double().mean())
+    a, b = _wide(value), _wide(wanted)
+    same = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= 1e-6 * b.abs()) & (b.abs() >= _MASKED)
+    plain = (a.abs() < _MASKED) & (b.abs() < _MASKED)
+    if not bool((same | plain).all()):
+        return math.inf
+    gap = float(torch.linalg.vector_norm((a - b)[plain]))
+    scale = max(float(torch.linalg.vector_norm(b[plain])), floor)
+    return (gap / scale if scale else math.inf) if gap else 0.0
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

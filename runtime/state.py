@@ -1,0 +1,112 @@
+"""State of a parallel module: full and sharded state dicts, and the norm of gradients that lie in parts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.runtime.parameters import local_shard
+from autopar.runtime.placement import like, whole_placement
+from autopar.runtime.world import DistributedWorld, World
+
+
+def with_random_state(state: Any, seed: int | None, step: int) -> Any:
+    """`state` with seed and step in its metadata, where `nn.Module.load_state_dict` of a plain model does not mind them."""
+    state._metadata.setdefault("", {})["autopar"] = {"seed": seed, "step": step}
+    return state
+
+
+def random_state_of(state: Mapping[str, Any], seed: int | None, step: int) -> tuple[int | None, int]:
+    """Seed and step that `state` carries, or the ones given."""
+    found = getattr(state, "_metadata", {}).get("", {}).get("autopar")
+    return (found["seed"], found["step"]) if found else (seed, step)
+
+
+def full_state(state: Any, world: World, parameters: Mapping[str, torch.Tensor]) -> Any:
+    """`state` (made with `keep_vars=True`) with every parameter whole and detached. Collective."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    full: dict[int, torch.Tensor] = {}
+    result: OrderedDict[str, Any] = OrderedDict()
+    result._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    for key, value in state.items():
+        if id(value) in names and id(value) not in full:
+            full[id(value)] = (
+                world.full(value, names[id(value)]) if isinstance(value, DTensor) or world.is_virtual else value.detach().clone()
+            )
+        fallback = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        result[key] = full.get(id(value), fallback)
+    return result
+
+
+def sharded_state(
+    state: Mapping[str, Any], current: Mapping[str, Any], world: World, parameters: Mapping[str, torch.Tensor]
+) -> Mapping[str, Any]:
+    """`state` with each value in the form in which `current` (made with `keep_vars=True`) holds it."""
+    if not isinstance(world, DistributedWorld):
+        return state
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    result = OrderedDict(state)
+    for key, value in state.items():
+        target = current.get(key)
+        if isinstance(target, DTensor) and isinstance(value, torch.Tensor):
+            result[key] = _sharded(value, target, world, names[id(target)])
+    return result
+
+
+def _sharded(value: torch.Tensor, target: DTensor, world: DistributedWorld, name: str) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        if value.device_mesh == target.device_mesh and value.placements == target.placements:
+            return value
+        value = value.full_tensor()
+    if value.shape != target.shape:
+        return value  # nn.Module names both shapes
+    placement = world.placements.get(name) or whole_placement(value, world.mesh)
+    local = target.to_local()
+    return like(target, local_shard(value, placement.dims, placement.sharding, placement.mesh, world.rank).to(local.device, local.dtype))
+
+
+def clip_grad_norm(
+    parameters: Mapping[str, nn.Parameter], world: World, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """See `ParallelModule.clip_grad_norm_`."""
+    if not isinstance(world, DistributedWorld):
+        return torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm, norm_type, error_if_nonfinite)
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    total = _joint_norm(gradients, world, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients.values():
+        local = _local(gradient)
+        local.mul_(scale.to(local.device, local.dtype))
+    return total
+
+
+def _joint_norm(gradients: Mapping[str, torch.Tensor], world: DistributedWorld, norm_type: float) -> torch.Tensor:
+    """The norm over all parts, each counted on one of the ranks that hold it; summed in float64."""
+    is_maximum = norm_type == float("inf")
+    total = torch.zeros((), dtype=torch.float64, device=next((_local(g).device for g in gradients.values()), torch.device("cpu")))
+    for name, gradient in gradients.items():
+        if _is_counted_here(name, world):
+            norm = torch.linalg.vector_norm(_local(gradient), norm_type).double()
+            total = torch.maximum(total, norm) if is_maximum else total + norm**norm_type
+    everyone = world.groups.along(world.mesh, world.mesh.names)
+    dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
+    return (total if is_maximum else total ** (1 / norm_type)).float()
+
+
+def _is_counted_here(name: str, world: DistributedWorld) -> bool:
+    """Whether this rank is the first of those that hold its part of the parameter."""
+    placement = world.placements.get(name)
+    mesh, used = (placement.mesh, placement.sharding.axes) if placement else (world.mesh, ())
+    return all(index == 0 for axis, index in mesh.coordinates(world.rank).items() if axis not in used)
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

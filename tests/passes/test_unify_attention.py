@@ -1,0 +1,155 @@
+"""Every way to call scaled_dot_product_attention, against torch's own: values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.capture import capture
+from autopar.kernels.attention import attention
+from autopar.mesh import virtual_mesh
+from autopar.passes.unify_attention import UnifyAttention
+from autopar.program import Program
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+class Attention(nn.Module):
+    """Attention of three parameters, a batch of masks and constant options; `bias` is a learned mask."""
+
+    def __init__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, **options: Any) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Parameter(query), nn.Parameter(key), nn.Parameter(value)
+        self.bias = None if bias is None else nn.Parameter(bias)
+        self.options = options
+
+    def forward(self, mask: Tensor | None = None) -> Tensor:
+        mask = self.bias if self.bias is not None else mask
+        return F.scaled_dot_product_attention(self.query, self.key, self.value, mask, **self.options)
+
+
+def unified(model: nn.Module, *inputs: Tensor) -> Program:
+    return UnifyAttention().apply(capture(model, inputs, {}, virtual_mesh(dp=1), outputs="all"))
+
+
+def targets(program: Program) -> list[Any]:
+    return [node.target for node in program.graph.nodes if node.op == "call_function"]
+
+
+def assert_as_torch(model: nn.Module, *inputs: Tensor) -> Program:
+    program = unified(model, *inputs)
+    assert aten.scaled_dot_product_attention.default not in targets(program)
+    parameters = list(model.parameters())
+    by_name = dict(model.named_parameters())
+    (got,) = program.module()(*(by_name[item.name] for item in program.signature.inputs_of("parameter")), *inputs)
+    wanted = model(*inputs)
+    assert got.shape == wanted.shape == program.results[0].meta["val"].shape
+    assert got.stride() == program.results[0].meta["val"].stride()
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+    incoming = torch.randn_like(wanted)
+    grads = zip(torch.autograd.grad(got, parameters, incoming), torch.autograd.grad(wanted, parameters, incoming), strict=True)
+    for one, other in grads:
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    return program
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+FUSED: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    "plain": ([(2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8)], {}),
+    "causal, scaled": ([(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)], {"is_causal": True, "scale": 0.7}),
+    "value size": ([(2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6)], {}),
+    "grouped": ([(2, 6, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)], {"enable_gqa": True}),
+    "one key head": ([(2, 6, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8)], {}),
+    "no heads": ([(4, 5, 8), (4, 7, 8), (4, 7, 8)], {}),
+    "no batch": ([(5, 8), (7, 8), (7, 8)], {"is_causal": True}),
+    "two batch dims": ([(2, 4, 3, 5, 8), (2, 4, 3, 7, 8), (2, 4, 3, 7, 8)], {}),
+    "broadcast batch": ([(2, 4, 3, 5, 8), (1, 4, 3, 7, 8), (2, 1, 3, 7, 8)], {}),
+}
+
+
+@pytest.mark.parametrize("name", list(FUSED))
+def test_one_op_in_its_place(name: str) -> None:
+    shapes, options = FUSED[name]
+    program = assert_as_torch(Attention(*tensors(*shapes), **options))
+    assert targets(program).count(attention) == 1
+    assert not any("matmul" in str(target) for target in targets(program))
+
+
+@pytest.mark.parametrize(
+    ("lead", "mask_shape"),
+    [
+        ((2, 3), (5, 7)),
+        ((2, 3), (2, 1, 5, 7)),
+        ((2, 3), (3, 1, 7)),
+        ((4,), (4, 5, 7)),
+        ((2, 4, 3), (2, 4, 1, 5, 7)),
+        ((2, 4, 3), (4, 3, 5, 7)),
+        ((2, 4, 3), (5, 7)),
+    ],
+    ids=str,
+)
+def test_masks(lead: tuple[int, ...], mask_shape: tuple[int, ...]) -> None:
+    operands = tensors((*lead, 5, 8), (*lead, 7, 8), (*lead, 7, 8))
+    for mask in (torch.randn(mask_shape, dtype=torch.float64), (torch.rand(mask_shape) > 0.4).index_fill(-1, torch.tensor(0), True)):
+        program = assert_as_torch(Attention(*operands), mask)
+        assert targets(program).count(attention) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_gqa": True}], ids=str)
+def test_a_learned_mask_gets_its_gradient(options: dict[str, Any]) -> None:
+    num_key_heads = 2 if options else 4
+    operands = tensors((2, 4, 5, 8), (2, num_key_heads, 7, 8), (2, num_key_heads, 7, 8), (4, 5, 7))
+    program = assert_as_torch(Attention(*operands, **options))
+    assert attention not in targets(program)
+
+
+def test_heads_that_groups_cannot_say_become_plain_ops() -> None:
+    program = assert_as_torch(Attention(*tensors((2, 1, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)), is_causal=True))
+    assert attention not in targets(program)
+
+
+def test_a_mask_made_of_a_trained_value_by_comparison_is_a_constant() -> None:
+    class Threshold(Attention):
+        def forward(self, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(self.query, self.key, self.value, mask > self.query[0, 0, :1, :1])
+
+    program = unified(Threshold(*tensors((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8))), torch.rand(5, 5, dtype=torch.float64))
+    assert attention in targets(program)
+
+
+def test_dropout_is_left_as_a_dropout_of_ones() -> None:
+    program = unified(Attention(*tensors((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)), dropout_p=0.25))
+    call = next(node for node in program.graph.nodes if node.target is attention)
+    keep = call.args[4]
+    assert keep.target is aten.dropout.default and keep.args[0].target is aten.ones.default
+    assert keep.meta["val"].shape == (2, 3, 5, 7) and keep.args[1] == 0.25
+    parameters = [torch.ones(item.shape, dtype=item.dtype) for item in program.signature.inputs]
+    values = set(program.module()(*parameters)[0].unique().tolist())
+    assert len(values) > 2, "all ones come out as one value unless something is dropped"
+
+
+def test_a_view_of_the_result_fits_its_new_layout() -> None:
+    class Merged(Attention):
+        def forward(self, mask: Tensor) -> Tensor:
+            out = F.scaled_dot_product_attention(self.query, self.key, self.value, mask)
+            return out.contiguous().view(2, 15, 8)
+
+    assert_as_torch(Merged(*tensors((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8))), torch.randn(5, 7, dtype=torch.float64))

@@ -1,0 +1,179 @@
+"""Run programs of every form on real tensors, and compare what they yield."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from autopar.capture import capture
+from autopar.emit import tensor_of
+from autopar.manager import run_passes
+from autopar.mesh import Mesh
+from autopar.passes.cut_fragments import cut_fragments
+from autopar.passes.decompose_losses import DecomposeLosses
+from autopar.passes.find_atoms import FindAtoms
+from autopar.passes.fold_no_ops import FoldNoOps
+from autopar.passes.insert_reshards import InsertReshards
+from autopar.passes.key_random import KeyRandom
+from autopar.passes.lower import Lower
+from autopar.passes.merge_equal_calls import MergeEqualCalls
+from autopar.passes.random_shardings import RandomShardings
+from autopar.passes.refine_mesh import RefineMesh
+from autopar.passes.trace_joint import TraceJoint
+from autopar.passes.unify_attention import UnifyAttention
+from autopar.passes.views_of_chunks import ViewsOfChunks
+from autopar.program import Form, Program
+from autopar.runtime.fragments import CompiledFragments
+from autopar.runtime.interpreter import RankState, execute
+from autopar.runtime.parameters import assemble, local_shard
+from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
+from autopar.schedule import Schedule
+
+# By kind and name, as in the signature.
+Values = dict[tuple[str, str], Tensor]
+KEY = 0x1234_5678_9ABC_DEF
+
+FORWARD_PASSES = (DecomposeLosses(), UnifyAttention(), KeyRandom())
+SIMPLIFICATIONS = (ViewsOfChunks(), FoldNoOps(), MergeEqualCalls())
+
+
+def forward_program(model: nn.Module, kwargs: Mapping[str, Any], mesh: Mesh, *args: Any, **options: Any) -> Program:
+    return capture(model, args, dict(kwargs), mesh, **options)
+
+
+def global_program(forward: Program, training: bool = True) -> Program:
+    """Simplified, with atoms, on the refined mesh: what a search decides on."""
+    return run_passes(forward, (TraceJoint(training), *SIMPLIFICATIONS, FindAtoms(), RefineMesh()))
+
+
+def random_local(program: Program, seed: int) -> Program:
+    """LOCAL by a random legal plan of a GLOBAL program that has atoms."""
+    return run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()))
+
+
+def inputs_of(program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
+    """The value of every input, whole; tangents are ones."""
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    found: Values = {}
+    for item in program.signature.inputs:
+        if item.kind in ("parameter", "buffer"):
+            value = state[item.name].detach().clone()
+        elif item.kind == "constant":
+            value = program.constants[item.name]
+        elif item.kind == "batch":
+            value = leaves[int(item.name)]
+        else:
+            value = torch.tensor(KEY) if item.kind == "random_key" else torch.ones(item.shape, dtype=item.dtype)
+        found[item.kind, item.name] = value
+    return found
+
+
+def run(program: Program, inputs: Values) -> Values:
+    """A GLOBAL program on one device. Raises AssertionError where a value is not of the traced shape or dtype."""
+    assert program.form is Form.GLOBAL
+    results = _Traced(program.module(), program).run(*(inputs[item.kind, item.name].clone() for item in program.signature.inputs))
+    return {(item.kind, item.name): value for item, value in zip(program.signature.outputs, results, strict=True)}
+
+
+def run_forward(program: Program, inputs: Values) -> Values:
+    """A FORWARD program on one device, its gradients by autograd with tangents of one."""
+    assert program.form is Form.FORWARD
+    values = [inputs[item.kind, item.name].clone().requires_grad_(item.requires_grad) for item in program.signature.inputs]
+    buffers = {item.name: value for item, value in zip(program.signature.inputs, values, strict=True) if item.kind == "buffer"}
+    results = program.module()(*values)
+    found: Values = {(item.kind, item.name): value.detach() for item, value in zip(program.signature.outputs, results, strict=True)}
+    trainable = [(item.name, value) for item, value in zip(program.signature.inputs, values, strict=True) if item.requires_grad]
+    total = sum((value.sum() for value in results if value.requires_grad), torch.zeros(()))
+    if trainable and total.requires_grad:
+        gradients = torch.autograd.grad(total, [value for _, value in trainable], allow_unused=True)
+        found |= {("gradient", name): value for (name, _), value in zip(trainable, gradients, strict=True) if value is not None}
+    assert all(("buffer", name) not in found or found["buffer", name].shape == value.shape for name, value in buffers.items())
+    return found
+
+
+def run_schedule(schedule: Schedule, mesh: Mesh, inputs: Values, check_replicas: bool = True) -> Values:
+    """A schedule on virtual ranks, eager; outputs put together, replicas compared bit by bit."""
+    board = Switchboard(mesh)
+    ranks = [_rank_inputs(schedule, mesh, inputs, rank) for rank in range(mesh.size)]
+    transports = [VirtualTransport(board, rank) for rank in range(mesh.size)]
+    fragments = CompiledFragments(schedule.fragments, "eager")
+    with torch.no_grad():
+        for _ in range(2):
+            drive([execute(schedule, state, fragments, transport) for state, transport in zip(ranks, transports, strict=True)])
+    board.check_empty()
+    found: Values = {}
+    for item, name in zip(schedule.signature.outputs, schedule.outputs, strict=True):
+        parts = {rank: state.buffers[name] for rank, state in enumerate(ranks)}
+        assert item.sharding is not None
+        found[item.kind, item.name] = assemble(parts, item.dims, item.sharding, mesh, check_replicas=check_replicas)
+    return found
+
+
+def run_local(local: Program, inputs: Values) -> Values:
+    return run_schedule(cut_fragments(local), local.mesh, inputs)
+
+
+def _rank_inputs(schedule: Schedule, mesh: Mesh, inputs: Values, rank: int) -> RankState:
+    buffers: dict[str, Tensor] = {}
+    for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True):
+        if item.kind == "coordinate":
+            buffers[name] = torch.tensor(mesh.index(rank, item.name.split(",")))
+        elif item.sharding is None:
+            buffers[name] = inputs[item.kind, item.name]
+        else:
+            buffers[name] = local_shard(inputs[item.kind, item.name], item.dims, item.sharding, mesh, rank)
+    return RankState(buffers)
+
+
+class _Traced(torch.fx.Interpreter):
+    """Compares every value with the fake one that was traced."""
+
+    def __init__(self, module: torch.fx.GraphModule, program: Program) -> None:
+        super().__init__(module)
+        self.fakes = {node.name: node.meta.get("val") for node in program.graph.nodes}
+
+    def run_node(self, n: Node) -> Any:
+        value = super().run_node(n)
+        fake = self.fakes[n.name]
+        if isinstance(value, Tensor) and isinstance(fake, Tensor):
+            wanted, got = (fake.shape, fake.dtype), (value.shape, value.dtype)
+            assert wanted == got, f"{n.format_node()}: traced {wanted}, ran {got}"
+        return value
+
+
+def promoted(program: Program) -> Program:
+    """A FORWARD program in which what was cast to float32 is float64, as Hugging Face models need to be compared at 1e-9."""
+    program = program.copy()
+    values: dict[Node, Any] = {}
+    with _mode(program), torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = tensor_of(node)
+            elif node.op == "call_function":
+                node.args, node.kwargs = (_wider(part) for part in (node.args, node.kwargs))
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: values[argument])
+                node.meta["val"] = values[node] = node.target(*args, **kwargs)
+    return program
+
+
+def _wider(argument: Any) -> Any:
+    return pytree.tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, argument)
+
+
+def _mode(program: Program) -> Any:
+    return tensor_of(program.placeholders[0]).fake_mode  # type: ignore[attr-defined]
+
+
+def assert_close(got: Values, wanted: Values, tolerance: float) -> None:
+    """‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖) for every output of `wanted`; a gradient may truly be zero."""
+    assert got.keys() == wanted.keys()
+    norm = torch.stack([value.double().norm() for (kind, _), value in wanted.items() if kind == "gradient"] or [torch.zeros(())]).norm()
+    errors = {key: float((got[key].double() - value.double()).norm() / max(value.double().norm(), 1e-6 * norm, 1e-300)) for key, value in wanted.items()}
+    wrong = {key: error for key, error in errors.items() if not error <= tolerance}
+    assert not wrong, f"{len(wrong)} of {len(errors)} outputs differ by more than {tolerance}: {dict(list(wrong.items())[:8])}"
