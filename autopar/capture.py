@@ -218,10 +218,13 @@ def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) ->
             mapping[node] = mapping[node.args[0]][node.args[1]]  # type: ignore[index]
             continue
         copied = graph.node_copy(node, lambda argument: mapping[argument])
-        if "device" in copied.kwargs:
-            copied.kwargs = dict(copied.kwargs) | {"device": torch.device("cpu")}
+        copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
         mapping[node] = copied
     raise AssertionError("a graph without an output")
+
+
+def _on_cpu(argument: Any) -> Any:
+    return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
 def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, Node]) -> Any:

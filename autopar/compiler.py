@@ -147,7 +147,7 @@ def compile_call(
         program=program,
         local=local,
         schedule=schedule,
-        plan=Plan.of(program, decision.reasons),
+        plan=Plan.of(program, decision),
         steps=tuple(history.steps),
         search=decision,
         cost=CostModel(options.cluster, local.mesh),

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.fx import Node
 
@@ -41,6 +41,13 @@ Pins = Mapping[str, Sequence[DimPin]]
 
 logger = logging.getLogger("autopar")
 VERSION = 1
+
+
+class Reasoned(Protocol):
+    """A decision that says why, by parameter name or node key."""
+
+    @property
+    def reasons(self) -> Mapping[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -76,8 +83,8 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @staticmethod
-    def of(program: Program, reasons: Mapping[str, str] | None = None) -> Plan:
-        """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards are inserted."""
+    def of(program: Program, decision: Reasoned | None = None) -> Plan:
+        """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards; reasons from the search's `decision`."""
         placements = {(item.kind, item.name): PlannedInput(DIMS[node][0], SHARDING[node][0]) for item, node in program.named_inputs()}
         return Plan(
             mesh=program.mesh,
@@ -85,7 +92,7 @@ class Plan:
             inputs={f"{kind} {name}": placement for (kind, name), placement in placements.items() if kind != "parameter"},
             strategies={key: STRATEGY[node] for node, key in node_keys(program).items() if node in STRATEGY},
             fingerprint=fingerprint(program),
-            reasons=dict(reasons or {}),
+            reasons=dict(decision.reasons) if decision else {},
         )
 
     def pins(self) -> Plan:

@@ -41,7 +41,7 @@ def promote_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def promote(program: Program) -> Program:
-    """`program` with every float dtype among its arguments, inputs and constants as float64, and all values recomputed.
+    """`program` with every float dtype among its arguments, inputs constants and values as float64.
 
     Any form. Run it on promoted inputs, within `default_float64`: ops without a dtype make default floats.
     """
@@ -112,15 +112,11 @@ class Promoting(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         func = torch.Tensor.double if any(func is cast for cast in _LOWER_CASTS) else func
-        args, kwargs = _promoted_literals((args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(torch.dtype, promoted_dtype, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 _LOWER_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
-
-
-def _promoted_literals(arguments: Any) -> Any:
-    return pytree.tree_map_only(torch.dtype, promoted_dtype, arguments)
 
 
 def _promoted_item(item: Any) -> Any:
@@ -138,19 +134,15 @@ def _promoted_module(fragment: Fragment) -> GraphModule:
 
 
 def _promote_graph(graph: Graph) -> None:
-    """Change literals and recompute values, in place."""
+    """Change literals and the dtypes of values, in place. Shapes and strides depend on no dtype, so nothing is run."""
     mode = fake_mode()
-    with mode, torch.no_grad(), default_float64():
-        for node in graph.nodes:
-            if node.op == "placeholder":
-                node.meta["val"] = _fresh(node.meta["val"], mode)
-            elif node.op == "call_function":
-                node.args, node.kwargs = _literals_of(node.args), _literals_of(node.kwargs)
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
-                node.meta["val"] = node.target(*args, **kwargs)
+    for node in graph.nodes:
+        node.args, node.kwargs = _promoted_literals_of(node.args), _promoted_literals_of(node.kwargs)
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda value: _fresh(value, mode), node.meta["val"])
 
 
-def _literals_of(arguments: Any) -> Any:
+def _promoted_literals_of(arguments: Any) -> Any:
     return torch.fx.node.map_aggregate(arguments, lambda leaf: promoted_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf)
 
 

@@ -37,6 +37,11 @@ class Sharding:
     splits: tuple[tuple[str, ...], ...]
     unreduced: tuple[tuple[str, ReductionKind], ...] = ()
 
+    def __post_init__(self) -> None:
+        # One order, so that shardings which mean the same are equal.
+        if len(self.unreduced) > 1:
+            object.__setattr__(self, "unreduced", tuple(sorted(self.unreduced)))
+
     @staticmethod
     def replicated(dims: Dims) -> Sharding:
         return Sharding(((),) * len(flat(dims)))

@@ -7,7 +7,7 @@ its new value. The loss and the other results are readers that want them whole. 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -15,13 +15,14 @@ from torch.fx import Node
 from autopar.assignment import Candidate, Choice, Problem, State, ValueIndex
 from autopar.cost import CostModel
 from autopar.keys import BATCH, DIMS, PHASE
+from autopar.mesh import Mesh, parent
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
-from autopar.sharding import Dims, Sharding, Strategy
+from autopar.sharding import Dims, Sharding, Strategy, flat
 from autopar.strategies import placeholder_strategies, space_of, strategies_of
 
 # The result that is read by the input of this kind and name: where it must be left.
-_HOME = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
+HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
 
 
 @dataclass
@@ -46,6 +47,37 @@ def _slices(state: State, other: State) -> bool:
     return is_slice(state, other)
 
 
+def whole_axes(
+    strategies: tuple[Strategy, ...], operand_dims: Sequence[Dims], result_dims: Sequence[Dims], mesh: Mesh
+) -> tuple[Strategy, ...]:
+    """The strategies that use the sub-axes of an axis (tp.0, tp.1) as one, or apart where an atom is too small for the whole.
+
+    Every sub-axis multiplies the strategies of an op, but apart they serve one purpose: two key heads on four ranks.
+    Then the major one is on the small atom; the others do what they like.
+    """
+    families = [mesh.parts(axis) for axis in dict.fromkeys(map(parent, mesh.names)) if len(mesh.parts(axis)) > 1]
+    atoms = [flat(dims) for dims in (*operand_dims, *result_dims)]
+    return tuple(each for each in strategies if all(_together(each, family, atoms, mesh.size_of(family)) for family in families))
+
+
+def _together(strategy: Strategy, family: tuple[str, ...], atoms: Sequence[tuple[int, ...]], size: int) -> bool:
+    shardings = strategy.operands + strategy.results
+    if len({tuple(_place(sharding, axis) for sharding in shardings) for axis in family}) == 1:
+        return True
+    split = [
+        atom
+        for sharding, sizes in zip(shardings, atoms, strict=True)
+        for axes, atom in zip(sharding.splits, sizes, strict=False)
+        if family[0] in axes
+    ]
+    return any(atom % size for atom in split)
+
+
+def _place(sharding: Sharding, axis: str) -> object:
+    """What `axis` does to a value: the atom that it splits, how it leaves it unreduced, or nothing."""
+    return next((position for position, axes in enumerate(sharding.splits) if axis in axes), dict(sharding.unreduced).get(axis))
+
+
 @dataclass
 class _Builder:
     program: Program
@@ -64,7 +96,7 @@ class _Builder:
         homes = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
         left: dict[Node, Node] = {}
         for output, node in self.program.named_outputs():
-            home = homes.get((_HOME.get(output.kind), output.name))  # type: ignore[arg-type]
+            home = homes.get((HOMES.get(output.kind), output.name))  # type: ignore[arg-type]
             if home is not None:
                 left[home] = node
         for item, node in self.program.named_inputs():
@@ -72,7 +104,7 @@ class _Builder:
         for node in calls:
             self._add_call(node)
         for output, node in self.program.named_outputs():
-            if (_HOME.get(output.kind), output.name) not in homes:
+            if (HOMES.get(output.kind), output.name) not in homes:
                 self._add_result(output, node)
 
     def value_of(self, node: Node) -> ValueIndex:
@@ -92,7 +124,7 @@ class _Builder:
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
         """`left` is the result that must be left where this input lies."""
         dims = DIMS[node][0]
-        strategies = placeholder_strategies(item.kind, dims, self.program.mesh, BATCH[node][0])
+        strategies = whole_axes(placeholder_strategies(item.kind, dims, self.program.mesh, BATCH[node][0]), (), (dims,), self.program.mesh)
         if node.name in self.pinned:
             strategies = (self.pinned[node.name],)
         reads = () if left is None else (self.value_of(left),)
@@ -113,7 +145,8 @@ class _Builder:
             candidates = self._candidates(node, strategies)
         else:
             if kind not in self._priced:
-                strategies = strategies_of(node, self.program.mesh)
+                reads_dims = [DIMS[operand][0] for operand in operands(node)]
+                strategies = whole_axes(strategies_of(node, self.program.mesh), reads_dims, DIMS[node], self.program.mesh)
                 self._priced[kind] = (strategies, self._candidates(node, strategies))
             strategies, candidates = self._priced[kind]
         reads = tuple(self.value_of(operand) for operand in operands(node))
@@ -124,11 +157,18 @@ class _Builder:
         return tuple(Candidate(each.operands, each.results, self.cost.node(node, each).seconds) for each in strategies)
 
     def _add_result(self, output: Output, node: Node) -> None:
-        """A result without an input that it belongs to leaves whole."""
-        dims = DIMS[node][0]
-        whole = Sharding.replicated(dims)
-        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), (Candidate((whole,), (), 0.0),), ("result", output.kind, dims)))
-        self.strategies.append((Strategy((whole,), ()),))
+        """A result without an input that it belongs to."""
+        target = required_sharding(output, node, self.program.mesh)
+        kind = ("result", output.kind, DIMS[node][0])
+        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), (Candidate((target,), (), 0.0),), kind))
+        self.strategies.append((Strategy((target,), ()),))
+
+
+def required_sharding(output: Output, node: Node, mesh: Mesh) -> Sharding:
+    """How a result that belongs to no input leaves: the user's output as its share of the batch, a loss whole."""
+    dims = DIMS[node][0]
+    batch = BATCH[node][0] if output.kind == "output" else ()
+    return placeholder_strategies("tangent", dims, mesh, batch)[0].results[0]
 
 
 def _kind(node: Node) -> Hashable:

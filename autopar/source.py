@@ -17,17 +17,23 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
 def set_sources(graph: Graph, prefix: str = "") -> None:
-    """Set SOURCE on every node that has a record; `prefix` is what capture put before the user's module paths."""
+    """Set SOURCE on every call; `prefix` is what capture put before the user's module paths.
+
+    A backward call has the record of its forward partner. The adds by which autograd accumulates a gradient have a
+    misleading record of some other call, so they take the source of the gradient that they add last.
+    """
     for node in graph.nodes:
         if node.op == "call_function":
-            SOURCE[node] = source_of(node, prefix)
+            calls = [operand for operand in node.all_input_nodes if operand in SOURCE]
+            SOURCE[node] = SOURCE[calls[-1]] if calls and node.meta.get("is_gradient_acc") else source_of(node, prefix)
 
 
 def source_of(node: Node, prefix: str = "") -> Source:
     """The innermost line outside of torch, and the innermost module."""
     frames = user_frames(node.meta.get("stack_trace") or "")
     place = frames[-1] if frames else Source()
-    return replace(place, module=_module_path(node.meta.get("nn_module_stack"), prefix))
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    return replace(place, module=_module_path(stack, prefix))
 
 
 def user_frames(text: str) -> list[Source]:

@@ -17,11 +17,11 @@ from autopar.collectives import reshard
 from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
-from autopar.mesh import parent
+from autopar.mesh import Mesh, parent
 from autopar.pattern import pattern_of
 from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
-from autopar.reshard import Step, steps
+from autopar.reshard import steps
 from autopar.rule import rule_of
 from autopar.schedule import Collective
 from autopar.sharding import Strategy
@@ -137,20 +137,20 @@ class Transfer:
 def transfers(program: Program, cost: CostModel) -> Iterator[Transfer]:
     """Every collective of the program, in order."""
     for node in program.graph.nodes:
-        if node.target is not reshard:
-            continue
-        value = results_of(node)[0]
-        assert value is not None, node
-        for step in _steps(node, program):
-            if step.collective != "slice":
-                price = cost.step(step, value.dtype.itemsize)
-                axes = "·".join(dict.fromkeys(parent(axis) for axis in step.axes))
-                yield Transfer(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
+        yield from transfers_of(node, program.mesh, cost)
 
 
-def _steps(node: Node, program: Program) -> tuple[Step, ...]:
+def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Transfer]:
+    """The collectives of a reshard; none of any other node."""
+    value = results_of(node)[0]
+    if node.target is not reshard or value is None:
+        return
     source = operands(node)[0]
-    return steps(DIMS[node][0], SHARDING[source][0], SHARDING[node][0], program.mesh)
+    for step in steps(DIMS[node][0], SHARDING[source][0], SHARDING[node][0], mesh):
+        if step.collective != "slice":
+            price = cost.step(step, value.dtype.itemsize)
+            axes = "·".join(dict.fromkeys(parent(axis) for axis in step.axes))
+            yield Transfer(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
 
 
 def _communication(program: Program, cost: CostModel) -> dict[str, dict[str, dict[str, float]]]:

@@ -13,6 +13,7 @@ A collective is launched at the first cut after its operand is computed and wait
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass, field
 
@@ -69,7 +70,7 @@ class _Cutter:
         return Schedule(instructions, self.fragments, names, outputs, program.signature, _shapes(program))
 
     def visit(self, node: Node) -> None:
-        if node.target is wait:
+        if node.target is wait or node.target is operator.getitem:
             return
         needed = [operand for operand in node.all_input_nodes if operand.target is wait and operand.args[0] in self.waiting]
         block = _block(node)
@@ -83,6 +84,8 @@ class _Cutter:
             self.waiting.add(node)
         else:
             self.current.append(node)
+            # What an op with several results gives is named at once, lest a cut part the names from the op.
+            self.current += [user for user in node.users if user.target is operator.getitem]
 
     def complete(self, node: Node) -> None:
         """Wait for the collective behind `node`, once."""

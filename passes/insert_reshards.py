@@ -10,9 +10,10 @@ from torch.fx import Node
 from autopar.atoms import operand_result
 from autopar.collectives import reshard
 from autopar.emit import copy_origin
-from autopar.keys import DIMS, PHASE, SHARDING, STRATEGY
+from autopar.keys import BATCH, DIMS, PHASE, SHARDING, STRATEGY
 from autopar.program import Program, operands
 from autopar.sharding import Sharding
+from autopar.sharding_problem import HOMES, required_sharding
 
 
 @dataclass(frozen=True)
@@ -79,29 +80,29 @@ def _fitted(
 
 
 def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
-    with program.graph.inserting_before(user):
+    """A result is resharded right after it is made: a loss before the backward begins, a gradient while it goes on."""
+    is_result = user.op == "output"
+    place = program.graph.inserting_after(_last_placeholder(value)) if is_result else program.graph.inserting_before(user)
+    with place:
         node = program.graph.call_function(reshard, (value, target))
     node.meta["val"] = value.meta["val"]
     copy_origin(value, node)
-    DIMS[node], SHARDING[node] = DIMS[value], (target,)
-    if user.op == "output":
-        PHASE[node] = PHASE.get(value) or "forward"
-    else:
-        PHASE[node] = PHASE[user]
+    DIMS[node], BATCH[node], SHARDING[node] = DIMS[value], BATCH[value], (target,)
+    PHASE[node] = (PHASE.get(value) or "forward") if is_result else PHASE[user]
     return node
+
+
+def _last_placeholder(value: Node) -> Node:
+    return value.graph.find_nodes(op="placeholder")[-1] if value.op == "placeholder" else value
 
 
 def _with_signature(program: Program) -> Program:
     """Write dims and shardings into the signature: inputs as they were decided, outputs as the contract says."""
+    nodes = {(item.kind, item.name): node for item, node in program.named_inputs()}
     inputs = tuple(replace(item, dims=DIMS[node][0], sharding=SHARDING[node][0]) for item, node in program.named_inputs())
-    by_name = {(item.kind, item.name): item for item in inputs}
     outputs = []
     for output, node in program.named_outputs():
-        kind = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}.get(output.kind)
-        other = by_name.get((kind, output.name))  # type: ignore[arg-type]
-        if other is not None:
-            sharding = other.sharding
-        else:
-            sharding = Sharding.replicated(DIMS[node][0])
+        home = nodes.get((HOMES.get(output.kind), output.name))  # type: ignore[call-overload]
+        sharding = SHARDING[home][0] if home is not None else required_sharding(output, node, program.mesh)
         outputs.append(replace(output, dims=DIMS[node][0], sharding=sharding))
     return replace(program, signature=replace(program.signature, inputs=inputs, outputs=tuple(outputs)))

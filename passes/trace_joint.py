@@ -80,7 +80,7 @@ def _input(descriptor: Any, node: Node, signature: Signature) -> Input:
     if kind == "input":
         return signature.inputs[index]
     value = node.meta["val"]
-    return Input("tangent", str(index), tuple(value.shape), value.dtype)
+    return Input("tangent", signature.outputs[index].name, tuple(value.shape), value.dtype)
 
 
 def _output(descriptor: Any, signature: Signature) -> Output:

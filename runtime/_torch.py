@@ -64,11 +64,13 @@ def has_distributed() -> bool:
 
 def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Launch an all-gather of 1-d tensors; torch 2.13 renamed the function and warns of the old name."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(output, source, group=group, async_op=True)
+    return _renamed("all_gather_single", "all_gather_into_tensor")(output, source, group=group, async_op=True)
 
 
 def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Launch a summing reduce-scatter of 1-d tensors; renamed in torch 2.13 likewise."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return function(output, source, group=group, async_op=True)
+    return _renamed("reduce_scatter_single", "reduce_scatter_tensor")(output, source, group=group, async_op=True)
+
+
+def _renamed(new: str, old: str) -> Callable[..., dist.Work]:
+    return getattr(dist, new if hasattr(dist, new) else old)

@@ -151,7 +151,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         _ = ctx.saved_tensors
         if ctx.call is None:
             raise RuntimeError(

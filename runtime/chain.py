@@ -10,29 +10,25 @@ node by comparing values: of a LOCAL node with those of the GLOBAL node that it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
 
-from autopar.compiled import Compiled
-from autopar.keys import DIMS, ORIGIN, PHASE, SHARDING, SOURCE
+from autopar.compiled import Compiled, Step
 from autopar.program import Form, Program
-from autopar.promote import Promoting, default_float64, promote, promote_compiled, promote_model, promote_tensor
+from autopar.promote import Promoting, copy_model, default_float64, promote, promote_compiled, promote_tensor
 from autopar.runtime.inputs import CallInputs
-from autopar.runtime.parameters import assemble, replica_difference
-from autopar.runtime.replay import Case, Results, Stepper, origins, run_forward, run_global, run_local, run_original, tangents_of
+from autopar.runtime.replay import Case, ReplayError, Results, run_forward, run_global, run_local, run_original, tangents_of
 from autopar.runtime.report import FLOOR, Difference, Report, error_of, norm
+from autopar.runtime.watch import Watcher, difference_at, first_renamed
 
-if TYPE_CHECKING:
-    from autopar.runtime.module import ParallelModule
-
-# The module's own run of a compile on a case: its results, and where an input did not arrive.
-Run = Callable[[Compiled, Case], tuple[Results, Difference | None]]
+# The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
+# results do not satisfy the predicate.
+Run = Callable[[Compiled, Case, Callable[[Results], bool]], Difference | None]
 
 
 def verify_compiled(
@@ -52,11 +48,19 @@ def verify_compiled(
     program's random key. `run` adds the module's own run. Nothing of `model` changes. Needs memory for a copy of the model
     and for the activations of every rank.
     """
-    return _Chain(model, compiled, args, kwargs, promote, tolerance, key).report(run)
+    tolerance = (1e-9 if promote else 1e-4) if tolerance is None else tolerance
+    with ExitStack() as stack:
+        if promote:
+            stack.enter_context(default_float64())
+        chain = _Chain(model, compiled, CallInputs.of(args, kwargs), promote, tolerance, key)
+        difference = chain.compare_programs()
+        if run is not None:
+            difference = chain.compare_run(run, difference)
+    return chain.report(difference)
 
 
 @dataclass
-class _Errors:
+class Errors:
     """The largest errors so far."""
 
     loss: float = 0.0
@@ -66,171 +70,157 @@ class _Errors:
 
     @property
     def worst(self) -> tuple[float, str]:
-        """The largest error and whose it is."""
+        """The largest error, and whose it is."""
         found = [(self.loss, "loss")]
         for title, table in (("gradient of ", self.gradients), ("buffer ", self.buffers), ("replicas of ", self.replicas)):
             found += [(error, title + name) for name, error in table.items()]
         return max(found)
 
-    def add(self, other: _Errors) -> None:
+    def add(self, other: Errors) -> None:
         self.loss = max(self.loss, other.loss)
         for mine, theirs in ((self.gradients, other.gradients), (self.buffers, other.buffers), (self.replicas, other.replicas)):
             for name, error in theirs.items():
                 mine[name] = max(mine.get(name, 0.0), error)
 
 
-def errors_between(results: Results, wanted: Results) -> _Errors:
-    """How far `results` are from `wanted`. A tied parameter may stand under several names in `wanted`."""
+def errors_between(results: Results, wanted: Results) -> Errors:
+    """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros."""
     outputs = [error_of(results.outputs.get(name), value) for name, value in wanted.outputs.items()]
-    total = math.sqrt(sum(norm(value) ** 2 for value in wanted.gradients.values()))
-    shared = {id(value): name for name, value in wanted.gradients.items() if name in results.gradients}
-    gradients = {}
-    for name, value in wanted.gradients.items():
-        if name in results.gradients or id(value) not in shared:
-            gradients[name] = error_of(results.gradients.get(name), value, FLOOR * total)
-    for name in set(results.gradients) - set(wanted.gradients):
-        gradients[name] = error_of(results.gradients[name], None, total)
+    floor = FLOOR * math.sqrt(sum(norm(value) ** 2 for value in wanted.gradients.values()))
+    names = dict.fromkeys([*wanted.gradients, *results.gradients])
+    gradients = {name: error_of(results.gradients.get(name), wanted.gradients.get(name), floor) for name in names}
     buffers = {name: error_of(results.buffers.get(name), value) for name, value in wanted.buffers.items()}
-    return _Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
+    return Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
 
 
 class _Chain:
-    def __init__(
-        self,
-        model: nn.Module,
-        compiled: Compiled,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        promoted: bool,
-        tolerance: float | None,
-        key: int,
-    ) -> None:
-        self.promoted = promoted
-        self.tolerance = (1e-9 if promoted else 1e-4) if tolerance is None else tolerance
+    def __init__(self, model: nn.Module, compiled: Compiled, inputs: CallInputs, promoted: bool, tolerance: float, key: int) -> None:
+        self.promoted, self.tolerance = promoted, tolerance
         self.steps = compiled.steps
         self.compiled = promote_compiled(compiled) if promoted else compiled
-        self.model, self.args, self.kwargs = model, args, kwargs
         self.training = bool(compiled.program.signature.outputs_of("gradient"))
         self.is_random = bool(compiled.forward.signature.inputs_of("random_key"))
-        change = promote_tensor if promoted else _itself
-        state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-        self.case = Case(
-            state={name: change(value.detach().cpu()) for name, value in state.items()},
-            leaves=[change(leaf.detach().cpu()) if isinstance(leaf, torch.Tensor) else leaf for leaf in CallInputs.of(args, kwargs).leaves],
+        self.case = self._case(model, inputs, key)
+        self.errors = Errors()
+        self.reference = self._reference(model, inputs)
+
+    def _case(self, model: nn.Module, inputs: CallInputs, key: int) -> Case:
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach().cpu()
+            return promote_tensor(tensor) if self.promoted else tensor
+
+        first_names = {id(value): name for name, value in model.named_parameters()}
+        return Case(
+            state={name: own(value) for name, value in _named(model).items()},
+            leaves=[own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves],
+            first_names={name: first_names[id(value)] for name, value in model.named_parameters(remove_duplicate=False)},
             key=key,
             tangents=tangents_of(self.compiled.forward.signature),
         )
-        self.errors = _Errors()
 
-    def report(self, run: Run | None) -> Report:
-        with ExitStack() as stack:
-            if self.promoted:
-                stack.enter_context(default_float64())
-            self.reference = self._reference()
-            difference = self._compare_programs()
-            if run is not None:
-                difference = self._compare_run(run, difference)
-        errors = self.errors
-        reference = "forward program" if self.is_random else "original model"
-        return Report(
-            errors.loss, errors.gradients, self.tolerance, reference, self.promoted, errors.buffers, errors.replicas, difference
-        )
-
-    def _reference(self) -> Results:
-        compiled = self.compiled
+    def _reference(self, model: nn.Module, inputs: CallInputs) -> Results:
         if self.is_random:
-            return run_forward(compiled.forward, self.case, self.training)
-        originals = {id(value): self.case.state[name] for name, value in _named(self.model)}
-        copied = promote_model(self.model, originals) if self.promoted else copy_of(self.model, originals)
-        structure = CallInputs.of(self.args, self.kwargs)
-        args, kwargs = structure.call(lambda index, tensor: self.case.leaves[index].clone())
+            return run_forward(self.compiled.forward, self.case, self.training)
+        values = {id(value): self.case.state[name] for name, value in _named(model).items()}
+        copied = copy_model(model, values, promoted=self.promoted)
+        args, kwargs = inputs.call(lambda index, tensor: self.case.leaves[index].clone())
         with ExitStack() as stack:
             if self.promoted:
                 stack.enter_context(Promoting())
-            return run_original(copied, args, kwargs, compiled.forward.signature, self.case, self.training)
+            return run_original(copied, args, kwargs, self.compiled.forward.signature, self.case, self.training)
 
-    # ---- the programs
+    def report(self, difference: Difference | None) -> Report:
+        return Report(
+            loss_error=self.errors.loss,
+            gradient_errors=self.errors.gradients,
+            tolerance=self.tolerance,
+            reference="forward program" if self.is_random else "original model",
+            promoted=self.promoted,
+            buffer_errors=self.errors.buffers,
+            replica_errors=self.errors.replicas,
+            first_difference=difference,
+        )
 
-    def _compare_programs(self) -> Difference | None:
-        """Compare FORWARD, GLOBAL and LOCAL with the reference; the first that differs is looked into."""
-        compiled = self.compiled
-        if not self.is_random and not self._agrees(run_forward(compiled.forward, self.case, self.training)):
-            return self._made_by(compiled.forward)
-        watcher = Watcher(compiled.program, compiled.local, self.case, self.tolerance)
-        local = run_local(compiled.local, self.case, watcher)
-        if not self._agrees(run_global(compiled.program, self.case)):
-            return self._made_by(compiled.program)
-        agrees = self._agrees(local)
-        if watcher.found is not None and (not agrees or watcher.found.detail):
-            step = self._lowering()
-            return Difference(watcher.found.node, watcher.found.source, step, watcher.found.error, watcher.found.detail)
-        return None if agrees else self._worst_result(local, self._lowering())
-
-    def _agrees(self, results: Results) -> bool:
+    def agrees(self, results: Results) -> bool:
+        """Whether `results` are the reference's; their errors are kept for the report."""
         errors = errors_between(results, self.reference)
         self.errors.add(errors)
         return errors.worst[0] <= self.tolerance
 
-    def _lowering(self) -> str:
-        return next((step.name for step in self.steps if step.program.form is Form.LOCAL), "lower")
+    # ---- the programs
 
-    def _made_by(self, broken: Program) -> Difference:
-        """Bisect the recorded programs for the first that differs from the reference."""
-        steps = [step for step in self.steps if step.program.form is not Form.LOCAL]
-        if broken.form is Form.FORWARD:
-            steps = [step for step in steps if step.program.form is Form.FORWARD]
+    def compare_programs(self) -> Difference | None:
+        """Compare FORWARD, GLOBAL and LOCAL with the reference; the first that differs is looked into."""
+        compiled = self.compiled
+        if not self.is_random and not self.agrees(run_forward(compiled.forward, self.case, self.training)):
+            return self._made_before(compiled.forward, "capture and forward passes")
+        watcher = Watcher(compiled.program, compiled.local, self.case, self.tolerance)
+        local, failure = self._local(watcher)
+        if not self.agrees(watcher.stepper.results()):
+            return self._made_before(compiled.program, "trace joint and the passes after it")
+        lower = next((step.name for step in self.steps if step.program.form is Form.LOCAL), "lower")
+        if local is None:
+            assert failure is not None
+            return replace(failure, made_by=lower)
+        agrees = self.agrees(local)
+        if watcher.found is not None and (not agrees or watcher.found.detail):
+            return replace(watcher.found, made_by=lower)
+        return None if agrees else self._worst(local, lower)
+
+    def _local(self, watcher: Watcher) -> tuple[Results | None, Difference | None]:
+        """What LOCAL yields, or the node that cannot run."""
+        try:
+            return run_local(self.compiled.local, self.case, watcher), None
+        except ReplayError as error:
+            return None, watcher.found or difference_at(error.node, math.inf, str(error))
+
+    def _made_before(self, broken: Program, otherwise: str) -> Difference:
+        """Bisect the recorded programs up to the form of `broken` for the first that differs from the reference.
+
+        When every recorded one agrees, what was handed on is not what the last pass made; `otherwise` names the culprit then.
+        """
+        forms = (Form.FORWARD,) if broken.form is Form.FORWARD else (Form.FORWARD, Form.GLOBAL)
+        steps = [step for step in self.steps if step.program.form in forms]
+        first = self._first_broken(steps)
+        before = self._own(steps[first - 1].program) if first else None
+        if first == len(steps):
+            return self._between(before, broken, otherwise)
+        name = steps[first].name if first else f"capture, or {steps[first].name}"
+        return self._between(before, self._own(steps[first].program), name)
+
+    def _first_broken(self, steps: list[Step]) -> int:
         low, high = -1, len(steps)
         while high - low > 1:
             middle = (low + high) // 2
-            if errors_between(self._run(steps[middle].program), self.reference).worst[0] <= self.tolerance:
-                low = middle
-            else:
-                high = middle
-        if high == len(steps):
-            # Every recorded program agrees: the last step's result is not what was handed on.
-            before = steps[-1].program if steps else None
-            return self._between(before, broken, "capture and forward passes" if broken.form is Form.FORWARD else "trace joint and global passes")
-        before = steps[high - 1].program if high else None
-        name = steps[high].name if high else f"capture or {steps[high].name}"
-        return self._between(before, self._promoted(steps[high].program), name)
+            errors = errors_between(self._run(self._own(steps[middle].program)), self.reference)
+            low, high = (middle, high) if errors.worst[0] <= self.tolerance else (low, middle)
+        return high
 
-    def _promoted(self, program: Program) -> Program:
+    def _own(self, program: Program) -> Program:
         return promote(program) if self.promoted else program
 
     def _run(self, program: Program) -> Results:
-        program = self._promoted(program)
         return run_forward(program, self.case, self.training) if program.form is Form.FORWARD else run_global(program, self.case)
 
     def _between(self, before: Program | None, after: Program, name: str) -> Difference:
-        """The first node of `after` that differs from the node of that name in `before`, where the pass kept names."""
+        """The first node of `after` that differs from the node of that name in `before`; passes keep the names of what they keep."""
         if before is not None and before.form is after.form:
-            found = first_renamed(self._promoted(before), after, self.case, self.tolerance)
+            found = first_renamed(before, after, self.case, self.tolerance)
             if found is not None:
-                return Difference(found.node, found.source, name, found.error)
-        return self._worst_result(self._run_as_is(after), name)
+                return replace(found, made_by=name)
+        return self._worst(self._run(after), name)
 
-    def _run_as_is(self, program: Program) -> Results:
-        return run_forward(program, self.case, self.training) if program.form is Form.FORWARD else run_global(program, self.case)
-
-    def _worst_result(self, results: Results, name: str) -> Difference:
+    def _worst(self, results: Results, name: str) -> Difference:
         error, whose = errors_between(results, self.reference).worst
         return Difference(whose, "", name, error)
 
     # ---- the module's own run
 
-    def _compare_run(self, run: Run, difference: Difference | None) -> Difference | None:
-        results, misplaced = run(self.compiled, self.case)
-        agrees = self._agrees(results)
-        if difference is not None:
-            return difference
-        if misplaced is not None:
-            return misplaced
-        return None if agrees else self._worst_result(results, "runtime")
+    def compare_run(self, run: Run, difference: Difference | None) -> Difference | None:
+        """Run the module itself; a difference that the programs have already comes first."""
+        found = run(self.compiled, self.case, self.agrees)
+        return difference or found
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
-
-
-def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+def _named(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

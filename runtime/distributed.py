@@ -58,7 +58,9 @@ class ProcessGroups:
                 members = mesh.group(rank, axes)
                 if frozenset(members) not in self._groups:
                     ranks = [self.global_ranks[member] for member in members]
-                    self._groups[frozenset(members)] = dist.new_group(ranks, timeout=self._timeout)
+                    group = dist.new_group(ranks, timeout=self._timeout)
+                    # A rank outside the group gets a mark instead; it never asks for the group.
+                    self._groups[frozenset(members)] = group  # type: ignore[assignment]
 
     def along(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank along `axes`; it must have been created."""

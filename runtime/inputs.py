@@ -148,5 +148,5 @@ def _checksum(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().view(-1)
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
     if data.numel():
-        digest.update(data.view(torch.uint8).numpy())
+        digest.update(memoryview(data.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # numpy is typed for Python 3.12
     return digest.hexdigest()

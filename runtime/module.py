@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.compiled import Compiled
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.random_key import random_key
 from autopar.runtime._torch import Backend
 from autopar.runtime.call import Call, differentiate
 from autopar.runtime.fragments import CompiledFragments
@@ -22,7 +23,6 @@ from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of, check_i
 from autopar.runtime.outputs import build_output
 from autopar.runtime.parameters import Placement, same_placement
 from autopar.runtime.placement import global_parameters, placements_of
-from autopar.runtime.randomness import random_key
 from autopar.runtime.state import clip_grad_norm, full_state, random_state_of, sharded_state, with_random_state
 from autopar.runtime.world import DistributedWorld, VirtualWorld, World
 
@@ -46,8 +46,9 @@ class ParallelModule(nn.Module):
         optimizer.step()
 
     On a virtual mesh a call takes the global batch; on a real mesh (`device_mesh`) each process passes its share
-    along dp. Parameters, buffers and submodules are the model's own, under their own names; on a real mesh the
-    first capture replaces the parameters by this process's parts, as DTensors.
+    along dp, and where the model computes no loss it gets its share of the outputs: gradients are then those of the mean
+    over dp of the ranks' own losses, as with DDP. Parameters, buffers and submodules are the model's own, under their own
+    names; on a real mesh the first capture replaces the parameters by this process's parts, as DTensors.
 
     capture     `(args, kwargs, *, pins) -> Compiled`: inputs of global shape (values are not read on a real mesh), and the
                 placements of parameters that an earlier capture fixed, by name (None at the first)
@@ -57,6 +58,8 @@ class ParallelModule(nn.Module):
 
     A call raises `InputError` for inputs that cannot run and `MeshError`, `ScheduleError` or what the compiler raises.
     """
+
+    model: nn.Module
 
     def __init__(
         self,
@@ -242,37 +245,37 @@ class ParallelModule(nn.Module):
 
     def explain(self) -> str:
         """The decisions with their reasons, the cost split and the runner-up, as text."""
-        from autopar import inspect
+        import autopar.inspect
 
-        return inspect.explain(self.compiled)
+        return autopar.inspect.explain(self.compiled)
 
     def summary(self) -> dict[str, Any]:
         """What `explain` says, as a JSON-able dict."""
-        from autopar import inspect
+        import autopar.inspect
 
-        return inspect.summary(self.compiled)
+        return autopar.inspect.summary(self.compiled)
 
     def why(self, pattern: str) -> str:
         """Why the nodes and parameters that match `pattern` are placed as they are."""
-        from autopar import inspect
+        import autopar.inspect
 
-        return inspect.why(self.compiled, pattern)
+        return autopar.inspect.why(self.compiled, pattern)
 
     def print_program(self, after: str | None = None, rank: int = 0) -> str:
         """The program after pass `after`, or what `rank` runs."""
-        from autopar import inspect
+        import autopar.inspect
 
-        return inspect.print_program(self.compiled, after=after, rank=rank)
+        return autopar.inspect.print_program(self.compiled, after=after, rank=rank)
 
     def diff(self, before: str, after: str) -> str:
         """How the program differs between after pass `before` and after pass `after`."""
-        from autopar import inspect
+        import autopar.inspect
 
-        return inspect.diff(self.compiled, before, after)
+        return autopar.inspect.diff(self.compiled, before, after)
 
     def verify(self, *args: Any, promote: bool = False, **kwargs: Any) -> Any:
         """Run original and rewritten program side by side on these inputs; the report is truthy when they agree."""
-        from autopar.verify import verify
+        from autopar.runtime.verify import verify
 
         return verify(self, args, kwargs, promote)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -61,11 +61,7 @@ def torch_can_gather(placement: Placement) -> bool:
     """
     words, sizes = dtensor_placements(placement), dict(placement.mesh.axes)
     for dim in range(len(placement.dims)):
-        on_dim = [
-            (word, sizes[axis])
-            for word, axis in zip(words, placement.mesh.names, strict=True)
-            if not word.is_replicate() and word.dim == dim
-        ]
+        on_dim = [(word, sizes[axis]) for word, axis in zip(words, placement.mesh.names, strict=True) if getattr(word, "dim", None) == dim]
         outer = [getattr(word, "split_factor", 1) for word, _ in on_dim]
         is_pair = len(on_dim) == 2 and outer == [on_dim[1][1], 1]
         if any(factor > 1 for factor in outer[:-1]) and not is_pair:
@@ -117,7 +113,7 @@ def place_parameters(
     fakes = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if fakes:
         raise MeshError(
-            f"{len(fakes)} parameters are on the meta device, the first is {fakes[0]!r}; give them values (to_empty, then load) before the call"
+            f"{len(fakes)} parameters are on meta, the first is {fakes[0]!r}; give them values (to_empty, then load) before the call"
         )
     mesh = Mesh.of(device_mesh)
     ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
@@ -138,7 +134,7 @@ def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
 
 
 @contextmanager
-def global_parameters(model: nn.Module) -> Iterator[None]:
+def global_parameters(model: nn.Module) -> Generator[None]:
     """While this is entered a sharded `model` has parameters of global shape, without values, so that it can be captured again."""
     sharded = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if isinstance(parameter, DTensor)]
     buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if sharded and buffer.device.type != "cpu"]

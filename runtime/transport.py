@@ -13,8 +13,11 @@ from autopar.schedule import Launch
 class Transport(Protocol):
     """One rank's end. What each collective means is written at `autopar.schedule.Launch`."""
 
-    mesh: Mesh
-    rank: int
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def rank(self) -> int: ...
 
     def launch(self, instruction: Launch, tensor: torch.Tensor) -> Any:
         """Start a collective on a contiguous or strided `tensor`, which stays as it is; returns a handle."""

@@ -51,7 +51,7 @@ class Watcher:
             gap, one, other = replica_difference(parts, sharding, self.mesh)
             if error > self.tolerance:
                 self.found = difference_at(node, error)
-            elif gap > self.tolerance * max(scale, FLOOR):
+            elif gap > self.tolerance * max(norm(wanted[index]), FLOOR * scale):
                 self.found = difference_at(node, gap, f"ranks {one} and {other} should hold the same")
 
 

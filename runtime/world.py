@@ -182,6 +182,8 @@ class DistributedWorld:
         placement = Placement(item.dims, item.sharding, mesh)
         if item.kind in ("batch", "tangent"):
             placement = _within_share(placement)
+        if item.kind == "tangent":
+            value = value / mesh.size_of([axis for axis in item.sharding.axes if parent(axis) == "dp"])  # the mean of the ranks' losses
         return {self.rank: local_shard(value, placement.dims, placement.sharding, mesh, self.rank)}
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,13 @@ aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))
 X, WEIGHT, PRODUCT = Sharding((("dp",), ("tp",))), Sharding((("tp",), (), ())), Sharding((("dp",), (), ()), (("tp", "sum"),))
 WHOLE = Sharding((("dp",), (), ()))
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """A decision with nothing but its reasons."""
+
+    reasons: dict[str, str]
 
 
 def program(width: int = 6, mesh: Mesh = MESH, prefix: str = "", with_reshard: bool = False) -> Program:
@@ -64,7 +71,9 @@ def program(width: int = 6, mesh: Mesh = MESH, prefix: str = "", with_reshard: b
 
 def test_json_goes_there_and_back() -> None:
     plan = replace(
-        Plan.of(program(), {"h.0.fc.weight": "split dim 0 over tp (row)"}), kernels={"h.0 attention": "aten"}, schedule={"microbatches": 2}
+        Plan.of(program(), Reasons({"h.0.fc.weight": "split dim 0 over tp (row)"})),
+        kernels={"h.0 attention": "aten"},
+        schedule={"microbatches": 2},
     )
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -213,6 +222,6 @@ def test_refuses_pins(pins: dict[str, tuple[str | None, ...]], expected: str) ->
 
 
 def test_a_plan_serves_as_pins() -> None:
-    plan = Plan.of(program(), {"h.0.fc.weight": "row", "other": "no parameter"})
+    plan = Plan.of(program(), Reasons({"h.0.fc.weight": "row", "other": "no parameter"}))
     assert plan_of(plan, program()) == plan.pins()
     assert plan.pins().reasons == {"h.0.fc.weight": "row"}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
 import pytest
 import torch
-from options import parse, parse_mesh
+from options import Options, parse, parse_mesh
 from place import Place, choose_backend, find_place
+from torch.distributed.run import get_args_parser
 
 
 def test_defaults_are_the_demo() -> None:
@@ -49,3 +51,11 @@ def test_without_a_compiler_the_backend_falls_back_and_says_so(monkeypatch: pyte
     assert backend == "aot_eager"
     assert reason is not None and "no C++ compiler (a-compiler-that-is-not-there)" in reason and "aot_eager instead of inductor" in reason
     assert choose_backend("eager") == ("eager", None)
+
+
+def test_torchrun_does_not_take_a_flag_for_its_own() -> None:
+    """torchrun refuses a flag of the script that begins several of its own, wherever it stands."""
+    launcher = [flag for action in get_args_parser()._actions for flag in action.option_strings]
+    for field in fields(Options):
+        flag = "--" + field.name.replace("_", "-")
+        assert not [other for other in launcher if other.startswith(flag)], flag

@@ -12,9 +12,9 @@ from torch.fx import Graph
 from autopar.compiled import TENSOR, Compiled
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.program import Form, Input, Output, Program, Signature
+from autopar.random_key import random_key
 from autopar.runtime._torch import flatten
 from autopar.runtime.module import ParallelModule
-from autopar.runtime.randomness import random_key
 from autopar.schedule import Schedule
 from autopar.sharding import Sharding
 
