@@ -7,7 +7,7 @@ the same agree to 1e-7 only. Promoted, the very same graph differs by rounding o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import FakeTensorMode, fake_mode, pytree
@@ -97,7 +98,7 @@ def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promote
 
 
 @contextmanager
-def default_float64() -> Iterator[None]:
+def default_float64() -> Generator[None]:
     """While this is entered, what has no dtype of its own is made in float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -110,10 +111,9 @@ def default_float64() -> Iterator[None]:
 class Promoting(TorchFunctionMode):
     """While this is entered, whoever asks torch for a lower float dtype gets float64: `.float()`, `.to(torch.float32)`, `dtype=…`."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         func = torch.Tensor.double if any(func is cast for cast in _LOWER_CASTS) else func
-        args, kwargs = pytree.tree_map_only(torch.dtype, promoted_dtype, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return func(*_promoted_literals(args), **_promoted_literals(kwargs or {}))
 
 
 _LOWER_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
@@ -137,13 +137,14 @@ def _promote_graph(graph: Graph) -> None:
     """Change literals and the dtypes of values, in place. Shapes and strides depend on no dtype, so nothing is run."""
     mode = fake_mode()
     for node in graph.nodes:
-        node.args, node.kwargs = _promoted_literals_of(node.args), _promoted_literals_of(node.kwargs)
+        node.args, node.kwargs = _promoted_literals(node.args), _promoted_literals(node.kwargs)
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda value: _fresh(value, mode), node.meta["val"])
 
 
-def _promoted_literals_of(arguments: Any) -> Any:
-    return torch.fx.node.map_aggregate(arguments, lambda leaf: promoted_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf)
+def _promoted_literals(arguments: Any) -> Any:
+    """`arguments`, nested in tuples, lists, dicts and slices, with every dtype promoted."""
+    return map_aggregate(arguments, lambda leaf: promoted_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf)
 
 
 def _fresh(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:

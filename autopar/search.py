@@ -254,50 +254,40 @@ class _Transport:
             self._add_shared()
 
     def _add_single(self) -> None:
-        leaving: dict[State, list[int]] = {state: [] for state in self.given}
-        arriving: dict[State, list[int]] = {state: [] for state in self.targets}
+        self._add_flows(self.needed[0], cost=True)
+
+    def _add_flows(self, needed: dict[State, list[int]], cost: bool) -> dict[tuple[State, State], int]:
+        """A transport problem from what is given to what one reader needs: a column for each pair of states that has a way."""
+        flows: dict[tuple[State, State], int] = {}
         for source in self.given:
-            for target in self.targets:
+            for target in needed:
                 seconds = self.price(source, target)
                 if seconds < math.inf:
-                    column = self.model.column(self.weight * seconds)
-                    leaving[source].append(column)
-                    arriving[target].append(column)
-        for states, flows in ((self.given, leaving), (self.needed[0], arriving)):
-            for state, columns in states.items():
-                self.model.row(0.0, 0.0, [(c, 1.0) for c in flows[state]] + [(c, -1.0) for c in columns])
+                    flows[source, target] = self.model.column(self.weight * seconds if cost else 0.0)
+        for state, columns in self.given.items():
+            leaving = [(flow, 1.0) for (source, _), flow in flows.items() if source == state]
+            self.model.row(0.0, 0.0, leaving + [(c, -1.0) for c in columns])
+        for state, columns in needed.items():
+            arriving = [(flow, 1.0) for (_, target), flow in flows.items() if target == state]
+            self.model.row(0.0, 0.0, arriving + [(c, -1.0) for c in columns])
+        return flows
 
     def _add_shared(self) -> None:
-        brought = {target: self._bring(target) for target in self.targets}
+        readers = [self._add_flows(needed, cost=False) for needed in self.needed]
         hubs_of = {target: [hub for hub in self.targets if self.slices(hub, target)] for target in self.targets}
-        for hub in dict.fromkeys(hub for hubs in hubs_of.values() for hub in hubs):
-            needing = [column for needed in self.needed for column in needed.get(hub, ())]
-            self.model.row(-math.inf, 0.0, [(c, 1.0) for c in brought[hub]] + [(c, -1.0) for c in needing])
-        for target in self.targets:
-            cut = self._cut([column for hub in hubs_of[target] for column in brought[hub]])
-            arrivals = brought[target] + self.given.get(target, []) + cut
-            for needed in self.needed:
-                if target in needed:
-                    self.model.row(0.0, math.inf, [(c, 1.0) for c in arrivals] + [(c, -1.0) for c in needed[target]])
-
-    def _bring(self, target: State) -> list[int]:
-        """A column for each way to bring the value from where it is to `target`."""
-        found: list[int] = []
-        for source, columns in self.given.items():
-            seconds = self.price(source, target)
-            if source != target and seconds < math.inf:
-                column = self.model.column(self.weight * seconds)
-                self.model.row(-math.inf, 0.0, [(column, 1.0)] + [(c, -1.0) for c in columns])
-                found.append(column)
-        return found
-
-    def _cut(self, hubs: list[int]) -> list[int]:
-        """A column for taking a state from what the columns `hubs` bring."""
-        if not hubs:
-            return []
-        column = self.model.column(0.0)
-        self.model.row(-math.inf, 0.0, [(column, 1.0)] + [(c, -1.0) for c in hubs])
-        return [column]
+        hubs = {hub for found in hubs_of.values() for hub in found}
+        brought: dict[tuple[State, State], int] = {}
+        for pair in dict.fromkeys(pair for flows in readers for pair in flows):
+            seconds = self.price(*pair)
+            if pair[0] != pair[1] and (seconds > 0 or pair[1] in hubs):
+                brought[pair] = self.model.column(self.weight * seconds)
+        for (source, target), column in brought.items():
+            using = [flows[source, target] for flows in readers if (source, target) in flows]
+            if target in hubs:
+                self.model.row(-math.inf, 0.0, [(column, 1.0)] + [(flow, -1.0) for flow in using])
+            ways = [column] + [brought[source, hub] for hub in hubs_of[target] if (source, hub) in brought]
+            for flow in using if self.price(source, target) > 0 else ():
+                self.model.row(-math.inf, 0.0, [(flow, 1.0)] + [(way, -1.0) for way in ways])
 
 
 def _columns_by_state(states: Sequence[State], offset: int) -> dict[State, list[int]]:

@@ -80,7 +80,9 @@ def tangents_of(signature: Signature) -> dict[str, torch.Tensor]:
     return found
 
 
-def run_original(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, case: Case, training: bool) -> Results:
+def run_original(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, case: Case, training: bool
+) -> Results:
     """`model` itself on the global batch, by autograd. It is changed: buffers are. `signature` is that of FORWARD."""
     with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
         leaves, _ = flatten(model(*args, **kwargs))
@@ -115,7 +117,9 @@ def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, tor
     if not differentiable or not parameters:
         return {}
     tangents = [case.tangents.get(name, torch.ones_like(value)).to(value.dtype) for name, value in differentiable.items()]
-    found = torch.autograd.grad(list(differentiable.values()), list(parameters.values()), tangents, allow_unused=True)
+    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        list(differentiable.values()), list(parameters.values()), tangents, allow_unused=True
+    )
     return {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
 
 
@@ -128,7 +132,9 @@ def run_global(program: Program, case: Case) -> Results:
     return Stepper(program, case, frozenset()).results()
 
 
-def results_of(signature: Signature, values: Sequence[torch.Tensor], case: Case, replica_errors: Mapping[str, float] | None = None) -> Results:
+def results_of(
+    signature: Signature, values: Sequence[torch.Tensor], case: Case, replica_errors: Mapping[str, float] | None = None
+) -> Results:
     """`values` in the order of `signature.outputs`, sorted by kind."""
     named = list(zip(signature.outputs, values, strict=True))
     return Results(

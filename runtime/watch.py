@@ -83,7 +83,21 @@ def first_renamed(before: Program, after: Program, case: Case, tolerance: float)
 
 
 def difference_at(node: Node, error: float, detail: str = "") -> Difference:
-    return Difference(ORIGIN.get(node) or node.name, str(SOURCE.get(node) or ""), "", error, detail)
+    """A difference at `node`, by its GLOBAL name where it has one; who made it is still to be said."""
+    return Difference(ORIGIN.get(node) or node.name, _source_of(node), "", error, detail)
+
+
+def _source_of(node: Node) -> str:
+    """The user's line of `node`, or of the first node that needs it: a change of sharding of a parameter has none of its own."""
+    front, seen = [node], {node}
+    while front:
+        for each in front:
+            source = SOURCE.get(each)
+            if source is not None and source.file:
+                return str(source)
+        front = [user for each in front for user in each.users if user not in seen]
+        seen.update(front)
+    return ""
 
 
 def _results(value: Any) -> tuple[Any, ...]:

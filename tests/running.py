@@ -11,7 +11,6 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
-from autopar.emit import tensor_of
 from autopar.manager import run_passes
 from autopar.mesh import Mesh
 from autopar.passes.cut_fragments import cut_fragments
@@ -145,29 +144,6 @@ class _Traced(torch.fx.Interpreter):
             wanted, got = (fake.shape, fake.dtype), (value.shape, value.dtype)
             assert wanted == got, f"{n.format_node()}: traced {wanted}, ran {got}"
         return value
-
-
-def promoted(program: Program) -> Program:
-    """A FORWARD program in which what was cast to float32 is float64, as Hugging Face models need to be compared at 1e-9."""
-    program = program.copy()
-    values: dict[Node, Any] = {}
-    with _mode(program), torch.no_grad():
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = tensor_of(node)
-            elif node.op == "call_function":
-                node.args, node.kwargs = (_wider(part) for part in (node.args, node.kwargs))
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: values[argument])
-                node.meta["val"] = values[node] = node.target(*args, **kwargs)
-    return program
-
-
-def _wider(argument: Any) -> Any:
-    return pytree.tree_map(lambda leaf: torch.float64 if leaf is torch.float32 else leaf, argument)
-
-
-def _mode(program: Program) -> Any:
-    return tensor_of(program.placeholders[0]).fake_mode  # type: ignore[attr-defined]
 
 
 def assert_close(got: Values, wanted: Values, tolerance: float) -> None:

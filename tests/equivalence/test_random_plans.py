@@ -1,0 +1,70 @@
+"""Any legal plan is exact: a random strategy at every node of every model, against the one-device program in float64.
+
+The mesh has two axes, sub-axes where key-value heads are few; labels are unequal per rank; odd seeds drop out.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from autopar.check import Checker, check_schedules
+from autopar.manager import run_passes
+from autopar.mesh import Mesh, virtual_mesh
+from autopar.passes.cut_fragments import cut_fragments
+from autopar.passes.insert_reshards import InsertReshards
+from autopar.passes.lower import Lower
+from autopar.passes.random_shardings import RandomShardings
+from autopar.program import Program
+from autopar.promote import default_float64, promote
+from tests.running import FORWARD_PASSES, Values, assert_close, forward_program, global_program, inputs_of, run_forward, run_schedule
+from tests.zoo import ZOO
+
+MESHES = (virtual_mesh(dp=2, tp=2), virtual_mesh(dp=2, tp=2), virtual_mesh(tp=4), virtual_mesh(dp=4), virtual_mesh(dp=2, tp=4))
+NUM_QUICK, NUM_ALL = 2, 50
+
+
+@cache
+def reference(name: str, dropout: float) -> tuple[Program, Values, Values]:
+    """The FORWARD program, its inputs, and what autograd makes of it on one device."""
+    case = ZOO[name](dropout=dropout)
+    forward = promote(run_passes(forward_program(case.model, case.batch, virtual_mesh(dp=1)), FORWARD_PASSES))
+    inputs = inputs_of(forward, case.model, (), case.batch)
+    with default_float64():
+        return forward, inputs, run_forward(forward, inputs)
+
+
+@cache
+def logical(name: str, dropout: float, mesh: Mesh) -> Program:
+    forward, _, _ = reference(name, dropout)
+    return global_program(forward.copy(mesh=mesh))
+
+
+def assert_exact(name: str, seed: int) -> None:
+    mesh, dropout = MESHES[seed % len(MESHES)], 0.1 * (seed % 2)
+    _, inputs, wanted = reference(name, dropout)
+    with default_float64():
+        program = logical(name, dropout, mesh)
+        local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),) if seed < NUM_QUICK else ())
+        schedule = cut_fragments(local)
+        check_schedules([schedule] * mesh.size, local.mesh)
+        inputs = inputs | {("tangent", item.name): wanted["loss", "0"].new_ones(()) for item in local.signature.inputs_of("tangent")}
+        assert_close(run_schedule(schedule, local.mesh, inputs), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("seed", range(NUM_QUICK))
+@pytest.mark.parametrize("name", ZOO)
+def test_a_random_plan_is_exact(name: str, seed: int) -> None:
+    assert_exact(name, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_fifty_random_plans_are_exact(name: str) -> None:
+    for seed in range(NUM_QUICK, NUM_ALL):
+        try:
+            assert_exact(name, seed)
+        except Exception as error:
+            error.add_note(f"{name}, seed {seed}, on {MESHES[seed % len(MESHES)]}")
+            raise

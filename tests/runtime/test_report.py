@@ -1,0 +1,81 @@
+"""Errors measure what they should, and a report says it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from autopar.runtime.report import FLOOR, Difference, Report, error_of, norm
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], 0.0),
+        ([3.0, 4.5], [3.0, 4.0], 0.1),
+        ([NAN, 1.0], [NAN, 1.0], 0.0),
+        ([NAN, 1.0], [0.0, 1.0], INF),
+        ([0.0, 1.0], [NAN, 1.0], INF),
+        ([-INF, 2.0], [-INF, 1.0], 1.0),
+        ([INF, 1.0], [-INF, 1.0], INF),
+        ([-3.4e38, 2.0], [-3.4e38, 1.0], 1.0),
+        ([-3.4e38, 1.0], [0.0, 1.0], INF),
+        ([1e-20, 0.0], [0.0, 0.0], INF),
+        ([], [], 0.0),
+    ],
+)
+def test_errors_of_floats(value: list[float], wanted: list[float], expected: float) -> None:
+    assert error_of(torch.tensor(value), torch.tensor(wanted)) == pytest.approx(expected)
+
+
+def test_a_value_that_is_zero_by_cancellation_is_measured_by_the_floor() -> None:
+    noise, zero = torch.tensor([1e-17]), torch.tensor([2e-17])
+    assert error_of(noise, zero) == pytest.approx(0.5)
+    assert error_of(noise, zero, FLOOR * 1.0) == pytest.approx(1e-11)
+
+
+def test_errors_of_integers_are_the_share_that_differs() -> None:
+    assert error_of(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 5])) == 0.25
+    assert error_of(torch.tensor([True, False]), torch.tensor([True, True])) == 0.5
+    # As floats these two are equal.
+    assert error_of(torch.tensor([2**60 + 1]), torch.tensor([2**60])) == 1.0
+
+
+def test_what_is_not_computed_counts_as_zeros() -> None:
+    gradient = torch.tensor([3.0, 4.0])
+    assert error_of(None, gradient, 1.0) == 1.0 and error_of(gradient, None, 10.0) == 0.5
+    assert error_of(None, torch.zeros(2), 1.0) == 0.0 and error_of(None, None) == 0.0
+    assert error_of(torch.zeros(2, 1), torch.zeros(1, 2)) == INF
+
+
+def test_norms_leave_masks_out() -> None:
+    assert norm(torch.tensor([3.0, 4.0, -INF, NAN, -3.4e38])) == 5.0
+    assert norm(torch.tensor([3, 4])) == 0.0
+
+
+def test_a_report_is_truthy_when_all_errors_are_within_tolerance() -> None:
+    def report(**changes: object) -> Report:
+        known: dict[str, object] = {"loss_error": 0.0, "gradient_errors": {"w": 1e-10}, "tolerance": 1e-9}
+        return Report(**(known | changes))  # type: ignore[arg-type]
+
+    assert report()
+    assert not report(loss_error=1e-8) and not report(loss_error=NAN)
+    assert not report(gradient_errors={"v": 0.0, "w": NAN}) and not report(gradient_errors={"w": 1e-8})
+    assert not report(buffer_errors={"b": 1.0}) and not report(replica_errors={"loss 0": 1.0})
+    assert not report(first_difference=Difference("mm", "", "lower", 1.0))
+
+
+def test_a_report_reads_verdict_first_and_the_worst_five() -> None:
+    difference = Difference("mm_3", "model.py:7 in h.0", "lower", 0.25, "ranks 0 and 1 should hold the same")
+    errors = {f"layer.{index}": index * 1e-3 for index in range(8)}
+    lines = str(Report(0.5, errors, 1e-9, "forward program", True, {"mean": 1e-3}, {"loss 0": 0.0}, difference)).splitlines()
+    assert lines[0] == "NOT EQUAL to the forward program, promoted to float64: worst error 0.5, tolerance 1e-09"
+    assert "  first difference: %mm_3, model.py:7 in h.0: off by 0.25 (ranks 0 and 1 should hold the same), made by lower" in lines
+    gradients = [line.split()[1] for line in lines if line.startswith("  gradient")]
+    assert gradients == ["layer.7:", "layer.6:", "layer.5:", "layer.4:", "layer.3:"]
+    assert "  buffer mean: 0.001" in lines and not any("replicas" in line for line in lines)
+    assert str(Report(0.0, {}, 1e-4)).startswith("equal to the original model, in the model's own precision")
