@@ -10,14 +10,16 @@ import torch
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import Graph
+from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
 __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
+    "OpOverload",
     "describe_input",
     "describe_output",
     "fake_mode",
@@ -59,7 +61,7 @@ def joint_graph(
         contexts: tuple[AbstractContextManager[Any], ...] = (tracing(TracingContext(mode)), mode, torch.enable_grad())
         for context in contexts:
             stack.enter_context(context)
-        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        stack.enter_context(preserve_node_meta())
         joint = aot_export_joint_with_descriptors(stack, Callee(), tuple(inputs), decompositions=decompositions)
         graph = joint.graph_module.graph
     into = [node.meta["desc"] for node in graph.nodes if node.op == "placeholder"]

@@ -32,6 +32,8 @@ class Candidate:
 class Choice:
     """A node: whose values it reads, and its candidates. Nodes of unequal `kind` are never folded into one.
 
+    A view has one operand and one result, costs (almost) nothing, and its operand is transported at the price of its result.
+
     A producer may come later in the list than its consumer: a parameter reads its own gradient.
     """
 
@@ -39,6 +41,7 @@ class Choice:
     operands: tuple[ValueIndex, ...]
     candidates: tuple[Candidate, ...]
     kind: Hashable = None
+    is_view: bool = False
 
     @property
     def num_results(self) -> int:

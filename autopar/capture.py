@@ -1,14 +1,12 @@
 """Capture: an unmodified `nn.Module` and example inputs become a FORWARD program.
 
 `torch.export.export(strict=True)` (Dynamo, public API) keeps composite ops single, parameter names
-original and source lines attached. The captured graph is then brought to one device-independent
-form: placeholders for parameters, buffers, constants and batch tensors in that order, values faked on the CPU.
+original and source lines attached; `autopar.exported` brings what it returns to FORWARD form.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import traceback
 import warnings
@@ -19,20 +17,15 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind as ExportedKind
-from torch.export.graph_signature import OutputKind as ExportedOutput
-from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import HigherOrderOperator, fake_mode, pytree
+from autopar._torch import fake_mode, pytree
 from autopar.compiled import TENSOR
 from autopar.errors import CaptureError
-from autopar.keys import Source
+from autopar.exported import forward_program
 from autopar.mesh import Mesh
-from autopar.program import Form, Input, Output, Program, Signature
-from autopar.source import set_sources, source_of, user_frames
+from autopar.program import Program
+from autopar.source import user_frames
 
-_PREFIX = "model."
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 LossPlace = Literal["itself", "attribute", "key"]
 # The batch dim of each input that has one, by the input's flat index.
@@ -86,8 +79,8 @@ def capture(
     with _explained(model), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         exported = torch.export.export(_Captured(model, loss), args, kwargs, strict=True)
-    program = _forward_program(exported, model, mesh, spec, loss)
-    _refake(program)
+    trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
+    program = forward_program(exported, mesh, trainable, spec.structure, spec.leaves, spec.loss_index if loss else None)
     return _with_batch_dims(program, batch_dims)
 
 
@@ -116,7 +109,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode = fake_mode()
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     with mode, torch.no_grad(), _explained(model), torch.random.fork_rng(devices=[]):
-        fakes = {name: mode.from_tensor(value) for name, value in state.items()}
+        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
@@ -158,143 +151,6 @@ def _find_loss(output: Any) -> tuple[LossPlace | None, Any]:
 
 def _is_loss(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
-
-
-def _forward_program(exported: ExportedProgram, model: nn.Module, mesh: Mesh, spec: OutputSpec, loss: LossPlace | None) -> Program:
-    signature = exported.graph_signature
-    kinds = {spec.arg.name: spec for spec in signature.input_specs}
-    graph, constants, inputs = Graph(), dict[str, torch.Tensor](), list[tuple[int, Input, Node]]()
-    trainable = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
-    batch = 0
-    for node in exported.graph.nodes:
-        if node.op != "placeholder":
-            continue
-        entry, value = kinds[node.name], node.meta["val"]
-        target = (entry.target or "").removeprefix(_PREFIX)
-        if entry.kind == ExportedKind.USER_INPUT:
-            if isinstance(value, torch.Tensor):
-                inputs.append((3, Input("batch", str(batch), tuple(value.shape), value.dtype), node))
-            batch += 1
-        elif entry.kind == ExportedKind.PARAMETER:
-            inputs.append((0, Input("parameter", target, tuple(value.shape), value.dtype, target in trainable), node))
-        elif entry.kind == ExportedKind.BUFFER:
-            inputs.append((1, Input("buffer", target, tuple(value.shape), value.dtype), node))
-        elif entry.kind == ExportedKind.CONSTANT_TENSOR:
-            constants[target] = exported.constants[entry.target]
-            inputs.append((2, Input("constant", target, tuple(value.shape), value.dtype), node))
-        else:
-            raise CaptureError(
-                f"the captured graph takes {node.name!r} of kind {entry.kind}, which autopar cannot place; move it out of forward"
-            )
-    inputs.sort(key=lambda item: item[0])
-    mapping: dict[Node, Node] = {}
-    for _, item, node in inputs:
-        mapping[node] = graph.placeholder(_placeholder_name(item))
-        mapping[node].meta = dict(node.meta)
-    _copy_calls(exported.graph_module, graph, mapping)
-    outputs = _copy_outputs(exported, graph, mapping, spec.loss_index if loss else None)
-    return Program(
-        graph, mesh, Signature(tuple(item for _, item, _ in inputs), outputs, spec.structure, spec.leaves), Form.FORWARD, constants
-    )
-
-
-def _placeholder_name(item: Input) -> str:
-    prefix = {"parameter": "p", "buffer": "b", "constant": "c", "batch": "input"}[item.kind]
-    return f"{prefix}_{item.name}".replace(".", "_")
-
-
-def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) -> tuple[Any, ...]:
-    """Copy the calls of `module` into `graph`, regions under `no_grad` or a disabled autocast inlined; returns what it outputs."""
-    for node in module.graph.nodes:
-        if node.op == "output":
-            return torch.fx.map_arg(node.args[0], lambda argument: mapping[argument])  # type: ignore[return-value]
-        if node.op in ("placeholder", "get_attr") or "_assert" in str(node.target):
-            continue
-        assert node.op == "call_function", node.format_node()
-        if isinstance(node.target, HigherOrderOperator):
-            mapping[node] = _inline(module, node, graph, mapping)
-            continue
-        if node.target is operator.getitem and isinstance(mapping[node.args[0]], tuple):
-            mapping[node] = mapping[node.args[0]][node.args[1]]  # type: ignore[index]
-            continue
-        copied = graph.node_copy(node, lambda argument: mapping[argument])
-        copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
-        mapping[node] = copied
-    raise AssertionError("a graph without an output")
-
-
-def _on_cpu(argument: Any) -> Any:
-    return torch.device("cpu") if isinstance(argument, torch.device) else argument
-
-
-def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, Node]) -> Any:
-    """The body of a region: results of `no_grad` are detached; a disabled autocast changes nothing here."""
-    name, args = str(call.target), list(call.args)
-    if name == "wrap_with_set_grad_enabled":
-        detached, body, operands = not args[0], args[1], args[2:]
-    elif name == "wrap_with_autocast" and not args[2]:
-        detached, body, operands = False, args[4], args[5:]
-    else:
-        raise CaptureError(
-            f"{_region_source(module, args)} runs under {name}{tuple(map(str, args[:4]))}, a region that autopar does not rewrite; "
-            "move the context out of forward (an enabled autocast: cast the model's weights instead)"
-        )
-    assert isinstance(body, Node)
-    region = getattr(module, str(body.target))
-    inner: dict[Node, Node] = {}
-    for placeholder, operand in zip(region.graph.find_nodes(op="placeholder"), operands, strict=True):
-        inner[placeholder] = mapping[operand]  # type: ignore[index]
-    results = _copy_calls(region, graph, inner)
-    if not detached:
-        return results
-
-    def detach(result: Node) -> Node:
-        node = graph.call_function(torch.ops.aten.detach.default, (result,))
-        node.meta = dict(result.meta)
-        return node
-
-    return tuple(detach(result) for result in results)
-
-
-def _region_source(module: GraphModule, args: list[Any]) -> Source:
-    """Where the first call of a region stands."""
-    bodies = [getattr(module, str(argument.target)) for argument in args if isinstance(argument, Node) and argument.op == "get_attr"]
-    calls = [node for body in bodies for node in body.graph.nodes if node.meta.get("stack_trace")]
-    return source_of(calls[0], _PREFIX) if calls else Source()
-
-
-def _copy_outputs(exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None) -> tuple[Output, ...]:
-    """Outputs of the graph; with `loss_index` the only user output is the loss, which is that leaf of the user's structure."""
-    outputs: list[Output] = []
-    nodes: list[Node] = []
-    position = 0
-    for entry, node in zip(exported.graph_signature.output_specs, exported.graph.output_node().args[0], strict=True):
-        mutation = entry.kind == ExportedOutput.BUFFER_MUTATION
-        if isinstance(node, Node):
-            value = node.meta["val"]
-            kind = "buffer" if mutation else "output" if loss_index is None else "loss"
-            name = (entry.target or "").removeprefix(_PREFIX) if mutation else str(loss_index or position)
-            outputs.append(Output(kind, name, tuple(value.shape), value.dtype, not mutation and value.is_floating_point()))
-            nodes.append(mapping[node])
-        position += not mutation
-    graph.output(tuple(nodes))
-    return tuple(outputs)
-
-
-def _refake(program: Program) -> None:
-    """Give every node a fake value on the CPU, all of one mode, and its source."""
-    mode = fake_mode()
-    values: dict[Node, Any] = {}
-    with mode, torch.no_grad():
-        for item, node in program.named_inputs():
-            values[node] = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-        for node in program.graph.nodes:
-            if node.op == "call_function":
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: values[argument])  # type: ignore[misc]
-                values[node] = node.target(*args, **kwargs)
-            if node in values:
-                node.meta["val"] = values[node]
-    set_sources(program.graph, _PREFIX)
 
 
 @contextlib.contextmanager

@@ -60,7 +60,7 @@ class Cluster:
     def ideal() -> Cluster:
         """Links all but free, nothing to launch: whatever can be split is, and ties break towards fewer bytes."""
         device = Device("ideal", (("float64", 1e12), ("float32", 1e12), ("bfloat16", 1e12)), 1e15, 1e12, 0.0, "by definition")
-        link = Link(0.0, 1e15, "by definition")
+        link = Link(0.0, 1e14, "by definition")
         return Cluster("ideal", device, link, link, 1)
 
     @staticmethod

@@ -94,7 +94,13 @@ def compile(
         return compile_call(model, logical, args, kwargs, options, pins)
 
     parallel = ParallelModule(
-        model, logical, capture=capture_call, backend=backend, device_mesh=None if is_virtual else mesh, batch_dims=batch_dims, timeout=timeout
+        model,
+        logical,
+        capture=capture_call,
+        backend=backend,
+        device_mesh=None if is_virtual else mesh,
+        batch_dims=batch_dims,
+        timeout=timeout,
     )
     if example_inputs is not None:
         is_named = isinstance(example_inputs, Mapping)
@@ -162,11 +168,15 @@ def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:
         raise MeshError(f"unknown mesh axis {unknown[0]!r}; known axes are {', '.join(RESERVED_AXES)}")
     later = [name for name in logical.names if name not in ("dp", "tp") and logical.size_of([name]) > 1]
     if later:
-        raise MeshError(f"axis {later[0]!r} has {logical.size_of(later[:1])} ranks, but only dp and tp are split so far; use a mesh of dp and tp")
+        raise MeshError(
+            f"axis {later[0]!r} has {logical.size_of(later[:1])} ranks, but only dp and tp are split so far; use a mesh of dp and tp"
+        )
     if not isinstance(mesh, Mesh):
         world = torch.distributed.get_world_size()
         if logical.size != world:
-            raise MeshError(f"the mesh ({logical}) has {logical.size} ranks, the world has {world}; start as many processes as the mesh has ranks")
+            raise MeshError(
+                f"the mesh ({logical}) has {logical.size} ranks, the world has {world}; start as many processes as the mesh has ranks"
+            )
 
 
 def _device_type(model: nn.Module) -> str:

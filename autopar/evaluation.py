@@ -40,12 +40,12 @@ class Evaluation:
         work = self.folded.sizes[number] * self.nodes[number].candidates[picks[number]].seconds
         return work + sum(value.count * self.transport(value, picks) for value in self._touching[number])
 
-    def runner_up(self, number: int, picks: Sequence[int]) -> tuple[int, float] | None:
-        """The next-best candidate of a class with everything else as it is, and the seconds it adds; None without another."""
+    def runner_up(self, number: int, picks: Sequence[int], allowed: Sequence[int] | None = None) -> tuple[int, float] | None:
+        """The next-best candidate of a class (among `allowed`), everything else as it is, and the seconds it adds; None without another."""
         changed = list(picks)
         now = self.local_seconds(number, picks)
         best: tuple[int, float] | None = None
-        for pick in range(len(self.nodes[number].candidates)):
+        for pick in range(len(self.nodes[number].candidates)) if allowed is None else allowed:
             changed[number] = pick
             extra = self.local_seconds(number, changed) - now
             if pick != picks[number] and extra < math.inf and (best is None or extra < best[1]):

@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from autopar.errors import PlanError
 from autopar.keys import DIMS
 from autopar.mesh import Mesh
-from autopar.plan import DimPin, Pins, PlannedInput, Plan
+from autopar.plan import DimPin, Pins, Plan, PlannedInput
 from autopar.program import Program
 from autopar.sharding import Dims, Sharding
 

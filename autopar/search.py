@@ -26,6 +26,7 @@ import highspy
 import numpy as np
 
 from autopar.assignment import Choice, Problem, State, without_dominated
+from autopar.contraction import Contracted, contract
 from autopar.errors import PlanError
 from autopar.evaluation import Evaluation
 from autopar.folding import ROUNDS, FoldedValue, fold
@@ -39,11 +40,12 @@ _INTEGRAL = 1e-6
 class Solution:
     """`picks[i]` is the position of the candidate taken for node i; seconds are the problem's own, `search_seconds` the clock's.
 
-    `class_picks` are positions among the candidates `kept` of each class of `evaluation.folded`.
+    `class_picks` are positions among the candidates `kept` of each node of the contracted problem, one for each class.
     """
 
     picks: tuple[int, ...]
     class_picks: tuple[int, ...]
+    contracted: Contracted
     kept: tuple[tuple[int, ...], ...]
     evaluation: Evaluation
     seconds: float
@@ -63,33 +65,44 @@ class Solution:
     def num_classes(self) -> int:
         return len(self.evaluation.folded.sizes)
 
-    def runner_up(self, index: int) -> tuple[int, float, int] | None:
-        """The next-best candidate of node `index` and its like, everything else as it is; None where there is no other.
-
-        Its position, the seconds it adds when all nodes of the class take it, and how many those are.
-        """
-        number = self.evaluation.folded.class_of[index]
-        found = self.evaluation.runner_up(number, self.class_picks)
-        if found is None:
-            return None
-        return self.kept[index][found[0]], found[1], self.evaluation.folded.sizes[number]
+    def runner_up(self, index: int) -> RunnerUp | None:
+        """The next-best candidate of node `index` and its like, everything else as it is; None where there is no other."""
+        group = self.contracted.group_of[index]
+        number = self.evaluation.folded.class_of[group]
+        others = [self.contracted.picks[group][position][index] for position in self.kept[group]]
+        allowed = [position for position, pick in enumerate(others) if pick != self.picks[index]]
+        found = self.evaluation.runner_up(number, self.class_picks, allowed)
+        return found and RunnerUp(others[found[0]], found[1], self.evaluation.folded.sizes[number])
 
 
-def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | None = None) -> Solution:
-    """The cheapest assignment, or the best one found within `timeout` seconds.
+@dataclass(frozen=True)
+class RunnerUp:
+    """A candidate's position, and the seconds it adds when all `num_nodes` nodes of the class take it."""
+
+    pick: int
+    extra_seconds: float
+    num_nodes: int
+
+
+def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | None = None, tolerance: float = 1e-7) -> Solution:
+    """The cheapest assignment within `tolerance` (relative), or the best one found within `timeout` seconds.
 
     Deterministic unless the time runs out. Raises `PlanError` when no assignment is possible.
     """
     start = time.perf_counter()
-    kept = [without_dominated(node.candidates) for node in problem.nodes]
-    reduced = replace(problem, nodes=tuple(_keep(node, positions) for node, positions in zip(problem.nodes, kept, strict=True)))
+    contracted = contract(problem)
+    nodes = contracted.problem.nodes
+    kept = [without_dominated(node.candidates) for node in nodes]
+    reduced = replace(contracted.problem, nodes=tuple(_keep(node, positions) for node, positions in zip(nodes, kept, strict=True)))
     evaluation = Evaluation(reduced, fold(reduced, rounds))
     model = _Model.of(evaluation)
     deadline = math.inf if timeout is None else start + timeout
-    picks, bound, integral = _solve(model, evaluation, deadline)
+    picks, bound, integral = _solve(model, evaluation, deadline, tolerance)
+    chosen = [positions[pick] for positions, pick in zip(kept, evaluation.folded.unfold(picks), strict=True)]
     return Solution(
-        picks=tuple(positions[pick] for positions, pick in zip(kept, evaluation.folded.unfold(picks), strict=True)),
+        picks=tuple(contracted.original(chosen)),
         class_picks=tuple(picks),
+        contracted=contracted,
         kept=tuple(tuple(positions) for positions in kept),
         evaluation=evaluation,
         seconds=evaluation.seconds(picks),
@@ -97,7 +110,7 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
         search_seconds=time.perf_counter() - start,
         num_variables=len(model.costs),
         num_rows=len(model.lower),
-        num_dropped=sum(len(node.candidates) - len(positions) for node, positions in zip(problem.nodes, kept, strict=True)),
+        num_dropped=sum(len(node.candidates) - len(positions) for node, positions in zip(nodes, kept, strict=True)),
         is_relaxation_integral=integral,
     )
 
@@ -108,9 +121,9 @@ def _keep(node: Choice, positions: list[int]) -> Choice:
     return replace(node, candidates=tuple(node.candidates[position] for position in positions))
 
 
-def _solve(model: _Model, evaluation: Evaluation, deadline: float) -> tuple[list[int], float, bool]:
+def _solve(model: _Model, evaluation: Evaluation, deadline: float, tolerance: float) -> tuple[list[int], float, bool]:
     """Class picks, a lower bound in seconds, and whether the relaxation alone was the answer."""
-    solver = _solver(model, deadline)
+    solver = _solver(model, deadline, tolerance)
     solver.run()
     status = solver.getModelStatus()
     if status == highspy.HighsModelStatus.kInfeasible:
@@ -125,7 +138,7 @@ def _solve(model: _Model, evaluation: Evaluation, deadline: float) -> tuple[list
     started = evaluation.descend(rounded)
     if time.perf_counter() >= deadline:
         return started, bound, False
-    solver = _solver(model, deadline)
+    solver = _solver(model, deadline, tolerance)
     columns = np.arange(len(model.costs), dtype=np.int32)
     solver.changeColsIntegrality(len(columns), columns, model.integrality())
     chosen = model.columns_of(started)
@@ -137,9 +150,9 @@ def _solve(model: _Model, evaluation: Evaluation, deadline: float) -> tuple[list
     return min(found, key=evaluation.seconds), bound, False
 
 
-def _solver(model: _Model, deadline: float) -> highspy.Highs:
+def _solver(model: _Model, deadline: float, tolerance: float) -> highspy.Highs:
     solver = highspy.Highs()
-    options = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-6}
+    options = {"output_flag": False, "threads": 1, "random_seed": 0, "mip_rel_gap": tolerance, "mip_abs_gap": 1e-6}
     for name, value in options.items():
         solver.setOptionValue(name, value)
     if deadline < math.inf:

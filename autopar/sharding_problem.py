@@ -6,6 +6,7 @@ its new value. The loss and the other results are readers that want them whole. 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,13 @@ from dataclasses import dataclass, field
 from torch.fx import Node
 
 from autopar.assignment import Candidate, Choice, Problem, State, ValueIndex
-from autopar.cost import CostModel
+from autopar.cost import CostModel, is_view
 from autopar.keys import BATCH, DIMS, PHASE
 from autopar.mesh import Mesh, parent
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
 from autopar.sharding import Dims, Sharding, Strategy, flat
-from autopar.strategies import placeholder_strategies, space_of, strategies_of
+from autopar.strategies import operand_dims, placeholder_strategies, space_of, strategies_of
 
 # The result that is read by the input of this kind and name: where it must be left.
 HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
@@ -145,12 +146,11 @@ class _Builder:
             candidates = self._candidates(node, strategies)
         else:
             if kind not in self._priced:
-                reads_dims = [DIMS[operand][0] for operand in operands(node)]
-                strategies = whole_axes(strategies_of(node, self.program.mesh), reads_dims, DIMS[node], self.program.mesh)
+                strategies = whole_axes(strategies_of(node, self.program.mesh), operand_dims(node), DIMS[node], self.program.mesh)
                 self._priced[kind] = (strategies, self._candidates(node, strategies))
             strategies, candidates = self._priced[kind]
         reads = tuple(self.value_of(operand) for operand in operands(node))
-        self.nodes.append(Choice(node.name, reads, candidates, kind))
+        self.nodes.append(Choice(node.name, reads, candidates, kind, is_view=_keeps_bytes(node)))
         self.strategies.append(strategies)
 
     def _candidates(self, node: Node, strategies: tuple[Strategy, ...]) -> tuple[Candidate, ...]:
@@ -179,6 +179,15 @@ def _kind(node: Node) -> Hashable:
     dtypes = tuple(value.dtype if value is not None else None for each in (*reads, node) for value in results_of(each))
     shapes = tuple(DIMS[each] for each in (*reads, node))
     return str(node.target), literals, dtypes, shapes, space_of(node), PHASE.get(node)
+
+
+def _keeps_bytes(node: Node) -> bool:
+    """Whether `node` is a view of all of its one operand."""
+    return (
+        is_view(node)
+        and len(operands(node)) == 1
+        and math.prod(map(math.prod, DIMS[node][0])) == math.prod(map(math.prod, operand_dims(node)[0]))
+    )
 
 
 def _plain(value: object, numbers: Mapping[Node, int]) -> object:

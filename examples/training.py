@@ -81,7 +81,10 @@ def _parallelise(example: Example, options: Options, place: Place, model: nn.Mod
         console.print(reason, style="yellow")
     started = time.perf_counter()
     windows = torch.zeros(options.batch, options.length + 1, dtype=torch.int64)
-    parallel = autopar.compile(model, place.mesh, example_inputs=place.share(example.make_batch(windows)), backend=backend)
+    # A virtual mesh would be planned for free links; here virtual and real ranks shall take the same decisions.
+    cluster = "cpu" if place.device.type == "cpu" else None
+    example_inputs = place.share(example.make_batch(windows))
+    parallel = autopar.compile(model, place.mesh, example_inputs=example_inputs, backend=backend, cluster=cluster)
     console.print(f"captured, planned and lowered in {time.perf_counter() - started:.1f} s", highlight=False)
     return parallel
 

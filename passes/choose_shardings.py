@@ -12,6 +12,7 @@ from torch.fx import Node
 from autopar.cluster import Cluster
 from autopar.cost import CostModel
 from autopar.errors import PlanError
+from autopar.folding import ROUNDS
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.pins import Pins, plan_of
 from autopar.plan import Plan
@@ -20,6 +21,9 @@ from autopar.search import Solution, search
 from autopar.sharding import Dims, Sharding, Strategy
 from autopar.sharding_problem import ShardingProblem
 from autopar.strategies import strategies_of
+
+# A plan that is proved to be within this of the best is taken: prices are not that exact.
+_TOLERANCE = 1e-5
 
 
 class Placed(Protocol):
@@ -68,9 +72,7 @@ class ShardingDecision:
         """What else the node named `node` could do, everything else as it is; None where it has no choice."""
         index = self.sharding_problem.index[node]
         found = self.solution.runner_up(index)
-        if found is None:
-            return None
-        return RunnerUp(self.sharding_problem.strategies[index][found[0]], found[1], found[2])
+        return found and RunnerUp(self.sharding_problem.strategies[index][found.pick], found.extra_seconds, found.num_nodes)
 
     def __str__(self) -> str:
         found = self.solution
@@ -103,7 +105,7 @@ class ChooseShardings:
         """Raises `PlanError` when pins cannot be kept."""
         pinned, reasons = self._pinned(program)
         made = ShardingProblem.of(program, CostModel(self.cluster, program.mesh), pinned)
-        solution = search(made.problem, timeout=self.timeout) if self.fold else search(made.problem, rounds=None, timeout=self.timeout)
+        solution = search(made.problem, rounds=ROUNDS if self.fold else None, timeout=self.timeout, tolerance=_TOLERANCE)
         strategies = {name: made.strategies[index][solution.picks[index]] for name, index in made.index.items()}
         for node in program.graph.nodes:
             if node.target is operator.getitem:

@@ -52,7 +52,7 @@ def _unchanged_operand(node: Node) -> Node | None:
 
 
 def _literal_is(value: float) -> Callable[[Node], bool]:
-    return lambda node: not isinstance(node.args[1], Node) and node.args[1] == value and not node.kwargs
+    return lambda node: not isinstance(node.args[1], Node) and bool(node.args[1] == value) and not node.kwargs
 
 
 def _always(_: Node) -> bool:
@@ -83,11 +83,11 @@ def _iota_dim(node: Node) -> int | None:
     long = [dim for dim, size in enumerate(shape) if size > 1]
     if len(long) != 1:
         return None
-    origin = node
+    origin: Any = node
     while origin.target in _KEEP_ORDER:
         if tuple(size for size in origin.meta["val"].shape if size > 1) != (shape[long[0]],):
             return None
-        origin = origin.args[0]  # type: ignore[assignment]
+        origin = origin.args[0]
     counts = origin.target == aten.arange.default or (origin.target in (aten.arange.start, aten.arange.start_step) and origin.args[0] == 0)
     one_apart = origin.target != aten.arange.start_step or len(origin.args) < 3 or origin.args[2] == 1
     return long[0] if counts and one_apart and origin.meta["val"].numel() == shape[long[0]] else None

@@ -84,7 +84,7 @@ def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
     is_result = user.op == "output"
     place = program.graph.inserting_after(_last_placeholder(value)) if is_result else program.graph.inserting_before(user)
     with place:
-        node = program.graph.call_function(reshard, (value, target))
+        node = program.graph.call_function(reshard, (value, target))  # type: ignore[arg-type]
     node.meta["val"] = value.meta["val"]
     copy_origin(value, node)
     DIMS[node], BATCH[node], SHARDING[node] = DIMS[value], BATCH[value], (target,)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar._torch import OpOverload
 from autopar.keys import PHASE
 from autopar.program import Program
 
@@ -44,9 +45,7 @@ def _is_pure(node: Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    return (
-        isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-    )
+    return isinstance(target, OpOverload) and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _frozen(value: Any) -> Any:

@@ -64,7 +64,7 @@ def _chunk(emit: Emitter, x: Any, dim: int, size: int, index: int) -> Node:
 
 def _split(emit: Emitter, node: Node) -> Node | None:
     """All parts share one view; the getitems of the split are replaced one by one."""
-    x, sizes, dim = node.args[0], node.args[1], _argument(node, 2, 0)
+    x, sizes, dim = _argument(node, 0, None), _argument(node, 1, None), _argument(node, 2, 0)
     assert isinstance(x, Node)
     length, dim = _shape(x)[dim], dim % len(_shape(x))
     if isinstance(sizes, (list, tuple)):
@@ -92,7 +92,7 @@ def _is_chunk(length: int, start: int, end: int, step: int) -> bool:
 
 
 def _slice(emit: Emitter, node: Node) -> Node | None:
-    x, dim = node.args[0], _argument(node, 1, 0)
+    x, dim = _argument(node, 0, None), _argument(node, 1, 0)
     length, dim = _shape(x)[dim], dim % len(_shape(x))
     start, end = _bounds(length, _argument(node, 2, None), _argument(node, 3, None))
     if not _is_chunk(length, start, end, _argument(node, 4, 1)):
@@ -101,7 +101,8 @@ def _slice(emit: Emitter, node: Node) -> Node | None:
 
 
 def _slice_backward(emit: Emitter, node: Node) -> Node | None:
-    gradient, shape, dim, start, end, step = node.args
+    arguments: Any = node.args
+    gradient, shape, dim, start, end, step = arguments
     dim = dim % len(shape)
     start, end = _bounds(shape[dim], start, end)
     if not _is_chunk(shape[dim], start, end, step):
@@ -112,7 +113,7 @@ def _slice_backward(emit: Emitter, node: Node) -> Node | None:
 
 
 def _cat(emit: Emitter, node: Node) -> Node | None:
-    parts, dim = list(node.args[0]), _argument(node, 1, 0)
+    parts, dim = list(_argument(node, 0, ())), _argument(node, 1, 0)
     shapes = [_shape(part) for part in parts]
     dim = dim % len(shapes[0])
     if len(parts) < 2 or any(shape != shapes[0] for shape in shapes) or shapes[0][dim] == 1:

@@ -83,13 +83,14 @@ class Errors:
                 mine[name] = max(mine.get(name, 0.0), error)
 
 
-def errors_between(results: Results, wanted: Results) -> Errors:
-    """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros."""
+def errors_between(results: Results, wanted: Results, case: Case) -> Errors:
+    """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros, a buffer as unchanged."""
     outputs = [error_of(results.outputs.get(name), value) for name, value in wanted.outputs.items()]
     floor = FLOOR * math.sqrt(sum(norm(value) ** 2 for value in wanted.gradients.values()))
     names = dict.fromkeys([*wanted.gradients, *results.gradients])
     gradients = {name: error_of(results.gradients.get(name), wanted.gradients.get(name), floor) for name in names}
-    buffers = {name: error_of(results.buffers.get(name), value) for name, value in wanted.buffers.items()}
+    changed = dict.fromkeys([*wanted.buffers, *results.buffers])
+    buffers = {name: error_of(results.buffers.get(name, case.state[name]), wanted.buffers.get(name, case.state[name])) for name in changed}
     return Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
 
 
@@ -143,9 +144,12 @@ class _Chain:
 
     def agrees(self, results: Results) -> bool:
         """Whether `results` are the reference's; their errors are kept for the report."""
-        errors = errors_between(results, self.reference)
+        errors = self._errors(results)
         self.errors.add(errors)
         return errors.worst[0] <= self.tolerance
+
+    def _errors(self, results: Results) -> Errors:
+        return errors_between(results, self.reference, self.case)
 
     # ---- the programs
 
@@ -192,7 +196,7 @@ class _Chain:
         low, high = -1, len(steps)
         while high - low > 1:
             middle = (low + high) // 2
-            errors = errors_between(self._run(self._own(steps[middle].program)), self.reference)
+            errors = self._errors(self._run(self._own(steps[middle].program)))
             low, high = (middle, high) if errors.worst[0] <= self.tolerance else (low, middle)
         return high
 
@@ -211,7 +215,7 @@ class _Chain:
         return self._worst(self._run(after), name)
 
     def _worst(self, results: Results, name: str) -> Difference:
-        error, whose = errors_between(results, self.reference).worst
+        error, whose = self._errors(results).worst
         return Difference(whose, "", name, error)
 
     # ---- the module's own run

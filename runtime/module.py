@@ -275,9 +275,9 @@ class ParallelModule(nn.Module):
 
     def verify(self, *args: Any, promote: bool = False, **kwargs: Any) -> Any:
         """Run original and rewritten program side by side on these inputs; the report is truthy when they agree."""
-        from autopar.runtime.verify import verify
+        from autopar.runtime import verify
 
-        return verify(self, args, kwargs, promote)
+        return verify.verify(self, args, kwargs, promote)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MeshError("a parallel module cannot be copied; copy the model and compile the copy")

@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Results:
-    """What one program yields: outputs (the loss among them) by flat index, gradients and new buffers by name.
+    """What one program yields: outputs (the loss among them) by flat index, gradients and changed buffers by name.
 
     `replica_errors`: by result, the largest difference between ranks that should hold the same part.
     """
@@ -87,8 +87,7 @@ def run_original(
     with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
         leaves, _ = flatten(model(*args, **kwargs))
     outputs = {item.name: leaves[int(item.name)] for item in signature.outputs if item.kind in ("loss", "output")}
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    changed = {item.name: buffers[item.name].detach().clone() for item in signature.outputs_of("buffer")}
+    changed = _changed(dict(model.named_buffers()), case)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     gradients = _gradients(outputs, parameters, case) if training else {}
     return Results(_detached(outputs), gradients, changed)
@@ -96,10 +95,12 @@ def run_original(
 
 def run_forward(program: Program, case: Case, training: bool) -> Results:
     """A FORWARD program on one device, by autograd."""
-    parameters: dict[str, torch.Tensor] = {}
+    parameters, buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     values = []
     for item in program.signature.inputs:
         value = case.value(item, program).clone()
+        if item.kind == "buffer":
+            buffers[item.name] = value
         if item.kind == "parameter" and item.requires_grad and training:
             parameters[case.first_names[item.name]] = value.requires_grad_()
         values.append(value)
@@ -107,8 +108,13 @@ def run_forward(program: Program, case: Case, training: bool) -> Results:
         results = Interpreter(program.module()).run(*values)
     named = list(zip(program.signature.outputs, results, strict=True))
     outputs = {item.name: value for item, value in named if item.kind in ("loss", "output")}
-    buffers = {item.name: value.detach() for item, value in named if item.kind == "buffer"}
-    return Results(_detached(outputs), _gradients(outputs, parameters, case) if training else {}, buffers)
+    # A buffer changes in place, or its new value is a result.
+    buffers |= {item.name: value for item, value in named if item.kind == "buffer"}
+    return Results(_detached(outputs), _gradients(outputs, parameters, case) if training else {}, _changed(buffers, case))
+
+
+def _changed(buffers: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in buffers.items() if not torch.equal(value, case.state[name])}
 
 
 def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
@@ -117,10 +123,8 @@ def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, tor
     if not differentiable or not parameters:
         return {}
     tangents = [case.tangents.get(name, torch.ones_like(value)).to(value.dtype) for name, value in differentiable.items()]
-    found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-        list(differentiable.values()), list(parameters.values()), tangents, allow_unused=True
-    )
-    return {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
+    found = torch.autograd.grad(list(differentiable.values()), list(parameters.values()), tangents, allow_unused=True)
+    return {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True) if isinstance(gradient, torch.Tensor)}
 
 
 def _detached(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -58,5 +58,5 @@ def test_a_dtype_without_a_rate_runs_at_the_slowest() -> None:
 def test_ideal_links_are_all_but_free() -> None:
     cluster = Cluster.ideal()
     assert cluster.device.launch_seconds == 0
-    assert 0 < 1 / cluster.inner.bytes_per_second <= 1e-3 / cluster.device.memory_bandwidth
+    assert 0 < 1 / cluster.inner.bytes_per_second <= 1e-2 / cluster.device.memory_bandwidth
     assert Cluster.named("ideal") == cluster

@@ -15,7 +15,7 @@ from autopar.assignment import Candidate, Choice, Problem, origins, transport_se
 from autopar.errors import PlanError
 from autopar.evaluation import Evaluation
 from autopar.folding import fold
-from autopar.search import search
+from autopar.search import RunnerUp, search
 
 STATES = "RABCU"
 
@@ -135,7 +135,7 @@ def test_the_runner_up_is_priced_with_everything_else_fixed() -> None:
     assert evaluation.runner_up(1, found.picks) is None
     # down replicated: 4 s dearer, gathers its input for 1.5 s.
     assert evaluation.runner_up(2, found.picks) == (0, pytest.approx(5.5))
-    assert found.runner_up(2) == (0, pytest.approx(5.5), 1)
+    assert found.runner_up(2) == RunnerUp(0, pytest.approx(5.5), 1)
 
 
 def test_dominated_candidates_are_dropped() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from schedules import schedule_of
 from torch import nn
 from torch.fx import Graph
 
@@ -17,6 +16,7 @@ from autopar.runtime._torch import flatten
 from autopar.runtime.module import ParallelModule
 from autopar.schedule import Schedule
 from autopar.sharding import Sharding
+from tests.runtime.schedules import schedule_of
 
 F32, I64 = torch.float32, torch.int64
 ROWS, WHOLE = Sharding((("dp",), ())), Sharding(((),))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from schedules import BATCH, WIDTH, Mlp, mlp_compiled, schedule_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +26,7 @@ from autopar.runtime.virtual import collect
 from autopar.runtime.world import DistributedWorld
 from autopar.schedule import Launch
 from autopar.sharding import Sharding, shape_of
+from tests.runtime.schedules import BATCH, WIDTH, Mlp, mlp_compiled, schedule_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 

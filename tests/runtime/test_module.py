@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from schedules import BATCH, WIDTH, Mlp, mlp_compiled
 
 from autopar.errors import AutoparError, InputError
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.runtime.module import ParallelModule
+from tests.runtime.schedules import BATCH, WIDTH, Mlp, mlp_compiled
 
 MESHES = [virtual_mesh(dp=1, tp=1), virtual_mesh(dp=2, tp=1), virtual_mesh(dp=1, tp=2), virtual_mesh(dp=2, tp=4)]
 

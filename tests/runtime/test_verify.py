@@ -15,7 +15,7 @@ import autopar
 from autopar.runtime.report import Report
 
 if TYPE_CHECKING:
-    from conftest import GlooRanks
+    from tests.conftest import GlooRanks
 
 MESH = autopar.virtual_mesh(dp=2, tp=2)
 

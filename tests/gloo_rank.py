@@ -22,7 +22,7 @@ def serve(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=180)
     )
     modules: dict[str, ModuleType] = {}
     while (task := pickle.loads(pipe.recv_bytes())) is not None:

@@ -1,4 +1,4 @@
-"""Four gloo ranks that live as long as the test run."""
+"""Four gloo ranks that live as long as the test run, shared by all folders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import pytest
 
 WORLD_SIZE = 4
 _SERVER = Path(__file__).with_name("gloo_rank.py")
-sys.path.insert(0, str(_SERVER.parent))  # for `schedules`; the ranks find it beside their script
 
 
 class GlooRanks:
@@ -29,10 +28,13 @@ class GlooRanks:
     """
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory()
-        folder = Path(self._directory.name)
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
+
+    def _start(self) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        folder = Path(self._directory.name)
         listeners = [Listener(str(folder / f"rank{rank}"), "AF_UNIX") for rank in range(WORLD_SIZE)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
         for rank in range(WORLD_SIZE):
@@ -42,12 +44,18 @@ class GlooRanks:
             self._pipes.append(listener.accept())
             listener.close()
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """Call `function(*args)` on all ranks. The first rank's exception is raised here, with its traceback as a note."""
+        if not self._processes:
+            self._start()
         code = sys.modules[function.__module__].__file__
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((code, function.__name__, args)))
-        answers = [self._answer(rank, pipe, timeout) for rank, pipe in enumerate(self._pipes)]
+        try:
+            answers = [self._answer(rank, pipe, timeout) for rank, pipe in enumerate(self._pipes)]
+        except (TimeoutError, EOFError):
+            self._stop()  # the next test gets ranks that are not stuck in this one
+            raise
         for rank, (_, error, trace) in enumerate(answers):
             if error is not None:
                 error.add_note(f"on gloo rank {rank}:\n{trace}")
@@ -59,16 +67,22 @@ class GlooRanks:
             raise TimeoutError(f"gloo rank {rank} gave no answer within {timeout} s")
         return pickle.loads(pipe.recv_bytes())
 
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes, self._pipes = [], []
+        if self._directory is not None:
+            self._directory.cleanup()
+
     def close(self) -> None:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(pickle.dumps(None))
         for process in self._processes:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        self._directory.cleanup()
+        self._stop()
 
 
 @pytest.fixture(scope="session")
@@ -76,3 +90,11 @@ def gloo_ranks() -> Iterator[GlooRanks]:
     ranks = GlooRanks()
     yield ranks
     ranks.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One group for all users of the ranks, so that xdist (--dist loadgroup) runs them in one process. Before xdist reads the marks."""
+    for item in items:
+        if "gloo_ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("gloo"))
