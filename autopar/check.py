@@ -51,11 +51,9 @@ class Checker:
     values: Values = field(default_factory=Values)
     origin: Program | None = None
 
-    def start(self, program: Program) -> None:
-        check(program, "as captured", self.values)
-
     def __call__(self, step: Step) -> None:
-        check(step.program, f"after pass {step.number}, {step.name}", self.values, self.origin)
+        title = f"after pass {step.number}, {step.name}" if step.number else "as captured"
+        check(step.program, title, self.values, self.origin)
         if step.program.form is Form.GLOBAL:
             self.origin = step.program
 

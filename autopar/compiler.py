@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -144,8 +145,9 @@ def compile_call(
         mesh = next(iter(placements.values())).mesh
     history = History()
     observers = (Checker(), Log(), history)
+    start = time.perf_counter()
     forward = capture(model, args, kwargs, mesh, options.outputs, batch_dims_of(inputs, options.batch_dims))
-    local = run_passes(forward, default_passes(options, torch.is_grad_enabled(), placements), observers)
+    local = run_passes(forward, default_passes(options, torch.is_grad_enabled(), placements), observers, time.perf_counter() - start)
     schedule = cut_fragments(local, options.device)
     decision, program = history.decision(ChooseShardings), history.program(InsertReshards)
     compiled = Compiled(

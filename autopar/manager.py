@@ -47,13 +47,9 @@ class DecidingPass(Protocol):
     def apply(self, program: Program, decision: Any) -> Program: ...
 
 
-# Called with the step after every pass. One that also has `start` is given the program before the first pass.
+# Called with the step after every pass, and before the first one with step 0, the program as it was captured.
 Observer = Callable[[Step], None]
-
-
-@runtime_checkable
-class Starting(Protocol):
-    def start(self, program: Program) -> None: ...
+CAPTURE = "capture"
 
 
 @dataclass
@@ -62,9 +58,6 @@ class Log:
 
     level: int = logging.INFO
     nodes: int = 0
-
-    def start(self, program: Program) -> None:
-        self.nodes = program.num_nodes
 
     def __call__(self, step: Step) -> None:
         count = step.program.num_nodes
@@ -112,21 +105,19 @@ class Print:
 
 @dataclass(frozen=True)
 class PassManager:
-    """Ordered passes and the observers called after each. `first` numbers the first pass."""
+    """Ordered passes, and the observers called with the captured program (step 0) and after each pass (from step 1 on)."""
 
     passes: tuple[Pass | DecidingPass, ...]
     observers: tuple[Observer, ...] = ()
-    first: int = 1
 
-    def run(self, program: Program) -> Program:
-        """`program` after all passes.
+    def run(self, program: Program, seconds: float = 0.0) -> Program:
+        """`program`, which took `seconds` to capture, after all passes.
 
         Whatever a pass or an observer raises bears a note with the pass's number and name.
         """
         for observe in self.observers:
-            if isinstance(observe, Starting):
-                observe.start(program)
-        for number, chosen in enumerate(self.passes, self.first):
+            observe(Step(number=0, name=CAPTURE, seconds=seconds, program=program))
+        for number, chosen in enumerate(self.passes, 1):
             try:
                 step = _run_one(chosen, number, program)
                 for observe in self.observers:
@@ -148,6 +139,8 @@ def _run_one(chosen: Pass | DecidingPass, number: int, program: Program) -> Step
     return Step(number=number, name=chosen.name, seconds=time.perf_counter() - start, program=result, decision=decision, kind=type(chosen))
 
 
-def run_passes(program: Program, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = ()) -> Program:
-    """Run `passes` over `program` in order; each of `observers` is called with the `Step` after every pass."""
-    return PassManager(tuple(passes), tuple(observers)).run(program)
+def run_passes(
+    program: Program, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = (), seconds: float = 0.0
+) -> Program:
+    """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `Step`."""
+    return PassManager(tuple(passes), tuple(observers)).run(program, seconds)

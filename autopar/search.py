@@ -1,18 +1,18 @@
-"""Solves an assignment problem as an integer program, its linear relaxation first.
+"""Solves an assignment problem as an integer program whose linear relaxation is nearly integral.
 
 Columns, per class of nodes and per folded value:
 
-    x[class, candidate]        1 where the candidate is taken                         (binary)
-    f[value, source, target]   1 where the value is brought from source to target     (follows from x)
-    g[value, target]           1 where target is cut from another needed state        (follows from x)
+    x[class, candidate]           1 where the candidate is taken                             (binary)
+    e[reader, source, target]     1 where the reader has the value from source in target     (follows from x)
+    f[value, source, target]      1 where the value is brought from source to target         (follows from e)
 
-Rows, with given[s] = Σ x of the producer's candidates that give s, and needed[reader, t] = Σ x of the reader's that need t:
+Rows, with given[s] = Σ x of the producer's candidates that give s, and needed[r, t] = Σ x of the reader's that need t:
 
-    one reader   Σ_t f[s, t] = given[s],  Σ_s f[s, t] = needed[t]              a transport problem: tight
-    several      given[t] + Σ_s f[s, t] + g[t] ≥ needed[reader, t],  f[s, t] ≤ given[s]
-                 g[t] ≤ Σ of brought[h] over the h that t is a slice of,  brought[h] = Σ_s f[s, h] ≤ Σ needed[reader, h]
+    Σ_t e[r, s, t] = given[s],  Σ_s e[r, s, t] = needed[r, t]            a transport problem for each reader: tight
+    e[r, s, t] ≤ f[s, t] + Σ f[s, h] over the h that t is a slice of     several readers pay once
+    f[s, h] ≤ Σ_r e[r, s, h]                                             a state is brought for a reader, not to be cut alone
 
-f[s, s] is the value as it is, at no cost. The relaxation is nearly always integral; then it is the answer.
+A value with one reader has e = f. The relaxation is nearly always integral, and where it is not, a cut or two suffice.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Solution:
     num_variables: int
     num_rows: int
     num_dropped: int
-    is_relaxation_integral: bool
+    is_solved_at_root: bool
 
     @property
     def gap(self) -> float:
@@ -97,7 +97,7 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
     evaluation = Evaluation(reduced, fold(reduced, rounds))
     model = _Model.of(evaluation)
     deadline = math.inf if timeout is None else start + timeout
-    picks, bound, integral = _solve(model, evaluation, deadline, tolerance)
+    picks, bound, at_root = _solve(model, evaluation, deadline, tolerance)
     chosen = [positions[pick] for positions, pick in zip(kept, evaluation.folded.unfold(picks), strict=True)]
     return Solution(
         picks=tuple(contracted.original(chosen)),
@@ -111,7 +111,7 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
         num_variables=len(model.costs),
         num_rows=len(model.lower),
         num_dropped=sum(len(node.candidates) - len(positions) for node, positions in zip(nodes, kept, strict=True)),
-        is_relaxation_integral=integral,
+        is_solved_at_root=at_root,
     )
 
 
@@ -122,32 +122,19 @@ def _keep(node: Choice, positions: list[int]) -> Choice:
 
 
 def _solve(model: _Model, evaluation: Evaluation, deadline: float, tolerance: float) -> tuple[list[int], float, bool]:
-    """Class picks, a lower bound in seconds, and whether the relaxation alone was the answer."""
+    """Class picks, a lower bound in seconds, and whether nothing had to be branched on."""
+    started = evaluation.descend([0] * len(evaluation.nodes))
     solver = _solver(model, deadline, tolerance)
+    if math.isfinite(evaluation.seconds(started)):
+        solver.setSolution(model.num_binary, model.binary_columns(), model.columns_of(started))
     solver.run()
-    status = solver.getModelStatus()
-    if status == highspy.HighsModelStatus.kInfeasible:
+    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
         raise PlanError("no assignment is possible: some value is needed in a sharding that it cannot be brought to")
-    if status != highspy.HighsModelStatus.kOptimal:
-        return evaluation.descend([0] * len(evaluation.nodes)), 0.0, False
-    bound = solver.getInfo().objective_function_value / model.scale
-    values = np.asarray(solver.getSolution().col_value)
-    rounded = model.picks(values)
-    if model.is_integral(values):
-        return rounded, bound, True
-    started = evaluation.descend(rounded)
-    if time.perf_counter() >= deadline:
-        return started, bound, False
-    solver = _solver(model, deadline, tolerance)
-    columns = np.arange(len(model.costs), dtype=np.int32)
-    solver.changeColsIntegrality(len(columns), columns, model.integrality())
-    chosen = model.columns_of(started)
-    solver.setSolution(len(chosen), model.binary_columns(), chosen)
-    solver.run()
-    bound = max(bound, solver.getInfo().mip_dual_bound / model.scale)
+    information = solver.getInfo()
+    bound = max(0.0, information.mip_dual_bound / model.scale)
     values = np.asarray(solver.getSolution().col_value)
     found = [model.picks(values), started] if len(values) and model.is_integral(values) else [started]
-    return min(found, key=evaluation.seconds), bound, False
+    return min(found, key=evaluation.seconds), bound, information.mip_node_count <= 1
 
 
 def _solver(model: _Model, deadline: float, tolerance: float) -> highspy.Highs:
@@ -217,15 +204,13 @@ class _Model:
         program.a_matrix_.start_ = np.searchsorted(np.array(self.rows), np.arange(program.num_row_ + 1)).astype(np.int32)
         program.a_matrix_.index_ = np.array(self.columns, dtype=np.int32)
         program.a_matrix_.value_ = np.array(self.entries)
+        program.integrality_ = [highspy.HighsVarType.kInteger] * self.num_binary + [highspy.HighsVarType.kContinuous] * (
+            len(self.costs) - self.num_binary
+        )
         return program
 
     def binary_columns(self) -> np.ndarray:
         return np.arange(self.num_binary, dtype=np.int32)
-
-    def integrality(self) -> np.ndarray:
-        kinds = np.zeros(len(self.costs), dtype=np.uint8)
-        kinds[: self.num_binary] = 1
-        return kinds
 
     def is_integral(self, values: np.ndarray) -> bool:
         binary = values[: self.num_binary]
@@ -262,21 +247,18 @@ class _Transport:
         if list(self.given) == self.targets and len(self.targets) == 1:
             return
         if len(self.needed) == 1:
-            self._add_single()
+            self._add_flows(self.needed[0], has_cost=True)
         else:
             self._add_shared()
 
-    def _add_single(self) -> None:
-        self._add_flows(self.needed[0], cost=True)
-
-    def _add_flows(self, needed: dict[State, list[int]], cost: bool) -> dict[tuple[State, State], int]:
+    def _add_flows(self, needed: dict[State, list[int]], has_cost: bool) -> dict[tuple[State, State], int]:
         """A transport problem from what is given to what one reader needs: a column for each pair of states that has a way."""
         flows: dict[tuple[State, State], int] = {}
         for source in self.given:
             for target in needed:
                 seconds = self.price(source, target)
                 if seconds < math.inf:
-                    flows[source, target] = self.model.column(self.weight * seconds if cost else 0.0)
+                    flows[source, target] = self.model.column(self.weight * seconds if has_cost else 0.0)
         for state, columns in self.given.items():
             leaving = [(flow, 1.0) for (source, _), flow in flows.items() if source == state]
             self.model.row(0.0, 0.0, leaving + [(c, -1.0) for c in columns])
@@ -286,7 +268,7 @@ class _Transport:
         return flows
 
     def _add_shared(self) -> None:
-        readers = [self._add_flows(needed, cost=False) for needed in self.needed]
+        readers = [self._add_flows(needed, has_cost=False) for needed in self.needed]
         hubs_of = {target: [hub for hub in self.targets if self.slices(hub, target)] for target in self.targets}
         hubs = {hub for found in hubs_of.values() for hub in found}
         brought: dict[tuple[State, State], int] = {}

@@ -19,7 +19,7 @@ from autopar.keys import BATCH, DIMS, PHASE
 from autopar.mesh import Mesh, parent
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
-from autopar.sharding import Dims, Sharding, Strategy, flat
+from autopar.sharding import Dims, Sharding, Strategy
 from autopar.strategies import operand_dims, placeholder_strategies, space_of, strategies_of
 
 # The result that is read by the input of this kind and name: where it must be left.
@@ -54,24 +54,32 @@ def whole_axes(
     """The strategies that use the sub-axes of an axis (tp.0, tp.1) as one, or apart where an atom is too small for the whole.
 
     Every sub-axis multiplies the strategies of an op, but apart they serve one purpose: two key heads on four ranks.
-    Then the major one is on the small atom; the others do what they like.
+    Then the major one is on the first such atom of its dim, and the others do what they like.
     """
     families = [mesh.parts(axis) for axis in dict.fromkeys(map(parent, mesh.names)) if len(mesh.parts(axis)) > 1]
-    atoms = [flat(dims) for dims in (*operand_dims, *result_dims)]
-    return tuple(each for each in strategies if all(_together(each, family, atoms, mesh.size_of(family)) for family in families))
+    dims = (*operand_dims, *result_dims)
+    return tuple(each for each in strategies if all(_together(each, family, dims, mesh) for family in families))
 
 
-def _together(strategy: Strategy, family: tuple[str, ...], atoms: Sequence[tuple[int, ...]], size: int) -> bool:
+def _together(strategy: Strategy, family: tuple[str, ...], dims: Sequence[Dims], mesh: Mesh) -> bool:
     shardings = strategy.operands + strategy.results
     if len({tuple(_place(sharding, axis) for sharding in shardings) for axis in family}) == 1:
         return True
-    split = [
-        atom
-        for sharding, sizes in zip(shardings, atoms, strict=True)
-        for axes, atom in zip(sharding.splits, sizes, strict=False)
-        if family[0] in axes
-    ]
-    return any(atom % size for atom in split)
+    places = [_place(sharding, family[0]) for sharding in shardings]
+    found = [place in _too_small(each, mesh.size_of(family)) for each, place in zip(dims, places, strict=True) if isinstance(place, int)]
+    return bool(found) and all(found)
+
+
+def _too_small(dims: Dims, size: int) -> set[int]:
+    """For each dim the position of its first atom that `size` ranks cannot split."""
+    found: set[int] = set()
+    start = 0
+    for dim in dims:
+        first = next((index for index, atom in enumerate(dim) if atom % size), None)
+        if first is not None:
+            found.add(start + first)
+        start += len(dim)
+    return found
 
 
 def _place(sharding: Sharding, axis: str) -> object:

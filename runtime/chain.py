@@ -189,7 +189,7 @@ class _Chain:
         before = self._own(steps[first - 1].program) if first else None
         if first == len(steps):
             return self._between(before, broken, otherwise)
-        name = steps[first].name if first else f"capture, or {steps[first].name}"
+        name = steps[first].name
         return self._between(before, self._own(steps[first].program), name)
 
     def _first_broken(self, steps: list[Step]) -> int:

@@ -59,7 +59,7 @@ class ParallelModule(nn.Module):
     A call raises `InputError` for inputs that cannot run and `MeshError`, `ScheduleError` or what the compiler raises.
     """
 
-    model: nn.Module
+    _model: nn.Module
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ParallelModule(nn.Module):
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
-        self.__dict__["model"] = model
+        self.__dict__["_model"] = model
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
@@ -120,7 +120,7 @@ class ParallelModule(nn.Module):
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
         inputs = CallInputs.of(args, kwargs)
         dims = batch_dims_of(inputs, self._batch_dims)
-        check_inputs(inputs, dims, self.mesh, self._world.device(self.model), is_virtual=self._world.is_virtual)
+        check_inputs(inputs, dims, self.mesh, self._world.device(self._model), is_virtual=self._world.is_virtual)
         return inputs
 
     def _first_call(self, inputs: CallInputs) -> None:
@@ -134,10 +134,10 @@ class ParallelModule(nn.Module):
 
     def _key(self, inputs: CallInputs) -> tuple[Any, ...]:
         """Equal for calls that one program serves."""
-        kind = self._world.device(self.model).type
+        kind = self._world.device(self._model).type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        modes = tuple(module.training for module in self.model.modules())
-        parameters = tuple((parameter.dtype, parameter.requires_grad) for parameter in self.model.parameters())
+        modes = tuple(module.training for module in self._model.modules())
+        parameters = tuple((parameter.dtype, parameter.requires_grad) for parameter in self._model.parameters())
         return (inputs.key, modes, torch.is_grad_enabled(), autocast, parameters)
 
     def _captured(self, inputs: CallInputs) -> _Captured:
@@ -154,12 +154,12 @@ class ParallelModule(nn.Module):
         args, kwargs = inputs.call()
         if not self._world.is_virtual:
             args, kwargs = global_call(inputs, batch_dims_of(inputs, self._batch_dims), self.mesh.size_of(self.mesh.parts("dp")))
-        with global_parameters(self.model):
+        with global_parameters(self._model):
             compiled = self._capture(args, kwargs, pins=dict(self._placements) or None)
         self._world.prepare(compiled)
         placements = placements_of(compiled.schedule.signature, compiled.local.mesh)
         if not self._captures:
-            self._world.place(self.model, compiled)
+            self._world.place(self._model, compiled)
         elif not self._world.is_virtual:
             self._check_placements(placements)
         self._placements = placements | self._placements
@@ -203,7 +203,7 @@ class ParallelModule(nn.Module):
         return super().named_parameters(prefix, recurse, remove_duplicate)
 
     def train(self, mode: bool = True) -> ParallelModule:
-        self.model.train(mode)
+        self._model.train(mode)
         self.training = mode
         return self
 
@@ -214,14 +214,14 @@ class ParallelModule(nn.Module):
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state with every parameter whole, on every rank. Collective."""
         return with_random_state(
-            full_state(super().state_dict(keep_vars=True), self._world, dict(self.model.named_parameters())), self.seed, self.step
+            full_state(super().state_dict(keep_vars=True), self._world, dict(self._model.named_parameters())), self.seed, self.step
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load full or sharded values."""
         current = super().state_dict(keep_vars=True)
         result = super().load_state_dict(
-            sharded_state(state_dict, current, self._world, dict(self.model.named_parameters())), strict, assign
+            sharded_state(state_dict, current, self._world, dict(self._model.named_parameters())), strict, assign
         )
         self.seed, self.step = random_state_of(state_dict, self.seed, self.step)
         return result
@@ -273,11 +273,14 @@ class ParallelModule(nn.Module):
 
         return autopar.inspect.diff(self.compiled, before, after)
 
-    def verify(self, *args: Any, promote: bool = False, **kwargs: Any) -> Any:
-        """Run original and rewritten program side by side on these inputs; the report is truthy when they agree."""
+    def verify(self, *args: Any, promote: bool = False, tolerance: float | None = None, **kwargs: Any) -> Any:
+        """Run original and rewritten program side by side on these inputs; the report is truthy when they agree.
+
+        `promote` does it in float64 and asks for 1e-9, else 1e-4 is asked for, or `tolerance`.
+        """
         from autopar.runtime import verify
 
-        return verify.verify(self, args, kwargs, promote)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
+        return verify.verify(self, args, kwargs, promote, tolerance)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MeshError("a parallel module cannot be copied; copy the model and compile the copy")

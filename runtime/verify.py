@@ -43,7 +43,7 @@ def verify(
     world = parallel._world
     seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
     key = random_key(seed, parallel.step + parallel.training)
-    model = parallel.model if world.is_virtual else _whole_model(parallel)
+    model = parallel._model if world.is_virtual else _whole_model(parallel)
     args, kwargs = inputs.call() if world.is_virtual else _global_inputs(parallel, inputs)
     run = _OwnRun(parallel, inputs, captured.fragments, promote)
     return verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
@@ -52,8 +52,8 @@ def verify(
 def _whole_model(parallel: ParallelModule) -> nn.Module:
     """A copy of the model with every parameter whole, on the CPU."""
     full = parallel.full_state_dict()
-    named = dict(parallel.model.named_parameters(remove_duplicate=False)) | dict(parallel.model.named_buffers(remove_duplicate=False))
-    return copy_model(parallel.model, {id(value): full.get(name, value).cpu() for name, value in named.items()}, promoted=False)
+    named = dict(parallel._model.named_parameters(remove_duplicate=False)) | dict(parallel._model.named_buffers(remove_duplicate=False))
+    return copy_model(parallel._model, {id(value): full.get(name, value).cpu() for name, value in named.items()}, promoted=False)
 
 
 def _global_inputs(parallel: ParallelModule, inputs: CallInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -75,7 +75,7 @@ class _OwnRun:
 
     def __init__(self, parallel: ParallelModule, inputs: CallInputs, fragments: CompiledFragments, promoted: bool) -> None:
         self.world, self.backend = parallel._world, parallel._backend
-        self.device = self.world.device(parallel.model)
+        self.device = self.world.device(parallel._model)
         self.fragments, self.promoted = fragments, promoted
         self.tensors = {name: self._own(value) for name, value in (*parallel.named_parameters(), *parallel.named_buffers())}
         self.leaves = [self._own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves]

@@ -1,7 +1,7 @@
 """Tiny transformers with random weights, and batches that are hard to get right.
 
-Labels are ignored (-100) in unequal numbers: of 8 samples the first two keep all labels, the next two half of them, the
-last four none. So over dp = 2 and dp = 4 ranks count different numbers of labels, and the last rank has none left.
+Labels are ignored (-100) in unequal numbers: of 8 samples the first two keep all labels, the next two half of them, then
+two keep three, the last two none. Over dp = 2 ranks count unequal numbers of labels; over dp = 4 the last has none left.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def vit(num_layers: int = 1, dropout: float = 0.0) -> Case:
     )  # fmt: skip
     draw = torch.Generator().manual_seed(1)
     labels = torch.randint(0, 12, (BATCH,), generator=draw)
-    labels[3:] = IGNORED
+    labels[[3, 5, 6, 7]] = IGNORED
     return _case(transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=draw), "labels": labels})
 
 
@@ -76,7 +76,8 @@ def _tokens() -> Batch:
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=draw)
     labels = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=draw)
     labels[2:4, LENGTH // 2 :] = IGNORED
-    labels[4:] = IGNORED
+    labels[4:6, 3:] = IGNORED
+    labels[6:] = IGNORED
     return {"input_ids": ids, "labels": labels}
 
 

@@ -40,7 +40,9 @@ def assert_consistent(program: Program) -> None:
             continue
         sources = [DIMS[operand][operand_result(node, operand)] for operand in operands(node)]
         if rule.view:
-            assert flat(sources[0]) == flat(DIMS[node][0]), f"a view is no identity on atoms: {node.format_node()} {sources[0]} {DIMS[node]}"
+            assert flat(sources[0]) == flat(DIMS[node][0]), (
+                f"a view is no identity on atoms: {node.format_node()} {sources[0]} {DIMS[node]}"
+            )
             continue
         seen: dict[object, tuple[int, ...]] = {}
         for dims, labels in zip([*sources, *DIMS[node]], [*rule.operands, *rule.results], strict=True):
@@ -50,7 +52,10 @@ def assert_consistent(program: Program) -> None:
 
 
 def test_without_views_a_dim_is_one_atom() -> None:
-    assert atoms_of(lambda x, w: aten.relu.default(aten.mm.default(x, w)), torch.randn(8, 6), torch.randn(6, 1)) == [((8,), (6,)), ((6,), ())]
+    assert atoms_of(lambda x, w: aten.relu.default(aten.mm.default(x, w)), torch.randn(8, 6), torch.randn(6, 1)) == [
+        ((8,), (6,)),
+        ((6,), ()),
+    ]
 
 
 def test_a_merged_dim_is_two_atoms() -> None:

@@ -60,7 +60,9 @@ def of(compute: Callable[..., Any], *args: Any, **options: Any) -> Program:
 
 
 def signature(program: Program) -> list[str]:
-    return [f"{item.kind} {item.name}" for item in program.signature.inputs] + [f"→ {item.kind} {item.name}" for item in program.signature.outputs]
+    return [f"{item.kind} {item.name}" for item in program.signature.inputs] + [
+        f"→ {item.kind} {item.name}" for item in program.signature.outputs
+    ]
 
 
 def assert_as_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], program: Program | None = None) -> None:
@@ -71,7 +73,9 @@ def assert_as_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     loss = getattr(output, "loss", output)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     gradients = torch.autograd.grad(loss, [model.get_parameter(name) for name in names], allow_unused=True)
-    wanted = {("loss", "0"): loss.detach()} | {("gradient", name): value for name, value in zip(names, gradients, strict=True) if value is not None}
+    wanted = {("loss", "0"): loss.detach()} | {
+        ("gradient", name): value for name, value in zip(names, gradients, strict=True) if value is not None
+    }
     assert_close(run_forward(program, inputs), wanted, 1e-6)
     joint = TraceJoint().apply(program)
     assert_close(run(joint, inputs_of(joint, model, args, kwargs)), wanted, 1e-6)
@@ -265,7 +269,9 @@ def test_a_region_without_gradients() -> None:
 
 def test_batch_dims() -> None:
     def dims(**options: Any) -> list[int | None]:
-        program = of(lambda self, x, table, step: (self.linear(x) + table[0] + step).sum(), X, torch.randn(3, 4), torch.tensor(1.0), **options)
+        program = of(
+            lambda self, x, table, step: (self.linear(x) + table[0] + step).sum(), X, torch.randn(3, 4), torch.tensor(1.0), **options
+        )
         return [item.batch_dim for item in program.signature.inputs_of("batch")]
 
     assert dims() == [0, None, None]

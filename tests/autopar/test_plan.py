@@ -20,7 +20,7 @@ from autopar.errors import PlanError
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.mesh import Mesh
 from autopar.pins import plan_of
-from autopar.plan import PlannedInput, Plan, fingerprint, node_keys
+from autopar.plan import Plan, PlannedInput, fingerprint, node_keys
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.sharding import Dims, Sharding, Strategy
 

@@ -91,7 +91,7 @@ def test_inputs_of_every_kind_and_a_loss_of_the_users_own() -> None:
 def test_buffers_are_written_back_and_keys_follow_the_step() -> None:
     parallel, x = counting(virtual_mesh(dp=2)), torch.randn(4, 2)
     keys = [int(parallel(x)[2][0]) for _ in range(3)]
-    assert parallel.model.get_buffer("count").tolist() == [3] and len(set(keys)) == 3
+    assert parallel._model.get_buffer("count").tolist() == [3] and len(set(keys)) == 3
     parallel.eval()
     assert int(parallel(x)[2][0]) == int(parallel(x)[2][0]) == keys[-1]
 

@@ -140,7 +140,7 @@ def test_names_submodules_and_state_are_the_models() -> None:
     reference.load_state_dict(parallel.state_dict())
     torch.testing.assert_close(parallel(**batch())["loss"], reference(**batch())["loss"])
     parallel.zero_grad()
-    assert parallel.eval().training is False and parallel.model.fc.training is False and parallel.model.training is False
+    assert parallel.eval().training is False and parallel._model.fc.training is False and parallel._model.training is False
 
 
 def test_seed_and_step_travel_with_the_state(tmp_path: Any) -> None:
