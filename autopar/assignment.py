@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 State = Hashable
 ValueIndex = tuple[int, int]
 Slices = Callable[[State, State], bool]
+S = TypeVar("S", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,13 @@ class Problem:
         return found
 
 
-def origins(source: State, targets: Iterable[State], slices: Slices) -> dict[State, State]:
+def origins(source: S, targets: Iterable[S], slices: Callable[[S, S], bool]) -> dict[S, S]:
     """Where each of `targets` (but `source` itself) is taken from: `source`, or another target of which it is a slice.
 
     Ordered so that an origin stands before what is cut from it.
     """
     needed = [target for target in dict.fromkeys(targets) if target != source]
-    found: dict[State, State] = {}
+    found: dict[S, S] = {}
     for target in needed:
         hubs = [hub for hub in needed if slices(hub, target)] if not slices(source, target) else []
         # A hub that is itself cut from another one is no better than that one.

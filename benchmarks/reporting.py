@@ -33,7 +33,8 @@ def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     widths = [max(len(line[column]) for line in cells) for column in range(len(heads))]
     print(f"\n{title}")
     for line in cells:
-        print("  " + "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(zip(line, widths, strict=True))))
+        padded = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  " + "  ".join([line[0].ljust(widths[0]), *padded[1:]]))
 
 
 def _text(value: Any) -> str:

@@ -36,9 +36,7 @@ class DecomposeLosses:
         that is not `ignore_index` raises in torch when it runs; here it counts as valid and picks no logit.
     """
 
-    @property
-    def name(self) -> str:
-        return "decompose losses"
+    name: str = "decompose losses"
 
     def apply(self, program: Program) -> Program:
         program = program.copy()

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from autopar.assignment import origins
 from autopar.atoms import operand_result
 from autopar.collectives import reshard
 from autopar.emit import copy_origin
 from autopar.keys import BATCH, DIMS, PHASE, SHARDING, STRATEGY
 from autopar.program import Program, operands
+from autopar.reshard import is_slice
 from autopar.sharding import Sharding
 from autopar.sharding_problem import HOMES, required_sharding
 
@@ -20,8 +22,8 @@ from autopar.sharding_problem import HOMES, required_sharding
 class InsertReshards:
     """Insert one `reshard` per (value, target), in front of the first consumer that needs it.
 
-    A target that slices the replicated form is cut from that form where another consumer has it made: after an
-    all-reduce, a second consumer's shard is free.
+    A target that is a slice of another needed target is cut from that one: after an all-reduce for one consumer,
+    a second consumer's shard is free. The search prices it so.
 
     Reads: STRATEGY, SHARDING, DIMS. Writes: `reshard` nodes with DIMS, SHARDING, PHASE, SOURCE; shardings in the signature.
     Ensures: every operand's sharding is the one that its consumer's strategy names.
@@ -46,14 +48,17 @@ class InsertReshards:
         return program
 
 
-def _wanted(program: Program) -> set[tuple[Node, Sharding]]:
-    found = {
-        (operand, target)
-        for node in program.graph.nodes
-        if node.op == "call_function"
-        for operand, target in zip(operands(node), STRATEGY[node].operands, strict=True)
-    }
-    return found | {(node, output.sharding) for output, node in program.named_outputs() if output.sharding is not None}
+def _wanted(program: Program) -> dict[Node, list[Sharding]]:
+    """The shardings that the consumers of each value need."""
+    found: dict[Node, list[Sharding]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            for operand, target in zip(operands(node), STRATEGY[node].operands, strict=True):
+                found.setdefault(operand, []).append(target)
+    for output, node in program.named_outputs():
+        if output.sharding is not None:
+            found.setdefault(node, []).append(output.sharding)
+    return found
 
 
 def _fitted(
@@ -62,19 +67,18 @@ def _fitted(
     target: Sharding | None,
     user: Node,
     made: dict[tuple[Node, Sharding], Node],
-    wanted: set[tuple[Node, Sharding]],
+    wanted: dict[Node, list[Sharding]],
 ) -> Node:
     """`value` in the sharding `target`, resharded in front of `user` if it is in another."""
     assert target is not None
     index = operand_result(user, value) if user.op != "output" else 0
-    if SHARDING[value][index] == target:
+    here = SHARDING[value][index]
+    if here == target:
         return value
     assert len(SHARDING[value]) == 1, f"{value} has several results; getitem names one before it is resharded"
     if (value, target) not in made:
-        source = value
-        whole = Sharding.replicated(DIMS[value][0])
-        if target != whole and (value, whole) in wanted and not target.unreduced and SHARDING[value][0] != whole and (value, whole) in made:
-            source = made[(value, whole)]
+        origin = origins(here, wanted[value], is_slice)[target]
+        source = _fitted(program, value, origin, user, made, wanted)
         made[(value, target)] = _emit(program, source, target, user)
     return made[(value, target)]
 

@@ -37,9 +37,7 @@ class KeyRandom:
         random op that cannot be keyed.
     """
 
-    @property
-    def name(self) -> str:
-        return "key random"
+    name: str = "key random"
 
     def apply(self, program: Program) -> Program:
         program = program.copy()

@@ -31,9 +31,7 @@ class UnifyAttention:
         way that grouped heads cannot say, plain matmul and softmax stand in its place.
     """
 
-    @property
-    def name(self) -> str:
-        return "unify attention"
+    name: str = "unify attention"
 
     def apply(self, program: Program) -> Program:
         program = program.copy()

@@ -32,7 +32,9 @@ def traced(function: Callable[..., Any], *tensors: Tensor, mesh: Mesh = MESH, pa
         value = node.meta["val"]
         is_parameter = index in parameters
         batch_dim = 0 if value.ndim and not is_parameter else None
-        inputs.append(Input("parameter" if is_parameter else "batch", str(index), tuple(value.shape), value.dtype, is_parameter, batch_dim=batch_dim))
+        inputs.append(
+            Input("parameter" if is_parameter else "batch", str(index), tuple(value.shape), value.dtype, is_parameter, batch_dim=batch_dim)
+        )
     end = graph.output_node()
     results = end.args[0] if isinstance(end.args[0], (tuple, list)) else (end.args[0],)
     end.args = (tuple(results),)

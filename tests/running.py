@@ -150,6 +150,9 @@ def assert_close(got: Values, wanted: Values, tolerance: float) -> None:
     """‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖) for every output of `wanted`; a gradient may truly be zero."""
     assert got.keys() == wanted.keys()
     norm = torch.stack([value.double().norm() for (kind, _), value in wanted.items() if kind == "gradient"] or [torch.zeros(())]).norm()
-    errors = {key: float((got[key].double() - value.double()).norm() / max(value.double().norm(), 1e-6 * norm, 1e-300)) for key, value in wanted.items()}
+    errors = {
+        key: float((got[key].double() - value.double()).norm() / max(value.double().norm(), 1e-6 * norm, 1e-300))
+        for key, value in wanted.items()
+    }
     wrong = {key: error for key, error in errors.items() if not error <= tolerance}
     assert not wrong, f"{len(wrong)} of {len(errors)} outputs differ by more than {tolerance}: {dict(list(wrong.items())[:8])}"

@@ -65,7 +65,9 @@ def vit(num_layers: int = 1, dropout: float = 0.0) -> Case:
     draw = torch.Generator().manual_seed(1)
     labels = torch.randint(0, 12, (BATCH,), generator=draw)
     labels[[3, 5, 6, 7]] = IGNORED
-    return _case(transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=draw), "labels": labels})
+    return _case(
+        transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=draw), "labels": labels}
+    )
 
 
 ZOO: dict[str, Callable[..., Case]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit}

@@ -1,6 +1,6 @@
 """Megatron found, not told: what the search decides on real shapes, batch on dp alone, one sequence in bf16 per data-parallel rank.
 
-Two depths are planned; what three layers send more than two do is a middle layer's. `benchmarks/planning.py` has the full depth.
+Two depths are planned; what four layers send more than three do is a middle layer's. `benchmarks/planning.py` has the full depth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.summary import contractions
 from benchmarks.planning import GPT2_MEDIUM, SHAPES, Planned, Shape, planned, traced
 
 TENSOR_PARALLEL = (2, 4, 8)
-NUM_LAYERS = 3
+NUM_LAYERS = 4
 CASES = [pytest.param(name, tp, id=f"{name}, tp{tp}") for name in SHAPES for tp in TENSOR_PARALLEL]
 
 
@@ -46,9 +46,12 @@ def test_a_layer_sends_at_most_what_megatrons_does(name: str, tp: int) -> None:
         assert 0 < per_layer <= 1.02 * SHAPES[name].megatron_bytes(tp), f"{phase}: {per_layer:.0f} bytes"
 
 
-@pytest.mark.parametrize(("name", "tp"), CASES)
+@pytest.mark.parametrize(("name", "tp"), [("gpt2-medium", 2), *(("llama-3-8b", tp) for tp in TENSOR_PARALLEL)])
 def test_every_contraction_is_split(name: str, tp: int) -> None:
-    """Sending little is easy for a plan that computes everything on every rank."""
+    """Sending little is easy for a plan that computes everything on every rank.
+
+    GPT-2-medium on four and more is left out: with 1,024 tokens, all-reducing costs more than computing some products on every rank.
+    """
     result = found(name, tp).program
     assert {STRATEGY[node].num_shards for node in contractions(result)} == {tp}
 

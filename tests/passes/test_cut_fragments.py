@@ -149,7 +149,9 @@ def test_buffers_live_until_their_last_reader(schedules: list[Schedule]) -> None
             assert all(name in alive for name in reads(instruction)), instruction
             if isinstance(instruction, Free):
                 assert set(instruction.buffers) <= alive, instruction
-                assert not set(instruction.buffers) & ({*schedule.inputs, *schedule.outputs} | set(flying) | set(flying.values())), instruction
+                assert not set(instruction.buffers) & ({*schedule.inputs, *schedule.outputs} | set(flying) | set(flying.values())), (
+                    instruction
+                )
                 alive -= set(instruction.buffers)
             elif isinstance(instruction, Run):
                 assert not alive & set(instruction.outputs)

@@ -100,6 +100,8 @@ def test_other_indices_stay(name: str) -> None:
     assert "aten.index.Tensor" in folded(lambda x: aten.index.Tensor(x, INDICES[name]()), X)
 
 
-@pytest.mark.parametrize("build", [lambda: [torch.arange(4)[:, None], torch.arange(6)], lambda: [torch.arange(0, 4)], lambda: [torch.arange(0, 4, 1)[:, None]]])
+@pytest.mark.parametrize(
+    "build", [lambda: [torch.arange(4)[:, None], torch.arange(6)], lambda: [torch.arange(0, 4)], lambda: [torch.arange(0, 4, 1)[:, None]]]
+)
 def test_full_ranges_in_other_words(build: Callable[[], list[Tensor]]) -> None:
     assert "aten.index.Tensor" not in folded(lambda x: aten.index.Tensor(x, build()), X)

@@ -76,7 +76,11 @@ def test_inputs_and_outputs() -> None:
         ("batch", "0"),
         ("tangent", "0"),
     ]
-    assert [(item.kind, item.name) for item in joint.signature.outputs] == [("loss", "0"), ("gradient", "linear.weight"), ("gradient", "linear.bias")]
+    assert [(item.kind, item.name) for item in joint.signature.outputs] == [
+        ("loss", "0"),
+        ("gradient", "linear.weight"),
+        ("gradient", "linear.bias"),
+    ]
     assert [node.name for node in joint.placeholders] == ["p_linear_weight", "p_linear_bias", "p_frozen", "input_0", "tangent_0"]
 
 

@@ -51,7 +51,16 @@ def test_split_with_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("start", "end", "dim", "is_chunk"),
-    [(4, 8, 1, True), (0, 6, 1, True), (6, 2**63 - 1, 1, True), (-4, 2**63 - 1, 1, True), (2, 6, 1, False), (0, 5, 1, False), (0, 4, 0, True), (0, 8, 0, False)],
+    [
+        (4, 8, 1, True),
+        (0, 6, 1, True),
+        (6, 2**63 - 1, 1, True),
+        (-4, 2**63 - 1, 1, True),
+        (2, 6, 1, False),
+        (0, 5, 1, False),
+        (0, 4, 0, True),
+        (0, 8, 0, False),
+    ],
 )
 def test_slices(start: int, end: int, dim: int, is_chunk: bool) -> None:
     found = rewritten(lambda x: aten.slice.Tensor(x, dim, start, end), X)

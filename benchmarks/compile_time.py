@@ -1,0 +1,133 @@
+"""From capture to runnable: where the time goes, and how many fragments a backend compiles for deeper models.
+
+    python -m benchmarks.compile_time                                      GPT-2-small, 12 layers, on virtual dp2 × tp2, backend eager
+    python -m benchmarks.compile_time --layers 2 --depths 2 3 --json compile_time.json
+
+The second table counts the calls of a backend that only counts: Inductor compiles as often, once per distinct structure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import nn
+from torch.fx import GraphModule
+
+import autopar
+from autopar import ParallelModule, compiler
+from autopar.cluster import Cluster
+from autopar.schedule import Launch, Run
+from benchmarks.reporting import print_table, write_json
+
+# Steps of `autopar.compiler.compile_call` that are no passes, by the name that it calls them by.
+STEPS = ("cut_fragments", "check_compiled")
+
+
+def gpt2(num_layers: int, width: int = 768, num_heads: int = 12, vocabulary: int = 50_257) -> nn.Module:
+    """transformers' GPT-2, by default of GPT-2-small's sizes, without dropout."""
+    config = transformers.GPT2Config(
+        n_layer=num_layers, n_embd=width, n_head=num_heads, vocab_size=vocabulary, use_cache=False,
+        bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def batch_of(size: int, length: int, vocabulary: int = 256) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, vocabulary, (size, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+@contextmanager
+def timed(found: dict[str, float]) -> Iterator[None]:
+    """Seconds of every step and pass of the compiles inside, by name."""
+    with ExitStack() as stack:
+        for name in STEPS:
+            stack.enter_context(mock.patch.object(compiler, name, _timing(getattr(compiler, name), name, found)))
+        yield
+
+
+def _timing(function: Callable[..., Any], name: str, found: dict[str, float]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            found[name] = found.get(name, 0.0) + time.perf_counter() - start
+
+    return call
+
+
+def compile_on(model: nn.Module, dp: int, tp: int, batch: dict[str, torch.Tensor], backend: Any, cluster: str) -> ParallelModule:
+    mesh = autopar.virtual_mesh(dp=dp, tp=tp)
+    return autopar.compile(model, mesh, example_inputs=batch, backend=backend, cluster=Cluster.named(cluster))
+
+
+def phases(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
+    """One row per phase of one compile, and the seconds of the whole."""
+    model, batch = gpt2(options.layers), batch_of(options.batch, options.length)
+    found = dict[str, float]()
+    with timed(found):
+        start = time.perf_counter()
+        parallel = compile_on(model, options.dp, options.tp, batch, "eager", options.cluster)
+        total = time.perf_counter() - start
+    seconds = {f"{step.number} {step.name}": step.seconds for step in parallel.compiled.steps}
+    seconds |= {"cut fragments": found["cut_fragments"], "check schedule": found["check_compiled"]}
+    seconds["checks after each pass, the plan, the rest"] = total - sum(seconds.values())
+    seconds["total"] = total
+    return [{"phase": name, "seconds": value} for name, value in seconds.items()], total
+
+
+def structures(num_layers: int, options: argparse.Namespace) -> dict[str, Any]:
+    """How often a backend is called in one training step of a narrow model of `num_layers`."""
+    calls: list[GraphModule] = []
+
+    def counting(module: GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        calls.append(module)
+        return module
+
+    batch = batch_of(options.dp * 2, 16)
+    start = time.perf_counter()
+    parallel = compile_on(gpt2(num_layers, width=64, num_heads=4, vocabulary=256), options.dp, options.tp, batch, counting, options.cluster)
+    seconds = time.perf_counter() - start
+    parallel(**batch).loss.backward()
+    schedule = parallel.compiled.schedule
+    return {
+        "layers": num_layers,
+        "ops": parallel.compiled.program.num_nodes,
+        "fragments run": sum(isinstance(each, Run) for each in schedule.instructions),
+        "collectives": sum(isinstance(each, Launch) for each in schedule.instructions),
+        "distinct fragments": len(schedule.fragments),
+        "backend calls": len(calls),
+        "compile s": seconds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=4, help="sequences in the global batch")
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--dp", type=int, default=2)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--cluster", default="ideal", help="see autopar.Cluster.named; ideal is a virtual mesh's own")
+    parser.add_argument("--depths", nargs="+", type=int, default=[2, 6, 12], help="for the count of distinct fragments")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    options = parser.parse_args()
+    rows, total = phases(options)
+    title = f"GPT-2-small, {options.layers} layers, dp{options.dp} × tp{options.tp} virtual, eager"
+    print_table(title, rows)
+    counts = [structures(depth, options) for depth in options.depths]
+    print_table("distinct structures against depth (width 64)", counts)
+    write_json(options.json, {"title": title, "seconds": total, "phases": rows, "structures": counts})
+
+
+if __name__ == "__main__":
+    main()
