@@ -21,6 +21,7 @@ from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.mesh import RESERVED_AXES, Mesh
 from autopar.passes.choose_shardings import ChooseShardings
 from autopar.passes.cut_fragments import cut_fragments
+from autopar.passes.decide_once import DecideOnce, FromFirst
 from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
@@ -92,7 +93,7 @@ def compile(
     options = Options(_cluster(cluster, logical, is_virtual, device), outputs, batch_dims, plan, pins, search_timeout, device)
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
-        return compile_call(model, logical, args, kwargs, options, pins)
+        return compile_call(model, logical, args, kwargs, options, pins, None if is_virtual else parallel.from_first)
 
     parallel = ParallelModule(
         model,
@@ -109,8 +110,11 @@ def compile(
     return parallel
 
 
-def default_passes(options: Options, training: bool, placements: Mapping[str, Placement] | None) -> tuple[Pass | DecidingPass, ...]:
+def default_passes(
+    options: Options, training: bool, placements: Mapping[str, Placement] | None = None, from_first: FromFirst | None = None
+) -> tuple[Pass | DecidingPass, ...]:
     """The passes in order, each with the reason for its place."""
+    choose = ChooseShardings(options.cluster, plan=options.plan, pins=options.pins, placements=placements, timeout=options.search_timeout)
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
@@ -123,7 +127,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         FindAtoms(),  # needs the final views
         RefineMesh(),  # needs atoms; the search needs the final axes
-        ChooseShardings(options.cluster, plan=options.plan, pins=options.pins, placements=placements, timeout=options.search_timeout),
+        choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
         # LOCAL
         Lower(),
@@ -137,6 +141,7 @@ def compile_call(
     kwargs: dict[str, Any],
     options: Options,
     placements: Mapping[str, Placement] | None = None,
+    from_first: FromFirst | None = None,
 ) -> Compiled:
     """The compiler: from a model and inputs of global shape to the schedule that every rank runs."""
     inputs = CallInputs.of(args, kwargs)
@@ -147,9 +152,10 @@ def compile_call(
     observers = (Checker(), Log(), history)
     start = time.perf_counter()
     forward = capture(model, args, kwargs, mesh, options.outputs, batch_dims_of(inputs, options.batch_dims))
-    local = run_passes(forward, default_passes(options, torch.is_grad_enabled(), placements), observers, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    local = run_passes(forward, default_passes(options, torch.is_grad_enabled(), placements, from_first), observers, seconds)
     schedule = cut_fragments(local, options.device)
-    decision, program = history.decision(ChooseShardings), history.program(InsertReshards)
+    decision, program = history.decision(ChooseShardings.name), history.program(InsertReshards)
     compiled = Compiled(
         forward=history.program(KeyRandom),
         program=program,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from benchmarks.reporting import print_table, write_json
 
 CLUSTER = "8xH100"
 ITEMSIZE = 2  # bytes of bf16
+FEW = 3  # what deeper models send more than one of so many layers is their middle layers'
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def _gpt2(shape: Shape, num_layers: int) -> nn.Module:
 def _llama(shape: Shape, num_layers: int) -> nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=num_layers, hidden_size=shape.width, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-        vocab_size=shape.vocabulary, max_position_embeddings=2 * shape.length, rope_theta=500_000.0, use_cache=False,
+        vocab_size=shape.vocabulary, max_position_embeddings=2 * shape.length, use_cache=False,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -133,7 +134,7 @@ def _first_of_mesh(cluster: str) -> int:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def _default_dtype(dtype: torch.dtype) -> Generator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -147,7 +148,7 @@ def measure(shape: Shape, num_layers: int, tensor_parallel: list[int], cluster: 
     start = time.perf_counter()
     program = traced(shape, num_layers)
     trace_seconds = time.perf_counter() - start
-    shallow = traced(shape, 2)
+    shallow = traced(shape, FEW)
     rows: list[dict[str, Any]] = []
     for tp in tensor_parallel:
         start = time.perf_counter()
@@ -158,7 +159,7 @@ def measure(shape: Shape, num_layers: int, tensor_parallel: list[int], cluster: 
         row |= {"plan s": seconds, "search s": found.decision.solution.search_seconds, "gap %": 100 * found.decision.gap}
         row |= {"step ms": 1e3 * found.decision.cost_seconds, "Megatron's ms": 1e3 * pinned.decision.cost_seconds}
         for phase in ("forward", "backward"):
-            per_layer = (found.sent(phase) - few.sent(phase)) / max(1, num_layers - 2)
+            per_layer = (found.sent(phase) - few.sent(phase)) / (num_layers - FEW)
             row[f"{phase} bytes / Megatron's"] = per_layer / shape.megatron_bytes(tp)
         rows.append(row)
     return rows
@@ -167,11 +168,13 @@ def measure(shape: Shape, num_layers: int, tensor_parallel: list[int], cluster: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--layers", type=int, help="instead of each model's own number; at least 3")
+    parser.add_argument("--layers", type=int, help="instead of each model's own number; at least 4")
     parser.add_argument("--tp", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--cluster", default=CLUSTER, help="see autopar.Cluster.named")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
+    if options.layers is not None and options.layers <= FEW:
+        parser.error(f"--layers {options.layers}: at least {FEW + 1} are needed to tell a middle layer's share")
     rows: list[dict[str, Any]] = []
     for name in options.models:
         shape = SHAPES[name]

@@ -23,7 +23,7 @@ from autopar.sharding_problem import ShardingProblem
 from autopar.strategies import strategies_of
 
 # A plan that is proved to be within this of the best is taken: prices are not that exact.
-_TOLERANCE = 1e-5
+_TOLERANCE = 1e-6
 
 
 class Placed(Protocol):

@@ -125,7 +125,7 @@ def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gath
     Inputs with a batch dim must agree among ranks at equal places along dp, others among all. Raises `InputError` on
     every rank, naming the inputs and two ranks.
     """
-    mine = {index: _checksum(tensor) for index, _, tensor in inputs.tensors}
+    mine = {index: checksum(tensor) for index, _, tensor in inputs.tensors}
     everyone = gather(mine)
     problems = []
     for index, name, _ in inputs.tensors:
@@ -143,7 +143,7 @@ def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gath
         )
 
 
-def _checksum(tensor: torch.Tensor) -> str:
+def checksum(tensor: torch.Tensor) -> str:
     """Of shape, dtype and bytes."""
     data = tensor.detach().cpu().contiguous().view(-1)
     digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())

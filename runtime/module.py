@@ -24,7 +24,7 @@ from autopar.runtime.outputs import build_output
 from autopar.runtime.parameters import Placement, same_placement
 from autopar.runtime.placement import global_parameters, placements_of
 from autopar.runtime.state import clip_grad_norm, full_state, random_state_of, sharded_state, with_random_state
-from autopar.runtime.world import DistributedWorld, VirtualWorld, World
+from autopar.runtime.world import DistributedWorld, VirtualWorld, World, from_first
 
 logger = logging.getLogger("autopar")
 
@@ -164,6 +164,10 @@ class ParallelModule(nn.Module):
             self._check_placements(placements)
         self._placements = placements | self._placements
         return _Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend))
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """What `make` gives on rank 0, on every rank; it is called there alone. Collective."""
+        return from_first(self._world, make)
 
     def _announce(self, inputs: CallInputs) -> None:
         number = len(self._captures) + 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.program import Signature
 from autopar.runtime._torch import shard
+from autopar.runtime.inputs import checksum
 from autopar.runtime.parameters import Placement, local_shard
 from autopar.sharding import Dims, Sharding
 
@@ -101,6 +103,22 @@ def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+def check_equal_models(model: nn.Module, gather: Callable[[Any], Sequence[Any]]) -> None:
+    """Raise `MeshError` on every rank when ranks start from different values, naming a parameter or buffer and two ranks. Collective.
+
+    Each rank keeps its part of its own model, so unequal models would be mixed into one that nobody built.
+    """
+    named = (*model.named_parameters(), *model.named_buffers())
+    everyone = gather({name: checksum(tensor) for name, tensor in named if not tensor.is_meta})
+    for rank, sums in enumerate(everyone):
+        differing = [name for name, digest in sums.items() if digest != everyone[0].get(name)]
+        if differing:
+            raise MeshError(
+                f"ranks 0 and {rank} hold different values of {differing[0]!r} ({len(differing)} parameters and buffers differ); "
+                "call torch.manual_seed with one seed on all ranks before building the model, or load the same weights"
+            )
 
 
 def place_parameters(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
-from autopar.errors import ScheduleError
+from autopar.errors import AutoparError, PlanError, ScheduleError
 from autopar.mesh import Mesh, parent
 from autopar.program import Input, Output
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.interpreter import Execution
 from autopar.runtime.parameters import Placement, assemble, local_shard, replicas
-from autopar.runtime.placement import like, place_parameters, placements_of, refined_device_mesh, whole_placement
+from autopar.runtime.placement import check_equal_models, like, place_parameters, placements_of, refined_device_mesh, whole_placement
 from autopar.runtime.transport import Transport
 from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
 from autopar.schedule import Launch
@@ -155,6 +155,7 @@ class DistributedWorld:
         self.groups.create(compiled.local.mesh, [step.axes for step in compiled.schedule.instructions if isinstance(step, Launch)])
 
     def place(self, model: nn.Module, compiled: Compiled) -> None:
+        check_equal_models(model, self.gather)
         mesh = compiled.local.mesh
         self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
         self.placements = placements_of(compiled.schedule.signature, mesh)
@@ -204,6 +205,22 @@ class DistributedWorld:
         launch = Launch("all_gather", "copy", mesh.names, name, name)
         gathered = transport.wait(transport.launch(launch, parameter.to_local().detach()))
         return assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh)
+
+
+def from_first(world: World, make: Callable[[], str]) -> str:
+    """What `make` gives on rank 0, on every rank; it is called there alone. Collective. Raises rank 0's error on all ranks."""
+    text, error = "", None
+    if 0 in world.ranks:
+        try:
+            text = make()
+        except AutoparError as caught:
+            error = caught
+    text, problem = world.gather((text, error and str(error)))[0]
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise PlanError(f"rank 0 found no plan: {problem}")
+    return text
 
 
 def _within_share(placement: Placement) -> Placement:

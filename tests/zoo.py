@@ -59,8 +59,8 @@ def bert(num_layers: int = 1, dropout: float = 0.0) -> Case:
 def vit(num_layers: int = 1, dropout: float = 0.0) -> Case:
     """A convolution cuts 16 patches, a class token makes it 17 positions; one label a sample."""
     config = transformers.ViTConfig(
-        num_hidden_layers=num_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=HEADS, image_size=32, patch_size=8,
-        num_labels=12, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+        num_hidden_layers=num_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=HEADS, image_size=32,
+        patch_size=8, num_labels=12, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     draw = torch.Generator().manual_seed(1)
     labels = torch.randint(0, 12, (BATCH,), generator=draw)

@@ -39,6 +39,7 @@ def compiled(
     name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[ParallelModule, nn.Module, Batch]:
     """The parallel model, a plain copy, and the global batch."""
+    torch.manual_seed(0)  # one model on all ranks
     case = ZOO[name](dropout=dropout)
     batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in case.batch.items()}
     batch["labels"][4:] = IGNORED  # the second share has no label left

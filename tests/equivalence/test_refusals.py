@@ -142,6 +142,22 @@ def test_ranks_that_pass_different_replicated_inputs_are_named(gloo_ranks: Any) 
         assert "'x' differs between ranks 0 and 1, which must pass the same share of the batch" in share
 
 
+def ranks_start_from_different_weights() -> str:
+    torch.manual_seed(0)
+    model = Net()
+    with torch.no_grad():
+        model.down.bias[0] += float(dist.get_rank() == 3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine = {name: value.chunk(2)[dist.get_rank() // 2] for name, value in batch().items()}
+    return refusal(MeshError, lambda: autopar.compile(model, mesh, example_inputs=mine, backend="eager"))
+
+
+def test_ranks_that_start_from_different_weights_are_named(gloo_ranks: Any) -> None:
+    for text in gloo_ranks.run(ranks_start_from_different_weights):
+        assert "ranks 0 and 3 hold different values of 'down.bias' (1 parameters and buffers differ)" in text
+        assert "torch.manual_seed" in text
+
+
 def asks_for_parameters_too_early() -> tuple[str, int]:
     module = parallel(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     text = refusal(MeshError, lambda: torch.optim.AdamW(module.parameters()))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar.atoms import operand_result
 from autopar.capture import capture
 from autopar.check import check_schedules
@@ -222,6 +223,17 @@ def test_equal_layers_of_gpt2_share_fragments() -> None:
         program = global_program(run_passes(forward, FORWARD_PASSES))
         counts.append(len(cut_fragments(run_passes(program, (AlikeShardings(0), InsertReshards(), Lower()))).fragments))
     assert counts[0] == counts[1], counts
+
+
+@pytest.mark.slow
+def test_the_number_of_fragments_does_not_grow_with_depth() -> None:
+    """By the search's own plan."""
+    counts = []
+    for num_layers in (6, 8):
+        case = gpt2(num_layers)
+        parallel = autopar.compile(case.model, virtual_mesh(dp=2, tp=2), example_inputs=case.batch, backend="eager")
+        counts.append(len(parallel.compiled.schedule.fragments))
+    assert counts[0] == counts[1] < 100, counts
 
 
 def test_creation_is_on_the_device_asked_for() -> None:
