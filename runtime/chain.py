@@ -23,7 +23,7 @@ from autopar.program import Form, Program
 from autopar.promote import Promoting, copy_model, default_float64, promote, promote_compiled, promote_tensor
 from autopar.runtime.inputs import CallInputs
 from autopar.runtime.replay import Case, ReplayError, Results, run_forward, run_global, run_local, run_original, tangents_of
-from autopar.runtime.report import FLOOR, Difference, Report, error_of, norm
+from autopar.runtime.report import Difference, Report, error_of, floor_of, norm
 from autopar.runtime.watch import Watcher, difference_at, first_renamed
 
 # The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
@@ -86,12 +86,17 @@ class Errors:
 def errors_between(results: Results, wanted: Results, case: Case) -> Errors:
     """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros, a buffer as unchanged."""
     outputs = [error_of(results.outputs.get(name), value) for name, value in wanted.outputs.items()]
-    floor = FLOOR * math.sqrt(sum(norm(value) ** 2 for value in wanted.gradients.values()))
+    scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.gradients.values()))
     names = dict.fromkeys([*wanted.gradients, *results.gradients])
-    gradients = {name: error_of(results.gradients.get(name), wanted.gradients.get(name), floor) for name in names}
+    gradients = {name: _gradient_error(results.gradients.get(name), wanted.gradients.get(name), scale) for name in names}
     changed = dict.fromkeys([*wanted.buffers, *results.buffers])
     buffers = {name: error_of(results.buffers.get(name, case.state[name]), wanted.buffers.get(name, case.state[name])) for name in changed}
     return Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
+
+
+def _gradient_error(value: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
+    known = wanted if wanted is not None else value
+    return error_of(value, wanted, floor_of(known.dtype) * scale) if known is not None else 0.0
 
 
 class _Chain:

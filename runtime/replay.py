@@ -21,7 +21,7 @@ from autopar.mesh import Mesh
 from autopar.program import Form, Input, Program, Signature
 from autopar.runtime._torch import flatten
 from autopar.runtime.parameters import assemble, local_shard, replica_difference
-from autopar.runtime.report import FLOOR, norm
+from autopar.runtime.report import floor_of, norm
 from autopar.runtime.virtual import collect
 from autopar.schedule import Collective, Launch
 
@@ -225,8 +225,9 @@ def assembled(signature: Signature, mesh: Mesh, parts: Sequence[Mapping[int, tor
         assert item.sharding is not None, item
         found.append(assemble(held, item.dims, item.sharding, mesh))
         gaps[f"{item.kind} {item.name}"] = replica_difference(held, item.sharding, mesh)[0]
-    largest = FLOOR * max((norm(value) for value in found), default=0.0)
-    scaled = {name: gap / max(norm(value), largest) if gap else 0.0 for (name, gap), value in zip(gaps.items(), found, strict=True)}
+    largest = max((norm(value) for value in found), default=0.0)
+    scales = [max(norm(value), floor_of(value.dtype) * largest) for value in found]
+    scaled = {name: gap / scale if gap else 0.0 for (name, gap), scale in zip(gaps.items(), scales, strict=True)}
     return results_of(signature, found, case, scaled)
 
 

@@ -11,8 +11,6 @@ import torch
 
 Reference = Literal["original model", "forward program"]
 
-# A gradient that is zero by cancellation (the key bias of attention) has no relative error; it is measured by all gradients.
-FLOOR = 1e-6
 # Stands for minus infinity in masks; it would drown every other entry of a norm.
 _MASKED = 1e30
 
@@ -44,7 +42,7 @@ class Difference:
 class Report:
     """Errors are the largest over all programs between the reference and the module's own run; truthy when all are within `tolerance`.
 
-    gradient_errors  per parameter ‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖)
+    gradient_errors  per parameter ‖a − b‖ / max(‖b‖, floor · ‖all gradients‖), see `floor_of`
     buffer_errors    per buffer that the model changes
     replica_errors   per result the largest difference between ranks that should hold the same part
     """
@@ -93,6 +91,15 @@ def norm(tensor: torch.Tensor) -> float:
         return 0.0
     wide = _wide(tensor)
     return float(torch.linalg.vector_norm(wide[wide.abs() < _MASKED]))
+
+
+def floor_of(dtype: torch.dtype) -> float:
+    """The share of the norm of all gradients below which a gradient is measured by that share instead of its own norm.
+
+    A gradient that is zero by cancellation (the key bias of attention) is nothing but rounding on both sides. The floor is such that
+    floor · tolerance is the rounding of one operation: 1e-6 · 1e-9 in float64, 1e-3 · 1e-4 in float32 and below.
+    """
+    return 1e-6 if dtype in (torch.float64, torch.complex128) else 1e-3
 
 
 def error_of(value: torch.Tensor | None, wanted: torch.Tensor | None, floor: float = 0.0) -> float:

@@ -14,7 +14,7 @@ from autopar.keys import DIMS, ORIGIN, PHASE, SHARDING, SOURCE
 from autopar.program import Program
 from autopar.runtime.parameters import assemble, replica_difference
 from autopar.runtime.replay import Case, Stepper, origins
-from autopar.runtime.report import FLOOR, Difference, error_of, norm
+from autopar.runtime.report import Difference, error_of, floor_of, norm
 
 
 class Watcher:
@@ -46,12 +46,12 @@ class Watcher:
             if any(tuple(part.shape) != expected for part in parts.values()):
                 self.found = difference_at(node, math.inf, f"a rank's part is {list(parts[0].shape)}, not {list(expected)}")
                 return
-            scale = self.scales.of(node, wanted[index])
-            error = error_of(assemble(parts, dims, sharding, self.mesh), wanted[index], FLOOR * scale)
+            floor = self.scales.floor_of(node, wanted[index])
+            error = error_of(assemble(parts, dims, sharding, self.mesh), wanted[index], floor)
             gap, one, other = replica_difference(parts, sharding, self.mesh)
             if error > self.tolerance:
                 self.found = difference_at(node, error)
-            elif gap > self.tolerance * max(norm(wanted[index]), FLOOR * scale):
+            elif gap > self.tolerance * max(norm(wanted[index]), floor):
                 self.found = difference_at(node, gap, f"ranks {one} and {other} should hold the same")
 
 
@@ -61,10 +61,10 @@ class _Scales:
 
     largest: dict[str | None, float] = field(default_factory=dict[str | None, float])
 
-    def of(self, node: Node, value: torch.Tensor) -> float:
+    def floor_of(self, node: Node, value: torch.Tensor) -> float:
         phase = PHASE.get(node)
         self.largest[phase] = max(self.largest.get(phase, 0.0), norm(value))
-        return self.largest[phase]
+        return floor_of(value.dtype) * self.largest[phase]
 
 
 def first_renamed(before: Program, after: Program, case: Case, tolerance: float) -> Difference | None:
@@ -76,7 +76,7 @@ def first_renamed(before: Program, after: Program, case: Case, tolerance: float)
             continue
         for value, wanted in zip(_results(new.value(node.name)), _results(old.value(node.name)), strict=False):
             if isinstance(wanted, torch.Tensor) and isinstance(value, torch.Tensor) and not _is_uninitialised(node):
-                error = error_of(value, wanted, FLOOR * scales.of(node, wanted))
+                error = error_of(value, wanted, scales.floor_of(node, wanted))
                 if error > tolerance:
                     return difference_at(node, error)
     return None

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from autopar.runtime.report import FLOOR, Difference, Report, error_of, norm
+from autopar.runtime.report import Difference, Report, error_of, floor_of, norm
 
 NAN, INF = math.nan, math.inf
 
@@ -33,9 +33,10 @@ def test_errors_of_floats(value: list[float], wanted: list[float], expected: flo
 
 
 def test_a_value_that_is_zero_by_cancellation_is_measured_by_the_floor() -> None:
-    noise, zero = torch.tensor([1e-17]), torch.tensor([2e-17])
-    assert error_of(noise, zero) == pytest.approx(0.5)
-    assert error_of(noise, zero, FLOOR * 1.0) == pytest.approx(1e-11)
+    for dtype, expected in ((torch.float64, 1e-11), (torch.float32, 1e-14), (torch.bfloat16, 1e-14)):
+        noise, zero = torch.tensor([1e-17], dtype=dtype), torch.tensor([2e-17], dtype=dtype)
+        assert error_of(noise, zero) == pytest.approx(0.5, rel=1e-2)
+        assert error_of(noise, zero, floor_of(dtype) * 1.0) == pytest.approx(expected, rel=1e-2)
 
 
 def test_errors_of_integers_are_the_share_that_differs() -> None:
