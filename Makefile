@@ -1,5 +1,6 @@
 # make demo   trains a small GPT on a virtual 2 × 2 mesh in this one process
-# make test   runs the tests
+# make test   runs the tests, but for those marked slow
+# make test-slow   runs the slow ones: every model on every mesh, 50 random plans each (docs/slow-suites.md has the last result)
 # make lint   formatting, lint and types
 # Each sets up .venv by itself, once. Another interpreter: make demo PYTHON=python3.12
 
@@ -13,13 +14,16 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # loadgroup keeps tests marked xdist_group("gloo") in one process, where they share one pool of ranks.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-slow lint format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/train_gpt.py --mesh dp=2,tp=2
 
 test: $(VENV)/.installed-test
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

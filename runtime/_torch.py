@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._dynamo import lookup_backend
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
@@ -20,6 +20,7 @@ __all__ = [
     "backend_named",
     "flatten",
     "flatten_with_names",
+    "gathers_strided_shards",
     "has_distributed",
     "reduce_scatter_flat",
     "shard",
@@ -56,6 +57,14 @@ def _name(path: tuple[Any, ...]) -> str:
 def shard(dim: int, split_factor: int) -> Placement:
     """A DTensor placement that splits `dim` inside each of its `split_factor` equal outer pieces."""
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
+
+
+def gathers_strided_shards() -> bool:
+    """Whether `DTensor.full_tensor` gathers a dim split inside its outer pieces; torch 2.11 raises unless another axis splits these.
+
+    Later versions have this exception, and catch it themselves.
+    """
+    return hasattr(_dtensor_spec, "_StridedShardNotDecodableError")
 
 
 def has_distributed() -> bool:

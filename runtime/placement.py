@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement as DTensorPlacement
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.program import Signature
-from autopar.runtime._torch import shard
+from autopar.runtime._torch import gathers_strided_shards, shard
 from autopar.runtime.inputs import checksum
 from autopar.runtime.parameters import Placement, local_shard
 from autopar.sharding import Dims, Sharding
@@ -60,13 +60,15 @@ def torch_can_gather(placement: Placement) -> bool:
 
     Tried on torch 2.13: with several axes on one dim it is wrong, mostly without an error, unless all but the last are
     plain shards, or they are FSDP2's pair (a strided shard inside the pieces of the plain shard that follows).
+    Torch 2.11 gathers no strided shard but that pair's.
     """
     words, sizes = dtensor_placements(placement), dict(placement.mesh.axes)
     for dim in range(len(placement.dims)):
         on_dim = [(word, sizes[axis]) for word, axis in zip(words, placement.mesh.names, strict=True) if getattr(word, "dim", None) == dim]
         outer = [getattr(word, "split_factor", 1) for word, _ in on_dim]
         is_pair = len(on_dim) == 2 and outer == [on_dim[1][1], 1]
-        if any(factor > 1 for factor in outer[:-1]) and not is_pair:
+        inner = outer[:-1] if gathers_strided_shards() else outer
+        if any(factor > 1 for factor in inner) and not is_pair:
             return False
     return True
 
@@ -136,7 +138,9 @@ def place_parameters(
     mesh = Mesh.of(device_mesh)
     ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
     if ungathered:
-        logger.warning("DTensor.full_tensor() is wrong for %s: use parallel.full_state_dict() for whole values", ", ".join(ungathered))
+        logger.warning(
+            "DTensor.full_tensor() is wrong or raises for %s: use parallel.full_state_dict() for whole values", ", ".join(ungathered)
+        )
     replaced: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in replaced:

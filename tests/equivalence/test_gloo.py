@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import Cluster, ParallelModule
+from autopar.runtime._torch import gathers_strided_shards
 from autopar.runtime.report import error_of, floor_of
 from tests.zoo import IGNORED, ZOO, Batch
 
@@ -51,19 +52,17 @@ def compiled(
     return parallel, reference, example
 
 
-def gradient_errors(parallel: nn.Module, reference: nn.Module) -> dict[str, float]:
-    """By the design's error; DTensors are put together by torch, not by us."""
+def gradient_errors(parallel: ParallelModule, reference: nn.Module) -> dict[str, float]:
+    """By the design's error; DTensors are put together by torch, not by us, where torch can."""
     wanted = {name: parameter.grad for name, parameter in reference.named_parameters() if parameter.grad is not None}
     scale = float(torch.stack([gradient.norm() for gradient in wanted.values()]).norm())
-    return {
-        name: error_of(_full(parallel.get_parameter(name).grad), gradient, floor_of(gradient.dtype) * scale)
-        for name, gradient in wanted.items()
-    }
+    return {name: error_of(_full(parallel, name), gradient, floor_of(gradient.dtype) * scale) for name, gradient in wanted.items()}
 
 
-def _full(tensor: Tensor | None) -> Tensor:
-    assert isinstance(tensor, DTensor), f"{type(tensor)} is no DTensor"
-    return tensor.full_tensor()
+def _full(parallel: ParallelModule, name: str) -> Tensor:
+    gradient = parallel.get_parameter(name).grad
+    assert isinstance(gradient, DTensor), f"{type(gradient)} is no DTensor"
+    return gradient.full_tensor() if gathers_strided_shards() else parallel._world.full(gradient, name)
 
 
 def follows(name: str, dropout: float) -> dict[str, Any]:
