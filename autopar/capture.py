@@ -7,10 +7,11 @@ original and source lines attached; `autopar.exported` brings what it returns to
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Literal
@@ -69,19 +70,49 @@ def capture(
     """
     if outputs not in (None, "loss", "all"):
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
+    _refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
-    spec = _output_spec(model, args, kwargs)
+    with _attributes_kept(model):
+        spec = _output_spec(model, args, kwargs)
     loss = None if outputs == "all" else spec.loss
     if outputs == "loss" and loss is None:
         raise CaptureError(
             'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"'
         )
-    with _explained(model), warnings.catch_warnings(), torch.enable_grad():
+    with _explained(model), _attributes_kept(model), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
         exported = torch.export.export(_Captured(model, loss), args, kwargs, strict=True)
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
     program = forward_program(exported, mesh, trainable, spec.structure, spec.leaves, spec.loss_index if loss else None)
     return _with_batch_dims(program, batch_dims)
+
+
+def _refuse_autocast(model: nn.Module) -> None:
+    """A program has no casts of an autocast around the call: without them it would compute something else."""
+    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"} | {"cpu", "cuda"}
+    enabled = [kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+    if enabled:
+        raise CaptureError(
+            f"{type(model).__name__} is called under torch.autocast({enabled[0]!r}), which autopar does not rewrite; leave the context "
+            f"and cast the model's weights instead: model.to({torch.get_autocast_dtype(enabled[0])})"
+        )
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: nn.Module) -> Generator[None]:
+    """Undo what forward writes to its modules while it is traced (a cached mask): it would hold tensors of the trace.
+
+    Attributes, and the dicts, lists and sets among them, get back what they held; the containers stay the same objects.
+    """
+    modules = [(vars(module), dict(vars(module))) for module in model.modules()]
+    containers = [value for _, kept in modules for value in kept.values() if isinstance(value, (dict, list, set))]
+    contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
+    try:
+        yield
+    finally:
+        for container, content in [*modules, *contents]:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _with_batch_dims(program: Program, batch_dims: BatchDims) -> Program:

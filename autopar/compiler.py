@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from autopar.check import Checker, check_compiled
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, InputError, MeshError
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.mesh import RESERVED_AXES, Mesh
 from autopar.passes.choose_shardings import ChooseShardings
@@ -85,28 +85,34 @@ def compile(
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
     logical = Mesh.of(mesh)
-    is_virtual = isinstance(mesh, Mesh)
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
-    device = _device_type(model) if is_virtual else mesh.device_type
-    options = Options(_cluster(cluster, logical, is_virtual, device), outputs, batch_dims, plan, pins, search_timeout, device)
+    options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, pins, search_timeout)
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
-        return compile_call(model, logical, args, kwargs, options, pins, None if is_virtual else parallel.from_first)
+        here = replace(
+            options, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type
+        )  # a model may move before a call
+        return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
 
     parallel = ParallelModule(
         model,
         logical,
         capture=capture_call,
         backend=backend,
-        device_mesh=None if is_virtual else mesh,
+        device_mesh=None if isinstance(mesh, Mesh) else mesh,
         batch_dims=batch_dims,
         timeout=timeout,
     )
-    if example_inputs is not None:
-        is_named = isinstance(example_inputs, Mapping)
-        parallel.prepare(() if is_named else tuple(example_inputs), dict(example_inputs) if is_named else {})
+    if isinstance(example_inputs, Mapping):
+        parallel.prepare((), dict(example_inputs))
+    elif isinstance(example_inputs, (tuple, list)):
+        parallel.prepare(tuple(example_inputs), {})
+    elif example_inputs is not None:
+        raise InputError(
+            f"example_inputs is a {type(example_inputs).__name__}; pass a dict of keyword arguments or a tuple of positional ones"
+        )
     return parallel
 
 
@@ -192,11 +198,11 @@ def _device_type(model: nn.Module) -> str:
     return "cpu" if kind == "meta" else kind
 
 
-def _cluster(cluster: Cluster | str | None, mesh: Mesh, is_virtual: bool, device: str) -> Cluster:
+def _cluster(cluster: Cluster | str | None, mesh: Mesh | DeviceMesh) -> Cluster:
     if isinstance(cluster, Cluster):
         return cluster
     if isinstance(cluster, str):
         return Cluster.named(cluster)
-    if is_virtual:
+    if isinstance(mesh, Mesh):
         return Cluster.ideal()
-    return Cluster.named(torch.cuda.get_device_name() if device == "cuda" else device)
+    return Cluster.named(torch.cuda.get_device_name() if mesh.device_type == "cuda" else mesh.device_type)

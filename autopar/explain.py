@@ -99,7 +99,7 @@ def parameter_rows(compiled: Compiled) -> Iterator[Row]:
 
 
 def _pinned(compiled: Compiled, name: str) -> tuple[str, ...]:
-    """Why a parameter was not for the search to decide; nothing when it was."""
+    """Why a parameter was not for the search to decide; nothing when it was, be it on another rank."""
     reason = compiled.plan.reasons.get(name, "") if compiled.plan is not None else ""
     return () if not reason or reason.startswith(("next best", "no other")) else (reason,)
 
@@ -159,7 +159,7 @@ def _alternative(compiled: Compiled, node: Node) -> Iterator[str]:
         return
     other: RunnerUp | None = compiled.search.runner_up(node.name)
     if other is None:
-        yield "instead: nothing else is legal"
+        yield "fixed by the plan" if node.name in compiled.search.fixed else "instead: nothing else is legal"
         return
     described = other.strategy.results[0].describe(DIMS[node][0]) if node.op == "placeholder" else str(other.strategy)
     yield f"instead: {described} {in_seconds(other.extra_seconds, sign=True)} a step"

@@ -33,7 +33,7 @@ from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.mesh import Mesh
 from autopar.printing import op_name, short_dtype
 from autopar.program import Program, results_of
-from autopar.sharding import Dims, Sharding, Strategy
+from autopar.sharding import Dims, Sharding, Strategy, carried
 
 # One entry per dim of a parameter, by name or pattern: an axis, several (major first), or None. See `autopar.pins`.
 DimPin = str | Sequence[str] | None
@@ -130,10 +130,10 @@ class Plan:
             if name not in items:
                 continue
             dims = DIMS[items[name]][0]
-            if dims != placement.dims and placement.sharding.axes:
+            sharding = carried(placement.sharding, placement.dims, dims, program.mesh)
+            if sharding is None:
                 problems.append(f"{name!r} is pinned by atoms {_plain(placement.dims)}, here it has {_plain(dims)}")
                 continue
-            sharding = placement.sharding if dims == placement.dims else Sharding.replicated(dims)
             problems += [f"{name!r} {sharding.describe(dims)}: {problem}" for problem in sharding.problems(dims, program.mesh)]
             found[name] = sharding
         unknown = [name for name in self.parameters if name not in items]

@@ -68,7 +68,7 @@ class Output:
 @dataclass(frozen=True)
 class Signature:
     """What the placeholders and results of a graph mean. `structure` is the pytree spec of the user's output;
-    `leaves` its flat non-tensor leaves (None where a tensor stands)."""
+    `leaves` its flat leaves (`compiled.TENSOR` where a tensor stands)."""
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]

@@ -87,7 +87,7 @@ class RunnerUp:
 def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | None = None, tolerance: float = 1e-7) -> Solution:
     """The cheapest assignment within `tolerance` (relative), or the best one found within `timeout` seconds.
 
-    Deterministic unless the time runs out. Raises `PlanError` when no assignment is possible.
+    Deterministic unless the time runs out. Raises `PlanError` when no assignment is possible, or none was found in time.
     """
     start = time.perf_counter()
     contracted = contract(problem)
@@ -98,6 +98,8 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
     model = _Model.of(evaluation)
     deadline = math.inf if timeout is None else start + timeout
     picks, bound, at_root = _solve(model, evaluation, deadline, tolerance)
+    if math.isinf(evaluation.seconds(picks)):
+        raise PlanError(f"no plan found within search_timeout={timeout}; give it more seconds")
     chosen = [positions[pick] for positions, pick in zip(kept, evaluation.folded.unfold(picks), strict=True)]
     return Solution(
         picks=tuple(contracted.original(chosen)),

@@ -95,6 +95,32 @@ class Sharding:
         return f"[{', '.join(parts)}]{unreduced}"
 
 
+def carried(sharding: Sharding, dims: Dims, new_dims: Dims, mesh: Mesh) -> Sharding | None:
+    """`sharding` of a value of `dims`, in words of `new_dims`: other atoms of the same sizes; every rank holds the same part.
+
+    None where the new atoms cannot say it. A dim split on its major atom alone is cut into contiguous parts, which any
+    major atom that divides by the same axes cuts, too.
+    """
+    if dims == new_dims:
+        return sharding
+    if not sharding.axes:
+        return Sharding.replicated(new_dims)
+    if shape_of(dims) != shape_of(new_dims) or sharding.unreduced or not set(sharding.axes) <= set(mesh.names):
+        return None
+    splits, found = iter(sharding.splits), list[tuple[str, ...]]()
+    for old, new in zip(dims, new_dims, strict=True):
+        was = [next(splits) for _ in old]
+        if old == new:
+            found += was
+        elif not any(was):
+            found += [()] * len(new)
+        elif any(was[1:]) or new[0] % mesh.size_of(was[0]):
+            return None
+        else:
+            found += [was[0], *[()] * (len(new) - 1)]
+    return Sharding(tuple(found))
+
+
 @dataclass(frozen=True)
 class Strategy:
     """One way to run an op: what each tensor operand must be, what each result then is.

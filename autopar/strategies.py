@@ -41,13 +41,15 @@ class Factor:
 class Space:
     """All that strategies depend on: equal layers have equal spaces.
 
-    `operands` and `results` count atoms; a result that is None (a gradient nobody asked for) has None.
+    `operands` and `results` count atoms; a result that is None (a gradient nobody asked for) has None. One that
+    `takes_all` (a getitem) takes what it is given, split over the batch or, as a statistic of the whole batch, not.
     """
 
     operands: tuple[int, ...]
     results: tuple[int | None, ...]
     factors: tuple[Factor, ...]
     linear: tuple[frozenset[int], ...]
+    takes_all: bool = False
 
 
 # What one axis does: split a factor, pass sums through a set of operands, or nothing.
@@ -79,6 +81,7 @@ def space_of(node: Node) -> Space:
         tuple(len(flat(dims)) if there else None for dims, there in zip(results, present, strict=True)),
         factors,
         rule.linear if rule else (),
+        node.target is operator.getitem,
     )
 
 
@@ -186,7 +189,10 @@ def _picks(space: Space, axes: Sequence[tuple[str, int]], batch_axis: str, used:
 
 
 def _choices(space: Space, size: int, is_batch_axis: bool, used: dict[Factor, int]) -> list[Choice]:
-    factors = [f for f in space.factors if f.is_batch == is_batch_axis and f.size % (used.get(f, 1) * size) == 0]
+    divisible = [f for f in space.factors if f.size % (used.get(f, 1) * size) == 0]
+    if space.takes_all:
+        return [None, *divisible, *space.linear]
+    factors = [f for f in divisible if f.is_batch == is_batch_axis]
     if is_batch_axis and factors:
         # Atoms of one dim are split from the major one on, so that each rank's share stays contiguous.
         return [factors[0]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch.fx import Node
@@ -14,11 +14,12 @@ from autopar.cost import CostModel
 from autopar.errors import PlanError
 from autopar.folding import ROUNDS
 from autopar.keys import DIMS, SHARDING, STRATEGY
+from autopar.mesh import Mesh
 from autopar.pins import Pins, plan_of
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.search import Solution, search
-from autopar.sharding import Dims, Sharding, Strategy
+from autopar.sharding import Dims, Sharding, Strategy, carried
 from autopar.sharding_problem import ShardingProblem
 from autopar.strategies import strategies_of
 
@@ -48,13 +49,15 @@ class RunnerUp:
 class ShardingDecision:
     """A strategy for every input and call, by node name, what the step costs with them, and how that was found.
 
-    `cost_seconds` adds up one rank's ops, changes of sharding and optimizer update, without overlap.
+    `cost_seconds` adds up one rank's ops, changes of sharding and optimizer update, without overlap. `fixed` names the nodes
+    that had been decided beforehand.
     """
 
     strategies: Mapping[str, Strategy]
     reasons: Mapping[str, str]
     solution: Solution
     sharding_problem: ShardingProblem
+    fixed: frozenset[str] = frozenset()
 
     @property
     def cost_seconds(self) -> float:
@@ -110,8 +113,8 @@ class ChooseShardings:
         for node in program.graph.nodes:
             if node.target is operator.getitem:
                 strategies[node.name] = _getitem_strategy(node, strategies, program)
-        decision = ShardingDecision(strategies, reasons, solution, made)
-        return ShardingDecision(strategies, {**_reasons(program, decision), **reasons}, solution, made)
+        decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned))
+        return replace(decision, reasons={**_reasons(program, decision), **reasons})
 
     def apply(self, program: Program, decision: ShardingDecision) -> Program:
         program = program.copy()
@@ -134,7 +137,7 @@ class ChooseShardings:
         if self.pins:
             self._pin(plan_of(self.pins, program).placements_on(program), "pinned by the user", inputs, pinned, reasons)
         if self.placements:
-            self._pin(_kept(self.placements, inputs), "as the first capture placed it", inputs, pinned, reasons)
+            self._pin(_kept(self.placements, inputs, program.mesh), "as the first capture placed it", inputs, pinned, reasons)
         return pinned, reasons
 
     def _pin(
@@ -150,19 +153,20 @@ class ChooseShardings:
             reasons[name] = why
 
 
-def _kept(placements: Mapping[str, Placed], inputs: Mapping[str, Node]) -> dict[str, Sharding]:
-    """The shardings of earlier placements; raises `PlanError` for a parameter whose atoms are others now."""
+def _kept(placements: Mapping[str, Placed], inputs: Mapping[str, Node], mesh: Mesh) -> dict[str, Sharding]:
+    """The shardings of earlier placements; raises `PlanError` for a parameter whose atoms are others now and cannot be split so."""
     found: dict[str, Sharding] = {}
     for name, placed in placements.items():
         if name not in inputs:
             continue
         dims = DIMS[inputs[name]][0]
-        if dims != placed.dims and placed.sharding.axes:
+        sharding = carried(placed.sharding, placed.dims, dims, mesh)
+        if sharding is None:
             raise PlanError(
                 f"{name!r} was placed as {placed.sharding.describe(placed.dims)} by the first capture; this call sees its dims as {dims}. "
                 "Compile the model again for calls of this kind, or pin the parameter to be replicated."
             )
-        found[name] = placed.sharding if dims == placed.dims else Sharding.replicated(dims)
+        found[name] = sharding
     return found
 
 

@@ -39,7 +39,10 @@ class DecideOnce:
             return Plan.of(self.choose.apply(program, found[0]), found[0]).to_json()
 
         plan = Plan.from_json(self.from_first(search))
-        return found[0] if found else replace(self.choose, plan=plan, pins=None, placements=None).decide(program)
+        if found:
+            return found[0]
+        decision = replace(self.choose, plan=plan, pins=None, placements=None).decide(program)
+        return replace(decision, reasons=plan.reasons)
 
     def apply(self, program: Program, decision: ShardingDecision) -> Program:
         return self.choose.apply(program, decision)

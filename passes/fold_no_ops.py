@@ -1,4 +1,4 @@
-"""Calls that change nothing disappear; an index by a full range becomes a view; equal calls become one."""
+"""Calls that change nothing disappear; an index by a full range becomes a view."""
 
 from __future__ import annotations
 

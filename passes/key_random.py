@@ -41,7 +41,7 @@ class KeyRandom:
 
     def apply(self, program: Program) -> Program:
         program = program.copy()
-        for node in [node for node in program.graph.nodes if node.target in _DROPOUTS and not _drops(node)]:
+        for node in [node for node in program.graph.nodes if node.target in _DROPOUTS_AND_ALPHA and not _drops(node)]:
             _replace(node, _kept(node))
         sites = [node for node in program.graph.nodes if _is_random(node)]
         _refuse([node for node in sites if node.target not in _SITES])
@@ -198,6 +198,14 @@ _DROPOUTS: dict[object, _Site] = {
     aten.native_dropout.default: _Site(_native_dropout),
     aten.feature_dropout.default: _Site(_feature_dropout),
     aten.feature_dropout_.default: _Site(_feature_dropout, in_place=True),
+}
+# The alpha dropouts are not keyed, but in evaluation they are nothing, too.
+_DROPOUTS_AND_ALPHA = {
+    *_DROPOUTS,
+    aten.alpha_dropout.default,
+    aten.alpha_dropout_.default,
+    aten.feature_alpha_dropout.default,
+    aten.feature_alpha_dropout_.default,
 }
 _SITES: dict[object, _Site] = _DROPOUTS | {
     aten.rand.default: _Site(_uniform),

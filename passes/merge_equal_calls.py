@@ -19,7 +19,7 @@ from autopar.program import Program
 
 @dataclass(frozen=True)
 class MergeEqualCalls:
-    """Merge equal calls. A backward call may use a forward view or index computation, but work done in the backward stays there.
+    """Merge equal calls of one phase: what the backward computes anew is not kept alive for it by the forward.
 
     Reads: PHASE. Writes: nothing. Ensures: no two calls of one phase are equal; values are unchanged.
     """

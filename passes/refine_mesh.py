@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.keys import DIMS
+from autopar.mesh import parent
 from autopar.program import Program
 
 BATCH_AXIS = "dp"
@@ -27,7 +28,7 @@ class RefineMesh:
         mesh = program.mesh
         for axis, size in program.mesh.axes:
             divisors = {found for found in _divisors(program, size) if 1 < found < size}
-            if axis != BATCH_AXIS and divisors:
+            if axis == parent(axis) != BATCH_AXIS and divisors:  # an axis that an earlier capture refined stays as it is
                 part = max(divisors)
                 mesh = mesh.refine(axis, (part, size // part))
         return replace(program, mesh=mesh)

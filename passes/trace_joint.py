@@ -16,6 +16,7 @@ from torch.fx import Graph, Interpreter, Node
 from torch.fx.graph import CodeGen
 
 from autopar._torch import describe_input, describe_output, fake_mode_of, joint_graph
+from autopar.errors import CaptureError
 from autopar.keys import PHASE
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.source import set_sources
@@ -88,6 +89,9 @@ def _output(descriptor: Any, signature: Signature) -> Output:
     if kind == "output":
         return signature.outputs[index]
     source = signature.inputs[index]
+    if kind == "mutation" and source.kind != "buffer":
+        what = f"parameter {source.name!r}" if source.kind == "parameter" else f"its {source.kind} input {source.name}"
+        raise CaptureError(f"the model writes into {what} in forward; write out of place (x = x * 2 for x.mul_(2)), or make it a buffer")
     return Output("gradient" if kind == "gradient" else "buffer", source.name, source.shape, source.dtype)
 
 
@@ -132,7 +136,11 @@ def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, 
     count = 1
     for index in dims:
         count *= x.shape[index]
-    return torch.sum(x, dims, keepdim, dtype=dtype) / count
+    # A sum of 16-bit numbers overflows (fp16) or is rounded (bf16) where their mean does not: torch, too, adds up in float32.
+    wanted = dtype or x.dtype
+    wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else dtype
+    mean = torch.sum(x, dims, keepdim, dtype=wide) / count
+    return mean.to(wanted) if wide is torch.float32 else mean
 
 
 def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +53,7 @@ class CallInputs:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
+        return (leaf.shape, leaf.dtype, leaf.device.type, leaf.requires_grad)  # not the index: it is each rank's own
     return (type(leaf), repr(leaf))
 
 
@@ -105,6 +106,36 @@ def _batch_problem(name: str, size: int, num_shares: int) -> list[str]:
         lower = size // num_shares * num_shares
         return [f"{name!r} has a batch of {size}, not divisible by dp = {num_shares}: pass {lower} or {lower + num_shares} samples"]
     return []
+
+
+def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: Callable[[Any], Sequence[Any]]) -> None:
+    """Raise `InputError` on every rank when one of them cannot run its call, or when their calls need different programs. Collective.
+
+    problem     why this rank's inputs cannot run, or None
+    key         what chooses the program; its repr must be equal on all ranks, but for addresses
+
+    Otherwise the others would wait for a rank that raised, or that captures anew while they run.
+    """
+    shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for _, name, tensor in inputs.tensors}
+    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(key)).encode()).hexdigest()
+    everyone = gather((problem, digest, shapes))
+    problems: dict[str, int] = {}
+    for rank, (text, _, _) in enumerate(everyone):
+        if text is not None:
+            problems.setdefault(text, rank)
+    if problems:
+        raise InputError("\n".join(f"rank {rank}: {text}" for text, rank in problems.items()))
+    _, first_digest, first_shapes = everyone[0]
+    for rank, (_, theirs, their_shapes) in enumerate(everyone):
+        if their_shapes != first_shapes:
+            raise InputError(
+                f"ranks 0 and {rank} pass inputs of different shapes: {first_shapes} and {their_shapes}; pad or drop the last batch"
+            )
+        if theirs != first_digest:
+            raise InputError(
+                f"ranks 0 and {rank} make different calls with inputs of equal shapes ({first_shapes}): arguments that are no tensors, "
+                "training mode, grad mode, autocast and requires_grad must be equal on all ranks"
+            )
 
 
 def global_call(inputs: CallInputs, dims: Mapping[int, int], num_shares: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

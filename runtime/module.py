@@ -13,29 +13,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.compiled import Compiled
-from autopar.errors import InputError, MeshError, PlanError
+from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.random_key import random_key
 from autopar.runtime._torch import Backend
 from autopar.runtime.call import Call, differentiate
 from autopar.runtime.fragments import CompiledFragments
-from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of, check_inputs, check_replicas, global_call
+from autopar.runtime.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_replicas, global_call
 from autopar.runtime.outputs import build_output
 from autopar.runtime.parameters import Placement, same_placement
-from autopar.runtime.placement import global_parameters, placements_of
+from autopar.runtime.placement import all_placements, global_parameters, placements_of
 from autopar.runtime.state import clip_grad_norm, full_state, random_state_of, sharded_state, with_random_state
 from autopar.runtime.world import DistributedWorld, VirtualWorld, World, from_first
 
 logger = logging.getLogger("autopar")
 
 MAX_QUIET_CAPTURES = 8
+# What a parallel module keeps on itself, beside the dicts that it shares with the model.
+_PUBLIC_NAMES = ("mesh", "step", "seed", "plan", "compiled")
+_PRIVATE_NAMES = ("_model", "_capture", "_backend", "_batch_dims", "_world", "_captures", "_placements", "_latest")
 Capture = Callable[..., Compiled]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Captured:
     compiled: Compiled
     fragments: CompiledFragments
+    are_replicas_checked: bool = False
 
 
 class ParallelModule(nn.Module):
@@ -73,6 +77,7 @@ class ParallelModule(nn.Module):
         timeout: float | None = None,
     ) -> None:
         super().__init__()
+        _check_names(model)
         # The very dicts of the model: every name, tie, hook and submodule is what it was.
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
@@ -86,7 +91,6 @@ class ParallelModule(nn.Module):
         self._captures: dict[Any, _Captured] = {}
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
-        self._are_replicas_checked = False
 
     # ---- the call
 
@@ -109,7 +113,7 @@ class ParallelModule(nn.Module):
         """A call that has not run yet, counted as a step in training mode: `call.forward()`, then `call.backward(tangents)`."""
         inputs = self._checked(args, kwargs)
         captured = self._captured(inputs)
-        self._first_call(inputs)
+        self._before_run(inputs, captured)
         self.step += self.training
         assert self.seed is not None
         key = random_key(self.seed, self.step)
@@ -119,16 +123,31 @@ class ParallelModule(nn.Module):
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
         inputs = CallInputs.of(args, kwargs)
-        dims = batch_dims_of(inputs, self._batch_dims)
-        check_inputs(inputs, dims, self.mesh, self._world.device(self._model), is_virtual=self._world.is_virtual)
+        if self._world.is_virtual:
+            self._check(inputs)
+            return inputs
+        error = None
+        try:
+            self._check(inputs)
+        except Exception as caught:  # whatever it is, the peers must hear of it
+            error = caught
+        try:
+            problem = str(error) if isinstance(error, AutoparError) else repr(error)
+            agree_on_call(inputs, error and problem, self._key(inputs), self._world.gather)
+        except AutoparError as refusal:
+            raise refusal from error
         return inputs
 
-    def _first_call(self, inputs: CallInputs) -> None:
+    def _check(self, inputs: CallInputs) -> None:
+        dims = batch_dims_of(inputs, self._batch_dims)
+        check_inputs(inputs, dims, self.mesh, self._world.device(self._model), is_virtual=self._world.is_virtual)
+
+    def _before_run(self, inputs: CallInputs, captured: _Captured) -> None:
         if self.seed is None:
             self.seed = int(self._world.gather(torch.initial_seed())[0])
-        if not self._are_replicas_checked and not self._world.is_virtual:
+        if not captured.are_replicas_checked and not self._world.is_virtual:
             check_replicas(inputs, batch_dims_of(inputs, self._batch_dims), self.mesh, self._world.gather)
-        self._are_replicas_checked = True
+        captured.are_replicas_checked = True
 
     # ---- captures
 
@@ -150,7 +169,6 @@ class ParallelModule(nn.Module):
 
     def _compile(self, inputs: CallInputs, key: tuple[Any, ...]) -> _Captured:
         self._announce(inputs)
-        self._agree_on_shapes(inputs)
         args, kwargs = inputs.call()
         if not self._world.is_virtual:
             args, kwargs = global_call(inputs, batch_dims_of(inputs, self._batch_dims), self.mesh.size_of(self.mesh.parts("dp")))
@@ -160,6 +178,7 @@ class ParallelModule(nn.Module):
         placements = placements_of(compiled.schedule.signature, compiled.local.mesh)
         if not self._captures:
             self._world.place(self._model, compiled)
+            placements = all_placements(self._model, compiled.schedule.signature, compiled.local.mesh)
         elif not self._world.is_virtual:
             self._check_placements(placements)
         self._placements = placements | self._placements
@@ -178,15 +197,6 @@ class ParallelModule(nn.Module):
         logger.info("recapturing: no program fits this call (%s; %s); this is capture %d", shapes, mode, number)
         if number > MAX_QUIET_CAPTURES:
             warnings.warn(f"{number} captures of one model: each new shape compiles anew; pad batches to a few shapes", stacklevel=5)
-
-    def _agree_on_shapes(self, inputs: CallInputs) -> None:
-        mine = {name: (tuple(tensor.shape), str(tensor.dtype)) for _, name, tensor in inputs.tensors}
-        everyone = self._world.gather(mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                raise InputError(
-                    f"ranks 0 and {rank} pass inputs of different shapes: {everyone[0]} and {theirs}; pad or drop the last batch"
-                )
 
     def _check_placements(self, placements: Mapping[str, Placement]) -> None:
         for name, placement in placements.items():
@@ -288,3 +298,14 @@ class ParallelModule(nn.Module):
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise MeshError("a parallel module cannot be copied; copy the model and compile the copy")
+
+
+def _check_names(model: nn.Module) -> None:
+    """Raise `AutoparError` when the root of `model` has a parameter, buffer or submodule under a name of ours: ours would overwrite it."""
+    taken = {**model._parameters, **model._buffers, **model._modules}
+    for name in (*_PUBLIC_NAMES, *_PRIVATE_NAMES):
+        if name in taken:
+            raise AutoparError(
+                f"the model has a parameter, buffer or submodule {name!r}, a name that the parallel module itself uses; "
+                "wrap the model in another module, so that the name is not at the root, or rename it"
+            )

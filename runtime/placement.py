@@ -33,6 +33,12 @@ def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
     return found
 
 
+def all_placements(model: nn.Module, signature: Signature, mesh: Mesh) -> dict[str, Placement]:
+    """Where each parameter of `model` lies: those that the program does not use are replicated."""
+    used = placements_of(signature, mesh)
+    return used | {name: whole_placement(parameter, mesh) for name, parameter in model.named_parameters() if name not in used}
+
+
 def dtensor_placements(placement: Placement) -> tuple[DTensorPlacement, ...]:
     """DTensor's words for a placement: one per axis of its mesh, in the order of the mesh.
 
@@ -62,9 +68,17 @@ def torch_can_gather(placement: Placement) -> bool:
     plain shards, or they are FSDP2's pair (a strided shard inside the pieces of the plain shard that follows).
     Torch 2.11 gathers no strided shard but that pair's.
     """
-    words, sizes = dtensor_placements(placement), dict(placement.mesh.axes)
-    for dim in range(len(placement.dims)):
-        on_dim = [(word, sizes[axis]) for word, axis in zip(words, placement.mesh.names, strict=True) if getattr(word, "dim", None) == dim]
+    return _can_gather(dtensor_placements(placement), [size for _, size in placement.mesh.axes])
+
+
+def torch_can_gather_tensor(tensor: DTensor) -> bool:
+    """Likewise for a tensor that lies wherever it does."""
+    return _can_gather(tensor.placements, tensor.device_mesh.shape)
+
+
+def _can_gather(words: Sequence[DTensorPlacement], sizes: Sequence[int]) -> bool:
+    for dim in {getattr(word, "dim", None) for word in words} - {None}:
+        on_dim = [(word, size) for word, size in zip(words, sizes, strict=True) if getattr(word, "dim", None) == dim]
         outer = [getattr(word, "split_factor", 1) for word, _ in on_dim]
         is_pair = len(on_dim) == 2 and outer == [on_dim[1][1], 1]
         inner = outer[:-1] if gathers_strided_shards() else outer
@@ -111,11 +125,20 @@ def check_equal_models(model: nn.Module, gather: Callable[[Any], Sequence[Any]])
     """Raise `MeshError` on every rank when ranks start from different values, naming a parameter or buffer and two ranks. Collective.
 
     Each rank keeps its part of its own model, so unequal models would be mixed into one that nobody built.
+    Parameters on meta, on whichever rank, are refused too: they have no values.
     """
+    fakes = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     named = (*model.named_parameters(), *model.named_buffers())
-    everyone = gather({name: checksum(tensor) for name, tensor in named if not tensor.is_meta})
-    for rank, sums in enumerate(everyone):
-        differing = [name for name, digest in sums.items() if digest != everyone[0].get(name)]
+    everyone = gather((fakes, {name: "meta" if tensor.is_meta else checksum(tensor) for name, tensor in named}))
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs:
+            raise MeshError(
+                f"{len(theirs)} parameters are on meta on rank {rank}, the first is {theirs[0]!r}; a real mesh needs their values on "
+                "every rank: give them values (to_empty, then load) before the call"
+            )
+    _, first = everyone[0]
+    for rank, (_, sums) in enumerate(everyone):
+        differing = [name for name in {**first, **sums} if sums.get(name) != first.get(name)]
         if differing:
             raise MeshError(
                 f"ranks 0 and {rank} hold different values of {differing[0]!r} ({len(differing)} parameters and buffers differ); "
@@ -128,14 +151,8 @@ def place_parameters(
 ) -> None:
     """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties.
 
-    A parameter that no placement names is replicated. Raises `MeshError` for parameters on meta: they have no values.
+    `check_equal_models` comes before it.
     """
-    fakes = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if fakes:
-        raise MeshError(
-            f"{len(fakes)} parameters are on meta, the first is {fakes[0]!r}; give them values (to_empty, then load) before the call"
-        )
-    mesh = Mesh.of(device_mesh)
     ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
     if ungathered:
         logger.warning(
@@ -144,7 +161,7 @@ def place_parameters(
     replaced: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in replaced:
-            placement = placements.get(name) or whole_placement(parameter, mesh)
+            placement = placements[name]
             part = local_shard(parameter, placement.dims, placement.sharding, placement.mesh, rank).to(device)
             replaced[id(parameter)] = nn.Parameter(wrap(part, placement, device_mesh), requires_grad=parameter.requires_grad)
         _set(model, name, replaced[id(parameter)])

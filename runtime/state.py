@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import PlanError
 from autopar.runtime.parameters import local_shard
-from autopar.runtime.placement import like, whole_placement
+from autopar.runtime.placement import like, torch_can_gather_tensor, whole_placement
 from autopar.runtime.world import DistributedWorld, World
 
 
@@ -63,6 +64,11 @@ def _sharded(value: torch.Tensor, target: DTensor, world: DistributedWorld, name
     if isinstance(value, DTensor):
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
             return value
+        if not torch_can_gather_tensor(value):
+            raise PlanError(
+                f"{name!r} was saved as {value.placements} on {value.device_mesh.shape} ranks and lies as {target.placements} now; torch "
+                "cannot gather the saved parts: save with full_state_dict() to load on another mesh or plan"
+            )
         value = value.full_tensor()
     if value.shape != target.shape:
         return value  # nn.Module names both shapes

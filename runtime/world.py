@@ -17,7 +17,7 @@ from autopar.program import Input, Output
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.interpreter import Execution
 from autopar.runtime.parameters import Placement, assemble, local_shard, replicas
-from autopar.runtime.placement import check_equal_models, like, place_parameters, placements_of, refined_device_mesh, whole_placement
+from autopar.runtime.placement import all_placements, check_equal_models, like, place_parameters, refined_device_mesh, whole_placement
 from autopar.runtime.transport import Transport
 from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
 from autopar.schedule import Launch
@@ -152,13 +152,16 @@ class DistributedWorld:
                     f"ranks 0 and {rank} compiled different programs ({fingerprints[0][:12]} and {fingerprint[:12]}): "
                     "model, inputs' shapes, options and versions must be equal on all ranks"
                 )
-        self.groups.create(compiled.local.mesh, [step.axes for step in compiled.schedule.instructions if isinstance(step, Launch)])
+        mesh = compiled.local.mesh
+        axes_sets = [step.axes for step in compiled.schedule.instructions if isinstance(step, Launch)]
+        tangents = [_dp_axes_beside(item, mesh) for item in compiled.schedule.signature.inputs_of("tangent")]
+        self.groups.create(mesh, axes_sets + [axes for axes in tangents if axes])
 
     def place(self, model: nn.Module, compiled: Compiled) -> None:
         check_equal_models(model, self.gather)
         mesh = compiled.local.mesh
         self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
-        self.placements = placements_of(compiled.schedule.signature, mesh)
+        self.placements = all_placements(model, compiled.schedule.signature, mesh)
         place_parameters(model, self.placements, self.device_mesh, self.rank, self.device(model))
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
@@ -184,8 +187,14 @@ class DistributedWorld:
         if item.kind in ("batch", "tangent"):
             placement = _within_share(placement)
         if item.kind == "tangent":
-            value = value / mesh.size_of([axis for axis in item.sharding.axes if parent(axis) == "dp"])  # the mean of the ranks' losses
+            value = self._summed(value, _dp_axes_beside(item, mesh), mesh) / mesh.size_of(mesh.parts("dp"))  # the mean of the ranks' losses
         return {self.rank: local_shard(value, placement.dims, placement.sharding, mesh, self.rank)}
+
+    def _summed(self, value: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+        if not axes:
+            return value
+        (transport,) = self.transports(mesh)
+        return transport.wait(transport.launch(Launch("all_reduce", "sum", axes, "tangent", "tangent"), value.detach()))
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
         assert item.sharding is not None, item
@@ -213,14 +222,21 @@ def from_first(world: World, make: Callable[[], str]) -> str:
     if 0 in world.ranks:
         try:
             text = make()
-        except AutoparError as caught:
+        except Exception as caught:  # whatever it is, the others wait for this rank's answer
             error = caught
-    text, problem = world.gather((text, error and str(error)))[0]
+    told = f"found no plan: {error}" if isinstance(error, AutoparError) else f"failed: {type(error).__name__}: {error}"
+    text, problem = world.gather((text, error and told))[0]
     if error is not None:
         raise error
     if problem is not None:
-        raise PlanError(f"rank 0 found no plan: {problem}")
+        raise PlanError(f"rank 0 {problem}")
     return text
+
+
+def _dp_axes_beside(tangent: Input, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of dp along which every rank has the whole tangent: there each has the one of its own loss, and they are summed."""
+    assert tangent.sharding is not None, tangent
+    return tuple(axis for axis, size in mesh.axes if parent(axis) == "dp" and size > 1 and axis not in tangent.sharding.axes)
 
 
 def _within_share(placement: Placement) -> Placement:

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar.program import operands, results_of
 from autopar.rule import Labels, Rule, rule
-from autopar.rules.labels import aligned, argument, aten, blocked, position_of, positional, shape_of, without
+from autopar.rules.labels import aligned, argument, aten, blocked, position_of, positional, shape_of, value_of, without
 
 
 def _outer(num_dims: int, num_normalised: int) -> Labels:
@@ -71,9 +71,13 @@ _BATCH_NORM = (
 def batch_norm(node: Node) -> Rule:
     """Statistics run over everything but the channels, dim 1 of tensors of several dims; the others are one number a channel."""
     linear = (frozenset({0}),) if node.target is aten.native_batch_norm_backward.default else ()
-    sources = tuple(_channels(len(shape_of(operand))) for operand in operands(node))
-    results = tuple(_channels(value.dim()) if value is not None and value.numel() else _nothing(value) for value in results_of(node))
-    return Rule(sources, results, linear=linear)
+    sources = tuple(_statistics_of(value_of(operand)) for operand in operands(node))
+    return Rule(sources, tuple(_statistics_of(value) for value in results_of(node)), linear=linear)
+
+
+def _statistics_of(value: torch.Tensor | None) -> Labels:
+    """Fixed statistics leave the saved ones empty."""
+    return _channels(value.dim()) if value is not None and value.numel() else _nothing(value)
 
 
 def _channels(num_dims: int) -> Labels:

@@ -16,15 +16,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
-from autopar.errors import InputError, MeshError, ScheduleError
+from autopar.errors import InputError, MeshError, PlanError, ScheduleError
 from autopar.mesh import Mesh
 from autopar.runtime._torch import gathers_strided_shards
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import Placement, local_shard
-from autopar.runtime.placement import refined_device_mesh, torch_can_gather, wrap
+from autopar.runtime.placement import check_equal_models, refined_device_mesh, torch_can_gather, torch_can_gather_tensor, wrap
 from autopar.runtime.virtual import collect
-from autopar.runtime.world import DistributedWorld
+from autopar.runtime.world import DistributedWorld, from_first
 from autopar.schedule import Launch
 from autopar.sharding import Sharding, shape_of
 from tests.runtime.schedules import BATCH, WIDTH, Mlp, mlp_compiled, schedule_of
@@ -109,6 +109,7 @@ def full_tensors_are_whole() -> tuple[list[str], int]:
             text = f"{placement.sharding.describe(placement.dims)} as {tensor.placements}"
             if not torch.equal(world.full(tensor, "x"), whole):
                 wrong.append(f"gathered by us: {text}")
+            assert torch_can_gather_tensor(tensor) == torch_can_gather(placement), text
             if torch_can_gather(placement):
                 gathered += 1
                 if not torch.equal(tensor.full_tensor(), whole):
@@ -234,6 +235,43 @@ def ranks_pass_different_shapes() -> str:
     return str(caught.value)
 
 
+def one_rank_passes_a_short_last_batch() -> str:
+    parallel, _ = real_mlp()
+    parallel(**share(global_batch()))["loss"].backward()
+    short = {name: value[: 1 + (dist.get_rank() != 3)] for name, value in share(global_batch()).items()}
+    with pytest.raises(InputError) as caught:
+        parallel(**short)
+    parallel(**share(global_batch()))["loss"].backward()  # nothing is left half done
+    return str(caught.value)
+
+
+def one_rank_is_in_another_mode() -> str:
+    parallel, _ = real_mlp()
+    parallel(**share(global_batch()))
+    with torch.set_grad_enabled(dist.get_rank() != 1), pytest.raises(InputError) as caught:
+        parallel(**share(global_batch()))
+    return str(caught.value)
+
+
+def one_ranks_inputs_are_refused() -> str:
+    parallel, _ = real_mlp()
+    batch = share(global_batch())
+    batch["x"].requires_grad_(dist.get_rank() == 2)
+    with pytest.raises(InputError) as caught:
+        parallel(**batch)
+    return str(caught.value)
+
+
+def ranks_pass_different_shares_to_a_later_capture() -> str:
+    parallel, _ = real_mlp()
+    batch = share(global_batch())
+    parallel(**batch)
+    batch["y"] = batch["y"] + (dist.get_rank() == 1)
+    with torch.no_grad(), pytest.raises(InputError) as caught:
+        parallel(**batch)
+    return str(caught.value)
+
+
 def ranks_compile_different_programs() -> str:
     parallel, _ = real_mlp()
     ours = parallel._capture
@@ -256,12 +294,70 @@ def ranks_compile_different_programs() -> str:
         (ranks_pass_different_shares, "'y' differs between ranks 0 and 1, which must pass the same share of the batch"),
         (ranks_pass_different_constants, "'scale' differs between ranks 0 and 2, which must pass the same value"),
         (ranks_pass_different_shapes, "ranks 0 and 3 pass inputs of different shapes"),
+        (ranks_pass_different_shares_to_a_later_capture, "'y' differs between ranks 0 and 1"),
+        (one_rank_passes_a_short_last_batch, "ranks 0 and 3 pass inputs of different shapes"),
+        (one_rank_is_in_another_mode, "ranks 0 and 1 make different calls with inputs of equal shapes"),
+        (one_ranks_inputs_are_refused, "rank 2: the inputs of this call cannot run on the mesh:\n  'x' requires grad"),
         (ranks_compile_different_programs, "ranks 0 and 1 compiled different programs"),
     ],
 )
 def test_ranks_that_disagree_are_named_on_every_rank(gloo_ranks: Any, function: Any, expected: str) -> None:
     for text in gloo_ranks.run(function):
         assert expected in text
+
+
+def weighs_its_own_loss() -> float:
+    parallel, reference = real_mlp()
+    weight = 1.0 + 2 * (dist.get_rank() // 2)
+    (weight * parallel(**share(global_batch()))["loss"]).backward()
+    (2 * reference(**global_batch())["loss"]).backward()  # the mean of 1 and 3
+    gradient = parallel._world.full(parallel.get_parameter("fc.weight").grad, "fc.weight")
+    return float((gradient - reference.fc.weight.grad).abs().max())
+
+
+def test_tangents_of_a_whole_output_are_averaged_over_dp(gloo_ranks: Any) -> None:
+    assert max(gloo_ranks.run(weighs_its_own_loss)) < 1e-6
+
+
+class OneOfTwo:
+    """A world of two ranks in turn: rank 1 is given what rank 0 brought."""
+
+    def __init__(self, rank: int, brought: list[Any]) -> None:
+        self.ranks, self.brought = (rank,), brought
+
+    def gather(self, value: Any) -> list[Any]:
+        self.brought.append(value)
+        return self.brought
+
+
+def test_any_failure_of_rank_0_reaches_the_other_ranks() -> None:
+    brought: list[Any] = []
+
+    def fail() -> str:
+        raise ZeroDivisionError("a solver's bug")
+
+    with pytest.raises(ZeroDivisionError):
+        from_first(OneOfTwo(0, brought), fail)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="rank 0 failed: ZeroDivisionError: a solver's bug"):
+        from_first(OneOfTwo(1, brought), fail)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fakes", [(0,), (1,), (0, 1)])
+def test_parameters_on_meta_on_any_rank_are_refused_on_all(fakes: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    whole = Mlp()
+    models = [copy.deepcopy(whole).to("meta") if rank in fakes else whole for rank in range(2)]
+    brought: list[Any] = []
+    for model in models:  # what each brings, whatever it is answered
+        with pytest.raises(RuntimeError, match="stop"):
+            check_equal_models(model, lambda mine: (brought.append(mine), stop())[1])
+    for model in models:
+        with pytest.raises(MeshError, match=f"2 parameters are on meta on rank {fakes[0]}, the first is 'fc.weight'.*to_empty"):
+            check_equal_models(model, lambda _: brought)
+
+
+def stop() -> Any:
+    raise RuntimeError("stop")
 
 
 def test_a_real_mesh_needs_a_launcher() -> None:

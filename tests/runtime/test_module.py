@@ -212,6 +212,40 @@ def test_inputs_that_cannot_run_are_refused(inputs: dict[str, torch.Tensor], exp
         parallel(**inputs)
 
 
+@pytest.mark.parametrize("name", ["step", "seed", "mesh", "plan", "compiled"])
+def test_a_model_with_a_name_of_ours_at_its_root_is_refused_unharmed(name: str) -> None:
+    def compiled(model: torch.nn.Module) -> ParallelModule:
+        return ParallelModule(model, virtual_mesh(dp=1, tp=2), capture=lambda *_, **__: mlp_compiled(virtual_mesh(dp=1, tp=2)))
+
+    with_buffer, with_layer, with_parameter = Mlp(), Mlp(), Mlp()
+    with_buffer.register_buffer(name, torch.ones(1))
+    with_layer.add_module(name, torch.nn.Linear(2, 2))
+    with_parameter.register_parameter(name, torch.nn.Parameter(torch.ones(1)))
+    for model in (with_buffer, with_layer, with_parameter):
+        held = getattr(model, name)
+        with pytest.raises(AutoparError, match=f"submodule {name!r}.*wrap the model in another module"):
+            compiled(model)
+        assert getattr(model, name) is held
+        compiled(torch.nn.Sequential(model))
+
+
+def test_a_parameter_that_the_first_program_does_not_use_stays_whole_in_later_ones() -> None:
+    mesh, seen = virtual_mesh(dp=2, tp=2), list[Any]()
+    model = Mlp()
+    model.spare = torch.nn.Parameter(torch.ones(4, 3))
+
+    def capture(args: tuple[Any, ...], kwargs: dict[str, Any], *, pins: Any) -> Any:
+        seen.append(pins)
+        return mlp_compiled(mesh, torch.is_grad_enabled())
+
+    parallel = ParallelModule(model, mesh, capture=capture, backend="eager")
+    parallel(**batch())
+    with torch.no_grad():
+        parallel(**batch())
+    assert seen[0] is None and seen[1]["spare"].sharding.is_replicated and seen[1]["spare"].dims == ((4,), (3,))
+    assert not seen[1]["fc.weight"].sharding.is_replicated
+
+
 def test_copying_is_refused() -> None:
     with pytest.raises(AutoparError, match="copy the model"):
         copy.deepcopy(parallel_mlp(virtual_mesh(dp=1, tp=1))[0])
