@@ -11,6 +11,7 @@ import copy
 import os
 import traceback
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
@@ -87,6 +88,10 @@ def capture(
     return _with_batch_dims(program, batch_dims)
 
 
+# What `_attributes_kept` looks into; subclasses may refuse to be written to.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+
+
 def _refuse_autocast(model: nn.Module) -> None:
     """A program has no casts of an autocast around the call: without them it would compute something else."""
     kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"} | {"cpu", "cuda"}
@@ -105,7 +110,7 @@ def _attributes_kept(model: nn.Module) -> Generator[None]:
     Attributes, and the dicts, lists and sets among them, get back what they held; the containers stay the same objects.
     """
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
-    containers = [value for _, kept in modules for value in kept.values() if isinstance(value, (dict, list, set))]
+    containers = [value for _, kept in modules for value in kept.values() if type(value) in _CONTAINERS]
     contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
     try:
         yield

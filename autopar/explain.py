@@ -93,15 +93,20 @@ def parameter_rows(compiled: Compiled) -> Iterator[Row]:
         if item.kind != "parameter":
             continue
         dims, sharding = DIMS[node][0], SHARDING[node][0]
-        pinned = _pinned(compiled, item.name)
+        pinned = _pinned(compiled, item.name, node)
         notes = [*(pinned or _alternative(compiled, node)), *indivisible(dims, sharding, program.mesh)]
         yield Row(item.name, f"{sharding.describe(dims)}   {_split(item, node, program)}", tuple(notes))
 
 
-def _pinned(compiled: Compiled, name: str) -> tuple[str, ...]:
-    """Why a parameter was not for the search to decide; nothing when it was, be it on another rank."""
+def _pinned(compiled: Compiled, name: str, node: Node) -> tuple[str, ...]:
+    """Why a parameter was not for this rank's search to decide (of rank 0's, what that says); nothing when it was."""
     reason = compiled.plan.reasons.get(name, "") if compiled.plan is not None else ""
-    return () if not reason or reason.startswith(("next best", "no other")) else (reason,)
+    is_searched = reason.startswith(("next best", "no other")) and not _is_fixed(compiled, node)
+    return () if not reason or is_searched else (reason,)
+
+
+def _is_fixed(compiled: Compiled, node: Node) -> bool:
+    return compiled.search is not None and node.name in compiled.search.fixed
 
 
 def _split(item: Input, node: Node, program: Program) -> str:
@@ -159,7 +164,7 @@ def _alternative(compiled: Compiled, node: Node) -> Iterator[str]:
         return
     other: RunnerUp | None = compiled.search.runner_up(node.name)
     if other is None:
-        yield "fixed by the plan" if node.name in compiled.search.fixed else "instead: nothing else is legal"
+        yield "fixed by the plan" if _is_fixed(compiled, node) else "instead: nothing else is legal"
         return
     described = other.strategy.results[0].describe(DIMS[node][0]) if node.op == "placeholder" else str(other.strategy)
     yield f"instead: {described} {in_seconds(other.extra_seconds, sign=True)} a step"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule
 
+from autopar.cost import is_view
 from autopar.runtime._torch import Backend, backend_named
 from autopar.schedule import Fragment
 
@@ -24,17 +25,19 @@ class CompiledFragments:
     `backend` is "eager" (the graph as it is), any name that `torch.compile` knows, or a callable
     `(graph_module, example_inputs) -> callable`. Compilation happens at the first run, on the real
     tensors with the strides that their producers yield, never in a thread of ours; inputs of other
-    shapes, strides or dtypes compile again, which is logged.
+    shapes, strides or dtypes compile again, which is logged. With "inductor", a fragment of one op runs as it is.
     """
 
     def __init__(self, fragments: Mapping[str, Fragment], backend: str | Backend) -> None:
         self._fragments = fragments
         self._backend: Backend | None = None if backend == "eager" else backend_named(backend) if isinstance(backend, str) else backend
         self._compiled: dict[str, dict[InputKey, Callable[..., Any]]] = {name: {} for name in fragments}
+        # Inductor fuses, and a single op has nothing to be fused with: half of all fragments, and some seconds of C++ each.
+        self._as_is = {name for name, fragment in fragments.items() if backend == "inductor" and _num_computing(fragment) < 2}
 
     def run(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results of fragment `name`. Raises the backend's own error with a note naming the fragment."""
-        if self._backend is None:
+        if self._backend is None or name in self._as_is:
             return tuple(self._fragments[name].module(*inputs))
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs)
         function = self._compiled[name].get(key)
@@ -66,6 +69,11 @@ class CompiledFragments:
             logger.debug("fragment %s compiled (%.2f s)", name, seconds)
         variants[key] = function
         return function
+
+
+def _num_computing(fragment: Fragment) -> int:
+    """Ops that do more than describe memory anew."""
+    return sum(1 for node in fragment.module.graph.nodes if node.op == "call_function" and not is_view(node))
 
 
 def _fresh(module: GraphModule) -> GraphModule:

@@ -382,3 +382,50 @@ def test_outputs_are_loss_or_all() -> None:
         of(lambda self, x: self.linear(x), X, outputs="loss")
     with pytest.raises(CaptureError, match="'everything' is neither"):
         of(lambda self, x: self.linear(x), X, outputs="everything")
+
+
+class Caching(nn.Module):
+    """Makes its mask and its scales at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mask: Tensor | None = None
+        self.scales: dict[int, Tensor] = {}
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.mask is None:
+            self.mask = torch.tril(torch.ones(4, 4))
+        if 4 not in self.scales:
+            self.scales[4] = torch.full((4,), 2.0)
+        return ((self.linear(x) @ self.mask) * self.scales[4]).sum()
+
+
+def test_what_forward_keeps_on_its_modules_is_as_before_the_capture() -> None:
+    model = nn.Sequential(Caching())
+    caching, scales = model[0], model[0].scales
+    program = capture(model, (X,), {}, MESH)
+    assert caching.mask is None and caching.scales is scales and not scales and caching.num_calls == 0
+    expected = model(X)
+    (loss,) = program.module()(*model.state_dict(keep_vars=True).values(), X)
+    torch.testing.assert_close(loss, expected)
+    assert type(caching.mask) is Tensor and caching.mask.shape == (4, 4)
+
+
+def test_attributes_are_kept_when_the_capture_fails() -> None:
+    def compute(module: Layer, x: Tensor) -> Tensor:
+        module.made = x + 1
+        return module.linear(x) if x.sum().item() > 0 else x
+
+    model = Layer(compute)
+    with pytest.raises(CaptureError):
+        capture(model, (X,), {}, MESH)
+    assert not hasattr(model, "made")
+
+
+def test_an_autocast_around_the_call_is_refused() -> None:
+    expected = r"under torch.autocast\('cpu'\).*model.to\(torch.bfloat16\)"
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CaptureError, match=expected):
+        of(lambda module, x: module.linear(x).sum(), X)

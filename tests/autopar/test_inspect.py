@@ -92,6 +92,7 @@ class Search:
     """A search that knows one alternative for `up`, and none for anything else."""
 
     reasons = {"table": "pinned by the user", "h.0.up.weight": "next best [6@tp, 10]: 1.2 ms"}
+    fixed: frozenset[str] = frozenset()
 
     def runner_up(self, node: str) -> Other | None:
         return Other(Strategy((), (ROW,)), 1.2e-3) if node.startswith("up") else None

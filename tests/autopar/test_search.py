@@ -171,3 +171,10 @@ def test_a_value_is_folded_by_who_reads_it() -> None:
     folded = fold(problem)
     assert sum(value.count for value in folded.values) == 20
     assert sum(folded.sizes) == len(problem.nodes)
+
+
+def test_time_that_runs_out_before_any_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.search._solve", lambda model, evaluation, *_: ([0] * len(evaluation.nodes), 0.0, False))
+    nodes = (Choice("v", (), (Candidate((), ("R",), 0.0),)), Choice("r", ((0, 0),), (Candidate(("U",), ("R",), 0.0),)))
+    with pytest.raises(PlanError, match=r"no plan found within search_timeout=0.5; give it more seconds"):
+        search(Problem(nodes, lambda value, a, b: 0.0 if a == b else math.inf), timeout=0.5)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from autopar.capture import capture
 from autopar.check_sharding import check_shardings
 from autopar.cluster import Cluster
@@ -199,3 +200,29 @@ def test_sub_axes_stay_together_but_for_atoms_too_small_for_the_whole() -> None:
     assert whole_axes((heads,), (two_heads,), (two_heads,), mesh) == (heads,)
     four_heads = ((4,), (512,), (64,))
     assert whole_axes((heads,), (four_heads,), (four_heads,), mesh) == ()
+
+
+class Positions(nn.Module):
+    """An MLP on tokens with learnt positions, of which a call reads as many as it has tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(32, 8)
+        self.positions = nn.Parameter(torch.randn(16, 8))
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions[: ids.shape[1]]
+        return (x + self.down(torch.relu(self.up(x)))).square().mean()
+
+
+@pytest.mark.parametrize("pin", [(None, "tp"), ("tp", None), ()])
+def test_a_parameter_keeps_its_sharding_at_another_length(pin: tuple[str | None, ...]) -> None:
+    model = Positions()
+    parallel = autopar.compile(model, virtual_mesh(dp=1, tp=2), backend="eager", pins={"up.weight": ("tp", None), "positions": pin})
+    dims: set[object] = set()
+    for length in (16, 8, 4, 6):
+        ids = torch.randint(0, 32, (2, length))
+        torch.testing.assert_close(parallel(ids), model(ids))
+        dims.add(parallel.plan.parameters["positions"].dims)
+    assert len(dims) > 1

@@ -61,6 +61,7 @@ def test_the_other_ranks_take_the_plan_of_rank_0(program: Program) -> None:
     theirs = DecideOnce(ChooseShardings(Cluster.named("h100")), ranks.from_first(1)).decide(program)
     alone = ChooseShardings(Cluster.named("h100")).decide(program)
     assert shardings(theirs) == shardings(mine)
+    assert theirs.reasons == mine.reasons and theirs.fixed and not mine.fixed
     assert shardings(alone) != shardings(mine)
 
 

@@ -323,3 +323,16 @@ def test_keys_of_neighbouring_seeds_and_steps_are_unrelated() -> None:
     assert random_key(-1, 0) == random_key(2**64 - 1, 0)
     flipped = [bin(one ^ other).count("1") for one, other in itertools.pairwise(keys)]
     assert 30 < sum(flipped) / len(flipped) < 32 and min(flipped) > 10
+
+
+@pytest.mark.parametrize("function", [F.alpha_dropout, F.feature_alpha_dropout, F.dropout2d])
+def test_dropouts_in_evaluation_draw_nothing(function: Callable[..., Tensor]) -> None:
+    x = torch.randn(4, 3, 2, 2)
+    found = keyed(lambda x: function(x, 0.5, training=False) * 2, x)
+    assert all(item.kind != "random_key" for item in found.signature.inputs)
+    torch.testing.assert_close(found.module()(x)[0], 2 * x)
+
+
+def test_alpha_dropout_in_training_is_refused() -> None:
+    with pytest.raises(CaptureError, match="alpha_dropout"):
+        keyed(lambda x: F.alpha_dropout(x, 0.5, training=True), torch.randn(4, 3))

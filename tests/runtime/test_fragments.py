@@ -3,8 +3,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import GraphModule, symbolic_trace
+from torch import nn
+from torch.fx import Graph, GraphModule, symbolic_trace
 
+from autopar.runtime import fragments as fragments_module
 from autopar.runtime.fragments import CompiledFragments
 from autopar.schedule import Fragment
 
@@ -70,3 +72,26 @@ def test_a_failing_backend_names_the_fragment() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(Exception, match="no_such_backend"):
         CompiledFragments(FRAGMENTS, "no_such_backend")
+
+
+def test_inductor_leaves_a_fragment_of_one_op_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def backend(module: GraphModule, inputs: object) -> object:
+        compiled.append(str([node.target for node in module.graph.nodes if node.op == "call_function"]))
+        return module
+
+    monkeypatch.setattr(fragments_module, "backend_named", lambda name: backend)
+    x = torch.randn(4, 4)
+    one, two = Graph(), Graph()
+    placeholder = one.placeholder("x")
+    one.output((one.call_function(torch.ops.aten.t.default, (one.call_function(torch.ops.aten.relu.default, (placeholder,)),)),))
+    placeholder = two.placeholder("x")
+    two.output((two.call_function(torch.ops.aten.neg.default, (two.call_function(torch.ops.aten.relu.default, (placeholder,)),)),))
+    modules = {name: Fragment(name, GraphModule(nn.Module(), graph)) for name, graph in (("one", one), ("two", two))}
+    for name, expected in (("inductor", 1), ("aot_eager", 2)):
+        compiled.clear()
+        fragments = CompiledFragments(modules, name)
+        torch.testing.assert_close(fragments.run("one", [x]), (x.relu().t(),))
+        torch.testing.assert_close(fragments.run("two", [x]), (-x.relu(),))
+        assert len(compiled) == expected
