@@ -59,7 +59,7 @@ def parse(title: str, arguments: Sequence[str] | None = None) -> Options:
     model.add_argument("--length", type=int, default=128, help="bytes that a sequence has")
     model.add_argument("--dropout", type=float, default=0.0)
     training = parser.add_argument_group("the training")
-    training.add_argument("--steps", type=int, default=160)
+    training.add_argument("--steps", type=int, default=120)
     training.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
     training.add_argument("--learning-rate", type=float, default=1e-3)
     training.add_argument("--warmup", type=int, default=20, help="steps over which the learning rate rises; a cosine follows")
