@@ -1,5 +1,6 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
+from autopar.calibrate import calibrate
 from autopar.cluster import Cluster
 from autopar.compiler import compile
 from autopar.errors import AutoparError, CaptureError, CheckError, InputError, MeshError, PlanError, ScheduleError
@@ -19,6 +20,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "ScheduleError",
+    "calibrate",
     "compile",
     "virtual_mesh",
 ]

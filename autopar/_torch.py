@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 
@@ -20,6 +22,9 @@ __all__ = [
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "apply_custom_function",
+    "compiling",
+    "custom_functions_replaced",
     "describe_input",
     "describe_output",
     "fake_mode",
@@ -84,3 +89,39 @@ def describe_output(descriptor: Any) -> tuple[str, int]:
         return "gradient", describe_input(descriptor.grad_of)[1]
     assert isinstance(descriptor, InputMutationAOTOutput), descriptor
     return "mutation", describe_input(descriptor.mutated_input)[1]
+
+
+def apply_custom_function(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Run a `torch.autograd.Function` from its halves as Dynamo traced them; autograd sees the backward."""
+    return autograd_function_apply(forward, backward, *operands, **options)
+
+
+@contextmanager
+def custom_functions_replaced(by: Callable[[GraphModule, GraphModule, Sequence[Any], Mapping[str, Any]], Any]) -> Generator[None]:
+    """While this is entered, `by(forward, backward, operands, options)` stands for each custom function that is traced into a graph.
+
+    Dynamo's own runs, which learn whether results require gradients, see the real thing.
+    """
+    original = AutogradFunctionApply.__call__
+
+    def call(self: AutogradFunctionApply, fwd: GraphModule, bwd: GraphModule, *operands: Any, **options: Any) -> Any:
+        if get_proxy_mode() is None:
+            return original(self, fwd, bwd, *operands, **options)
+        return by(fwd, bwd, operands, options)
+
+    AutogradFunctionApply.__call__ = call
+    try:
+        yield
+    finally:
+        AutogradFunctionApply.__call__ = original
+
+
+@contextmanager
+def compiling() -> Generator[None]:
+    """While this is entered, `torch.compiler.is_compiling()` is true, as it is for what Dynamo traces."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -7,10 +7,12 @@ per (value, needed state), however many consumers need it; and not at all where 
 another needed state (after an all-reduce for one consumer, a second consumer's shard is free).
 
     minimise  Σ seconds(candidate of node)  +  Σ over values of transport(state given, states needed)
+    so that   Σ held bytes(candidate of node)  +  max working bytes(candidate of node)  ≤  capacity
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,11 +25,16 @@ S = TypeVar("S", bound=Hashable)
 
 @dataclass(frozen=True)
 class Candidate:
-    """One alternative of a node: operand states needed, result states given, and what it costs by itself."""
+    """One alternative of a node: operand states needed, result states given, and what it costs by itself.
+
+    It holds `held_bytes` from then on, and `working_bytes` while it runs.
+    """
 
     operands: tuple[State, ...]
     results: tuple[State, ...]
     seconds: float
+    held_bytes: float = 0.0
+    working_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,8 @@ class Choice:
 
     A view has one operand and one result, costs (almost) nothing, and its operand is transported at the price of its result.
 
-    A producer may come later in the list than its consumer: a parameter reads its own gradient.
+    A producer may come later in the list than its consumer: a parameter reads its own gradient. What is brought to the readers
+    of one `phase` is gone in the next one.
     """
 
     name: str
@@ -44,6 +52,7 @@ class Choice:
     candidates: tuple[Candidate, ...]
     kind: Hashable = None
     is_view: bool = False
+    phase: str = ""
 
     @property
     def num_results(self) -> int:
@@ -55,11 +64,14 @@ class Problem:
     """`price(value, source, target)` in seconds is infinite where there is no way.
 
     `slices(state, other)` says whether `other` can be cut from `state` for nothing; it must be a strict order (no cycles).
+    Values of one `price_class` have equal prices. All held bytes, and the largest working bytes, fit into `capacity_bytes`.
     """
 
     nodes: tuple[Choice, ...]
     price: Callable[[ValueIndex, State, State], float]
     slices: Slices = lambda state, other: False
+    price_class: Callable[[ValueIndex], Hashable] = lambda value: value
+    capacity_bytes: float = math.inf
 
     def consumers(self) -> dict[ValueIndex, list[tuple[int, int]]]:
         """For each value the (node, operand slot) pairs that read it."""
@@ -90,10 +102,14 @@ def transport_seconds(source: State, targets: Iterable[State], slices: Slices, p
 
 
 def without_dominated(candidates: Sequence[Candidate]) -> list[int]:
-    """Positions of the candidates worth keeping: of several with equal states only the cheapest, the first of equals."""
-    best: dict[tuple[tuple[State, ...], tuple[State, ...]], int] = {}
+    """Positions of the candidates worth keeping: of several with equal states those that none beats in time and bytes, the first of equals."""
+    alike: dict[tuple[tuple[State, ...], tuple[State, ...]], list[int]] = {}
     for position, candidate in enumerate(candidates):
-        key = (candidate.operands, candidate.results)
-        if key not in best or candidate.seconds < candidates[best[key]].seconds:
-            best[key] = position
-    return sorted(best.values())
+        kept = alike.setdefault((candidate.operands, candidate.results), [])
+        if not any(_dominates(candidates[other], candidate) for other in kept):
+            kept[:] = [other for other in kept if not _dominates(candidate, candidates[other])] + [position]
+    return sorted(position for kept in alike.values() for position in kept)
+
+
+def _dominates(one: Candidate, other: Candidate) -> bool:
+    return one.seconds <= other.seconds and one.held_bytes <= other.held_bytes and one.working_bytes <= other.working_bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autopar.keys import DIMS
 from autopar.program import Program, operands, results_of
@@ -116,21 +116,36 @@ class Cuts:
 def find_atoms(program: Program) -> Program:
     """Set DIMS on every node of a GLOBAL program: per result, the atoms of each dim."""
     program = program.copy()
+    cuts = _cuts(program.graph)
+    _join_signature(cuts, program)
+    _solve(cuts, program.graph)
+    return program
+
+
+def find_atoms_of(graph: Graph) -> None:
+    """Set DIMS on every node of a graph of calls that is no program."""
+    _solve(_cuts(graph), graph)
+
+
+def _cuts(graph: Graph) -> Cuts:
+    """Every dim of every value, joined and related as the rules say."""
     cuts = Cuts()
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         for index, value in enumerate(results_of(node) if node.op != "output" else ()):
             for dim, size in enumerate(value.shape if value is not None else ()):
                 cuts.add((node, index, dim), int(size))
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         rule = rule_of(node) if node.op == "call_function" else None
         if rule is not None:
             _relate(cuts, node, rule)
-    _join_signature(cuts, program)
+    return cuts
+
+
+def _solve(cuts: Cuts, graph: Graph) -> None:
     cuts.solve()
-    for node in program.graph.nodes:
+    for node in graph.nodes:
         if node.op != "output":
             DIMS[node] = tuple(_dims(cuts, node, index, value) for index, value in enumerate(results_of(node)))
-    return program
 
 
 def _dims(cuts: Cuts, node: Node, index: int, value: object) -> Dims:

@@ -7,12 +7,10 @@ original and source lines attached; `autopar.exported` brings what it returns to
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import traceback
 import warnings
-from collections import OrderedDict, defaultdict
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from typing import Any, Literal
@@ -21,12 +19,16 @@ import torch
 from torch import nn
 
 from autopar._torch import fake_mode, pytree
+from autopar.attributes import attributes_kept
+from autopar.caches import caches_kept_clean
 from autopar.compiled import TENSOR
+from autopar.custom_functions import custom_functions_kept
 from autopar.errors import CaptureError
 from autopar.exported import forward_program
 from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.source import user_frames
+from autopar.traced import as_traced
 
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 LossPlace = Literal["itself", "attribute", "key"]
@@ -73,23 +75,27 @@ def capture(
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     _refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
-    with _attributes_kept(model):
-        spec = _output_spec(model, args, kwargs)
-    loss = None if outputs == "all" else spec.loss
-    if outputs == "loss" and loss is None:
-        raise CaptureError(
-            'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"'
-        )
-    with _explained(model), _attributes_kept(model), warnings.catch_warnings(), torch.enable_grad():
-        warnings.simplefilter("ignore")
-        exported = torch.export.export(_Captured(model, loss), args, kwargs, strict=True)
-    trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
-    program = forward_program(exported, mesh, trainable, spec.structure, spec.leaves, spec.loss_index if loss else None)
+    with attributes_kept(model):
+        with attributes_kept(model, but_hooks=True), caches_kept_clean():
+            spec = _output_spec(model, args, kwargs)
+        loss = None if outputs == "all" else spec.loss
+        if outputs == "loss" and loss is None:
+            raise CaptureError(
+                'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"'
+            )
+        program = _exported(model, args, kwargs, mesh, spec, loss)
     return _with_batch_dims(program, batch_dims)
 
 
-# What `_attributes_kept` looks into; subclasses may refuse to be written to.
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+def _exported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, spec: OutputSpec, loss: LossPlace | None
+) -> Program:
+    trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
+    with custom_functions_kept():
+        with _explained(model), caches_kept_clean(), warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            exported = torch.export.export(_Captured(model, loss), args, kwargs, strict=True)
+        return forward_program(exported, mesh, trainable, spec.structure, spec.leaves, spec.loss_index if loss else None)
 
 
 def _refuse_autocast(model: nn.Module) -> None:
@@ -101,23 +107,6 @@ def _refuse_autocast(model: nn.Module) -> None:
             f"{type(model).__name__} is called under torch.autocast({enabled[0]!r}), which autopar does not rewrite; leave the context "
             f"and cast the model's weights instead: model.to({torch.get_autocast_dtype(enabled[0])})"
         )
-
-
-@contextlib.contextmanager
-def _attributes_kept(model: nn.Module) -> Generator[None]:
-    """Undo what forward writes to its modules while it is traced (a cached mask): it would hold tensors of the trace.
-
-    Attributes, and the dicts, lists and sets among them, get back what they held; the containers stay the same objects.
-    """
-    modules = [(vars(module), dict(vars(module))) for module in model.modules()]
-    containers = [value for _, kept in modules for value in kept.values() if type(value) in _CONTAINERS]
-    contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
-    try:
-        yield
-    finally:
-        for container, content in [*modules, *contents]:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
 
 
 def _with_batch_dims(program: Program, batch_dims: BatchDims) -> Program:
@@ -149,7 +138,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
-        output = torch.func.functional_call(model, fakes, fake_args, fake_kwargs)
+        output = as_traced(lambda: torch.func.functional_call(model, fakes, fake_args, fake_kwargs))
     leaves, structure = _flatten(output)
     place, loss = _find_loss(output)
     index = next((index for index, leaf in enumerate(leaves) if leaf is loss), None)
@@ -199,7 +188,8 @@ def _explained(model: nn.Module) -> Any:
     except Exception as error:
         text = str(error).split("\nfrom user code")[0].split("\nUser Stack")[0].strip()
         what = f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: {text}"
-        raise CaptureError(f"{what}\n  where: {_where(error)}\n  how to mend it: {_hint(type(error).__name__ + text)}") from error
+        where = _where(error)
+        raise CaptureError(f"{what}\n  where: {where}\n  how to mend it: {_hint(type(error).__name__ + text + where)}") from error
 
 
 def _where(error: Exception) -> str:
@@ -211,6 +201,11 @@ def _where(error: Exception) -> str:
 
 
 _HINTS = (
+    (
+        ("expert_hit",),
+        'experts are visited one by one, by what their indices say: model.set_experts_implementation("grouped_mm"), which sets '
+        'config._experts_implementation, or "batched_mm", which copies an expert\'s weights for each token but splits over dp',
+    ),
     (
         ("DynamicCache", "pytree"),
         "the output holds an object that is no tensor structure (a key-value cache): set config.use_cache=False, or return tensors only",

@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from autopar.atoms import operand_result
 from autopar.collectives import reshard
+from autopar.freedom import Freedom
 from autopar.keys import BATCH, DIMS, SHARDING, STRATEGY
 from autopar.mesh import Mesh
 from autopar.printing import op_name
@@ -36,7 +37,7 @@ def check_shardings(program: Program) -> list[Violation]:
     for node in sharded:
         found += _legal(node, program)
         if node in STRATEGY:
-            found += _strategy(node, STRATEGY[node], program.mesh)
+            found += _strategy(node, STRATEGY[node], program)
         if is_reshard(node):
             found += _reshard(node)
         elif node.target is operator.getitem:
@@ -80,8 +81,8 @@ def describe_sharding(sharding: Sharding, dims: Dims) -> str:
 
 
 @cache
-def _allowed(space: Space, mesh: Mesh) -> frozenset[tuple[tuple[Sharding, ...], tuple[Sharding, ...]]]:
-    return frozenset((strategy.operands, strategy.results) for strategy in strategies_in(space, mesh))
+def _allowed(space: Space, mesh: Mesh, freedom: Freedom) -> frozenset[tuple[tuple[Sharding, ...], tuple[Sharding, ...]]]:
+    return frozenset((strategy.operands, strategy.results) for strategy in strategies_in(space, mesh, freedom))
 
 
 def _is_derivable(node: Node) -> bool:
@@ -89,8 +90,8 @@ def _is_derivable(node: Node) -> bool:
     return node.op == "call_function" and all(each in BATCH and each in DIMS for each in (node, *operands(node)))
 
 
-def _strategy(node: Node, strategy: Strategy, mesh: Mesh) -> Iterator[Violation]:
-    if _is_derivable(node) and (strategy.operands, strategy.results) not in _allowed(space_of(node), mesh):
+def _strategy(node: Node, strategy: Strategy, program: Program) -> Iterator[Violation]:
+    if _is_derivable(node) and (strategy.operands, strategy.results) not in _allowed(space_of(node), program.mesh, program.freedom):
         fix = "choose among strategies_of(node), or correct the op's rule"
         yield Violation("the op's rule does not allow its strategy", at(node), got=str(strategy), fix=fix)
     if strategy.results != SHARDING[node]:

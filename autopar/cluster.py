@@ -1,16 +1,28 @@
 """The hardware that a plan is made for: what one device does in a second, and what the links between devices carry.
 
-Speeds are *achievable* ones (a large matmul, a long copy, a ring over all ranks), not the data sheet's.
+Speeds are *achievable* ones (a large matmul, a long copy, a ring over all ranks), not the data sheet's. The built-in
+clusters are the files of `autopar/clusters`, each number with its source.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from autopar.cluster_file import ClusterError, read_cluster
+from autopar.cluster_text import table_of, yaml_of
+from autopar.links import Link, Protocol, Route
 from autopar.mesh import Mesh, parent
+
+__all__ = ["Cluster", "ClusterError", "Device", "Link", "Protocol"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +36,7 @@ class Device:
     """Bytes per second, read or written."""
     launch_seconds: float
     """What a kernel costs on top of its work."""
-    source: str = ""
+    source: str = field(default="", repr=False)
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """FLOP/s of contractions in `dtype`."""
@@ -33,20 +45,11 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Link:
-    """What joins the ranks of one group: seconds per step of a ring, and bytes per second per rank and direction."""
-
-    latency_seconds: float
-    bytes_per_second: float
-    source: str = ""
-
-
-@dataclass(frozen=True)
 class Cluster:
     """Equal devices, `ranks_per_node` to a node, joined by `inner` links within a node and `outer` ones between nodes.
 
     Ranks fill nodes in order, so the last mesh axes stay within a node. `links` overrides single mesh axes
-    by the user's name (`tp`). A group over several axes is as fast as the slowest of them.
+    by the user's name (`tp`), as `autopar.calibrate` measures them; a group over several such axes is as fast as the slowest of them.
     """
 
     name: str
@@ -65,79 +68,150 @@ class Cluster:
 
     @staticmethod
     def named(name: str) -> Cluster:
-        """A built-in cluster by name: `"8xH100"` (eight to a node, the default), `"h100"`, `"4xa100"`, `"cpu"`, `"ideal"`.
+        """A built-in cluster by name: `"8xH100"` (eight to a node), `"h100"`, `"4xa100-40gb"`, `"gb200"`, `"cpu"`, `"ideal"`.
 
-        The name of a device as its driver reports it works too ("NVIDIA H100 80GB HBM3"). An unknown name
-        warns, asks for numbers, and gives the numbers of an A100 so that planning can go on.
+        The name of a device as its driver reports it works too ("NVIDIA H100 80GB HBM3"), and so does the path of a
+        YAML file (`from_yaml`). An unknown name warns, asks for numbers, and gives an A100's so that planning can go on.
         """
+        if name.endswith((".yaml", ".yml")):
+            return Cluster.from_yaml(name)
         count, separator, rest = name.partition("x")
         has_count = bool(separator) and count.strip().isdigit()
-        wanted = (rest if has_count else name).lower()
-        if wanted.strip() == "ideal":
+        wanted = (rest if has_count else name).lower().strip()
+        if wanted == "ideal":
             return Cluster.ideal()
-        for key, cluster in _BUILT_IN.items():
-            if key in wanted:
-                return replace(cluster, name=name, ranks_per_node=int(count)) if has_count else cluster
+        cluster = built_in_for(wanted)
+        if cluster is not None:
+            return replace(cluster, name=name, ranks_per_node=int(count)) if has_count else cluster
         warnings.warn(
-            f"no numbers for the device {name!r} (known: {', '.join(_BUILT_IN)}, ideal); planning with an A100's. "
-            "Pass cluster=Cluster(name, Device(...), inner=Link(...), outer=Link(...), ranks_per_node=...) with its own.",
+            f"no numbers for the device {name!r} (known: {', '.join(built_in_names())}, ideal); planning with an A100's. "
+            "Pass cluster=Cluster(name, Device(...), inner=Link(...), outer=Link(...), ranks_per_node=...) with its own, "
+            "or cluster=Cluster.from_yaml(path): autopar.calibrate(mesh, path) measures and writes that file, "
+            "and Cluster.named('a100').to_yaml() shows what is in one.",
             stacklevel=2,
         )
-        return replace(_BUILT_IN["a100"], name=name)
+        return replace(_built_in("a100"), name=name)
+
+    @staticmethod
+    def from_yaml(path: str | Path) -> Cluster:
+        """The cluster in the file `path`. Raises `ClusterError` naming every mistake with its line, or that there is no such file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"cannot read the cluster in {path}: {error.strerror}") from None
+        return Cluster.from_text(text, str(path))
+
+    @staticmethod
+    def from_text(text: str, place: str = "the text") -> Cluster:
+        """The cluster that the YAML `text` describes; `place` is what errors call it. Raises `ClusterError`."""
+        content = read_cluster(text, place)
+        device = content["device"]
+        return Cluster(
+            content["name"],
+            Device(
+                device.get("name", content["name"]),
+                tuple(device["flops"].items()),
+                device["memory"],
+                device["memory_bandwidth"],
+                device["launch"],
+                device["source"],
+            ),
+            _link(content["inner"]),
+            _link(content["outer"]),
+            content["ranks_per_node"],
+            tuple((axis, _link(link)) for axis, link in content.get("axes", {}).items()),
+        )
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """This cluster as YAML that `from_text` reads back to an equal one; also written to `path`, where given."""
+        text = yaml_of(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        return table_of(self)
 
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
         """The link that a group along `axes` of `mesh` is bound by."""
-        links = [self._link_of_axis(mesh, axis) for axis in axes]
-        slowest = min(links, key=lambda link: link.bytes_per_second)
-        return replace(slowest, latency_seconds=max(link.latency_seconds for link in links))
+        route = self.route(mesh, axes)
+        return route.outer if route.num_nodes > 1 else route.inner
 
-    def _link_of_axis(self, mesh: Mesh, axis: str) -> Link:
+    def route(self, mesh: Mesh, axes: tuple[str, ...]) -> Route:
+        """What a group along `axes` of `mesh` communicates over; of groups that lie differently on their nodes, the worst."""
+        sizes: dict[str, int] = {}
+        for axis in axes:
+            sizes[parent(axis)] = sizes.get(parent(axis), 1) * mesh.size_of((axis,))
+        axis_sizes = tuple(sizes.values())
         overrides = dict(self.links)
-        if parent(axis) in overrides:
-            return overrides[parent(axis)]
-        position = mesh.names.index(axis)
-        span = mesh.size_of(mesh.names[position:])
-        return self.inner if span <= self.ranks_per_node else self.outer
+        measured = [overrides[axis] for axis in sizes if axis in overrides]
+        others = tuple(axis for axis in axes if parent(axis) not in overrides)
+        num_nodes, ranks_on_node = _lie(mesh, others if measured else axes, self.ranks_per_node)
+        if not measured:
+            return Route(axis_sizes, num_nodes, ranks_on_node, self.inner, self.outer)
+        if others:
+            measured.append(self.outer if num_nodes > 1 else self.inner)
+        slowest = _slowest(measured)
+        return Route(axis_sizes, 1, mesh.size_of(axes), slowest, slowest)
 
 
-_GPU_NOTES = "github:stas00/ml-engineering@744d01e"
-_NCCL_STEP = "latency: the floor of a measured 8-rank all-reduce over its 14 ring steps; "
+def built_in_names() -> tuple[str, ...]:
+    """The names of the built-in clusters, `ideal` apart."""
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")))
 
 
-def _gpu(name: str, flops: float, vector_flops: float, memory_gb: float, memory: float, inner: Link, outer: Link) -> Cluster:
-    rates = (("bfloat16", flops), ("float16", flops), ("float32", vector_flops), ("float64", vector_flops / 2))
-    # 4 µs: what a kernel costs when launches overlap (3.4–3.8 µs with CUDA graphs or one stream, 9.6 µs with a synchronise each).
-    device = Device(name, rates, memory_gb * 1e9, memory, 4e-6, f"matmul: best measured shape; memory: data sheet ({_GPU_NOTES})")
-    return Cluster(name, device, inner, outer, 8)
+def _folder() -> Any:
+    return resources.files("autopar") / "clusters"
 
 
-_BUILT_IN: dict[str, Cluster] = {
-    "a100": _gpu(
-        "a100", 271e12, 19.5e12, 80, 2.039e12,
-        Link(3.1e-6, 235e9, _NCCL_STEP + f"bandwidth: 16 GiB all-reduce ({_GPU_NOTES})"),
-        Link(14e-6, 18e9, "NCCL tuner, Ring Simple over NET; 72 % of 25 GB/s"),
-    ),
-    "h100": _gpu(
-        "h100", 795e12, 67e12, 80, 3.35e12,
-        Link(2.7e-6, 361e9, _NCCL_STEP + f"bandwidth: ring all-gather ({_GPU_NOTES})"),
-        Link(14e-6, 36e9, "NCCL tuner, Ring Simple over NET; 72 % of 50 GB/s"),
-    ),
-    "h200": _gpu(
-        "h200", 795e12, 67e12, 141, 4.8e12,
-        Link(2.7e-6, 361e9, _NCCL_STEP + f"bandwidth: ring all-gather ({_GPU_NOTES})"),
-        Link(14e-6, 36e9, "NCCL tuner, Ring Simple over NET; 72 % of 50 GB/s"),
-    ),
-    "b200": _gpu(
-        "b200", 1745e12, 75e12, 180, 8e12,
-        Link(2.7e-6, 720e9, f"80 % of 900 GB/s, as NVLink 4 reaches ({_GPU_NOTES})"),
-        Link(14e-6, 36e9, "NCCL tuner, Ring Simple over NET; 72 % of 50 GB/s"),
-    ),
-    # Ranks as processes of one machine over gloo: 1.4 GB/s per rank and 50 µs a call, measured on 2 ranks of 1 core each.
-    "cpu": Cluster(
-        "cpu",
-        Device("cpu", (("float32", 25e9), ("float64", 14e9), ("bfloat16", 70e9)), 8e9, 14e9, 5e-6, "one core, 1024³ matmul, 64 MB copy"),
-        Link(25e-6, 1.4e9, "gloo all-reduce of 100 MB on 2 ranks, torch 2.13"),
-        Link(50e-6, 1.0e9, "assumed: 10 Gb/s Ethernet"),
-        1_000,
-    ),
-}  # fmt: skip
+@cache
+def _built_in(name: str) -> Cluster:
+    return Cluster.from_text((_folder() / f"{name}.yaml").read_text(encoding="utf-8"), f"autopar/clusters/{name}.yaml")
+
+
+def built_in_for(device: str) -> Cluster | None:
+    """The built-in cluster all of whose name's words begin a word of `device`; of several the one with most words (`a100-40gb`)."""
+    words = device.lower()
+    matches = [name for name in built_in_names() if all(re.search(rf"(?<![a-z0-9]){word}", words) for word in name.split("-"))]
+    return _built_in(max(matches, key=lambda name: (name.count("-"), len(name)))) if matches else None
+
+
+def _link(content: dict[str, Any]) -> Link:
+    protocols = {
+        key: Protocol(content[key]["latency"], content[key]["bandwidth"]) if key in content else None for key in ("small", "in_switch")
+    }
+    return Link(
+        content["latency"],
+        content["bandwidth"],
+        content["source"],
+        content.get("call", 0.0),
+        protocols["small"],
+        protocols["in_switch"],
+        content.get("wiring", "switch"),
+        tuple(content.get("factors", {}).items()),
+    )
+
+
+def _slowest(links: list[Link]) -> Link:
+    slowest = min(links, key=lambda link: link.bytes_per_second)
+    return replace(
+        slowest,
+        latency_seconds=max(link.latency_seconds for link in links),
+        call_seconds=max(link.call_seconds for link in links),
+    )
+
+
+def _lie(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> tuple[int, int]:
+    """On how many nodes the groups along `axes` lie at most, and how few ranks of a group share a node."""
+    if mesh.size <= ranks_per_node:
+        return 1, mesh.size_of(axes)
+    starts, offsets, stride = [0], [0], 1
+    for name, size in reversed(mesh.axes):
+        steps = [stride * index for index in range(size)]
+        if name in axes:
+            offsets = [offset + step for step in steps for offset in offsets]
+        else:
+            starts = [start + step for step in steps for start in starts]
+        stride *= size
+    groups = [Counter((start + offset) // ranks_per_node for offset in offsets).values() for start in starts]
+    return max(len(group) for group in groups), min(min(group) for group in groups)

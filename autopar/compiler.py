@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,18 +16,23 @@ from autopar.check import Checker, check_compiled
 from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
-from autopar.errors import AutoparError, InputError, MeshError
+from autopar.errors import AutoparError, InputError, MeshError, PlanError
+from autopar.freedom import Freedom
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
+from autopar.memory import MemoryBudget
 from autopar.mesh import RESERVED_AXES, Mesh
 from autopar.passes.choose_shardings import ChooseShardings
 from autopar.passes.cut_fragments import cut_fragments
 from autopar.passes.decide_once import DecideOnce, FromFirst
+from autopar.passes.decompose_batch_norm import DecomposeBatchNorm
+from autopar.passes.decompose_convolutions import DecomposeConvolutions
 from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.insert_reshards import InsertReshards
 from autopar.passes.key_random import KeyRandom
 from autopar.passes.lower import Lower
+from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.merge_equal_calls import MergeEqualCalls
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
@@ -51,6 +56,8 @@ class Options:
     plan: Plan | None = None
     pins: Pins | None = None
     search_timeout: float | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    freedom: Freedom = Freedom()
     device: str = "cpu"
 
 
@@ -63,6 +70,8 @@ def compile(
     plan: Plan | None = None,
     pins: Pins | None = None,
     cluster: Cluster | str | None = None,
+    memory_budget: str | float | None = None,
+    optimizer: Any = None,
     batch_dims: BatchDims = None,
     outputs: str | None = None,
     search_timeout: float | None = None,
@@ -75,8 +84,11 @@ def compile(
                     at once; else at the first call
     backend         "eager", "aot_eager", "inductor", any torch.compile backend by name, or a callable
     plan            decisions of an earlier compile, see `Plan.load`
-    pins            shardings of parameters by name pattern: {"*.mlp.c_fc.weight": (None, "tp")}
+    pins            shardings of parameters by name pattern: {"*.mlp.c_fc.weight": (None, "tp")}; {"batch": ("dp", "tp")} lets
+                    axes besides dp split the batch
     cluster         hardware to price on, by name or as a `Cluster`; a virtual mesh takes the ideal one (links free)
+    memory_budget   what a rank may hold: "40GiB", or bytes. Parameters may then be split over dp as well
+    optimizer       whose state the budget counts: "adamw", "sgd", a class or an instance of torch.optim; Adam by default
     batch_dims      batch dims of inputs by name; by default dim 0 of every input as long there as the first
     outputs         "loss": the loss alone, where there is one (the default); "all": every tensor of the output
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
@@ -88,7 +100,8 @@ def compile(
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
-    options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, pins, search_timeout)
+    budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
+    options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
         here = replace(
@@ -120,7 +133,14 @@ def default_passes(
     options: Options, training: bool, placements: Mapping[str, Placement] | None = None, from_first: FromFirst | None = None
 ) -> tuple[Pass | DecidingPass, ...]:
     """The passes in order, each with the reason for its place."""
-    choose = ChooseShardings(options.cluster, plan=options.plan, pins=options.pins, placements=placements, timeout=options.search_timeout)
+    choose = ChooseShardings(
+        options.cluster,
+        plan=options.plan,
+        pins=options.pins,
+        placements=placements,
+        budget=options.budget,
+        timeout=options.search_timeout,
+    )
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
@@ -128,8 +148,11 @@ def default_passes(
         KeyRandom(),  # draws become a function of position: the same on any mesh
         # GLOBAL
         TraceJoint(training),
+        DecomposeBatchNorm(),  # after the trace, for a backward in closed form: autograd's of the sums would take twice the ops
+        DecomposeConvolutions(),  # after the trace, too: its backward op yields the bias gradient
         ViewsOfChunks(),  # before folding: a split turned into views leaves views that change nothing
         FoldNoOps(),  # before merging: two calls are equal only once what lies between them is gone
+        MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         FindAtoms(),  # needs the final views
         RefineMesh(),  # needs atoms; the search needs the final axes
@@ -158,6 +181,7 @@ def compile_call(
     observers = (Checker(), Log(), history)
     start = time.perf_counter()
     forward = capture(model, args, kwargs, mesh, options.outputs, batch_dims_of(inputs, options.batch_dims))
+    forward = replace(forward, freedom=options.freedom)
     seconds = time.perf_counter() - start
     local = run_passes(forward, default_passes(options, torch.is_grad_enabled(), placements, from_first), observers, seconds)
     schedule = cut_fragments(local, options.device)
@@ -191,6 +215,22 @@ def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:
             raise MeshError(
                 f"the mesh ({logical}) has {logical.size} ranks, the world has {world}; start as many processes as the mesh has ranks"
             )
+
+
+def _shardings(pins: Pins | None) -> Pins | None:
+    """The pins that say how something lies."""
+    return pins if pins is None or isinstance(pins, Plan) else {name: pin for name, pin in pins.items() if name != "batch"}
+
+
+def _freedom(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budget: bool) -> Freedom:
+    """What the axes may split: as the plan was made with, else as the pins and the budget have it."""
+    if plan is not None:
+        return plan.freedom
+    axes = tuple(str(axis) for axis in pins.get("batch", ("dp",))) if isinstance(pins, Mapping) else ("dp",)
+    unknown = [axis for axis in axes if axis not in mesh.names]
+    if unknown and axes != ("dp",):
+        raise PlanError(f'pins["batch"] names the axis {unknown[0]!r}, which is not on the mesh ({mesh})')
+    return Freedom(free=tuple(axis for axis in axes if axis != "dp"), stored=has_budget)
 
 
 def _device_type(model: nn.Module) -> str:

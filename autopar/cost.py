@@ -1,7 +1,7 @@
 """Seconds and bytes of what a rank does. One model for all passes.
 
     node        FLOPs / rate + bytes read and written / bandwidth + launch
-    collective  steps · α + bytes sent / β + launch          (α–β, rings)
+    collective  steps · α + bytes sent / β + launch          (α–β, rings; what else there is: `autopar.links`)
     parameter   what the optimizer reads and writes / bandwidth
 
 Compute and memory time are *added*, where a roofline takes the larger. The sum is at most twice the roofline, and
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.fx import Node
@@ -22,16 +22,16 @@ from torch.fx import Node
 from autopar.atoms import operand_result
 from autopar.cluster import Cluster
 from autopar.keys import DIMS
+from autopar.links import Transfer, bytes_sent, transfer_seconds
 from autopar.mesh import Mesh
 from autopar.program import operands, results_of
-from autopar.reshard import Step, reachable, steps
+from autopar.reshard import Step, moves, reachable
 from autopar.rule import rule_of
-from autopar.schedule import Collective
 from autopar.sharding import Dims, Sharding, Strategy, flat
 
 # Ops that describe memory anew and move none of it.
 _VIEWS = frozenset(
-    "alias detach expand getitem narrow permute reshape select slice squeeze t transpose unsqueeze view _unsafe_view".split()
+    "alias detach expand getitem narrow permute reshape save select slice squeeze t transpose unsqueeze view _unsafe_view".split()
 )
 # AdamW reads parameter, gradient and both moments and writes parameter and both moments.
 UPDATE_PASSES = 7
@@ -52,16 +52,6 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes)
 
 
-def bytes_sent(collective: Collective, num_ranks: int, num_input_bytes: float, num_output_bytes: float) -> float:
-    """Bytes that one of `num_ranks` sends in a ring; the sizes are the collective's local input and output."""
-    share = (num_ranks - 1) / num_ranks
-    if collective == "all_reduce":
-        return 2 * share * num_input_bytes
-    if collective == "all_gather":
-        return share * num_output_bytes
-    return share * num_input_bytes
-
-
 def is_view(node: Node) -> bool:
     """Whether `node` costs nothing to run."""
     packet = getattr(node.target, "overloadpacket", node.target)
@@ -74,8 +64,9 @@ class CostModel:
     def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
         self.cluster = cluster
         self.mesh = mesh
-        # Strategies of a thousand nodes ask for the same few hundred changes of sharding.
-        self.reshard = cache(self._reshard)
+        # Strategies of a thousand nodes ask for the same few hundred collectives.
+        self._collective_seconds = cache(lambda *transfer: self.collective(*transfer).seconds)
+        self._route = cache(partial(cluster.route, mesh))
 
     def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
         return flops / self.cluster.device.flops_per_second(dtype)
@@ -85,7 +76,7 @@ class CostModel:
 
     def node(self, node: Node, strategy: Strategy) -> Cost:
         """`node` under `strategy`. Reads DIMS of the node and of its operands."""
-        num_bytes = self._local_bytes(node, strategy)
+        num_bytes = self.traffic_bytes(node, strategy)
         if is_view(node):
             return Cost(_VIEW_SHARE * self.memory_seconds(num_bytes))
         rule = rule_of(node)
@@ -93,7 +84,7 @@ class CostModel:
         seconds = self.compute_seconds(flops, _dtype_of(node)) + self.memory_seconds(num_bytes)
         return Cost(seconds + self.cluster.device.launch_seconds)
 
-    def _local_bytes(self, node: Node, strategy: Strategy) -> float:
+    def traffic_bytes(self, node: Node, strategy: Strategy) -> float:
         """Bytes that one rank reads and writes: local operands (each value once) and local results."""
         total = 0.0
         seen: set[tuple[Node, Sharding]] = set()
@@ -113,15 +104,13 @@ class CostModel:
         shards = math.prod(self.mesh.size_of(split) for split in sharding.splits)
         return math.prod(flat(dims)) * dtype.itemsize / shards
 
-    def collective(self, collective: Collective, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> Cost:
-        """One collective over the ranks along `axes`; the sizes are its local input and output in bytes."""
-        num_ranks = self.mesh.size_of(axes)
-        if num_ranks == 1:
+    def collective(self, collective: Transfer, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> Cost:
+        """One collective over the ranks along `axes` (a send: between neighbours); the sizes are its local input and output in bytes."""
+        route = self._route(tuple(axes))
+        if route.num_ranks == 1:
             return Cost(0.0)
-        link = self.cluster.link(self.mesh, tuple(axes))
-        sent = bytes_sent(collective, num_ranks, num_input_bytes, num_output_bytes)
-        num_steps = (num_ranks - 1) * (2 if collective == "all_reduce" else 1)
-        seconds = num_steps * link.latency_seconds + sent / link.bytes_per_second
+        seconds = transfer_seconds(collective, route, num_input_bytes, num_output_bytes)
+        sent = bytes_sent(collective, route.num_ranks, num_input_bytes, num_output_bytes)
         return Cost(seconds + self.cluster.device.launch_seconds, sent)
 
     def step(self, step: Step, itemsize: int) -> Cost:
@@ -130,13 +119,18 @@ class CostModel:
             return Cost(0.0)
         return self.collective(step.collective, step.axes, step.num_input * itemsize, step.num_output * itemsize)
 
-    def _reshard(self, dims: Dims, itemsize: int, source: Sharding, target: Sharding) -> Cost:
-        """A change of sharding: the sum of its steps, infinite where there is no way. (`reshard` is this, remembered.)"""
+    def reshard(self, num_bytes: float, source: Sharding, target: Sharding) -> float:
+        """Seconds of a change of sharding of a value of `num_bytes` in all: the sum of its steps, infinite where there is no way."""
         if not reachable(source, target):
-            return Cost(math.inf, math.inf)
-        total = Cost(0.0)
-        for step in steps(dims, source, target, self.mesh):
-            total += self.step(step, itemsize)
+            return math.inf
+        total = 0.0
+        here = num_bytes / math.prod(self.mesh.size_of(split) for split in source.splits)
+        for move in moves(source, target):
+            size = self.mesh.size_of(move.axes)
+            there = {"all_gather": here * size, "slice": here / size, "reduce_scatter": here / size}.get(move.collective, here)
+            if move.collective != "slice":
+                total += self._collective_seconds(move.collective, move.axes, here, there)
+            here = there
         return total
 
     def parameter(self, dims: Dims, dtype: torch.dtype, sharding: Sharding, trainable: bool = True) -> Cost:

@@ -19,6 +19,10 @@ class PlanError(AutoparError):
     """A pin or a plan cannot be kept on this graph and mesh."""
 
 
+class MemoryBudgetError(PlanError):
+    """No plan fits into the memory of a rank; says what conflicts and what would help."""
+
+
 class InputError(AutoparError):
     """A call's inputs do not fit: device, batch size, or replicas that differ."""
 

@@ -7,7 +7,6 @@ parameters on dp=2 × tp=2
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from autopar.program import Input, Program, operands
 from autopar.rule import rule_of
 from autopar.sharding import Dims, Sharding, Strategy
 from autopar.summary import contractions, cost_of, flops, memory, replicated, seconds, transfers
+from autopar.units import in_bytes, in_seconds
 
 
 class RunnerUp(Protocol):
@@ -240,22 +240,3 @@ def _totals(program: Program, cost: CostModel) -> Iterator[str]:
     yield "bytes a rank: " + ", ".join(
         f"{name.replace('_', ' ')} {in_bytes(value)}" for name, value in memory(program, cost).items() if value
     )
-
-
-def in_seconds(value: float, sign: bool = False) -> str:
-    """`1.2 ms`."""
-    plus = "+" if sign and value >= 0 else ""
-    if not math.isfinite(value):
-        return f"{plus}{value} s"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(value) >= scale:
-            return f"{plus}{value / scale:.3g} {unit}"
-    return f"{plus}{value / 1e-9:.3g} ns"
-
-
-def in_bytes(value: float) -> str:
-    """`12.6 MB`."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.1f} {unit}"
-    return f"{value:.0f} B"

@@ -17,6 +17,7 @@ from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import HigherOrderOperator, fake_mode, pytree
+from autopar.custom_functions import function_at
 from autopar.errors import CaptureError
 from autopar.keys import Source
 from autopar.mesh import Mesh
@@ -102,6 +103,12 @@ def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) ->
         copied = graph.node_copy(node, lambda argument: mapping[argument])
         copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
         mapping[node] = copied
+        if copied.target is torch.ops.autopar.custom_function.default:
+            operands, site = copied.args
+            copied.target, copied.args = function_at(site), tuple(operands)  # type: ignore[arg-type]
+        if copied.target is torch.ops.aten.detach_.default:  # of `torch.tensor(...)` in forward; the fake constant may be a view
+            copied.target = torch.ops.aten.detach.default
+            mapping[node.args[0]] = copied  # type: ignore[index]
     raise AssertionError("a graph without an output")
 
 

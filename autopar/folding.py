@@ -8,7 +8,7 @@ exact cost of the same choice in the whole one. A fold that merges what should d
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from autopar.assignment import Problem, ValueIndex
@@ -18,7 +18,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class FoldedValue:
-    """Values of one node class and result that the same (class, slot) pairs read. `example` stands for all `count` of them."""
+    """Values of one node class and result that the same (class, slot) pairs read in one phase. `example` stands for all `count` of them."""
 
     producer: int
     result: int
@@ -57,14 +57,19 @@ def fold(problem: Problem, rounds: int | None = ROUNDS) -> Folded:
 def _values(problem: Problem, class_of: tuple[int, ...]) -> tuple[FoldedValue, ...]:
     groups: dict[tuple[int, int, tuple[tuple[int, int], ...]], list[ValueIndex]] = {}
     for value, readers in problem.consumers().items():
-        key = (class_of[value[0]], value[1], tuple(sorted({(class_of[node], slot) for node, slot in readers})))
-        groups.setdefault(key, []).append(value)
+        phases: dict[str, set[tuple[int, int]]] = {}
+        for node, slot in readers:
+            phases.setdefault(problem.nodes[node].phase, set()).add((class_of[node], slot))
+        for found in phases.values():
+            groups.setdefault((class_of[value[0]], value[1], tuple(sorted(found))), []).append(value)
     return tuple(FoldedValue(*key, len(values), values[0]) for key, values in groups.items())
 
 
 def _colours(problem: Problem, rounds: int) -> list[int]:
     numbers: dict[Hashable, int] = {}
-    colours = _numbered([(node.kind, node.candidates) for node in problem.nodes], numbers)
+    alike = _numbered_once([node.candidates for node in problem.nodes])
+    kinds = _numbered_once([node.kind for node in problem.nodes])
+    colours = _numbered(list(zip(kinds, alike, strict=True)), numbers)
     consumers = problem.consumers()
     readers_of: list[list[tuple[int, int, int]]] = [[] for _ in problem.nodes]
     for (producer, result), readers in consumers.items():
@@ -82,3 +87,13 @@ def _colours(problem: Problem, rounds: int) -> list[int]:
 def _numbered(keys: list[Hashable], numbers: dict[Hashable, int]) -> list[int]:
     """Keys as small integers, equal for equal keys, in order of first appearance."""
     return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def _numbered_once(keys: Sequence[Hashable]) -> list[int]:
+    """`_numbered` for deep keys, of which many are one object: each object is hashed once."""
+    numbers: dict[Hashable, int] = {}
+    known: dict[int, int] = {}
+    for key in keys:
+        if id(key) not in known:
+            known[id(key)] = numbers.setdefault(key, len(numbers))
+    return [known[id(key)] for key in keys]

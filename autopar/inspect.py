@@ -10,11 +10,12 @@ from torch.fx import Node
 from autopar import printing
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError
-from autopar.explain import Row, contraction_rows, explain, fold_rows, in_bytes, in_seconds, parameter_rows
+from autopar.explain import Row, contraction_rows, explain, fold_rows, parameter_rows
 from autopar.keys import ORIGIN, SOURCE
 from autopar.printing import op_name
 from autopar.program import Form, Program, operands
 from autopar.summary import contractions, cost_of, summary, transfers_of
+from autopar.units import in_bytes, in_seconds
 
 __all__ = ["diff", "explain", "print_program", "print_schedule", "summary", "why"]
 

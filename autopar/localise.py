@@ -19,6 +19,7 @@ from autopar.keys import DIMS
 from autopar.mesh import Mesh
 from autopar.rule import rule_of
 from autopar.rules.labels import argument, aten, shape_of, value_of
+from autopar.rules.resampling import INPUT_SIZE, RESIZING_BACKWARD
 from autopar.sharding import Dims, Sharding, Strategy
 
 
@@ -62,7 +63,7 @@ _LOCALISERS: dict[object, Localiser] = {}
 
 
 def localiser(*targets: object) -> Callable[[Localiser], Localiser]:
-    """Register how an op is lowered when "the same call on local operands" is not enough."""
+    """Register how an op, given as an overload or by its printed name, is lowered when "the same call on local operands" is not enough."""
 
     def register(function: Localiser) -> Localiser:
         for target in targets:
@@ -78,7 +79,7 @@ def localise(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder
 
     `operands` are the local operands in the order of `program.operands(node)`, each as `strategy.operands` says.
     """
-    found = _LOCALISERS.get(node.target)
+    found = _LOCALISERS.get(node.target) or _LOCALISERS.get(str(node.target))
     rule = rule_of(node) if found is None and node.target is not operator.getitem else None
     if found is not None:
         return found(node, strategy, operands, builder, mesh)
@@ -119,28 +120,47 @@ localiser(
     aten.new_empty.default,
     aten.select_backward.default,
     aten.slice_backward.default,
+    aten.diagonal_backward.default,
+    aten.unfold_backward.default,
 )(_with_local_shape(1))
 
 
-localiser(
-    aten.upsample_nearest2d_backward.default,
-    aten.upsample_bilinear2d_backward.default,
-    aten.upsample_bicubic2d_backward.default,
-)(_with_local_shape(2))
+localiser(*RESIZING_BACKWARD)(_with_local_shape(INPUT_SIZE))
 
 
-@localiser(aten.native_group_norm.default, aten.native_group_norm_backward.default)
+@localiser(aten.new_empty_strided.default)
+def _new_empty_strided(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """Strides are those of a contiguous tensor, of the local shape."""
+    kwargs = {name: value for name, value in node.kwargs.items() if value is not None}
+    return builder.call(aten.new_empty.default, operands[0], local_shape(node, strategy, mesh), **kwargs)
+
+
+@localiser(aten.native_group_norm.default)
 def _group_norm(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
-    """The literal batch size is the local one."""
-    index = 3 if node.target is aten.native_group_norm.default else 5
-    return same_call(node, operands, builder, {index: shape_of(operands[0])[0]})
+    """The literal numbers of samples, channels and groups are the local ones; the mean is [samples, groups]."""
+    samples, groups = local_shape(node, strategy, mesh, result=1)
+    return same_call(node, operands, builder, {3: samples, 4: shape_of(operands[0])[1], 6: groups})
+
+
+@localiser(aten.native_group_norm_backward.default)
+def _group_norm_backward(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    samples, groups = shape_of(operands[2])
+    return same_call(node, operands, builder, {5: samples, 6: shape_of(operands[0])[1], 8: groups})
+
+
+@localiser(aten.convolution.default)
+def _convolution(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """The literal number of groups is the local one."""
+    channels = local_shape(node, strategy, mesh)[1] if node.args[6] else shape_of(operands[0])[1]
+    return same_call(node, operands, builder, {8: channels // shape_of(operands[1])[1]})
 
 
 @localiser(aten.convolution_backward.default)
 def _convolution_backward(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
-    """The literal size of the bias is that of the local output channels."""
-    sizes = [shape_of(operands[0])[1]] if node.args[3] else node.args[3]
-    return same_call(node, operands, builder, {3: sizes})
+    """The literal number of groups, and size of the bias, are those of the local channels."""
+    output, x, weight = (shape_of(operand) for operand in operands)
+    groups = (output if node.args[7] else x)[1] // weight[1]
+    return same_call(node, operands, builder, {3: [output[1]] if node.args[3] else node.args[3], 9: groups})
 
 
 @localiser(aten.native_layer_norm_backward.default)
@@ -250,3 +270,26 @@ def _embedding_backward(node: Node, strategy: Strategy, operands: tuple[Node, ..
     if padding >= 0:
         inside = builder.call(aten.bitwise_and.Tensor, inside, builder.call(aten.ne.Scalar, ids, padding))
     return builder.call(aten.embedding_dense_backward.default, _masked(gradient, inside, builder), here, rows, -1, False)
+
+
+@localiser(aten.gather.default)
+def _gather(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """The dim that ids point into is split: look up the ids that are here, 0 for the others."""
+    source, dim = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+    assert isinstance(source, Node)
+    dims, sharding, dim = DIMS[source][0], strategy.operands[0], dim % len(shape_of(source))
+    if not _is_split(dims, sharding, dim, mesh):
+        return same_call(node, operands, builder)
+    ids, inside = local_index(operands[1], dims, sharding, dim, builder, mesh)
+    return builder.call(aten.where.ScalarOther, inside, builder.call(aten.gather.default, operands[0], dim, ids), 0)
+
+
+@localiser(aten.scatter_add.default)
+def _scatter_add(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """The dim that ids point into is split: values for ids that are elsewhere are dropped."""
+    dims, sharding, dim = DIMS[node][0], strategy.results[0], int(node.args[1]) % max(1, len(shape_of(node)))  # type: ignore[arg-type]
+    if not dims or not _is_split(dims, sharding, dim, mesh):
+        return same_call(node, operands, builder)
+    source, ids, values = operands
+    here, inside = local_index(ids, dims, sharding, dim, builder, mesh)
+    return builder.call(aten.scatter_add.default, source, dim, here, builder.call(aten.where.ScalarOther, inside, values, 0))

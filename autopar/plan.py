@@ -3,6 +3,7 @@
     {
       "version": 1,
       "mesh": {"dp": 2, "tp": 2},
+      "freedom": {"batch": ["dp"], "free": [], "stored": false},
       "fingerprint": "9f0c…",
       "parameters": {"h.0.fc.weight": {"dims": [[32], [64]], "splits": [[], ["tp"]]}},
       "inputs": {"batch 0": {…}},
@@ -29,6 +30,7 @@ from torch.fx import Node
 
 from autopar.collectives import reshard
 from autopar.errors import PlanError
+from autopar.freedom import Freedom
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.mesh import Mesh
 from autopar.printing import op_name, short_dtype
@@ -71,6 +73,7 @@ class Plan:
     kernels      which kernel runs which op, by module path and op
     schedule     what the scheduling passes decided
     reasons      why, in words, by parameter name or node key
+    freedom      which axes were let split the batch, and whether its axes were let split parameters
     """
 
     mesh: Mesh
@@ -81,6 +84,7 @@ class Plan:
     kernels: Mapping[str, str] = field(default_factory=dict[str, str])
     schedule: Mapping[str, Any] = field(default_factory=dict[str, Any])
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    freedom: Freedom = Freedom()
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None) -> Plan:
@@ -93,11 +97,13 @@ class Plan:
             strategies={key: STRATEGY[node] for node, key in node_keys(program).items() if node in STRATEGY},
             fingerprint=fingerprint(program),
             reasons=dict(decision.reasons) if decision else {},
+            freedom=program.freedom,
         )
 
     def pins(self) -> Plan:
         """The parameters' placements alone: what may be carried to another graph of the same model."""
-        return Plan(self.mesh, self.parameters, reasons={name: why for name, why in self.reasons.items() if name in self.parameters})
+        reasons = {name: why for name, why in self.reasons.items() if name in self.parameters}
+        return Plan(self.mesh, self.parameters, reasons=reasons, freedom=self.freedom)
 
     def fits(self, program: Program) -> bool:
         """Whether the node decisions are valid on `program`: same mesh, same graph. Says in the log why not."""
@@ -157,6 +163,7 @@ class Plan:
         content: dict[str, Any] = {
             "version": VERSION,
             "mesh": dict(self.mesh.axes),
+            "freedom": {"batch": self.freedom.batch, "free": self.freedom.free, "stored": self.freedom.stored},
             "fingerprint": self.fingerprint,
             "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},
             "inputs": {name: _from_placement(placement) for name, placement in self.inputs.items()},
@@ -180,6 +187,7 @@ class Plan:
         try:
             return Plan(
                 mesh=Mesh(tuple(content["mesh"].items())),
+                freedom=_to_freedom(content.get("freedom", {})),
                 parameters={name: _to_placement(entry) for name, entry in content["parameters"].items()},
                 inputs={name: _to_placement(entry) for name, entry in content.get("inputs", {}).items()},
                 strategies={key: _to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
@@ -264,6 +272,10 @@ def _from_sharding(sharding: Sharding) -> dict[str, Any]:
 
 def _to_sharding(entry: dict[str, Any]) -> Sharding:
     return Sharding(tuple(tuple(split) for split in entry["splits"]), tuple(entry.get("unreduced", {}).items()))
+
+
+def _to_freedom(entry: dict[str, Any]) -> Freedom:
+    return Freedom(tuple(entry.get("batch", ("dp",))), tuple(entry.get("free", ())), bool(entry.get("stored", False)))
 
 
 def _from_placement(placement: PlannedInput) -> dict[str, Any]:

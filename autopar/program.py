@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
+from autopar.freedom import Freedom
 from autopar.mesh import Mesh
 from autopar.sharding import Dims, Sharding
 
@@ -97,6 +98,7 @@ class Program:
     signature: Signature
     form: Form
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    freedom: Freedom = Freedom()
 
     def copy(self, **changes: Any) -> Program:
         graph = Graph()

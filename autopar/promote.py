@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import FakeTensorMode, fake_mode, pytree
 from autopar.compiled import Compiled
+from autopar.custom_functions import as_function, custom_function, mapped
 from autopar.program import Input, Output, Program
 from autopar.schedule import Fragment, Schedule
 
@@ -117,6 +118,8 @@ class Promoting(TorchFunctionMode):
 
 
 _LOWER_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+# The same as the halves of a custom function have them.
+_LOWER_METHODS = ("float", "half", "bfloat16")
 
 
 def _promoted_item(item: Any) -> Any:
@@ -138,6 +141,10 @@ def _promote_graph(graph: Graph) -> None:
     mode = fake_mode()
     for node in graph.nodes:
         node.args, node.kwargs = _promoted_literals(node.args), _promoted_literals(node.kwargs)
+        if (function := custom_function(node.target)) is not None:
+            node.target = as_function(mapped(function, lambda half: _promote_graph(half.graph)))
+        elif node.op == "call_method" and node.target in _LOWER_METHODS:
+            node.target = "double"
         if "val" in node.meta:
             node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda value: _fresh(value, mode), node.meta["val"])
 

@@ -18,11 +18,12 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 
 from autopar._torch import FakeTensorMode, fake_mode
+from autopar.atoms import find_atoms_of
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder, localise
 from autopar.mesh import Mesh
 from autopar.program import operands, results_of
-from autopar.rules.labels import aten, is_zero, shape_of
+from autopar.rules.labels import is_zero, shape_of
 from autopar.sharding import Dims, Sharding, Strategy, flat
 from autopar.sharding import shape_of as shape_of_dims
 from autopar.strategies import Choice, build, operand_dims, space_of
@@ -38,8 +39,10 @@ def _mode() -> FakeTensorMode:
 
 
 def instance(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """A node that calls `target`, alone in a graph, to prove a rule on. Tensors among the arguments give shapes and
-    dtypes of operands; each dim is one atom."""
+    """A node that calls `target`, alone in a graph, to prove a rule on.
+
+    Tensors among the arguments give shapes and dtypes of operands; atoms are those that the op's own rule tells apart.
+    """
     builder = LocalBuilder(Graph(), _mode())
 
     def place(argument: Any) -> Any:
@@ -50,13 +53,8 @@ def instance(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         return builder.placeholder("operand", argument.shape, argument.dtype)
 
     node = builder.call(target, *map(place, args), **{name: place(value) for name, value in kwargs.items()})
-    for other in builder.graph.nodes:
-        DIMS[other] = tuple(_one_atom_each(value) for value in results_of(other))
+    find_atoms_of(builder.graph)
     return node
-
-
-def _one_atom_each(value: torch.Tensor | None) -> Dims:
-    return tuple((int(size),) if size != 1 else () for size in value.shape) if value is not None else ()
 
 
 def prove(node: Node, seed: int = 0) -> list[str]:
@@ -146,7 +144,7 @@ def _error(left: torch.Tensor, right: torch.Tensor) -> float:
     """Largest difference relative to the largest value; equal infinities and NaNs agree."""
     if torch.equal(left, right):
         return 0.0
-    a, b = left.double(), right.double()
+    a, b = (torch.view_as_real(value) if value.is_complex() else value.double() for value in (left, right))
     same = (a == b) | (a.isnan() & b.isnan())
     worst = torch.where(same, 0.0, (a - b).abs()).nan_to_num(math.inf).max().item()
     return worst / max(1.0, b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0)
@@ -158,8 +156,8 @@ def _smallest_prime(size: int) -> int:
 
 def _float64(argument: Any) -> Any:
     """An argument with floating dtypes replaced."""
-    if isinstance(argument, torch.dtype) and argument.is_floating_point:
-        return torch.float64
+    if isinstance(argument, torch.dtype):
+        return _promoted(argument)
     if isinstance(argument, (tuple, list)):
         return type(argument)(_float64(item) for item in argument)  # type: ignore[reportUnknownVariableType]
     return argument
@@ -214,7 +212,7 @@ def _local_run(node: Node, strategy: Strategy, mesh: Mesh) -> Callable[[Sequence
 
 
 def _promoted(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype.is_floating_point else dtype
+    return torch.float64 if dtype.is_floating_point else torch.complex128 if dtype.is_complex else dtype
 
 
 def _instance(node: Node, generator: torch.Generator) -> tuple[Values, tuple[torch.Tensor | None, ...]]:
@@ -247,6 +245,8 @@ def _random(node: Node, index: int, generator: torch.Generator, is_positive: boo
         return torch.zeros(shape, dtype=_promoted(value.dtype))
     if value.dtype == torch.bool:
         return torch.rand(shape, generator=generator) < 0.7
+    if value.dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.complex128)
     if not value.dtype.is_floating_point:
         low, high = (0, bound) if (bound := _index_bound(node, index)) else (1, 7)
         return torch.randint(low, high, shape, generator=generator).to(value.dtype)
@@ -257,18 +257,39 @@ def _random(node: Node, index: int, generator: torch.Generator, is_positive: boo
 
 def _index_bound(node: Node, index: int) -> int:
     """One more than the largest index that an integer operand may hold; 0 for operands that index nothing."""
-    source = node.args[0] if node.args else None
-    if node.target is aten.embedding.default and index == 1:
-        return shape_of(source)[0]
-    if node.target is aten.embedding_dense_backward.default:
-        return shape_of(node)[0]
-    if node.target in (aten.index.Tensor, aten.index_put.default):
-        indexed = [dim for dim, tensor in enumerate(node.args[1]) if tensor is not None]  # type: ignore[arg-type]
-        return shape_of(source)[indexed[index - 1]] if 0 < index <= len(indexed) else 0
-    along = (aten.gather.default, aten.index_select.default, aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
-    if node.target in along and index == 1:
-        return shape_of(source)[node.args[1]]  # type: ignore[index]
+    name = str(node.target).removeprefix("aten.").split(".")[0]
+    if name in _INDEXING:
+        return _INDEXING[name](node).get(index, 0)
+    if "pool" in name and name.endswith("backward") and index == len(operands(node)) - 1:
+        num_space = int(name[name.index("pool") + 4])
+        return math.prod(shape_of(node)[-num_space:])
     return 0
+
+
+def _along_dim(node: Node) -> dict[int, int]:
+    """Ops on (source, dim, ids, …)."""
+    shape = shape_of(node.args[0])
+    return {1: shape[int(node.args[1])] if shape else 1}  # type: ignore[arg-type]
+
+
+def _by_tensors(node: Node) -> dict[int, int]:
+    """Ops on (source, one tensor of ids or None for each dim, …)."""
+    indexed = [dim for dim, tensor in enumerate(node.args[1]) if tensor is not None]  # type: ignore[arg-type]
+    return {position: shape_of(node.args[0])[dim] for position, dim in enumerate(indexed, 1)}
+
+
+# For ops with operands that index: the bounds by the operands' positions.
+_INDEXING: dict[str, Callable[[Node], dict[int, int]]] = {
+    "embedding": lambda node: {1: shape_of(node.args[0])[0]},
+    "embedding_dense_backward": lambda node: {1: shape_of(node)[0]},
+    "index": _by_tensors,
+    "_unsafe_index": _by_tensors,
+    "index_put": _by_tensors,
+    "_unsafe_index_put": _by_tensors,
+    **dict.fromkeys(
+        ("gather", "index_select", "index_add", "index_copy", "index_fill", "scatter", "scatter_add", "scatter_reduce"), _along_dim
+    ),
+}
 
 
 def _shares(value: torch.Tensor, dims: Dims, sharding: Sharding, mesh: Mesh, generator: torch.Generator) -> list[torch.Tensor]:
@@ -278,7 +299,7 @@ def _shares(value: torch.Tensor, dims: Dims, sharding: Sharding, mesh: Mesh, gen
     if axes:
         count = len(addends)
         shape = (count - 1, *value.shape)
-        if value.is_floating_point():
+        if value.is_floating_point() or value.is_complex():
             others = torch.randn(shape, generator=generator, dtype=value.dtype)
         else:
             others = torch.randint(-5, 6, shape, generator=generator).to(value.dtype)

@@ -8,13 +8,15 @@ all-to-all, reduce-scatter), then all-reduce, then what grows it (all-gather).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from autopar.mesh import Mesh
 from autopar.sharding import Dims, ReductionKind, Sharding, flat
 
+Splits = tuple[tuple[str, ...], ...]
+Unreduced = tuple[tuple[str, ReductionKind], ...]
 StepKind = Literal["slice", "all_to_all", "reduce_scatter", "all_reduce", "all_gather"]
 
 
@@ -53,110 +55,128 @@ def is_slice(source: Sharding, target: Sharding) -> bool:
     )
 
 
-@lru_cache(maxsize=200_000)
+@dataclass(frozen=True)
+class Move:
+    """A step without sizes. `splits` and `unreduced` are the sharding that it leaves."""
+
+    collective: StepKind
+    axes: tuple[str, ...]
+    splits: Splits
+    unreduced: Unreduced
+    kind: Literal["sum", "max", "copy"] = "copy"
+    gathered: int | None = None
+    split: int | None = None
+
+
 def steps(dims: Dims, source: Sharding, target: Sharding, mesh: Mesh) -> tuple[Step, ...]:
     """The steps that turn `source` into `target` for a value of `dims`; none when they are equal."""
-    assert reachable(source, target), (source, target)
     found: list[Step] = []
     now = source
-    while now != target:
-        step = _next(now, target)
-        assert step is not None, (now, target)
-        sizes = [math.prod(flat(s.local_dims(dims, mesh))) for s in (step.before, step.after)]
-        found.append(replace(step, num_input=sizes[0], num_output=sizes[1]))
-        now = step.after
+    for move in moves(source, target):
+        after = Sharding(move.splits, move.unreduced)
+        sizes = [math.prod(flat(each.local_dims(dims, mesh))) for each in (now, after)]
+        found.append(Step(move.collective, move.axes, now, after, move.kind, move.gathered, move.split, *sizes))
+        now = after
     return tuple(found)
 
 
-def _next(now: Sharding, target: Sharding) -> Step | None:
-    return (
-        _slice(now, target)
-        or _all_to_all(now, target)
-        or _reduce_scatter(now, target)
-        or _all_reduce(now, target)
-        or _all_gather(now, target)
-    )
+@lru_cache(maxsize=500_000)
+def moves(source: Sharding, target: Sharding) -> tuple[Move, ...]:
+    """The steps from `source` to `target`, whatever the sizes. Searches ask for hundreds of thousands of pairs."""
+    assert reachable(source, target), (source, target)
+    found: list[Move] = []
+    splits, unreduced = source.splits, source.unreduced
+    while splits != target.splits or unreduced != target.unreduced:
+        move = (
+            _slice(splits, unreduced, target)
+            or _all_to_all(splits, unreduced, target)
+            or _reduce_scatter(splits, unreduced, target)
+            or _all_reduce(splits, unreduced, target)
+            or _all_gather(splits, unreduced, target)
+        )
+        assert move is not None, (splits, unreduced, target)
+        found.append(move)
+        splits, unreduced = move.splits, move.unreduced
+    return tuple(found)
 
 
-def _missing(now: Sharding, target: Sharding, atom: int) -> tuple[str, ...]:
-    """The axes that `target` adds at the minor end of `atom`; none while `now` still has others there."""
-    have, want = now.splits[atom], target.splits[atom]
+def _missing(have: tuple[str, ...], want: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that a target adds at the minor end of an atom; none while the atom still has others there."""
     return want[len(have) :] if want[: len(have)] == have else ()
 
 
-def _surplus(now: Sharding, target: Sharding, atom: int) -> tuple[str, ...]:
-    """The axes at the minor end of `atom` that `target` does not have there."""
-    have, want = now.splits[atom], target.splits[atom]
+def _surplus(have: tuple[str, ...], want: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes at the minor end of an atom that a target does not have there."""
     common = 0
     while common < min(len(have), len(want)) and have[common] == want[common]:
         common += 1
     return have[common:]
 
 
-def _with(now: Sharding, atom: int, axes: tuple[str, ...]) -> Sharding:
-    return replace(now, splits=now.splits[:atom] + (axes,) + now.splits[atom + 1 :])
+def _with(splits: Splits, atom: int, axes: tuple[str, ...]) -> Splits:
+    return splits[:atom] + (axes,) + splits[atom + 1 :]
 
 
-def _leading(axes: tuple[str, ...], allowed: set[str]) -> tuple[str, ...]:
-    count = 0
-    while count < len(axes) and axes[count] in allowed:
-        count += 1
-    return axes[:count]
-
-
-def _slice(now: Sharding, target: Sharding) -> Step | None:
-    for atom in range(len(now.splits)):
-        missing = _missing(now, target, atom)
-        axes = _leading(missing, set(missing) - set(now.axes))
-        if axes:
-            return Step("slice", axes, now, _with(now, atom, now.splits[atom] + axes), split=atom)
+def _slice(splits: Splits, unreduced: Unreduced, target: Sharding) -> Move | None:
+    for atom, (have, want) in enumerate(zip(splits, target.splits, strict=True)):
+        if have == want or want[: len(have)] != have:
+            continue
+        used = {axis for split in splits for axis in split} | {axis for axis, _ in unreduced}
+        count = len(have)
+        while count < len(want) and want[count] not in used:
+            count += 1
+        if count > len(have):
+            return Move("slice", want[len(have) : count], _with(splits, atom, want[:count]), unreduced, split=atom)
     return None
 
 
-def _all_to_all(now: Sharding, target: Sharding) -> Step | None:
-    for gathered in range(len(now.splits)):
-        surplus = _surplus(now, target, gathered)
-        for split in range(len(now.splits)):
-            missing = _missing(now, target, split)
+def _all_to_all(splits: Splits, unreduced: Unreduced, target: Sharding) -> Move | None:
+    for gathered, (have, want) in enumerate(zip(splits, target.splits, strict=True)):
+        surplus = _surplus(have, want)
+        if not surplus:
+            continue
+        for split, (other, wanted) in enumerate(zip(splits, target.splits, strict=True)):
+            missing = _missing(other, wanted)
             axes = surplus if surplus == missing[: len(surplus)] else surplus[-1:]
-            if split == gathered or not axes or missing[: len(axes)] != axes:
-                continue
-            kept = now.splits[gathered][: -len(axes)]
-            after = _with(_with(now, gathered, kept), split, now.splits[split] + axes)
-            return Step("all_to_all", axes, now, after, gathered=gathered, split=split)
+            if split != gathered and missing[: len(axes)] == axes:
+                after = _with(_with(splits, gathered, have[: -len(axes)]), split, other + axes)
+                return Move("all_to_all", axes, after, unreduced, gathered=gathered, split=split)
     return None
 
 
-def _to_reduce(now: Sharding, target: Sharding, kind: ReductionKind) -> tuple[str, ...]:
-    return tuple(axis for axis, found in now.unreduced if found == kind and (axis, found) not in target.unreduced)
+def _to_reduce(unreduced: Unreduced, target: Sharding, kind: ReductionKind) -> tuple[str, ...]:
+    return tuple(axis for axis, found in unreduced if found == kind and (axis, found) not in target.unreduced)
 
 
-def _reduced(now: Sharding, axes: tuple[str, ...]) -> Sharding:
-    return replace(now, unreduced=tuple(entry for entry in now.unreduced if entry[0] not in axes))
+def _reduced(unreduced: Unreduced, axes: tuple[str, ...]) -> Unreduced:
+    return tuple(entry for entry in unreduced if entry[0] not in axes)
 
 
-def _reduce_scatter(now: Sharding, target: Sharding) -> Step | None:
-    for atom in range(len(now.splits)):
-        axes = _leading(_missing(now, target, atom), set(_to_reduce(now, target, "sum")))
-        if axes:
-            after = _with(_reduced(now, axes), atom, now.splits[atom] + axes)
-            return Step("reduce_scatter", axes, now, after, kind="sum", split=atom)
+def _reduce_scatter(splits: Splits, unreduced: Unreduced, target: Sharding) -> Move | None:
+    sums = _to_reduce(unreduced, target, "sum")
+    for atom, (have, want) in enumerate(zip(splits, target.splits, strict=True)) if sums else ():
+        missing = _missing(have, want)
+        count = 0
+        while count < len(missing) and missing[count] in sums:
+            count += 1
+        if count:
+            axes = missing[:count]
+            return Move("reduce_scatter", axes, _with(splits, atom, have + axes), _reduced(unreduced, axes), kind="sum", split=atom)
     return None
 
 
-def _all_reduce(now: Sharding, target: Sharding) -> Step | None:
+def _all_reduce(splits: Splits, unreduced: Unreduced, target: Sharding) -> Move | None:
     kinds: tuple[ReductionKind, ...] = ("sum", "max")
     for kind in kinds:
-        axes = _to_reduce(now, target, kind)
+        axes = _to_reduce(unreduced, target, kind)
         if axes:
-            return Step("all_reduce", axes, now, _reduced(now, axes), kind=kind)
+            return Move("all_reduce", axes, splits, _reduced(unreduced, axes), kind=kind)
     return None
 
 
-def _all_gather(now: Sharding, target: Sharding) -> Step | None:
-    for atom in range(len(now.splits)):
-        axes = _surplus(now, target, atom)
+def _all_gather(splits: Splits, unreduced: Unreduced, target: Sharding) -> Move | None:
+    for atom, (have, want) in enumerate(zip(splits, target.splits, strict=True)):
+        axes = _surplus(have, want)
         if axes:
-            kept = now.splits[atom][: -len(axes)]
-            return Step("all_gather", axes, now, _with(now, atom, kept), gathered=atom)
+            return Move("all_gather", axes, _with(splits, atom, have[: -len(axes)]), unreduced, gathered=atom)
     return None

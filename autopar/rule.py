@@ -37,6 +37,7 @@ class Rule:
     view               the op reorders nothing: its atoms are its operand's atoms in the same order; labels are ignored
     flops              floating-point operations on the logical shapes: contractions and convolutions only
     sizes              the sizes of labels that stand together on one dim
+    inferred           found by running the op (`autopar.probe`), not written by hand
     """
 
     operands: tuple[Labels, ...]
@@ -47,6 +48,7 @@ class Rule:
     view: bool = False
     flops: float = 0.0
     sizes: dict[str, int] = field(default_factory=dict[str, int])
+    inferred: bool = False
 
 
 RuleFunction = Callable[[Node], Rule | None]
@@ -82,10 +84,12 @@ def rule_for_tag(tag: torch.Tag) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def rule_of(node: Node) -> Rule | None:
-    """The rule of `node`, or None for an op without one (it runs replicated, and `summary()` names it)."""
+    """The rule of `node`: registered, or inferred. None for an op without one (it runs replicated, and `summary()` names it)."""
     _load()
     function = RULES.get(node.target) or RULES.get(str(node.target)) or _tag_rule(node.target)
     found = function(node) if function else None
+    if found is None:
+        found = _inference()(node)
     if found is None:
         return None
     assert len(found.operands) == len(operands(node)), (node.format_node(), found)
@@ -98,6 +102,12 @@ def rule_of(node: Node) -> Rule | None:
 def _load() -> None:
     """Register our own rules; they import this module, so it cannot import them at its head."""
     import_module("autopar.rules")
+
+
+@cache
+def _inference() -> RuleFunction:
+    """`autopar.probe.infer`, which imports this module, too."""
+    return import_module("autopar.probe").infer
 
 
 def _tag_rule(target: object) -> RuleFunction | None:

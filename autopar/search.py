@@ -1,39 +1,46 @@
-"""Solves an assignment problem as an integer program whose linear relaxation is nearly integral.
+"""Finds the cheapest assignment, proves how cheap it could be at best, and says what was left out and why.
 
-Columns, per class of nodes and per folded value:
+    contract    views go to their neighbours                                            autopar.contraction
+    fold        equal layers are decided once                                           autopar.folding
+    dominated   of candidates with equal states, those that are no better in anything
+    ascend      the dual of the linear relaxation: a bound, and assignments near it     autopar.ascent
+    bound       candidates that no assignment as good as the best known can have
+    solve       what remains, as an integer program                                     autopar.integer_program
 
-    x[class, candidate]           1 where the candidate is taken                             (binary)
-    e[reader, source, target]     1 where the reader has the value from source in target     (follows from x)
-    f[value, source, target]      1 where the value is brought from source to target         (follows from e)
-
-Rows, with given[s] = Σ x of the producer's candidates that give s, and needed[r, t] = Σ x of the reader's that need t:
-
-    Σ_t e[r, s, t] = given[s],  Σ_s e[r, s, t] = needed[r, t]            a transport problem for each reader: tight
-    e[r, s, t] ≤ f[s, t] + Σ f[s, h] over the h that t is a slice of     several readers pay once
-    f[s, h] ≤ Σ_r e[r, s, h]                                             a state is brought for a reader, not to be cut alone
-
-A value with one reader has e = f. The relaxation is nearly always integral, and where it is not, a cut or two suffice.
+The relaxation is nearly always integral: then ascent ends at an assignment that costs what the bound says, and nothing
+remains to be solved. A capacity is priced: seconds per byte rise until the answer fits.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import highspy
 import numpy as np
 
-from autopar.assignment import Choice, Problem, State, without_dominated
+from autopar.ascent import Ascent
+from autopar.assignment import Candidate, Problem, without_dominated
 from autopar.contraction import Contracted, contract
-from autopar.errors import PlanError
+from autopar.errors import MemoryBudgetError, PlanError
 from autopar.evaluation import Evaluation
-from autopar.folding import ROUNDS, FoldedValue, fold
+from autopar.folding import ROUNDS, Folded, fold
+from autopar.integer_program import IntegerProgram
+from autopar.mixing import mix
+from autopar.tables import IS_NO_WAY, NO_WAY, Array, Tables
 
-# Costs are scaled so that a typical solution costs about this much: far above the solver's absolute tolerances (1e-7).
-_TYPICAL_OBJECTIVE = 1e4
-_INTEGRAL = 1e-6
+# Sweeps both ways between two looks at the answer.
+_SWEEPS = 4
+# Ascent stands still once a look gains less than this share of what is missing.
+_PROGRESS = 0.02
+# What the integer program gets where the user set no limit.
+_PATIENCE_SECONDS = 20.0
+# Prices of a byte that are tried, those of them that may bring nothing new, and what counts as the same cost.
+_MAX_PRICES, _MAX_STALE = 40, 2
+_SAME = 1e-7
+# The integer program is left alone where so many columns remain: it would not come far in its time.
+_MAX_COLUMNS = 60_000
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class Solution:
     """`picks[i]` is the position of the candidate taken for node i; seconds are the problem's own, `search_seconds` the clock's.
 
     `class_picks` are positions among the candidates `kept` of each node of the contracted problem, one for each class.
+    `num_bytes` is what the assignment takes of the capacity; `seconds_per_byte` what a byte more of it would save.
     """
 
     picks: tuple[int, ...]
@@ -51,10 +59,12 @@ class Solution:
     seconds: float
     lower_bound_seconds: float
     search_seconds: float
+    num_bytes: float
+    seconds_per_byte: float
     num_variables: int
-    num_rows: int
-    num_dropped: int
-    is_solved_at_root: bool
+    num_dominated: int
+    num_bounded: int
+    is_timed_out: bool
 
     @property
     def gap(self) -> float:
@@ -69,7 +79,7 @@ class Solution:
         """The next-best candidate of node `index` and its like, everything else as it is; None where there is no other."""
         group = self.contracted.group_of[index]
         number = self.evaluation.folded.class_of[group]
-        others = [self.contracted.picks[group][position][index] for position in self.kept[group]]
+        others = [self.contracted.pick_of(index, position) for position in self.kept[group]]
         allowed = [position for position, pick in enumerate(others) if pick != self.picks[index]]
         found = self.evaluation.runner_up(number, self.class_picks, allowed)
         return found and RunnerUp(others[found[0]], found[1], self.evaluation.folded.sizes[number])
@@ -87,210 +97,234 @@ class RunnerUp:
 def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | None = None, tolerance: float = 1e-7) -> Solution:
     """The cheapest assignment within `tolerance` (relative), or the best one found within `timeout` seconds.
 
-    Deterministic unless the time runs out. Raises `PlanError` when no assignment is possible, or none was found in time.
+    Deterministic unless the time runs out. Raises `MemoryBudgetError` when none fits into the capacity,
+    `PlanError` when none is possible at all, or none was found in time.
     """
     start = time.perf_counter()
     contracted = contract(problem)
-    nodes = contracted.problem.nodes
-    kept = [without_dominated(node.candidates) for node in nodes]
-    reduced = replace(contracted.problem, nodes=tuple(_keep(node, positions) for node, positions in zip(nodes, kept, strict=True)))
+    reduced, kept = _without_dominated(contracted.problem)
     evaluation = Evaluation(reduced, fold(reduced, rounds))
-    model = _Model.of(evaluation)
-    deadline = math.inf if timeout is None else start + timeout
-    picks, bound, at_root = _solve(model, evaluation, deadline, tolerance)
-    if math.isinf(evaluation.seconds(picks)):
-        raise PlanError(f"no plan found within search_timeout={timeout}; give it more seconds")
-    chosen = [positions[pick] for positions, pick in zip(kept, evaluation.folded.unfold(picks), strict=True)]
+    hunt = _Hunt(evaluation, math.inf if timeout is None else start + timeout, tolerance)
+    hunt.run()
+    if hunt.picks is None:
+        raise _nothing_found(hunt, timeout)
+    evaluation = hunt.evaluation  # a mixture has decided equal layers one by one
+    chosen = [positions[pick] for positions, pick in zip(kept, evaluation.folded.unfold(hunt.picks), strict=True)]
     return Solution(
         picks=tuple(contracted.original(chosen)),
-        class_picks=tuple(picks),
+        class_picks=tuple(hunt.picks),
         contracted=contracted,
         kept=tuple(tuple(positions) for positions in kept),
         evaluation=evaluation,
-        seconds=evaluation.seconds(picks),
-        lower_bound_seconds=bound,
+        seconds=hunt.upper,
+        lower_bound_seconds=min(hunt.lower, hunt.upper),
         search_seconds=time.perf_counter() - start,
-        num_variables=len(model.costs),
-        num_rows=len(model.lower),
-        num_dropped=sum(len(node.candidates) - len(positions) for node, positions in zip(nodes, kept, strict=True)),
-        is_solved_at_root=at_root,
+        num_bytes=hunt.tables.num_bytes(hunt.picks),
+        seconds_per_byte=hunt.seconds_per_byte,
+        num_variables=sum(len(node.candidates) for node in evaluation.nodes),
+        num_dominated=sum(len(node.candidates) - len(positions) for node, positions in zip(contracted.problem.nodes, kept, strict=True)),
+        num_bounded=hunt.num_bounded,
+        is_timed_out=time.perf_counter() > hunt.deadline,
     )
 
 
-def _keep(node: Choice, positions: list[int]) -> Choice:
-    if len(positions) == len(node.candidates):
-        return node
-    return replace(node, candidates=tuple(node.candidates[position] for position in positions))
+def _without_dominated(problem: Problem) -> tuple[Problem, list[list[int]]]:
+    """The problem without its dominated candidates, and the positions kept of each node; once for nodes that share their candidates."""
+    known: dict[int, tuple[list[int], tuple[Candidate, ...]]] = {}
+    for node in problem.nodes:
+        if id(node.candidates) not in known:
+            positions = without_dominated(node.candidates)
+            known[id(node.candidates)] = positions, tuple(node.candidates[position] for position in positions)
+    found = [known[id(node.candidates)] for node in problem.nodes]
+    nodes = tuple(replace(node, candidates=candidates) for node, (_, candidates) in zip(problem.nodes, found, strict=True))
+    return replace(problem, nodes=nodes), [positions for positions, _ in found]
 
 
-def _solve(model: _Model, evaluation: Evaluation, deadline: float, tolerance: float) -> tuple[list[int], float, bool]:
-    """Class picks, a lower bound in seconds, and whether nothing had to be branched on."""
-    cheapest = [min(range(len(node.candidates)), key=lambda pick, node=node: node.candidates[pick].seconds) for node in evaluation.nodes]
-    started = evaluation.descend(cheapest)
-    solver = _solver(model, deadline, tolerance)
-    if math.isfinite(evaluation.seconds(started)):
-        solver.setSolution(model.num_binary, model.binary_columns(), model.columns_of(started))
-    solver.run()
-    if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
-        raise PlanError("no assignment is possible: some value is needed in a sharding that it cannot be brought to")
-    information = solver.getInfo()
-    bound = max(0.0, information.mip_dual_bound / model.scale)
-    values = np.asarray(solver.getSolution().col_value)
-    found = [model.picks(values), started] if len(values) and model.is_integral(values) else [started]
-    return min(found, key=evaluation.seconds), bound, information.mip_node_count <= 1
+def _nothing_found(hunt: _Hunt, timeout: float | None) -> PlanError:
+    if hunt.lower > IS_NO_WAY:
+        return PlanError("no assignment is possible: some value is needed in a sharding that it cannot be brought to")
+    if hunt.is_infeasible:
+        return MemoryBudgetError("no assignment fits into memory")
+    return PlanError(f"no plan found within search_timeout={timeout}; give it more seconds")
 
 
-def _solver(model: _Model, deadline: float, tolerance: float) -> highspy.Highs:
-    solver = highspy.Highs()
-    # The rows are tight as they are: presolve took up to ten times as long as solving without it.
-    options = {"output_flag": False, "presolve": "off", "threads": 1, "random_seed": 0, "mip_rel_gap": tolerance, "mip_abs_gap": 1e-6}
-    for name, value in options.items():
-        solver.setOptionValue(name, value)
-    if deadline < math.inf:
-        solver.setOptionValue("time_limit", max(0.01, deadline - time.perf_counter()))
-    passed = solver.passModel(model.linear_program())
-    assert passed == highspy.HighsStatus.kOk, passed
-    return solver
+class _Hunt:
+    """The search on one folded problem: `picks` cost `upper` and fit, nothing that fits costs less than `lower`."""
 
+    def __init__(self, evaluation: Evaluation, deadline: float, tolerance: float) -> None:
+        self.evaluation = evaluation
+        self.tables = Tables.of(evaluation)
+        self.deadline = deadline
+        self.tolerance = tolerance
+        self.picks: list[int] | None = None
+        self.upper = math.inf
+        self.lower = -math.inf
+        self.seconds_per_byte = 0.0
+        self.num_bounded = 0
+        self._ends: tuple[list[int], list[int]] | None = None
+        self.is_infeasible = self.tables.least_bytes > self.tables.capacity_bytes
+        self._ascent = Ascent(self.tables)
 
-@dataclass
-class _Model:
-    """Columns, rows and entries of the program, as growing lists that become arrays once."""
-
-    scale: float
-    offsets: list[int]
-    num_binary: int
-    costs: list[float] = field(default_factory=list[float])
-    lower: list[float] = field(default_factory=list[float])
-    upper: list[float] = field(default_factory=list[float])
-    rows: list[int] = field(default_factory=list[int])
-    columns: list[int] = field(default_factory=list[int])
-    entries: list[float] = field(default_factory=list[float])
-
-    @staticmethod
-    def of(evaluation: Evaluation) -> _Model:
-        nodes, sizes = evaluation.nodes, evaluation.folded.sizes
-        typical = sum(size * min(c.seconds for c in node.candidates) for node, size in zip(nodes, sizes, strict=True))
-        counts = [len(node.candidates) for node in nodes]
-        offsets = [0, *np.cumsum(counts).tolist()]
-        model = _Model(_TYPICAL_OBJECTIVE / typical if typical > 0 else 1.0, offsets, offsets[-1])
-        for number, (node, size) in enumerate(zip(nodes, sizes, strict=True)):
-            model.costs += [model.scale * size * candidate.seconds for candidate in node.candidates]
-            model.row(1.0, 1.0, [(column, 1.0) for column in range(offsets[number], offsets[number + 1])])
-        for value in evaluation.folded.values:
-            _Transport(model, evaluation, value).add()
-        return model
-
-    def column(self, cost: float) -> int:
-        self.costs.append(cost)
-        return len(self.costs) - 1
-
-    def row(self, lower: float, upper: float, entries: Sequence[tuple[int, float]]) -> None:
-        number = len(self.lower)
-        self.lower.append(lower)
-        self.upper.append(upper)
-        # A node that reads its own result has columns on both sides; the solver takes each column once in a row.
-        merged: dict[int, float] = {}
-        for column, entry in entries:
-            merged[column] = merged.get(column, 0.0) + entry
-        for column, entry in merged.items():
-            self.rows.append(number)
-            self.columns.append(column)
-            self.entries.append(entry)
-
-    def linear_program(self) -> highspy.HighsLp:
-        program = highspy.HighsLp()
-        program.num_col_, program.num_row_ = len(self.costs), len(self.lower)
-        program.col_cost_ = np.array(self.costs)
-        program.col_lower_, program.col_upper_ = np.zeros(len(self.costs)), np.ones(len(self.costs))
-        program.row_lower_, program.row_upper_ = np.array(self.lower), np.array(self.upper)
-        program.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        program.a_matrix_.start_ = np.searchsorted(np.array(self.rows), np.arange(program.num_row_ + 1)).astype(np.int32)
-        program.a_matrix_.index_ = np.array(self.columns, dtype=np.int32)
-        program.a_matrix_.value_ = np.array(self.entries)
-        program.integrality_ = [highspy.HighsVarType.kInteger] * self.num_binary + [highspy.HighsVarType.kContinuous] * (
-            len(self.costs) - self.num_binary
-        )
-        return program
-
-    def binary_columns(self) -> np.ndarray:
-        return np.arange(self.num_binary, dtype=np.int32)
-
-    def is_integral(self, values: np.ndarray) -> bool:
-        binary = values[: self.num_binary]
-        return bool(np.all(np.abs(binary - np.round(binary)) < _INTEGRAL))
-
-    def picks(self, values: np.ndarray) -> list[int]:
-        """The candidate of each class with the largest x."""
-        return [int(np.argmax(values[first:last])) for first, last in zip(self.offsets, self.offsets[1:], strict=False)]
-
-    def columns_of(self, picks: Sequence[int]) -> np.ndarray:
-        chosen = np.zeros(self.num_binary)
-        chosen[np.array(self.offsets[:-1]) + np.array(picks)] = 1.0
-        return chosen
-
-
-class _Transport:
-    """Adds the columns and rows of one folded value to a model."""
-
-    def __init__(self, model: _Model, evaluation: Evaluation, value: FoldedValue) -> None:
-        self.model = model
-        self.weight = model.scale * value.count
-        problem, example = evaluation.problem, value.example
-        self.price = lambda source, target: problem.price(example, source, target)
-        producer = evaluation.nodes[value.producer].candidates
-        self.given = _columns_by_state([c.results[value.result] for c in producer], model.offsets[value.producer])
-        self.needed: list[dict[State, list[int]]] = []
-        for number, slot in value.readers:
-            states = [candidate.operands[slot] for candidate in evaluation.nodes[number].candidates]
-            self.needed.append(_columns_by_state(states, model.offsets[number]))
-        self.targets: list[State] = list(dict.fromkeys(state for needed in self.needed for state in needed))
-        self.slices = problem.slices
-
-    def add(self) -> None:
-        if list(self.given) == self.targets and len(self.targets) == 1:
+    def run(self) -> None:
+        if self.is_infeasible:
             return
-        if len(self.needed) == 1:
-            self._add_flows(self.needed[0], has_cost=True)
-        else:
-            self._add_shared()
+        found = self._ascend()
+        if self.lower > IS_NO_WAY:
+            return
+        if found is not None and self.tables.num_bytes(found) > self.tables.capacity_bytes:
+            self._price_bytes(found)
+        if not self._is_done():
+            self._solve_rest()
+        if not self._is_done():
+            self._mix()
 
-    def _add_flows(self, needed: dict[State, list[int]], has_cost: bool) -> dict[tuple[State, State], int]:
-        """A transport problem from what is given to what one reader needs: a column for each pair of states that has a way."""
-        flows: dict[tuple[State, State], int] = {}
-        for source in self.given:
-            for target in needed:
-                seconds = self.price(source, target)
-                if seconds < math.inf:
-                    flows[source, target] = self.model.column(self.weight * seconds if has_cost else 0.0)
-        for state, columns in self.given.items():
-            leaving = [(flow, 1.0) for (source, _), flow in flows.items() if source == state]
-            self.model.row(0.0, 0.0, leaving + [(c, -1.0) for c in columns])
-        for state, columns in needed.items():
-            arriving = [(flow, 1.0) for (_, target), flow in flows.items() if target == state]
-            self.model.row(0.0, 0.0, arriving + [(c, -1.0) for c in columns])
-        return flows
+    def _is_done(self) -> bool:
+        is_proved = self.picks is not None and self.upper - self.lower <= self.tolerance * self.upper
+        return is_proved or time.perf_counter() > self.deadline
 
-    def _add_shared(self) -> None:
-        readers = [self._add_flows(needed, has_cost=False) for needed in self.needed]
-        hubs_of = {target: [hub for hub in self.targets if self.slices(hub, target)] for target in self.targets}
-        hubs = {hub for found in hubs_of.values() for hub in found}
-        brought: dict[tuple[State, State], int] = {}
-        for pair in dict.fromkeys(pair for flows in readers for pair in flows):
-            seconds = self.price(*pair)
-            if pair[0] != pair[1] and (seconds > 0 or pair[1] in hubs):
-                brought[pair] = self.model.column(self.weight * seconds)
-        for (source, target), column in brought.items():
-            using = [flows[source, target] for flows in readers if (source, target) in flows]
-            if target in hubs:
-                self.model.row(-math.inf, 0.0, [(column, 1.0)] + [(flow, -1.0) for flow in using])
-            ways = [column] + [brought[source, hub] for hub in hubs_of[target] if (source, hub) in brought]
-            for flow in using if self.price(source, target) > 0 else ():
-                self.model.row(-math.inf, 0.0, [(flow, 1.0)] + [(way, -1.0) for way in ways])
+    def _ascend(self) -> list[int] | None:
+        """Raise the bound until it meets an answer or stands still. The cheapest assignment seen at this price of a byte, fitting or not."""
+        cheapest: tuple[float, list[int]] | None = None
+        before = -math.inf
+        while True:
+            for _ in range(_SWEEPS):
+                self._ascent.sweep(True)
+                self._ascent.sweep(False)
+            bound = self._ascent.bound()
+            self.lower = max(self.lower, bound - self.seconds_per_byte * self._spare_bytes())
+            for picks in self._ascent.assignments():
+                priced = self._consider(picks)
+                if cheapest is None or priced < cheapest[0]:
+                    cheapest = (priced, picks)
+            assert cheapest is not None
+            missing = cheapest[0] - bound
+            if missing <= self.tolerance * abs(bound) or bound - before <= _PROGRESS * missing < math.inf or self._is_done():
+                return cheapest[1] if cheapest[0] < math.inf else None
+            if before == bound or bound > IS_NO_WAY:
+                return None
+            before = bound
+
+    def _spare_bytes(self) -> float:
+        """What is left for held bytes; 0 without a capacity, whose price is 0 then."""
+        capacity = self.tables.capacity_bytes
+        return capacity - self.tables.least_working_bytes if capacity < math.inf else 0.0
+
+    def _consider(self, picks: list[int]) -> float:
+        """Keep `picks` if they are the best that fits. What they cost with held bytes at their present price."""
+        seconds = self.evaluation.seconds(picks)
+        if seconds < self.upper and self.tables.num_bytes(picks) <= self.tables.capacity_bytes:
+            self.picks, self.upper = picks, seconds
+        return seconds + self.seconds_per_byte * self._held_bytes(picks)
+
+    def _held_bytes(self, picks: list[int]) -> float:
+        return sum(float(each[pick]) for each, pick in zip(self.tables.held_bytes, picks, strict=True))
+
+    def _priced(self, picks: list[int]) -> float:
+        return self.evaluation.seconds(picks) + self.seconds_per_byte * self._held_bytes(picks)
+
+    def _price_bytes(self, large: list[int]) -> None:
+        """Find the price of a byte at which an answer that fits costs no more than one that does not: the best Lagrangian bound.
+
+        `large` does not fit. Two answers meet at the price (seconds of the small - seconds of the large) / (bytes of the large -
+        bytes of the small); where none is cheaper there, none is left between the two, and `_mix` takes a part of each.
+        """
+        small: list[int] | None = None
+        price, low, high = self.lower / self.tables.capacity_bytes / 8, 0.0, math.inf
+        num_stale = 0
+        for _ in range(_MAX_PRICES):
+            self._set_price(price)
+            found = self._ascend()
+            if found is None or self._is_done():
+                break
+            if self.tables.num_bytes(found) <= self.tables.capacity_bytes:
+                high, is_new = min(high, price), small is None or self._priced(found) < self._priced(small) * (1 - _SAME)
+                small = found if is_new else small
+            else:
+                low, is_new = max(low, price), self._priced(found) < self._priced(large) * (1 - _SAME)
+                large = found if is_new else large
+            num_stale += small is not None and not is_new
+            if num_stale > _MAX_STALE or high <= low * (1 + 1e-3):
+                break
+            price = 4 * price if small is None else self._meeting(small, large)
+            if high < math.inf and not low < price < high:
+                price = (low + high) / 2
+        self._ends = None if small is None else (small, large)
+
+    def _meeting(self, small: list[int], large: list[int]) -> float:
+        saved = self._held_bytes(large) - self._held_bytes(small)
+        return (self.evaluation.seconds(small) - self.evaluation.seconds(large)) / saved if saved > 0 else 2 * self.seconds_per_byte
+
+    def _mix(self) -> None:
+        """Decide equal layers one by one: take of the answer that is too large as many parts as fit."""
+        mixed = mix(self.evaluation, *self._ends) if self._ends else None
+        if mixed is not None and mixed.seconds < self.upper:
+            self.evaluation, self.picks, self.upper = mixed.evaluation, mixed.picks, mixed.seconds
+            self.tables = Tables.of(mixed.evaluation)
+
+    def _set_price(self, seconds_per_byte: float) -> None:
+        added = seconds_per_byte - self.seconds_per_byte
+        self._ascent.add([added * each for each in self.tables.held_bytes])
+        self.seconds_per_byte = seconds_per_byte
+
+    def _solve_rest(self) -> None:
+        """Leave out what no better assignment can have, and solve the rest exactly, as far as time allows."""
+        if self.picks is not None and self.tables.capacity_bytes == math.inf:
+            self._consider(self.evaluation.descend(self.picks))
+        remaining = self._remaining()
+        self.num_bounded = sum(int((~each).sum()) for each in remaining)
+        evaluation = _restricted(self.evaluation, remaining)
+        if _num_pairs(evaluation) > _MAX_COLUMNS:
+            return
+        program = IntegerProgram.of(evaluation)
+        seconds = max(0.01, min(self.deadline - time.perf_counter(), _PATIENCE_SECONDS if self.deadline == math.inf else math.inf))
+        solver = program.solver(self.tolerance, seconds)
+        positions = [np.flatnonzero(each) for each in remaining]
+        if self.picks is not None:
+            start = [int(np.searchsorted(each, pick)) for each, pick in zip(positions, self.picks, strict=True)]
+            solver.setSolution(program.num_binary, program.binary_columns(), program.columns_of(start))
+        solver.run()
+        if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            self.is_infeasible = self.picks is None and self.tables.capacity_bytes < math.inf
+            self.lower = self.upper if self.picks is not None else NO_WAY
+            return
+        values = np.asarray(solver.getSolution().col_value)
+        if len(values) and program.is_integral(values):
+            self._consider([int(each[pick]) for each, pick in zip(positions, program.picks(values), strict=True)])
+        bound = solver.getInfo().mip_dual_bound / program.scale
+        if math.isfinite(bound):
+            self.lower = max(self.lower, min(bound, self.upper))
+
+    def _remaining(self) -> list[Array]:
+        """By class, the candidates that an assignment cheaper than the best known may have."""
+        numbers = range(len(self.tables.seconds))
+        remaining = [np.ones(len(each), dtype=bool) for each in self.tables.seconds]
+        if self.picks is None:
+            return remaining
+        bound = self._ascent.bound() - self.seconds_per_byte * self._spare_bytes()
+        for number in numbers:
+            dearer = self._ascent.collect(number)  # which only raises the bound
+            remaining[number] &= bound + dearer <= self.upper * (1 + 1e-9)
+            remaining[number][self.picks[number]] = True
+            self._ascent.forbid(number, ~remaining[number])
+            self._ascent.hand_on(number, True)
+        return remaining
 
 
-def _columns_by_state(states: Sequence[State], offset: int) -> dict[State, list[int]]:
-    found: dict[State, list[int]] = {}
-    for position, state in enumerate(states):
-        found.setdefault(state, []).append(offset + position)
-    return found
+def _restricted(evaluation: Evaluation, remaining: list[Array]) -> Evaluation:
+    """The same problem with fewer candidates, each class alike."""
+    positions = [np.flatnonzero(each).tolist() for each in remaining]
+    folded: Folded = evaluation.folded
+    nodes = evaluation.problem.nodes
+    kept = [tuple(nodes[member].candidates[pick] for pick in positions[number]) for number, member in enumerate(folded.members)]
+    restricted = tuple(replace(node, candidates=kept[number]) for node, number in zip(nodes, folded.class_of, strict=True))
+    return Evaluation(replace(evaluation.problem, nodes=restricted), folded)
+
+
+def _num_pairs(evaluation: Evaluation) -> int:
+    """The columns that transports take in an integer program."""
+    total = 0
+    for value in evaluation.folded.values:
+        given = {candidate.results[value.result] for candidate in evaluation.nodes[value.producer].candidates}
+        for number, slot in value.readers:
+            total += len(given) * len({candidate.operands[slot] for candidate in evaluation.nodes[number].candidates})
+    return total

@@ -16,14 +16,17 @@ from torch.fx import Node
 from autopar.assignment import Candidate, Choice, Problem, State, ValueIndex
 from autopar.cost import CostModel, is_view
 from autopar.keys import BATCH, DIMS, PHASE
+from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, parent
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
+from autopar.saving import save
 from autopar.sharding import Dims, Sharding, Strategy
 from autopar.strategies import operand_dims, placeholder_strategies, space_of, strategies_of
 
 # The result that is read by the input of this kind and name: where it must be left.
 HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
+_NO_LIMIT = MemoryBudget()
 
 
 @dataclass
@@ -35,11 +38,11 @@ class ShardingProblem:
     strategies: list[tuple[Strategy, ...]]
 
     @staticmethod
-    def of(program: Program, cost: CostModel, pinned: Mapping[str, Strategy]) -> ShardingProblem:
+    def of(program: Program, cost: CostModel, pinned: Mapping[str, Strategy], budget: MemoryBudget = _NO_LIMIT) -> ShardingProblem:
         """The problem of `program`, which has DIMS and BATCH. The nodes named in `pinned` have that strategy alone."""
-        builder = _Builder(program, cost, pinned)
+        builder = _Builder(program, cost, pinned, budget)
         builder.build()
-        problem = Problem(tuple(builder.nodes), builder.price, _slices)
+        problem = Problem(tuple(builder.nodes), builder.price, _slices, builder.price_class, budget.capacity_bytes)
         return ShardingProblem(problem, builder.index, builder.strategies)
 
 
@@ -92,10 +95,13 @@ class _Builder:
     program: Program
     cost: CostModel
     pinned: Mapping[str, Strategy]
+    budget: MemoryBudget
     nodes: list[Choice] = field(default_factory=list[Choice])
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
+    _bytes: dict[ValueIndex, float] = field(default_factory=dict[ValueIndex, float])
+    _inputs: dict[Hashable, tuple[Candidate, ...]] = field(default_factory=dict)
     _priced: dict[Hashable, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
 
     def build(self) -> None:
@@ -125,27 +131,34 @@ class _Builder:
 
     def price(self, value: ValueIndex, source: State, target: State) -> float:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
-        node = self._of_index[value[0]]
-        tensor = results_of(node)[value[1]]
-        assert tensor is not None
-        return self.cost.reshard(DIMS[node][value[1]], tensor.dtype.itemsize, source, target).seconds
+        return self.cost.reshard(self.price_class(value), source, target)
+
+    def price_class(self, value: ValueIndex) -> float:
+        """The bytes of a value: what it costs to move it depends on nothing else."""
+        if value not in self._bytes:
+            tensor = results_of(self._of_index[value[0]])[value[1]]
+            assert tensor is not None
+            self._bytes[value] = float(tensor.numel() * tensor.dtype.itemsize)
+        return self._bytes[value]
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
         """`left` is the result that must be left where this input lies."""
-        dims = DIMS[node][0]
-        strategies = whole_axes(placeholder_strategies(item.kind, dims, self.program.mesh, BATCH[node][0]), (), (dims,), self.program.mesh)
-        if node.name in self.pinned:
-            strategies = (self.pinned[node.name],)
+        dims, mesh = DIMS[node][0], self.program.mesh
+        strategies = placeholder_strategies(item.kind, dims, mesh, BATCH[node][0], self.program.freedom)
+        strategies = (self.pinned[node.name],) if node.name in self.pinned else whole_axes(strategies, (), (dims,), mesh)
         reads = () if left is None else (self.value_of(left),)
-        candidates = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
         kind = ("input", item.kind, dims, item.dtype, item.requires_grad)
-        self.nodes.append(Choice(node.name, reads, candidates, kind))
+        if (kind, strategies) not in self._inputs:
+            self._inputs[kind, strategies] = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
+        phase = "backward" if item.kind == "parameter" else "forward"
+        self.nodes.append(Choice(node.name, reads, self._inputs[kind, strategies], kind, phase=phase))
         self.strategies.append(strategies)
 
     def _input_candidate(self, item: Input, dims: Dims, strategy: Strategy, num_reads: int) -> Candidate:
         sharding = strategy.results[0]
         seconds = self.cost.parameter(dims, item.dtype, sharding, item.requires_grad).seconds if item.kind == "parameter" else 0.0
-        return Candidate((sharding,) * num_reads, (sharding,), seconds)
+        held = self.budget.optimizer.held_bytes(item, self.cost.local_bytes(dims, item.dtype, sharding))
+        return Candidate((sharding,) * num_reads, (sharding,), seconds, held)
 
     def _add_call(self, node: Node) -> None:
         kind = _kind(node)
@@ -154,29 +167,41 @@ class _Builder:
             candidates = self._candidates(node, strategies)
         else:
             if kind not in self._priced:
-                strategies = whole_axes(strategies_of(node, self.program.mesh), operand_dims(node), DIMS[node], self.program.mesh)
+                mesh = self.program.mesh
+                strategies = whole_axes(strategies_of(node, mesh, self.program.freedom), operand_dims(node), DIMS[node], mesh)
                 self._priced[kind] = (strategies, self._candidates(node, strategies))
             strategies, candidates = self._priced[kind]
         reads = tuple(self.value_of(operand) for operand in operands(node))
-        self.nodes.append(Choice(node.name, reads, candidates, kind, is_view=_keeps_bytes(node)))
+        phase = PHASE.get(node) or "forward"
+        self.nodes.append(Choice(node.name, reads, candidates, kind, is_view=_keeps_bytes(node), phase=phase))
         self.strategies.append(strategies)
 
     def _candidates(self, node: Node, strategies: tuple[Strategy, ...]) -> tuple[Candidate, ...]:
-        return tuple(Candidate(each.operands, each.results, self.cost.node(node, each).seconds) for each in strategies)
+        return tuple(self._candidate(node, strategy) for strategy in strategies)
+
+    def _candidate(self, node: Node, strategy: Strategy) -> Candidate:
+        """What is saved is held; what any other op but a view reads and writes is there while it runs."""
+        held = working = 0.0
+        if node.target is save:
+            held = self.cost.local_bytes(DIMS[node][0], node.meta["val"].dtype, strategy.results[0])
+        elif self.budget.capacity_bytes < math.inf and not is_view(node):
+            working = self.cost.traffic_bytes(node, strategy)
+        return Candidate(strategy.operands, strategy.results, self.cost.node(node, strategy).seconds, held, working)
 
     def _add_result(self, output: Output, node: Node) -> None:
         """A result without an input that it belongs to."""
-        target = required_sharding(output, node, self.program.mesh)
+        target = required_sharding(output, node, self.program)
         kind = ("result", output.kind, DIMS[node][0])
-        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), (Candidate((target,), (), 0.0),), kind))
+        phase = PHASE.get(node) or "forward"
+        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), (Candidate((target,), (), 0.0),), kind, phase=phase))
         self.strategies.append((Strategy((target,), ()),))
 
 
-def required_sharding(output: Output, node: Node, mesh: Mesh) -> Sharding:
+def required_sharding(output: Output, node: Node, program: Program) -> Sharding:
     """How a result that belongs to no input leaves: the user's output as its share of the batch, a loss whole."""
     dims = DIMS[node][0]
     batch = BATCH[node][0] if output.kind == "output" else ()
-    return placeholder_strategies("tangent", dims, mesh, batch)[0].results[0]
+    return placeholder_strategies("tangent", dims, program.mesh, batch, program.freedom)[0].results[0]
 
 
 def _kind(node: Node) -> Hashable:
@@ -190,9 +215,10 @@ def _kind(node: Node) -> Hashable:
 
 
 def _keeps_bytes(node: Node) -> bool:
-    """Whether `node` is a view of all of its one operand."""
+    """Whether `node` is a view of all of its one operand. What is saved may lie otherwise than what it is saved of."""
     return (
         is_view(node)
+        and node.target is not save
         and len(operands(node)) == 1
         and math.prod(map(math.prod, DIMS[node][0])) == math.prod(map(math.prod, operand_dims(node)[0]))
     )

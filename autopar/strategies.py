@@ -14,6 +14,7 @@ from functools import cache
 
 from torch.fx import Node
 
+from autopar.freedom import Freedom
 from autopar.keys import BATCH, DIMS
 from autopar.mesh import Mesh, parent
 from autopar.program import InputKind, operands, results_of
@@ -52,6 +53,7 @@ class Space:
     takes_all: bool = False
 
 
+_DEFAULT = Freedom()
 # What one axis does: split a factor, pass sums through a set of operands, or nothing.
 Choice = Factor | frozenset[int] | None
 
@@ -129,7 +131,8 @@ def _occurrences(labels: Labels, dims: Dims, sizes: dict[str, int]) -> dict[str,
         for name in names:
             own = _leading(rest, sizes[name]) if len(names) > 1 else rest
             found[name] = (at, own if own is not None and name not in found else (0,))
-            at, rest = at + len(own or ()), rest[len(own or ()) :]
+            # Atoms that straddle a label leave the labels after it no place, either.
+            at, rest = at + len(own or ()), rest[len(own) :] if own is not None else ()
         start += len(atoms)
     return {name: entry for name, entry in found.items() if entry[1]}
 
@@ -155,48 +158,50 @@ def _is_batch(node: Node, factor: Factor) -> bool:
     return any(position in batch for position, batch in zip(factor.operands + factor.results, batches, strict=True))
 
 
-def strategies_of(node: Node, mesh: Mesh, batch_axis: str = "dp") -> tuple[Strategy, ...]:
+def strategies_of(node: Node, mesh: Mesh, freedom: Freedom = _DEFAULT) -> tuple[Strategy, ...]:
     """Every strategy of `node` on `mesh`, in a fixed order, without duplicates. Reads DIMS and BATCH.
 
-    `batch_axis`, or its sub-axes, splits a batch factor wherever one divides, and never anything else; the other
-    axes never split a batch factor. Several axes may split one factor, in mesh order, major first. For a getitem
-    the one operand sharding is that of the selected result.
+    `freedom` says which axes split a batch factor (wherever one divides), may split it, or never do. Several axes
+    may split one factor, in mesh order, major first. For a getitem the one operand sharding is that of the selected result.
     """
-    return strategies_in(space_of(node), mesh, batch_axis)
+    return strategies_in(space_of(node), mesh, freedom)
 
 
 @cache
-def strategies_in(space: Space, mesh: Mesh, batch_axis: str = "dp") -> tuple[Strategy, ...]:
+def strategies_in(space: Space, mesh: Mesh, freedom: Freedom = _DEFAULT) -> tuple[Strategy, ...]:
     """`strategies_of` for a space; computed once for equal layers."""
     axes = [(axis, size) for axis, size in mesh.axes if size > 1 and parent(axis) != "pp"]
     found: dict[object, Strategy] = {}
-    for picks in _picks(space, axes, batch_axis, {}):
+    for picks in _picks(space, axes, freedom, {}):
         strategy = build(space, tuple(zip((axis for axis, _ in axes), picks, strict=True)), mesh)
         found.setdefault((strategy.operands, strategy.results), strategy)
     return tuple(found.values())
 
 
-def _picks(space: Space, axes: Sequence[tuple[str, int]], batch_axis: str, used: dict[Factor, int]) -> Iterator[tuple[Choice, ...]]:
+def _picks(space: Space, axes: Sequence[tuple[str, int]], freedom: Freedom, used: dict[Factor, int]) -> Iterator[tuple[Choice, ...]]:
     """All combinations of one choice per axis; `used` is by how much each factor is split already."""
     if not axes:
         yield ()
         return
     (axis, size), rest = axes[0], axes[1:]
-    for choice in _choices(space, size, parent(axis) == batch_axis, used):
+    for choice in _choices(space, axis, size, freedom, used):
         after = {**used, choice: used.get(choice, 1) * size} if isinstance(choice, Factor) else used
-        for others in _picks(space, rest, batch_axis, after):
+        for others in _picks(space, rest, freedom, after):
             yield (choice, *others)
 
 
-def _choices(space: Space, size: int, is_batch_axis: bool, used: dict[Factor, int]) -> list[Choice]:
+def _choices(space: Space, axis: str, size: int, freedom: Freedom, used: dict[Factor, int]) -> list[Choice]:
     divisible = [f for f in space.factors if f.size % (used.get(f, 1) * size) == 0]
-    if space.takes_all:
+    if space.takes_all or freedom.is_free(axis):
         return [None, *divisible, *space.linear]
-    factors = [f for f in divisible if f.is_batch == is_batch_axis]
-    if is_batch_axis and factors:
+    others = [f for f in divisible if not f.is_batch]
+    if not freedom.is_batch(axis):
+        return [None, *others, *space.linear]
+    batch = [f for f in divisible if f.is_batch]
+    if batch:
         # Atoms of one dim are split from the major one on, so that each rank's share stays contiguous.
-        return [factors[0]]
-    return [None, *factors, *space.linear]
+        return [batch[0]]
+    return [None, *(others if freedom.stored else ()), *space.linear]
 
 
 def build(space: Space, choices: Sequence[tuple[str, Choice]], mesh: Mesh) -> Strategy:
@@ -222,11 +227,12 @@ def build(space: Space, choices: Sequence[tuple[str, Choice]], mesh: Mesh) -> St
 
 
 def placeholder_strategies(
-    kind: InputKind, dims: Dims, mesh: Mesh, batch: Sequence[int] = (), batch_axis: str = "dp"
+    kind: InputKind, dims: Dims, mesh: Mesh, batch: Sequence[int] = (), freedom: Freedom = _DEFAULT
 ) -> tuple[Strategy, ...]:
     """How an input may lie on the mesh; `batch` holds the positions of its batch atoms.
 
-    Parameters: any atom on any axis but `batch_axis`. Batch inputs and tangents: the batch atom on `batch_axis`. The rest: replicated.
+    Parameters: any atom on any axis that `freedom` leaves them. Batch inputs and tangents: the batch atom on the axes
+    of the batch. The rest: replicated.
     """
     is_batch = kind in ("batch", "tangent")
     factors = tuple(
@@ -234,4 +240,6 @@ def placeholder_strategies(
         for i, size in enumerate(flat(dims))
         if kind == "parameter" or (is_batch and i in batch)
     )
-    return strategies_in(Space((), (len(flat(dims)),), factors, ()), mesh, batch_axis)
+    if is_batch:
+        freedom = replace(freedom, free=())  # each rank is fed its part of the batch; what splits it further is a free slice
+    return strategies_in(Space((), (len(flat(dims)),), factors, ()), mesh, freedom)

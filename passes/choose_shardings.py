@@ -10,10 +10,12 @@ from typing import Protocol
 from torch.fx import Node
 
 from autopar.cluster import Cluster
+from autopar.conflicts import Situation, conflict
 from autopar.cost import CostModel
-from autopar.errors import PlanError
+from autopar.errors import MemoryBudgetError, PlanError
 from autopar.folding import ROUNDS
 from autopar.keys import DIMS, SHARDING, STRATEGY
+from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh
 from autopar.pins import Pins, plan_of
 from autopar.plan import Plan
@@ -90,7 +92,8 @@ class ChooseShardings:
     """Choose the strategies that cost least together on `cluster`: work, memory traffic, collectives, held parameters.
 
     A `plan` that fits the program is taken as it is; of another plan, of `pins` and of `placements` (by parameter name)
-    only the parameters are kept. `timeout` bounds the search in seconds; `fold` decides equal layers once.
+    only the parameters are kept. What a rank holds stays within `budget`. `timeout` bounds the search in seconds; `fold`
+    decides equal layers once.
 
     Reads: DIMS, BATCH, PHASE. Writes: STRATEGY, SHARDING on all inputs and calls.
     Ensures: every node has a strategy that its rule allows, every gradient can leave in its parameter's sharding.
@@ -100,21 +103,29 @@ class ChooseShardings:
     plan: Plan | None = None
     pins: Pins | None = None
     placements: Mapping[str, Placed] | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     timeout: float | None = None
     fold: bool = True
     name: str = "choose shardings"
 
     def decide(self, program: Program) -> ShardingDecision:
-        """Raises `PlanError` when pins cannot be kept."""
+        """Raises `PlanError` when pins cannot be kept, and `MemoryBudgetError` when nothing fits."""
         pinned, reasons = self._pinned(program)
-        made = ShardingProblem.of(program, CostModel(self.cluster, program.mesh), pinned)
-        solution = search(made.problem, rounds=ROUNDS if self.fold else None, timeout=self.timeout, tolerance=_TOLERANCE)
+        asked = Situation(program, CostModel(self.cluster, program.mesh), pinned, self.budget, reasons)
+        made = asked.problem()
+        try:
+            solution = self._search(made)
+        except MemoryBudgetError:
+            raise conflict(asked, lambda other: self._search(other).seconds) from None
         strategies = {name: made.strategies[index][solution.picks[index]] for name, index in made.index.items()}
         for node in program.graph.nodes:
             if node.target is operator.getitem:
                 strategies[node.name] = _getitem_strategy(node, strategies, program)
         decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned))
         return replace(decision, reasons={**_reasons(program, decision), **reasons})
+
+    def _search(self, made: ShardingProblem) -> Solution:
+        return search(made.problem, rounds=ROUNDS if self.fold else None, timeout=self.timeout, tolerance=_TOLERANCE)
 
     def apply(self, program: Program, decision: ShardingDecision) -> Program:
         program = program.copy()
@@ -175,7 +186,7 @@ def _getitem_strategy(node: Node, strategies: Mapping[str, Strategy], program: P
     producer, result = node.args
     assert isinstance(producer, Node) and isinstance(result, int)
     sharding = strategies[producer.name].results[result]
-    return next(each for each in strategies_of(node, program.mesh) if each.operands == each.results == (sharding,))
+    return next(each for each in strategies_of(node, program.mesh, program.freedom) if each.operands == each.results == (sharding,))
 
 
 def _reasons(program: Program, decision: ShardingDecision) -> dict[str, str]:

@@ -45,7 +45,9 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _unchanged_operand(node: Node) -> Node | None:
     """The operand that `node` hands on unchanged, if it does."""
     test = _NO_OPS.get(node.target)  # type: ignore[arg-type]
-    operand = node.args[0] if node.args else None
+    # What `copy` writes is its second argument; the first gives shape, dtype and layout.
+    position = 1 if node.target == aten.copy.default else 0
+    operand = node.args[position] if len(node.args) > position else None
     if test is None or not isinstance(operand, Node) or not test(node):
         return None
     return operand if _same(operand.meta["val"], node.meta["val"]) else None
@@ -63,6 +65,7 @@ _NO_OPS: dict[Any, Callable[[Node], bool]] = {
     aten.detach.default: _always,
     aten.alias.default: _always,
     aten.clone.default: _always,
+    aten.copy.default: _always,
     aten.lift_fresh_copy.default: _always,
     aten._to_copy.default: _always,
     aten.expand.default: _always,

@@ -11,7 +11,7 @@ from autopar.assignment import origins
 from autopar.atoms import operand_result
 from autopar.collectives import reshard
 from autopar.emit import copy_origin
-from autopar.keys import BATCH, DIMS, PHASE, SHARDING, STRATEGY
+from autopar.keys import BATCH, DIMS, PHASE, SHARDING, STRATEGY, Phase
 from autopar.program import Program, operands
 from autopar.reshard import is_slice
 from autopar.sharding import Sharding
@@ -20,10 +20,11 @@ from autopar.sharding_problem import HOMES, required_sharding
 
 @dataclass(frozen=True)
 class InsertReshards:
-    """Insert one `reshard` per (value, target), in front of the first consumer that needs it.
+    """Insert one `reshard` per (value, target, phase), in front of the first consumer that needs it.
 
     A target that is a slice of another needed target is cut from that one: after an all-reduce for one consumer,
-    a second consumer's shard is free. The search prices it so.
+    a second consumer's shard is free. The backward brings again what it needs: nothing is held for it but what is saved.
+    The search prices it so.
 
     Reads: STRATEGY, SHARDING, DIMS. Writes: `reshard` nodes with DIMS, SHARDING, PHASE, SOURCE; shardings in the signature.
     Ensures: every operand's sharding is the one that its consumer's strategy names.
@@ -33,7 +34,7 @@ class InsertReshards:
 
     def apply(self, program: Program) -> Program:
         program = _with_signature(program.copy())
-        made: dict[tuple[Node, Sharding], Node] = {}
+        made: dict[tuple[Node, Sharding, Phase], Node] = {}
         wanted = _wanted(program)
         for node in list(program.graph.nodes):
             if node.op == "call_function":
@@ -48,16 +49,21 @@ class InsertReshards:
         return program
 
 
-def _wanted(program: Program) -> dict[Node, list[Sharding]]:
-    """The shardings that the consumers of each value need."""
-    found: dict[Node, list[Sharding]] = {}
+def _phase_of(value: Node, user: Node) -> Phase:
+    """When `user` reads `value`; a result is read as soon as it is there."""
+    return PHASE.get(value if user.op == "output" else user) or "forward"
+
+
+def _wanted(program: Program) -> dict[tuple[Node, Phase], list[Sharding]]:
+    """The shardings that the consumers of each value need in each phase."""
+    found: dict[tuple[Node, Phase], list[Sharding]] = {}
     for node in program.graph.nodes:
         if node.op == "call_function":
             for operand, target in zip(operands(node), STRATEGY[node].operands, strict=True):
-                found.setdefault(operand, []).append(target)
+                found.setdefault((operand, _phase_of(operand, node)), []).append(target)
     for output, node in program.named_outputs():
         if output.sharding is not None:
-            found.setdefault(node, []).append(output.sharding)
+            found.setdefault((node, _phase_of(node, node)), []).append(output.sharding)
     return found
 
 
@@ -66,8 +72,8 @@ def _fitted(
     value: Node,
     target: Sharding | None,
     user: Node,
-    made: dict[tuple[Node, Sharding], Node],
-    wanted: dict[Node, list[Sharding]],
+    made: dict[tuple[Node, Sharding, Phase], Node],
+    wanted: dict[tuple[Node, Phase], list[Sharding]],
 ) -> Node:
     """`value` in the sharding `target`, resharded in front of `user` if it is in another."""
     assert target is not None
@@ -76,11 +82,12 @@ def _fitted(
     if here == target:
         return value
     assert len(SHARDING[value]) == 1, f"{value} has several results; getitem names one before it is resharded"
-    if (value, target) not in made:
-        origin = origins(here, wanted[value], is_slice)[target]
+    phase = _phase_of(value, user)
+    if (value, target, phase) not in made:
+        origin = origins(here, wanted[value, phase], is_slice)[target]
         source = _fitted(program, value, origin, user, made, wanted)
-        made[(value, target)] = _emit(program, source, target, user)
-    return made[(value, target)]
+        made[value, target, phase] = _emit(program, source, target, user)
+    return made[value, target, phase]
 
 
 def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
@@ -107,6 +114,6 @@ def _with_signature(program: Program) -> Program:
     outputs = []
     for output, node in program.named_outputs():
         home = nodes.get((HOMES.get(output.kind), output.name))  # type: ignore[call-overload]
-        sharding = SHARDING[home][0] if home is not None else required_sharding(output, node, program.mesh)
+        sharding = SHARDING[home][0] if home is not None else required_sharding(output, node, program)
         outputs.append(replace(output, dims=DIMS[node][0], sharding=sharding))
     return replace(program, signature=replace(program.signature, inputs=inputs, outputs=tuple(outputs)))

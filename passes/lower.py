@@ -15,6 +15,7 @@ from autopar.localise import LocalBuilder, localise
 from autopar.mesh import Mesh
 from autopar.program import Form, Input, Program, operands
 from autopar.reshard import Step, steps
+from autopar.saving import save
 from autopar.sharding import Dims, flat
 
 aten = torch.ops.aten
@@ -58,6 +59,8 @@ class _Lowering:
         arguments = tuple(self.local[operand] for operand in operands(node))
         if node.target is reshard:
             local = self.reshard(node, arguments[0])
+        elif node.target is save:
+            local = arguments[0]
         else:
             local = localise(node, STRATEGY[node], arguments, self.builder, self.program.mesh)
         self.inherit(node, before)

@@ -15,6 +15,7 @@ from torch.fx import Node
 from autopar._torch import OpOverload
 from autopar.keys import PHASE
 from autopar.program import Program
+from autopar.saving import save
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class MergeEqualCalls:
 
 def _is_pure(node: Node) -> bool:
     target = node.target
-    if target is operator.getitem:
+    if target is operator.getitem or target is save:
         return True
     return isinstance(target, OpOverload) and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 

@@ -29,11 +29,11 @@ class RandomShardings:
         draw = random.Random(self.seed)
         chosen: dict[Node, Strategy] = {}
         for item, node in program.named_inputs():
-            chosen[node] = draw.choice(placeholder_strategies(item.kind, DIMS[node][0], program.mesh, BATCH[node][0]))
+            chosen[node] = draw.choice(placeholder_strategies(item.kind, DIMS[node][0], program.mesh, BATCH[node][0], program.freedom))
         for node in program.graph.nodes:
             if node.op == "call_function":
                 chosen[node] = draw.choice(
-                    [strategy for strategy in strategies_of(node, program.mesh) if _is_reachable(node, strategy, chosen)]
+                    [strategy for strategy in strategies_of(node, program.mesh, program.freedom) if _is_reachable(node, strategy, chosen)]
                 )
         return {node.name: strategy for node, strategy in chosen.items()}
 

@@ -50,6 +50,7 @@ def trace_joint(program: Program, training: bool) -> Program:
             fakes.append(torch.empty(item.shape, dtype=item.dtype).requires_grad_(training and item.requires_grad))
     graph, into, out = joint_graph(Interpreter(program.module()).run, fakes, mode, _DECOMPOSITIONS)
     graph.set_codegen(CodeGen())
+    _refuse_draws(graph)
     _name_placeholders(graph, into, program)
     inputs = tuple(
         _input(descriptor, node, program.signature) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True)
@@ -67,6 +68,14 @@ def trace_joint(program: Program, training: bool) -> Program:
     )
     _order_by_phase(joint)
     return joint
+
+
+def _refuse_draws(graph: Graph) -> None:
+    """`KeyRandom` has keyed every draw but those inside a `torch.autograd.Function`, which is a single call until here."""
+    drawing = [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
+    if drawing:
+        names = ", ".join(dict.fromkeys(str(node.target) for node in drawing))
+        raise CaptureError(f"a torch.autograd.Function draws random numbers ({names}), which cannot be keyed; draw outside, pass them in")
 
 
 def _name_placeholders(graph: Graph, into: list[Any], program: Program) -> None:
@@ -147,7 +156,20 @@ def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Ten
     return _mean(x, None, False, dtype=dtype)
 
 
+def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
+    """`x.new_zeros(shape)` and its like without x, of which no more than dtype and device is asked: x would be gathered for that."""
+
+    def new(x: torch.Tensor, size: list[int], *values: float, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+        (filling,) = values or (value,)
+        return torch.full(size, filling, dtype=dtype or x.dtype, device=options.get("device") or x.device)  # type: ignore[arg-type]
+
+    return new
+
+
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.new_zeros.default: _new(0),
+    aten.new_ones.default: _new(1),
+    aten.new_full.default: _new(),
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.mean.dim: _mean,

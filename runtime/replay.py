@@ -24,6 +24,7 @@ from autopar.runtime.parameters import assemble, local_shard, replica_difference
 from autopar.runtime.report import floor_of, norm
 from autopar.runtime.virtual import collect
 from autopar.schedule import Collective, Launch
+from autopar.traced import as_traced
 
 # Per rank what a node of a LOCAL program yields, called in the order of the graph.
 Watch = Callable[[Node, Sequence[Any]], None]
@@ -85,7 +86,7 @@ def run_original(
 ) -> Results:
     """`model` itself on the global batch, by autograd. It is changed: buffers are. `signature` is that of FORWARD."""
     with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
-        leaves, _ = flatten(model(*args, **kwargs))
+        leaves, _ = flatten(as_traced(lambda: model(*args, **kwargs)))
     outputs = {item.name: leaves[int(item.name)] for item in signature.outputs if item.kind in ("loss", "output")}
     changed = _changed(dict(model.named_buffers()), case)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -33,7 +33,7 @@ def gpt2(num_layers: int = 1, dropout: float = 0.0) -> Case:
         n_layer=num_layers, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY, n_positions=2 * LENGTH, bos_token_id=0, eos_token_id=0,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
     )  # fmt: skip
-    return _case(transformers.GPT2LMHeadModel(config), _tokens())
+    return case(transformers.GPT2LMHeadModel(config), tokens())
 
 
 def llama(num_layers: int = 1, dropout: float = 0.0) -> Case:
@@ -42,7 +42,7 @@ def llama(num_layers: int = 1, dropout: float = 0.0) -> Case:
         num_hidden_layers=num_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=HEADS, num_key_value_heads=2,
         vocab_size=VOCABULARY, max_position_embeddings=2 * LENGTH, attention_dropout=dropout, use_cache=False,
     )  # fmt: skip
-    return _case(transformers.LlamaForCausalLM(config), _tokens())
+    return case(transformers.LlamaForCausalLM(config), tokens())
 
 
 def bert(num_layers: int = 1, dropout: float = 0.0) -> Case:
@@ -51,9 +51,7 @@ def bert(num_layers: int = 1, dropout: float = 0.0) -> Case:
         num_hidden_layers=num_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_attention_heads=HEADS, vocab_size=VOCABULARY,
         max_position_embeddings=2 * LENGTH, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
-    lengths = torch.tensor([16, 12, 16, 9, 5, 16, 2, 16])
-    mask = (torch.arange(LENGTH) < lengths[:, None]).long()
-    return _case(transformers.BertForMaskedLM(config), _tokens() | {"attention_mask": mask})
+    return case(transformers.BertForMaskedLM(config), tokens() | {"attention_mask": padding_mask()})
 
 
 def vit(num_layers: int = 1, dropout: float = 0.0) -> Case:
@@ -65,7 +63,7 @@ def vit(num_layers: int = 1, dropout: float = 0.0) -> Case:
     draw = torch.Generator().manual_seed(1)
     labels = torch.randint(0, 12, (BATCH,), generator=draw)
     labels[[3, 5, 6, 7]] = IGNORED
-    return _case(
+    return case(
         transformers.ViTForImageClassification(config), {"pixel_values": torch.randn(BATCH, 3, 32, 32, generator=draw), "labels": labels}
     )
 
@@ -73,7 +71,8 @@ def vit(num_layers: int = 1, dropout: float = 0.0) -> Case:
 ZOO: dict[str, Callable[..., Case]] = {"gpt2": gpt2, "llama": llama, "bert": bert, "vit": vit}
 
 
-def _tokens() -> Batch:
+def tokens() -> Batch:
+    """Ids and labels, both int64 [BATCH, LENGTH]."""
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=draw)
     labels = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=draw)
@@ -83,7 +82,13 @@ def _tokens() -> Batch:
     return {"input_ids": ids, "labels": labels}
 
 
-def _case(model: nn.Module, batch: Batch) -> Case:
+def padding_mask() -> Tensor:
+    """1 where a sample has a token, int64 [BATCH, LENGTH]: every sample has one, none is padded on the left."""
+    lengths = torch.tensor([16, 12, 16, 9, 5, 16, 2, 16])
+    return (torch.arange(LENGTH) < lengths[:, None]).long()
+
+
+def case(model: nn.Module, batch: Batch) -> Case:
     """The models' own initial weights, with noise on all: zero biases and unit norms would hide a parameter that lies wrongly.
 
     Larger noise would make attention sharp, and the key bias's gradient, zero by cancellation, all rounding.

@@ -1,5 +1,33 @@
 """The rules of all ops we know; importing this registers them."""
 
-from autopar.rules import attention, contractions, convolution, creation, indexing, normalisation, pointwise, reductions, views
+from autopar.rules import (
+    attention,
+    contractions,
+    convolution,
+    creation,
+    distances,
+    experts,
+    indexing,
+    normalisation,
+    pointwise,
+    reductions,
+    resampling,
+    transforms,
+    views,
+)
 
-__all__ = ["attention", "contractions", "convolution", "creation", "indexing", "normalisation", "pointwise", "reductions", "views"]
+__all__ = [
+    "attention",
+    "contractions",
+    "convolution",
+    "creation",
+    "distances",
+    "experts",
+    "indexing",
+    "normalisation",
+    "pointwise",
+    "reductions",
+    "resampling",
+    "transforms",
+    "views",
+]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch.fx import Node
 
 from autopar.rule import Label, Labels, Rule, rule
-from autopar.rules.labels import aligned, argument, aten, dim_of, is_zero, position_of, positional, shape_of, value_of, without
+from autopar.rules.labels import aligned, argument, aten, blocked, dim_of, is_zero, position_of, positional, shape_of, value_of, without
 
 
 @rule(aten.embedding.default)
@@ -50,7 +53,7 @@ def _index_labels(source: tuple[int, ...], indices: list[Node | None]) -> tuple[
     return passing, tuple(result), terms
 
 
-@rule(aten.index.Tensor)
+@rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(node: Node) -> Rule | None:
     """`source[indices]`: dims without an index pass, indexed dims are needed whole, index dims walk with the result's."""
     source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
@@ -61,10 +64,13 @@ def index(node: Node) -> Rule | None:
     return Rule((passing, *terms), (result,), linear=(frozenset({0}),))
 
 
-@rule(aten.index_put.default)
+@rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(node: Node) -> Rule | None:
     """Accumulating into zeros, the backward of `index`, is a sum over the index dims; else they are blocked."""
     source, indices, values = node.args[0], list(node.args[1]), node.args[2]  # type: ignore[arg-type]
+    masks = [index for index in indices if isinstance(index, Node) and value_of(index).dtype == torch.bool]
+    if len(masks) == 1 == sum(index is not None for index in indices) and math.prod(shape_of(values)) == 1:
+        return _masked_put(node, masks[0], indices.index(masks[0]))  # type: ignore[arg-type]
     found = _index_labels(shape_of(source), indices)  # type: ignore[arg-type]
     if found is None:
         return None
@@ -82,6 +88,16 @@ def index_put(node: Node) -> Rule | None:
     return Rule((passing, *terms, tail), (passing,), frozenset() if summed else blocked, linear=groups)
 
 
+def _masked_put(node: Node, mask: Node, first: int) -> Rule:
+    """One value wherever a mask, which covers the dims from `first` on, says so: every position by itself."""
+    labels = positional(len(shape_of(node)))
+    order = aligned(
+        node,
+        [(node.args[0], labels), (mask, labels[first : first + len(shape_of(mask))]), (node.args[2], blocked(len(shape_of(node.args[2]))))],
+    )
+    return Rule(order, (labels,), linear=(frozenset({0, 2}), *((frozenset({0}),) if is_zero(node.args[2]) else ())))
+
+
 def _put_shape(source: tuple[int, ...], result: Labels, terms: list[Labels], indices: list[Node | None]) -> tuple[int, ...]:
     tensors = [index for index in indices if index is not None]
     common = tuple(torch.broadcast_shapes(*(shape_of(index) for index in tensors)))
@@ -94,6 +110,15 @@ def _together(source: tuple[int, ...], index: tuple[int, ...], dim: int) -> Labe
     return tuple(f"d{i}" if i != dim and source[i] == size else None for i, size in enumerate(index))
 
 
+def _looked_up(source: Any, dim: int) -> str | None:
+    """The label of the dim that ids point into, where ranks can look up the ids that they have: classes, the last of several dims.
+
+    Each rank yields 0 for ids that are elsewhere, so the results are sums.
+    """
+    value = value_of(source)
+    return "v" if 0 < dim == value.dim() - 1 and value.dtype != torch.bool else None
+
+
 @rule(aten.gather.default)
 def gather(node: Node) -> Rule:
     source, ids = node.args[0], node.args[2]
@@ -101,7 +126,8 @@ def gather(node: Node) -> Rule:
     dim = dim_of(node.args[1], len(shapes[0]))
     labels = _together(*shapes, dim)
     along = tuple("i" if i == dim else label for i, label in enumerate(labels))
-    return Rule(aligned(node, [(source, labels), (ids, along)]), (along,), linear=(position_of(node, source),))
+    whole = tuple(_looked_up(source, dim) if i == dim else label for i, label in enumerate(labels))
+    return Rule(aligned(node, [(source, whole), (ids, along)]), (along,), linear=(position_of(node, source),))
 
 
 @rule(aten.index_select.default)
@@ -112,6 +138,40 @@ def index_select(node: Node) -> Rule:
     result = tuple("i" if i == dim else label for i, label in enumerate(labels))
     operands = aligned(node, [(source, without(labels, (dim,))), (ids, ("i",) * len(shape_of(ids)))])
     return Rule(operands, (result,), linear=(position_of(node, source),))
+
+
+@rule(aten.index_fill.int_Scalar)
+def index_fill(node: Node) -> Rule:
+    """(source, dim, ids, value)"""
+    source, ids = node.args[0], node.args[2]
+    labels = positional(len(shape_of(source)))
+    labels = without(labels, (dim_of(node.args[1], len(labels)),))
+    order = aligned(node, [(source, labels), (ids, (None,) * len(shape_of(ids)))])
+    return Rule(order, (labels,), linear=(position_of(node, source),) if is_zero(node.args[3]) else ())
+
+
+@rule(aten.index_add.default, aten.index_copy.default)
+def index_add(node: Node) -> Rule:
+    """(source, dim, ids, values). Adding into zeros is a sum over the ids; else they are blocked."""
+    source, ids, values = node.args[0], node.args[2], node.args[3]
+    labels = positional(len(shape_of(source)))
+    dim = dim_of(node.args[1], len(labels))
+    whole = without(labels, (dim,))
+    summed = node.target is aten.index_add.default and is_zero(source)
+    along = tuple("i" if i == dim and summed else label for i, label in enumerate(whole))
+    order = aligned(node, [(source, whole), (ids, ("i" if summed else None,) * len(shape_of(ids))), (values, along)])
+    joint = position_of(node, source) | position_of(node, values)
+    return Rule(order, (whole,), linear=(joint, position_of(node, values)) if is_zero(source) else (joint,))
+
+
+@rule(aten.scatter_reduce.two)
+def scatter_reduce(node: Node) -> Rule:
+    """(source, dim, ids, values, reduction): the dim is blocked; see `scatter_add` for a sum."""
+    source, ids, values = node.args[0], node.args[2], node.args[3]
+    labels = _together(shape_of(source), shape_of(ids), dim_of(node.args[1], len(shape_of(source))))
+    labels = tuple(label if shape_of(values)[i] == shape_of(source)[i] else None for i, label in enumerate(labels))
+    linear = (position_of(node, source) | position_of(node, values),) if node.args[4] in ("sum", "mean") else ()
+    return Rule(aligned(node, [(source, labels), (ids, labels), (values, labels)]), (labels,), linear=linear)
 
 
 @rule(aten.scatter.value)
@@ -133,4 +193,6 @@ def scatter(node: Node) -> Rule:
     along = tuple("i" if i == dim and summed else label for i, label in enumerate(labels))
     joint = position_of(node, source) | position_of(node, values)
     linear = (joint, position_of(node, values)) if is_zero(source) else (joint,)
+    if node.target is aten.scatter_add.default and shape_of(values) == shape_of(ids):
+        labels = tuple(_looked_up(source, dim) if i == dim else label for i, label in enumerate(labels))
     return Rule(aligned(node, [(source, labels), (ids, along), (values, along)]), (labels,), linear=linear)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.collectives import reshard
 from autopar.program import operands, results_of
 from autopar.rule import Labels
 
@@ -110,6 +111,9 @@ def is_zero(value: Any) -> bool:
     while isinstance(value, Node):
         if value.op != "call_function":
             return False
+        if value.target is reshard:
+            value = value.args[0]
+            continue
         name = str(value.target).removeprefix("aten.").split(".")[0]
         if name in _FILLED:
             value = _FILLED[name](value)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from autopar.program import operands, results_of
-from autopar.rule import Labels, Rule, rule
+from autopar.rule import Label, Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, aten, blocked, position_of, positional, shape_of, value_of, without
 
 
@@ -98,19 +98,33 @@ def batch_norm_inference(node: Node) -> Rule:
     return Rule(order, (labels, *(_nothing(value) for value in results_of(node)[1:])))
 
 
+def _groups(x: Any, groups: int) -> tuple[Labels, Label, dict[str, int]]:
+    """Labels of the input and of its channels, and the sizes of groups and of the channels in one, over which statistics run."""
+    num_dims, size = len(shape_of(x)), shape_of(x)[1] // groups
+    channels: Label = ("g", "r") if size > 1 else "g"
+    return ("n", channels, *blocked(num_dims - 2)), channels, {"g": groups, "r": size}
+
+
+_IN_A_GROUP = frozenset({"r"})
+
+
 @rule(aten.native_group_norm.default)
 def group_norm(node: Node) -> Rule:
     """(input, weight?, bias?, n, c, positions, groups, eps) → (output, mean[n, groups], reciprocal deviation)."""
     x = node.args[0]
-    labels = ("n", *blocked(len(shape_of(x)) - 1))
-    order = aligned(node, [(x, labels), (node.args[1], (None,)), (node.args[2], (None,))])
-    return Rule(order, (labels, ("n", None), ("n", None)))
+    labels, channels, sizes = _groups(x, int(node.args[6]))  # type: ignore[arg-type]
+    order = aligned(node, [(x, labels), (node.args[1], (channels,)), (node.args[2], (channels,))])
+    return Rule(order, (labels, ("n", "g"), ("n", "g")), _IN_A_GROUP, sizes=sizes)
 
 
 @rule(aten.native_group_norm_backward.default)
 def group_norm_backward(node: Node) -> Rule:
     """(gradient, input, mean, deviation, weight?, n, c, positions, groups, mask) → (input, weight, bias) gradients."""
     gradient, x, mean, deviation, weight = node.args[:5]
-    labels = ("n", *blocked(len(shape_of(x)) - 1))
-    pairs: list[tuple[Any, Labels]] = [(gradient, labels), (x, labels), (mean, ("n", None)), (deviation, ("n", None)), (weight, (None,))]
-    return Rule(aligned(node, pairs), _present(node, (labels, (None,), (None,))), linear=(position_of(node, gradient),))
+    labels, channels, sizes = _groups(x, int(node.args[8]))  # type: ignore[arg-type]
+    statistics = ("n", "g")
+    pairs: list[tuple[Any, Labels]] = [
+        (gradient, labels), (x, labels), (mean, statistics), (deviation, statistics), (weight, (channels,)),
+    ]  # fmt: skip
+    results = _present(node, (labels, (channels,), (channels,)))
+    return Rule(aligned(node, pairs), results, _IN_A_GROUP, linear=(position_of(node, gradient),), sizes=sizes)

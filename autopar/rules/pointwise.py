@@ -30,6 +30,7 @@ _SINGLY: dict[str, tuple[int, ...]] = {
     "aten.deg2rad.default": (0,),
     "aten.rad2deg.default": (0,),
     "aten.zeros_like.default": (0,),
+    "aten.copy.default": (1,),
     # Backward formulas are linear in the gradient that comes in.
     "aten.gelu_backward.default": (0,),
     "aten.silu_backward.default": (0,),
@@ -77,7 +78,24 @@ _UNTAGGED = (
     aten.copy.default,
     aten.fill.Scalar,
     aten.fill.Tensor,
+    aten.softplus_backward.default,
     "prims.convert_element_type.default",
+    aten.rsub.Tensor,
+    aten.floor_divide.default,
+    aten.masked_fill.Tensor,
+    aten.complex.default,
+    aten.polar.default,
+    aten.hardswish.default,
+    aten.hardswish_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardtanh_backward.default,
+    aten.hardshrink_backward.default,
+    aten.softshrink_backward.default,
+    aten.leaky_relu_backward.default,
+    aten.log_sigmoid_backward.default,
+    aten.elu_backward.default,
+    aten.mish_backward.default,
+    aten._prelu_kernel.default,
 )
 
 

@@ -26,8 +26,17 @@ _WHOLE_DIMS = (
     aten.min.dim,
     aten.max.dim,
     aten.prod.default,
-    aten.median.dim,
+    aten.median.default,
+    aten.nanmedian.default,
+    aten.nansum.default,
 )
+# The same over one dim: the name of the op says at which argument it is.
+_WHOLE_DIM: dict[object, int] = {
+    aten.median.dim: 1,
+    aten.nanmedian.dim: 1,
+    aten.kthvalue.default: 2,
+    aten.mode.default: 1,
+}
 
 
 def _kept(node: Node, reduced: tuple[int, ...]) -> Labels:
@@ -65,7 +74,23 @@ def whole_dims(node: Node) -> Rule:
     return _whole(node, dims_of(argument(node, 1, "dim"), len(shape_of(node.args[0]))))
 
 
-@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction)
+@rule(*_WHOLE_DIM)
+def whole_dim(node: Node) -> Rule:
+    return _whole(node, (dim_of(argument(node, _WHOLE_DIM[node.target], "dim", -1), len(shape_of(node.args[0]))),))
+
+
+@rule(aten.aminmax.default)
+def extremes(node: Node) -> Rule:
+    return _whole(node, dims_of(node.kwargs.get("dim"), len(shape_of(node.args[0]))))
+
+
+@rule("aten.norm.Scalar", "aten.norm.ScalarOpt_dim", "aten.norm.ScalarOpt_dtype", "aten.norm.ScalarOpt_dim_dtype")
+def norm(node: Node) -> Rule:
+    has_dims = "dim" in str(node.target)
+    return _whole(node, dims_of(node.args[2] if has_dims else None, len(shape_of(node.args[0]))))
+
+
+@rule(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction, aten.var.dim)
 def variance(node: Node) -> Rule:
     return _whole(node, dims_of(argument(node, 1, "dim"), len(shape_of(node.args[0]))))
 
@@ -80,12 +105,29 @@ def _whole(node: Node, reduced: tuple[int, ...]) -> Rule:
     return Rule((source,), (_kept(node, reduced),) * len(results_of(node)))
 
 
+@rule(aten.histc.default)
+def histogram(node: Node) -> Rule | None:
+    """(input, bins, min, max): counts are sums over the elements. None where the bounds are those of the data."""
+    if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):
+        return None
+    source = positional(len(shape_of(node.args[0])))
+    return Rule((source,), ((None,),))
+
+
 @rule(aten.cumsum.default)
 def cumulative_sum(node: Node) -> Rule:
     return _along(node, linear=True)
 
 
-@rule(aten.cumprod.default, aten.logcumsumexp.default, aten._softmax.default, aten._log_softmax.default, "aten._safe_softmax.default")
+@rule(
+    aten.cumprod.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.logcumsumexp.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    "aten._safe_softmax.default",
+)
 def along_one_dim(node: Node) -> Rule:
     return _along(node, linear=False)
 
@@ -93,7 +135,7 @@ def along_one_dim(node: Node) -> Rule:
 def _along(node: Node, linear: bool) -> Rule:
     num_dims = len(shape_of(node.args[0]))
     labels = without(positional(num_dims), (dim_of(argument(node, 1, "dim"), num_dims),))
-    return Rule((labels,), (labels,), linear=_FIRST if linear else ())
+    return Rule((labels,), (labels,) * len(results_of(node)), linear=_FIRST if linear else ())
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)

@@ -10,6 +10,7 @@ from torch.fx import Node
 from autopar.program import operands, results_of
 from autopar.rule import Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
+from autopar.saving import save
 
 _FIRST = (frozenset({0}),)
 
@@ -22,6 +23,7 @@ _FIRST = (frozenset({0}),)
     aten.squeeze.default,
     aten.squeeze.dim,
     aten.squeeze.dims,
+    save,
 )
 def view(node: Node) -> Rule:
     return Rule((blocked(len(shape_of(node.args[0]))),), (blocked(len(shape_of(node))),), linear=_FIRST, view=True)
@@ -110,7 +112,7 @@ def constant_pad(node: Node) -> Rule:
     return Rule(found.operands, found.results, linear=linear)
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default)
+@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 def split(node: Node) -> Rule:
     return _one_dim_blocked(node, (dim_of(argument(node, 2, "dim", 0), len(shape_of(node.args[0]))),))
 
@@ -142,6 +144,49 @@ def unfold(node: Node) -> Rule:
     source = positional(len(shape_of(node.args[0])))
     labels = without(source, (dim_of(node.args[1], len(source)),))
     return Rule((labels,), ((*labels, None),), linear=_FIRST)
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward(node: Node) -> Rule:
+    """(gradient, input sizes, dim, size, step)"""
+    result = positional(len(shape_of(node)))
+    labels = without(result, (dim_of(node.args[2], len(result)),))
+    return Rule(((*labels, None),), (labels,), linear=_FIRST)
+
+
+def _diagonal(num_dims: int, first: Any, second: Any) -> tuple[Labels, Labels]:
+    """Labels of a tensor of `num_dims` dims, whose diagonal over two of them is taken, and of the diagonal."""
+    both = (dim_of(first, num_dims), dim_of(second, num_dims))
+    whole = without(positional(num_dims), both)
+    return whole, (*(label for i, label in enumerate(whole) if i not in both), None)
+
+
+@rule(aten.diagonal.default)
+def diagonal(node: Node) -> Rule:
+    """(input, offset, dim1, dim2): both dims become one at the end."""
+    whole, part = _diagonal(len(shape_of(node.args[0])), argument(node, 2, "dim1", 0), argument(node, 3, "dim2", 1))
+    return Rule((whole,), (part,), linear=_FIRST)
+
+
+@rule(aten.diagonal_backward.default)
+def diagonal_backward(node: Node) -> Rule:
+    """(gradient, input sizes, offset, dim1, dim2)"""
+    whole, part = _diagonal(len(shape_of(node)), node.args[3], node.args[4])
+    return Rule((part,), (whole,), linear=_FIRST)
+
+
+@rule(aten.diag_embed.default)
+def diagonal_matrix(node: Node) -> Rule:
+    """(input, offset, dim1, dim2): the last dim becomes two."""
+    whole, part = _diagonal(len(shape_of(node)), argument(node, 2, "dim1", -2), argument(node, 3, "dim2", -1))
+    return Rule((part,), (whole,), linear=_FIRST)
+
+
+@rule(aten.diagonal_scatter.default)
+def diagonal_scatter(node: Node) -> Rule:
+    """(input, diagonal, offset, dim1, dim2): the diagonal written into the input."""
+    whole, part = _diagonal(len(shape_of(node)), argument(node, 3, "dim1", 0), argument(node, 4, "dim2", 1))
+    return Rule((whole, part), (whole,), linear=(frozenset({0, 1}),))
 
 
 @rule(aten.view_as_complex.default)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
+from autopar.check import check
 from autopar.compiled import TENSOR
 from autopar.keys import SOURCE
 from autopar.passes.trace_joint import TraceJoint
@@ -229,6 +230,18 @@ def test_a_region_without_gradients() -> None:
         return (self.linear(x) * factor + fixed).square().sum()
 
     assert_as_model(Layer(compute), (X,), {})
+
+
+def test_constants_made_in_forward_are_detached_out_of_place() -> None:
+    """Dynamo detaches what `torch.tensor` makes in place, which no view allows."""
+
+    def scaled(self: Layer, x: Tensor) -> Tensor:
+        return (self.linear(x) / torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float))).sum()
+
+    program = of(scaled, X)
+    assert not [node for node in program.graph.nodes if "detach_." in str(node.target)]
+    check(program)
+    assert_as_model(Layer(scaled), (X,), {})
 
 
 def test_batch_dims() -> None:

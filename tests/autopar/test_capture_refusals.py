@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import CaptureError
 from tests.capturing import MESH, Layer, X, assert_as_model, of
+from tests.zoo_language import SIZES, decoder
 
 
 def branch(self: Layer, x: Tensor) -> Tensor:
@@ -153,3 +155,13 @@ def test_an_autocast_around_the_call_is_refused() -> None:
     expected = r"under torch.autocast\('cpu'\).*model.to\(torch.bfloat16\)"
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CaptureError, match=expected):
         of(lambda module, x: module.linear(x).sum(), X)
+
+
+def test_experts_visited_one_by_one_are_refused_with_the_setting_that_helps() -> None:
+    sizes = SIZES | {"num_hidden_layers": 1, "num_key_value_heads": 2, "num_local_experts": 4}
+    case = decoder(transformers.MixtralConfig, experts_implementation="eager", **sizes)
+    with pytest.raises(CaptureError) as caught:
+        capture(case.model, (), case.batch, MESH)
+    assert "modeling_mixtral.py" in str(caught.value) and 'model.set_experts_implementation("grouped_mm")' in str(caught.value)
+    case.model.set_experts_implementation("grouped_mm")
+    capture(case.model, (), case.batch, MESH)

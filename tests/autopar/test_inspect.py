@@ -16,7 +16,7 @@ from autopar.compiled import Compiled, Step
 from autopar.cost import CostModel
 from autopar.emit import Emitter
 from autopar.errors import AutoparError
-from autopar.explain import in_bytes, in_seconds, indivisible
+from autopar.explain import indivisible
 from autopar.inspect import diff, explain, print_program, summary, why
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.mesh import Mesh
@@ -25,6 +25,7 @@ from autopar.plan import Plan
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.schedule import Schedule, parse
 from autopar.sharding import Sharding, Strategy
+from autopar.units import in_bytes, in_seconds
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))

@@ -97,6 +97,20 @@ def test_tables_split_over_several_atoms_look_up_their_own_rows() -> None:
         assert [failure for strategy in rows for failure in prove_strategy(node, strategy, mesh)] == []
 
 
+def test_gathers_and_scatters_over_several_atoms_meet_the_ids_that_are_there() -> None:
+    scores, ids = torch.empty(5, 24), torch.empty(5, 3, dtype=torch.int64)
+    forward = instance(aten.gather.default, scores, -1, ids)
+    DIMS[operands(forward)[0]] = (((5,), (4, 6)),)
+    backward = instance(aten.scatter_add.default, scores, -1, ids, torch.empty(5, 3))
+    for node in (operands(backward)[0], backward):
+        DIMS[node] = (((5,), (4, 6)),)
+    mesh = Mesh((("x", 2), ("y", 2)))
+    for node in (forward, backward):
+        split = [strategy for strategy in strategies_of(node, mesh) if "v." in str(strategy)]
+        assert len(split) > 3
+        assert [failure for strategy in split for failure in prove_strategy(node, strategy, mesh)] == []
+
+
 def test_coordinates_are_inputs_made_once_per_tuple_of_axes() -> None:
     builder = LocalBuilder(Graph())
     x = builder.placeholder("x", (4,), torch.float32)

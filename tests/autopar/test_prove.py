@@ -100,8 +100,9 @@ def distinct_calls(*names: str) -> Iterator[Node]:
             yield node
 
 
-def test_every_op_has_a_rule() -> None:
-    assert not {str(node.target) for node in distinct_calls(*MODELS) if rule_of(node) is None}
+def test_every_op_has_a_rule_that_is_written_by_hand() -> None:
+    rules = {str(node.target): rule_of(node) for node in distinct_calls(*MODELS)}
+    assert not [name for name, rule in rules.items() if rule is None or rule.inferred]
 
 
 def test_every_instance_is_proved() -> None:

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.ascent import Ascent
 from autopar.assignment import Candidate, Choice, Problem, origins, transport_seconds, without_dominated
-from autopar.errors import PlanError
+from autopar.errors import MemoryBudgetError, PlanError
 from autopar.evaluation import Evaluation
 from autopar.folding import fold
 from autopar.search import RunnerUp, search
+from autopar.tables import Tables
 
 STATES = "RABCU"
 
@@ -174,7 +176,42 @@ def test_a_value_is_folded_by_who_reads_it() -> None:
 
 
 def test_time_that_runs_out_before_any_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.search._solve", lambda model, evaluation, *_: ([0] * len(evaluation.nodes), 0.0, False))
+    monkeypatch.setattr("autopar.ascent.Ascent.bound", lambda self: 0.0)
     nodes = (Choice("v", (), (Candidate((), ("R",), 0.0),)), Choice("r", ((0, 0),), (Candidate(("U",), ("R",), 0.0),)))
-    with pytest.raises(PlanError, match=r"no plan found within search_timeout=0.5; give it more seconds"):
-        search(Problem(nodes, lambda value, a, b: 0.0 if a == b else math.inf), timeout=0.5)
+    with pytest.raises(PlanError, match=r"no plan found within search_timeout=0.0; give it more seconds"):
+        search(Problem(nodes, lambda value, a, b: 0.0 if a == b else math.inf), timeout=0.0)
+
+
+def layers_of_two_sizes(num_layers: int, capacity_bytes: float) -> Problem:
+    """Layers that hold 10 bytes for 1 s or 4 for 3 s, and one that holds 6 for 1 s or 1 for 2 s."""
+    layer = (Candidate((), ("R",), 1.0, 10.0, 5.0), Candidate((), ("R",), 3.0, 4.0, 5.0))
+    last = (Candidate((), ("R",), 1.0, 6.0), Candidate((), ("R",), 2.0, 1.0))
+    nodes = (*(Choice(f"layer {i}", (), layer, "layer") for i in range(num_layers)), Choice("last", (), last, "last"))
+    return Problem(nodes, lambda value, a, b: 0.0, capacity_bytes=capacity_bytes)
+
+
+def test_what_is_held_fits_into_the_capacity_at_the_least_cost() -> None:
+    assert search(layers_of_two_sizes(2, 31.0)).seconds == 3.0
+    tight = search(layers_of_two_sizes(2, 30.9))
+    assert (tight.seconds, tight.num_bytes, tight.picks) == (4.0, 26.0, (0, 0, 1))
+    tighter = search(layers_of_two_sizes(2, 25.0), rounds=None)
+    assert (tighter.seconds, tighter.num_bytes) == (5.0, 25.0)
+    assert tighter.gap < 1e-6
+
+
+def test_nothing_that_fits_is_a_plan_error() -> None:
+    with pytest.raises(MemoryBudgetError, match="no assignment fits into memory"):
+        search(layers_of_two_sizes(2, 13.0))
+
+
+def test_the_bound_of_the_ascent_is_no_more_than_the_answer_and_close() -> None:
+    for seed in range(8):
+        problem = always_reachable(random_problem(seed, 30))
+        evaluation = Evaluation(problem)
+        ascent = Ascent(Tables.of(evaluation))
+        for _ in range(20):
+            ascent.sweep(True)
+            ascent.sweep(False)
+        best = search(problem, rounds=None).seconds
+        assert 0.95 * best <= ascent.bound() <= best * (1 + 1e-9)
+        assert min(map(evaluation.seconds, ascent.assignments())) >= best * (1 - 1e-9)

@@ -27,6 +27,7 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "detach": aten.detach.default,
     "alias": aten.alias.default,
     "clone": aten.clone.default,
+    "copy into empty": lambda x: aten.copy.default(aten.new_empty.default(x, [4, 6]), x),
     "copy to the same type": lambda x: aten._to_copy.default(x, dtype=torch.float32),
     "expand to itself": lambda x: aten.expand.default(x, [4, 6]),
     "view as itself": lambda x: aten.view.default(x, [4, 6]),
@@ -39,6 +40,8 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
 
 SOMETHING: dict[str, Callable[[Tensor], Tensor]] = {
     "another type": lambda x: aten._to_copy.default(x, dtype=torch.float64),
+    "copy into another type": lambda x: aten.copy.default(aten.new_empty.default(x, [4, 6], dtype=torch.float64), x),
+    "copy over more rows": lambda x: aten.copy.default(aten.new_empty.default(x, [2, 4, 6]), x),
     "another shape": lambda x: aten.view.default(x, [6, 4]),
     "another memory order": lambda x: aten.clone.default(aten.t.default(x), memory_format=torch.contiguous_format),
     "part of it": lambda x: aten.slice.Tensor(x, 1, 0, 5),

@@ -1,0 +1,57 @@
+"""What a forward writes to its modules while it is traced (a cached mask, a counter) is undone: it would hold tensors of the trace."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+# What is looked into; subclasses may refuse to be written to.
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
+# The attributes in which a module has its hooks around forward.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+
+
+@contextmanager
+def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[None]:
+    """Give back to `model` what it held before: attributes, and the dicts, lists and sets among them, which stay the same objects.
+
+    With `but_hooks`, where the first forward installs hooks (transformers, to record router logits), the hooks stay and so do
+    the flags that say so: export cannot follow their installation, but follows the hooks.
+    """
+    modules = [(vars(module), dict(vars(module))) for module in model.modules()]
+    containers = [value for _, kept in modules for value in kept.values() if type(value) in _CONTAINERS]
+    contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
+    try:
+        yield
+    finally:
+        installed = [_installed(attributes, kept, contents) for attributes, kept in modules] if but_hooks else []
+        for container, content in [*modules, *contents]:
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+        if any(hooks for hooks, _ in installed):
+            for (attributes, _), (hooks, flags) in zip(modules, installed, strict=True):
+                attributes.update(flags)
+                for name, added in hooks.items():
+                    attributes[name].update(added)
+
+
+def _installed(
+    attributes: dict[str, Any], before: dict[str, Any], contents: list[tuple[Any, Any]]
+) -> tuple[dict[str, dict[int, Any]], dict[str, bool]]:
+    """The hooks that a module got, by the attribute that has them, and its new or changed flags."""
+    old = {id(container): content for container, content in contents}
+    held = {name: attributes[name] for name in _HOOKS if name in attributes}
+    hooks = {name: {key: hook for key, hook in hooks.items() if key not in old.get(id(hooks), {})} for name, hooks in held.items()}
+    flags = {name: value for name, value in attributes.items() if isinstance(value, bool) and before.get(name) is not value}
+    return {name: added for name, added in hooks.items() if added}, flags

@@ -1,0 +1,117 @@
+"""A `torch.autograd.Function` of the user's: captured with its backward.
+
+`torch.export` runs such a function without gradients and keeps what its forward computes: the backward written beside it would be
+lost, and gradients silently wrong. So while a model is exported each call stands in the graph as one opaque op, and FORWARD
+programs call in its place a function that brings both halves: autograd's trace then finds the backward that the user wrote.
+
+    with custom_functions_kept():
+        exported = torch.export.export(…)           # autopar.custom_function(operands, site)
+    function_at(site)(*operands)                    # what the FORWARD program calls
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+
+from autopar._torch import apply_custom_function, custom_functions_replaced
+from autopar.errors import CaptureError
+
+Results = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class CustomFunction:
+    """Both halves as Dynamo traced them: `forward(*operands) → (results, saved)`, `backward(*gradients, *saved)`."""
+
+    forward: GraphModule
+    backward: GraphModule
+    options: Mapping[str, Any]
+    is_tuple: bool
+
+    def __call__(self, *operands: Tensor) -> Results:
+        results = apply_custom_function(self.forward, self.backward, operands, self.options)
+        return tuple(results) if self.is_tuple else (results,)
+
+    def results(self, *operands: Tensor) -> Results:
+        """The forward alone."""
+        with torch.no_grad():
+            results, _ = Interpreter(self.forward).run(*operands)
+        return tuple(results) if self.is_tuple else (results,)
+
+
+_functions: dict[int, Callable[..., Results]] = {}
+_sites = itertools.count()
+
+
+def _results(operands: Sequence[Tensor], site: int) -> list[Tensor]:
+    function = custom_function(_functions[site])
+    assert function is not None
+    return list(function.results(*operands))
+
+
+torch.library.define("autopar::custom_function", "(Tensor[] operands, int site) -> Tensor[]")
+torch.library.impl("autopar::custom_function", "CompositeExplicitAutograd", _results)
+torch.library.register_fake("autopar::custom_function", _results)
+
+
+@contextmanager
+def custom_functions_kept() -> Generator[None]:
+    """While this is entered, export keeps every custom function as one call of `autopar.custom_function`."""
+    before = set(_functions)
+    try:
+        with custom_functions_replaced(_keep):
+            yield
+    finally:
+        for site in set(_functions) - before:
+            del _functions[site]
+
+
+def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    results = forward.graph.output_node().args[0][0]  # type: ignore[index]
+    leaves = list(results) if isinstance(results, (tuple, list)) else [results]
+    if options.get("dirty_idx") or not all(isinstance(each, Tensor) for each in operands) or not all(isinstance(x, Node) for x in leaves):
+        raise CaptureError(
+            "a torch.autograd.Function writes into its input (mark_dirty), or takes or returns something that is no tensor; "
+            "let it take and return tensors, and write out of place"
+        )
+    site = next(_sites)
+    _functions[site] = as_function(CustomFunction(forward, backward, dict(options), isinstance(results, (tuple, list))))
+    found = torch.ops.autopar.custom_function.default(list(operands), site)
+    return tuple(found) if isinstance(results, (tuple, list)) else found[0]
+
+
+def as_function(function: CustomFunction) -> Callable[..., Results]:
+    """A plain Python function, as graphs of torch.fx call them; `custom_function` gives it back."""
+
+    def custom_function(*operands: Tensor) -> Results:
+        return function(*operands)
+
+    vars(custom_function)["autopar_function"] = function
+    return custom_function
+
+
+def function_at(site: int) -> Callable[..., Results]:
+    return _functions[site]
+
+
+def custom_function(target: object) -> CustomFunction | None:
+    """What a node's target was made from by `as_function`, if it was."""
+    return getattr(target, "autopar_function", None)
+
+
+def mapped(function: CustomFunction, change: Callable[[GraphModule], None]) -> CustomFunction:
+    """A copy of `function` with both graphs changed in place by `change`."""
+    halves = copy.deepcopy((function.forward, function.backward))
+    for half in halves:
+        change(half)
+        half.recompile()
+    return CustomFunction(*halves, function.options, function.is_tuple)

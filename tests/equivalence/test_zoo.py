@@ -1,0 +1,28 @@
+"""The models that people have: every one exact on every mesh, with its work split.
+
+Tiny, with random weights, planned on the ideal cluster, where links are free, so that all that can be split is. `docs/zoo.md`
+is the same as a table (`python -m benchmarks.zoo`).
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from benchmarks.zoo import MESHES, TOLERANCE, ZOO, outcome
+
+CONVNETS = ("convnext", "resnet")
+
+# What the others do not show: experts, a scan, soft caps beside windows, a learned bias, gathers, a backward of the model's own.
+QUICK = {(name, "dp2×tp2") for name in ("mixtral", "mamba", "t5", "deberta-v2", "bloom")}
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(ZOO, MESHES)]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_loss_and_gradients_are_the_originals_and_work_is_split(name: str, mesh: str) -> None:
+    found = outcome(name, mesh)
+    assert not found.failure, found.failure
+    assert found.error is not None and found.error <= TOLERANCE, str(found)
+    if mesh == "tp4":
+        assert found.flops_split is not None and found.flops_split >= (0.90 if name in CONVNETS else 0.98), str(found)
