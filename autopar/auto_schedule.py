@@ -13,19 +13,18 @@ import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from autopar.actions import Action, PipelineSchedule
 from autopar.errors import ScheduleError
 from autopar.expand_pipeline import expand
-from autopar.list_schedule import Listed, Policy, Problem, list_schedule, natural_ahead
+from autopar.list_schedule import Listed, Objective, Policy, Problem, list_schedule, natural_ahead
 from autopar.pipeline_cost import PipelineCost
 from autopar.pipeline_memory import rank_memory
-from autopar.pipeline_schedules import GENERATORS
+from autopar.pipeline_schedules import GENERATORS, generate
 from autopar.shift_weights import shift_weights
 from autopar.simulate import simulate
 
-Objective = Literal["span", "step"]
 _Value = TypeVar("_Value")
 # Actions that the search may place in all: a few seconds.
 _EFFORT = 300_000
@@ -88,11 +87,10 @@ class _Search:
     def drawn(self) -> Iterator[PipelineSchedule]:
         """Schedules drawn by hand that place the stages like this."""
         num_ranks = len(self.budgets)
-        for name, generator in GENERATORS.items():
+        for name in GENERATORS:
             if name == "gpipe":
                 continue  # 1F1B takes as long and holds less.
-            chunks = (len(self.stages) // num_ranks,) if name == "interleaved" else ()
-            schedule = generator(num_ranks, self.num_microbatches, *chunks)
+            schedule = generate(name, num_ranks, self.num_microbatches, max(len(self.stages) // num_ranks, 1))
             if schedule.stages == self.stages:
                 yield replace(schedule, name="auto")
 
@@ -105,7 +103,7 @@ class _Search:
             found = self.policies(problem)
             if found is None:
                 return []
-            orders = shift_weights(problem, found.orders, num_shifts)
+            orders = shift_weights(problem, found.orders, num_shifts, self.objective)
             schedule = PipelineSchedule("auto", self.stages, self.num_microbatches, orders)
             variants = [each for orders in _merged(schedule, self.cost) if (each := self.judge(replace(schedule, orders=orders)))]
             if variants:

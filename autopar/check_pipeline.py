@@ -6,7 +6,7 @@ on each rank   every action of its stages runs once for each microbatch, and not
                a send follows the action that makes its value; sends and receives name the rank that holds the other
                stage, are launched once and waited for once, and what is received is read
                gradients are reduced once per stage, after its last backward
-               bytes and live microbatches stay within their limits
+               bytes stay within the budget
 across ranks   the k-th send of a channel (a directed pair of ranks) and its k-th receive carry the same value
                everybody gets to the end when a WAIT is passed only once both ends have launched (rendezvous)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,6 +51,7 @@ class Compiled:
     steps     every pass that ran, in order
     search    the result of the sharding search; None where a plan fixed every decision
     cost      the `CostModel` that priced it
+    decide_again  `pins -> (program, decision)`: the search with other pins, from the program before them on
     """
 
     forward: Program
@@ -60,3 +62,4 @@ class Compiled:
     steps: tuple[Step, ...] = ()
     search: Any = None
     cost: Any = None
+    decide_again: Callable[[Any], tuple[Program, Any]] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from autopar.freedom import Freedom
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
 from autopar.mesh import RESERVED_AXES, Mesh
-from autopar.passes.choose_shardings import ChooseShardings
+from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.cut_fragments import cut_fragments
 from autopar.passes.decide_once import DecideOnce, FromFirst
 from autopar.passes.decompose_batch_norm import DecomposeBatchNorm
@@ -32,16 +33,20 @@ from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.insert_reshards import InsertReshards
 from autopar.passes.key_random import KeyRandom
 from autopar.passes.lower import Lower
+from autopar.passes.mark_pinned import MarkPinned
 from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.merge_equal_calls import MergeEqualCalls
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.passes.views_of_chunks import ViewsOfChunks
+from autopar.passes.views_of_strides import ViewsOfStrides
 from autopar.plan import Pins, Plan
+from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import Placement
+from autopar.styles import UserPins, without_styles
 
 Backend = str | Callable[..., Any]
 
@@ -54,7 +59,7 @@ class Options:
     outputs: str | None = None
     batch_dims: BatchDims = None
     plan: Plan | None = None
-    pins: Pins | None = None
+    pins: Pins | Plan | None = None
     search_timeout: float | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     freedom: Freedom = Freedom()
@@ -68,7 +73,7 @@ def compile(
     example_inputs: Mapping[str, Any] | tuple[Any, ...] | None = None,
     backend: Backend = "inductor",
     plan: Plan | None = None,
-    pins: Pins | None = None,
+    pins: UserPins | Plan | None = None,
     cluster: Cluster | str | None = None,
     memory_budget: str | float | None = None,
     optimizer: Any = None,
@@ -84,8 +89,9 @@ def compile(
                     at once; else at the first call
     backend         "eager", "aot_eager", "inductor", any torch.compile backend by name, or a callable
     plan            decisions of an earlier compile, see `Plan.load`
-    pins            shardings of parameters by name pattern: {"*.mlp.c_fc.weight": (None, "tp")}; {"batch": ("dp", "tp")} lets
-                    axes besides dp split the batch
+    pins            shardings of parameters and of what modules return, by name pattern: {"*.mlp.c_fc.weight": (None, "tp"),
+                    "h.*.mlp": (None, "tp", ...)}, or a dict for `parallelize_module`; {"batch": ("dp", "tp")} lets axes besides dp
+                    split the batch
     cluster         hardware to price on, by name or as a `Cluster`; a virtual mesh takes the ideal one (links free)
     memory_budget   what a rank may hold: "40GiB", or bytes. Parameters may then be split over dp as well
     optimizer       whose state the budget counts: "adamw", "sgd", a class or an instance of torch.optim; Adam by default
@@ -96,7 +102,7 @@ def compile(
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
-    logical = Mesh.of(mesh)
+    logical, pins = Mesh.of(mesh), without_styles(pins, model)
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
@@ -150,8 +156,10 @@ def default_passes(
         TraceJoint(training),
         DecomposeBatchNorm(),  # after the trace, for a backward in closed form: autograd's of the sums would take twice the ops
         DecomposeConvolutions(),  # after the trace, too: its backward op yields the bias gradient
+        ViewsOfStrides(),  # before folding, as chunks below: it leaves views, too
         ViewsOfChunks(),  # before folding: a split turned into views leaves views that change nothing
         FoldNoOps(),  # before merging: two calls are equal only once what lies between them is gone
+        MarkPinned(_pinned_modules(options)),  # before saving: what the backward reads of a pinned value is the pinned one
         MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         FindAtoms(),  # needs the final views
@@ -195,9 +203,19 @@ def compile_call(
         steps=tuple(history.steps),
         search=decision,
         cost=CostModel(options.cluster, local.mesh),
+        decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model)),
     )
     check_compiled(compiled)
     return compiled
+
+
+def _decide_again(program: Program, options: Options, pins: Pins | Plan | None) -> tuple[Program, ShardingDecision]:
+    """What `program`, which no pins have touched yet, is with `pins` and no plan: with reshards, and what was decided."""
+    freedom = _freedom(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
+    passes = default_passes(replace(options, plan=None, pins=_shardings(pins)), training=True)
+    first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, InsertReshards))
+    history = History()
+    return run_passes(program.copy(freedom=freedom), passes[first : last + 1], (history,)), history.decision(ChooseShardings)
 
 
 def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:
@@ -217,7 +235,13 @@ def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:
             )
 
 
-def _shardings(pins: Pins | None) -> Pins | None:
+def _pinned_modules(options: Options) -> tuple[str, ...]:
+    """Patterns of what is pinned, and the modules that a plan had pinned."""
+    pins = options.pins if isinstance(options.pins, Mapping) else {}
+    return (*(options.plan.pinned if options.plan is not None else ()), *pins)
+
+
+def _shardings(pins: Pins | Plan | None) -> Pins | Plan | None:
     """The pins that say how something lies."""
     return pins if pins is None or isinstance(pins, Plan) else {name: pin for name, pin in pins.items() if name != "batch"}
 
@@ -227,7 +251,7 @@ def _freedom(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budget
     if plan is not None:
         return plan.freedom
     axes = tuple(str(axis) for axis in pins.get("batch", ("dp",))) if isinstance(pins, Mapping) else ("dp",)
-    unknown = [axis for axis in axes if axis not in mesh.names]
+    unknown = [axis for axis in axes if not mesh.parts(axis)]
     if unknown and axes != ("dp",):
         raise PlanError(f'pins["batch"] names the axis {unknown[0]!r}, which is not on the mesh ({mesh})')
     return Freedom(free=tuple(axis for axis in axes if axis != "dp"), stored=has_budget)

@@ -53,15 +53,27 @@ class Evaluation:
         return best
 
     def descend(self, picks: Sequence[int], max_sweeps: int = 20) -> list[int]:
-        """Improve `picks` one class at a time until nothing gets better: a start for the solver, no optimum."""
+        """Improve `picks` one class at a time until nothing gets better, within the capacity if they are: a start for the solver, no optimum."""
         found = list(picks)
+        room = self.problem.capacity_bytes - sum(self._held_bytes(number, pick) for number, pick in enumerate(found))
         for _ in range(max_sweeps):
             changed = False
             for number in range(len(self.nodes)):
-                better = self.runner_up(number, found)
+                allowed = self._fitting(number, found[number], room)
+                better = self.runner_up(number, found, allowed)
                 if better is not None and better[1] < -1e-9 * abs(self.local_seconds(number, found)):
+                    room += self._held_bytes(number, found[number]) - self._held_bytes(number, better[0])
                     found[number] = better[0]
                     changed = True
             if not changed:
                 break
         return found
+
+    def _held_bytes(self, number: int, pick: int) -> float:
+        return self.folded.sizes[number] * self.nodes[number].candidates[pick].held_bytes
+
+    def _fitting(self, number: int, now: int, room: float) -> list[int]:
+        """The candidates of a class that hold no more than it holds now and `room`, and work within what that leaves."""
+        room += self._held_bytes(number, now)
+        candidates = self.nodes[number].candidates
+        return [pick for pick, each in enumerate(candidates) if self._held_bytes(number, pick) + each.working_bytes <= room or pick == now]

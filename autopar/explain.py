@@ -20,21 +20,25 @@ from autopar.cost import CostModel, is_view
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.mesh import Mesh, parent
 from autopar.pattern import folded, pattern_of
+from autopar.pinning import pinned
 from autopar.printing import op_name
 from autopar.program import Input, Program, operands
 from autopar.rule import rule_of
+from autopar.search_report import search_lines
 from autopar.sharding import Dims, Sharding, Strategy
-from autopar.summary import contractions, cost_of, flops, memory, replicated, seconds, transfers
+from autopar.summary import contractions, cost_of, flops, inferred, memory, replicated, seconds, transfers
 from autopar.units import in_bytes, in_seconds
 
 
 class RunnerUp(Protocol):
-    """The next-best strategy of a node and what it adds to a step, all alike taking it."""
+    """The next-best strategy of a node and what it adds to a step, all `num_nodes` alike taking it."""
 
     @property
     def strategy(self) -> Strategy: ...
     @property
     def extra_seconds(self) -> float: ...
+    @property
+    def num_nodes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,15 @@ def explain(compiled: Compiled) -> str:
     lines = [
         f"{program.mesh}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
         *([f"search: {compiled.search}"] if compiled.search is not None else []),
+        *(f"  {line}" for line in search_lines(compiled.search)),
         *_section("parameters", fold_rows(parameter_rows(compiled))),
         *_section(
             "contractions (tp:n: axis tp splits factor n; a split of one that the result lacks, k, leaves partial sums)",
             fold_rows(contraction_rows(compiled)),
         ),
+        *_section("what modules return, pinned by the user", fold_rows(pinned_rows(program))),
         *_section("not split", _unsplit(program, cost)),
+        *_section("rules inferred by probing, not written by hand", _inferred(program)),
         *_section("communication, bytes a rank sends in a step", _sent(program, cost)),
         *_section("predicted", _totals(program, cost)),
     ]
@@ -94,7 +101,7 @@ def parameter_rows(compiled: Compiled) -> Iterator[Row]:
             continue
         dims, sharding = DIMS[node][0], SHARDING[node][0]
         pinned = _pinned(compiled, item.name, node)
-        notes = [*(pinned or _alternative(compiled, node)), *indivisible(dims, sharding, program.mesh)]
+        notes = [*(pinned or alternative(compiled, node)), *indivisible(dims, sharding, program.mesh)]
         yield Row(item.name, f"{sharding.describe(dims)}   {_split(item, node, program)}", tuple(notes))
 
 
@@ -158,7 +165,7 @@ def _contraction(node: Node) -> Node | None:
     return None
 
 
-def _alternative(compiled: Compiled, node: Node) -> Iterator[str]:
+def alternative(compiled: Compiled, node: Node) -> Iterator[str]:
     """What the node could do instead and what that adds to a step, as far as a search knows."""
     if compiled.search is None:
         return
@@ -166,8 +173,9 @@ def _alternative(compiled: Compiled, node: Node) -> Iterator[str]:
     if other is None:
         yield "fixed by the plan" if _is_fixed(compiled, node) else "instead: nothing else is legal"
         return
-    described = other.strategy.results[0].describe(DIMS[node][0]) if node.op == "placeholder" else str(other.strategy)
-    yield f"instead: {described} {in_seconds(other.extra_seconds, sign=True)} a step"
+    written = other.strategy.results[0].describe(DIMS[node][0]) if node.op == "placeholder" else str(other.strategy)
+    alike = f" (all {other.num_nodes} alike)" if other.num_nodes > 1 else ""
+    yield f"instead: {written} {in_seconds(other.extra_seconds, sign=True)} a step{alike}"
 
 
 def indivisible(dims: Dims, sharding: Sharding, mesh: Mesh) -> Iterator[str]:
@@ -195,14 +203,14 @@ def contraction_rows(compiled: Compiled) -> Iterator[Row]:
     """One row a matmul, convolution or attention: its operands' shardings and which factor each axis splits."""
     for node in contractions(compiled.program):
         module = SOURCE[node].module if node in SOURCE else ""
-        read = [_described(operand) for operand in operands(node)]
+        read = [described(operand) for operand in operands(node)]
         shapes = " × ".join(read[:3]) + (" × …" if len(read) > 3 else "")
-        notes = tuple(_alternative(compiled, node))
-        text = f"{PHASE.get(node) or 'forward'} {op_name(node.target)} {shapes} → {_described(node)}   {STRATEGY[node]}"
+        notes = tuple(alternative(compiled, node))
+        text = f"{PHASE.get(node) or 'forward'} {op_name(node.target)} {shapes} → {described(node)}   {STRATEGY[node]}"
         yield Row(module or "(no module)", text, notes)
 
 
-def _described(node: Node) -> str:
+def described(node: Node) -> str:
     return SHARDING[node][0].describe(DIMS[node][0])
 
 
@@ -215,11 +223,26 @@ def _unsplit(program: Program, cost: CostModel) -> Iterator[str]:
         where = f" in {entry['module']}" if entry["module"] else ""
         yield (
             f"{entry['phase']} {entry['op']}{where} × {entry['count']}: the same on every rank along {', '.join(entry['axes'])}, "
-            f"{in_seconds(entry['seconds'])}, {in_bytes(entry['bytes'])}"
+            f"{in_seconds(entry['seconds'])}, {in_bytes(entry['bytes'])}{_whose(entry['rule'])}"
         )
     rest = [entry for entry in entries if entry not in shown]
     if rest:
         yield f"{sum(entry['count'] for entry in rest)} small ops: {in_seconds(sum(entry['seconds'] for entry in rest))}"
+
+
+def _whose(rule: str) -> str:
+    """What is worth saying of an op's rule."""
+    return {"written": "", "none": ", no rule for it"}.get(rule, f", its rule {rule}")
+
+
+def _inferred(program: Program) -> Iterator[str]:
+    for entry in inferred(program):
+        yield f"{entry['op']}{f' in {module}' if (module := entry['module']) else ''} × {entry['count']}"
+
+
+def pinned_rows(program: Program) -> Iterator[Row]:
+    """One row for each call of a module whose output is pinned."""
+    return (Row(SOURCE[node].module, described(node)) for node in program.graph.nodes if node.target is pinned)
 
 
 def _sent(program: Program, cost: CostModel) -> Iterator[str]:

@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 
 from torch.fx import Node
 
 from autopar import printing
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError
-from autopar.explain import Row, contraction_rows, explain, fold_rows, parameter_rows
+from autopar.explain import explain
 from autopar.keys import ORIGIN, SOURCE
 from autopar.printing import op_name
-from autopar.program import Form, Program, operands
-from autopar.summary import contractions, cost_of, summary, transfers_of
-from autopar.units import in_bytes, in_seconds
+from autopar.program import Form, Program
+from autopar.summary import summary
+from autopar.what_if import what_if
+from autopar.why import why
 
-__all__ = ["diff", "explain", "print_program", "print_schedule", "summary", "why"]
-
-
-def why(compiled: Compiled, pattern: str) -> str:
-    """What was decided for the parameters and contractions whose name or module matches `pattern` (`*.mlp.*`), and why.
-
-    Raises `AutoparError` when nothing matches, naming some that are there.
-    """
-    program = compiled.program
-    gradients = {item.name: {"gradient": node} for item, node in program.named_outputs() if item.kind == "gradient"}
-    names = [item.name for item in program.signature.inputs_of("parameter")]
-    rows = [
-        *(_described(row, compiled, gradients.get(row.name, {})) for row in parameter_rows(compiled)),
-        *(_described(row, compiled, _operands(node)) for row, node in zip(contraction_rows(compiled), contractions(program), strict=True)),
-    ]
-    found = [row for row in rows if _matches(row.name, pattern)]
-    if not found:
-        raise AutoparError(f"{pattern!r} matches no parameter and no module with a contraction; there are {', '.join(names[:6])}, …")
-    return "\n".join(fold_rows(found))
-
-
-def _operands(node: Node) -> dict[str, Node]:
-    return {f"operand {index}": operand for index, operand in enumerate(operands(node))}
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or (not any(sign in pattern for sign in "*?[") and pattern in name)
-
-
-def _described(row: Row, compiled: Compiled, moved: Mapping[str, Node]) -> Row:
-    """The row with how each of the values `moved` gets to where it is needed."""
-    notes = [f"{name}: {way}" for name, node in moved.items() if (way := _way(node, compiled))]
-    return Row(row.name, row.text, (*row.notes, *notes))
-
-
-def _way(node: Node, compiled: Compiled) -> str:
-    """The collectives that bring `node` into its sharding, with the bytes a rank sends; nothing when it needs none."""
-    found = list(transfers_of(node, compiled.program.mesh, cost_of(compiled)))
-    return ", then ".join(f"{each.collective} over {each.axes}, {in_bytes(each.bytes)}, {in_seconds(each.seconds)}" for each in found)
+__all__ = ["diff", "explain", "print_program", "print_schedule", "summary", "what_if", "why"]
 
 
 def print_program(compiled: Compiled, after: str | None = None, rank: int = 0) -> str:

@@ -19,10 +19,13 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.actions import Action, Kind
 from autopar.pipeline_cost import PipelineCost
 
+# What is to be short: the longest span of a rank, or the whole step.
+Objective = Literal["span", "step"]
 _TINY = 1e-9
 
 

@@ -1,10 +1,14 @@
-"""Repeated layers as one line: `h.0.fc`, `h.1.fc`, … → `h.*.fc`."""
+"""Patterns of names. Repeated layers as one line: `h.0.fc`, `h.1.fc`, … → `h.*.fc`; and which names a user's pattern means."""
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 
+# Names as like as this are typing errors of one another.
+_ALIKE = 0.6
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
@@ -38,3 +42,29 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             found.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found)
+
+
+def matches_name(name: str, pattern: str) -> bool:
+    """Whether a parameter's name matches; `*` stands for any text, dots included."""
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def matches_module(path: str, pattern: str) -> bool:
+    """Whether a module's path matches, part by part: `h.*` means the layers, not what is in them. A leading `*` stands for any parents."""
+    wanted, parts = pattern.split("."), path.split(".")
+    if wanted[0] == "*":
+        parts = parts[-len(wanted) :]
+    return len(parts) == len(wanted) and all(fnmatchcase(part, each) for part, each in zip(parts, wanted, strict=True))
+
+
+def near_names(pattern: str, names: Iterable[str], count: int = 4) -> str:
+    """The names most like `pattern`, then the first ones: `h.0.fc, h.1.fc, …`."""
+    distinct = list(dict.fromkeys(names))
+    matcher = difflib.SequenceMatcher()
+    matcher.set_seq2(pattern)
+    likeness: dict[str, float] = {}
+    for name in distinct:
+        matcher.set_seq1(name)
+        likeness[name] = matcher.ratio() if matcher.quick_ratio() >= _ALIKE else 0.0
+    found = sorted(distinct, key=lambda name: -likeness[name] if likeness[name] >= _ALIKE else 0.0)
+    return ", ".join(found[:count]) + (", …" if len(found) > count else "") if found else "none"

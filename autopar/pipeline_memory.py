@@ -40,17 +40,6 @@ def rank_memory(program: PipelineProgram, rank: int, cost: PipelineCost) -> Rank
     return _Walk(program, rank, cost).run()
 
 
-def peak_live_microbatches(program: PipelineProgram, rank: int) -> int:
-    """The most (stage, microbatch) pairs of `rank` at a time between the start of F and the end of B or W."""
-    live = peak = 0
-    for each in program.ranks[rank]:
-        if isinstance(each, Compute):
-            live += each.action.kind == "F"
-            peak = max(peak, live)
-            live -= each.action.kind in ("B", "W")
-    return peak
-
-
 @dataclass
 class _Walk:
     program: PipelineProgram

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from autopar.actions import Action, Edge, Kind, PipelineSchedule, chain, parse_action
+from autopar.actions import Action, Edge, Kind, PipelineSchedule, chain, check_edges, parse_action
 from autopar.errors import ScheduleError
 
 Direction = Literal["F", "B"]
@@ -186,6 +186,7 @@ def parse_program(text: str, schedule: PipelineSchedule, edges: Sequence[Edge] |
         except (ScheduleError, ValueError, IndexError) as error:
             raise ScheduleError(f"line {number}, {word!r}: {error}") from None
     edges = chain(schedule.num_stages) if edges is None else tuple(edges)
+    check_edges(edges, schedule.num_stages)
     return PipelineProgram(schedule.name, schedule.stages, schedule.num_microbatches, edges, tuple(map(tuple, ranks)))
 
 

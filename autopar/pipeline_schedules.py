@@ -160,6 +160,17 @@ GENERATORS: dict[str, Callable[..., PipelineSchedule]] = {
 }
 
 
+def generate(name: str, num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> PipelineSchedule:
+    """The schedule of that name; `num_chunks` stages a rank where it is interleaved. Its `stages` say where stages must lie.
+
+    Raises `ScheduleError` for a name that is none.
+    """
+    generator = GENERATORS.get(name)
+    if generator is None:
+        raise ScheduleError(f"no schedule is called {name!r}: there are auto, {', '.join(GENERATORS)}, or a PipelineSchedule of your own")
+    return interleaved(num_ranks, num_microbatches, num_chunks) if name == "interleaved" else generator(num_ranks, num_microbatches)
+
+
 def _number(stages_and_kinds: Iterable[tuple[int, str]]) -> list[Action]:
     """Each kind of each stage takes the microbatches in turn."""
     counts: Counter[tuple[int, str]] = Counter()

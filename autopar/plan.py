@@ -4,6 +4,7 @@
       "version": 1,
       "mesh": {"dp": 2, "tp": 2},
       "freedom": {"batch": ["dp"], "free": [], "stored": false},
+      "pinned": ["h.0.mlp"],
       "fingerprint": "9f0c…",
       "parameters": {"h.0.fc.weight": {"dims": [[32], [64]], "splits": [[], ["tp"]]}},
       "inputs": {"batch 0": {…}},
@@ -24,6 +25,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import EllipsisType
 from typing import Any, Protocol
 
 from torch.fx import Node
@@ -33,12 +35,15 @@ from autopar.errors import PlanError
 from autopar.freedom import Freedom
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.mesh import Mesh
+from autopar.pinning import pinned
+from autopar.plan_diff import PlanDiff, changes
 from autopar.printing import op_name, short_dtype
 from autopar.program import Program, results_of
 from autopar.sharding import Dims, Sharding, Strategy, carried
 
-# One entry per dim of a parameter, by name or pattern: an axis, several (major first), or None. See `autopar.pins`.
-DimPin = str | Sequence[str] | None
+# One entry per dim of a parameter or of a module's output, by name or pattern: an axis, several (major first), or None; `...` for
+# the dims between. See `autopar.pins`.
+DimPin = str | Sequence[str] | EllipsisType | None
 Pins = Mapping[str, Sequence[DimPin]]
 
 logger = logging.getLogger("autopar")
@@ -74,6 +79,7 @@ class Plan:
     schedule     what the scheduling passes decided
     reasons      why, in words, by parameter name or node key
     freedom      which axes were let split the batch, and whether its axes were let split parameters
+    pinned       the modules whose outputs were pinned: the graph has a node for each
     """
 
     mesh: Mesh
@@ -85,6 +91,7 @@ class Plan:
     schedule: Mapping[str, Any] = field(default_factory=dict[str, Any])
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     freedom: Freedom = Freedom()
+    pinned: tuple[str, ...] = ()
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None) -> Plan:
@@ -98,6 +105,7 @@ class Plan:
             fingerprint=fingerprint(program),
             reasons=dict(decision.reasons) if decision else {},
             freedom=program.freedom,
+            pinned=tuple(dict.fromkeys(SOURCE[node].module for node in program.graph.nodes if node.target is pinned)),
         )
 
     def pins(self) -> Plan:
@@ -158,12 +166,19 @@ class Plan:
         placement = replace(self.parameters[name], sharding=sharding)
         return replace(self.pins(), parameters={**self.parameters, name: placement})
 
+    def diff(self, other: Plan) -> PlanDiff:
+        """What is otherwise in `other`: it prints, repeated layers as one line, and is truthy when something differs."""
+        parameters, ops = changes(self.parameters, other.parameters), changes(self.strategies, other.strategies)
+        num_parameters = len({*self.parameters, *other.parameters})
+        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, len({*self.strategies, *other.strategies}))
+
     def to_json(self) -> str:
         """As text; `from_json` reads it back to an equal plan."""
         content: dict[str, Any] = {
             "version": VERSION,
             "mesh": dict(self.mesh.axes),
             "freedom": {"batch": self.freedom.batch, "free": self.freedom.free, "stored": self.freedom.stored},
+            "pinned": self.pinned,
             "fingerprint": self.fingerprint,
             "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},
             "inputs": {name: _from_placement(placement) for name, placement in self.inputs.items()},
@@ -188,6 +203,7 @@ class Plan:
             return Plan(
                 mesh=Mesh(tuple(content["mesh"].items())),
                 freedom=_to_freedom(content.get("freedom", {})),
+                pinned=tuple(content.get("pinned", ())),
                 parameters={name: _to_placement(entry) for name, entry in content["parameters"].items()},
                 inputs={name: _to_placement(entry) for name, entry in content.get("inputs", {}).items()},
                 strategies={key: _to_strategy(entry) for key, entry in content.get("strategies", {}).items()},

@@ -80,7 +80,9 @@ def _infer(node: Node) -> Rule | None:
     if found:
         larger = larger_trials(node)
         found = [
-            factor for factor in found if larger and all(factor.results in _outcomes(trial, factor.operands, coarsely=True) for trial in larger)
+            factor
+            for factor in found
+            if larger and all(factor.results in _outcomes(trial, factor.operands, coarsely=True) for trial in larger)
         ]
         found = found[:1] if not all(_together(trials[0], pair) for pair in itertools.combinations(found, 2)) else found
     return _rule(node, found) if found else None

@@ -35,10 +35,12 @@ _SWEEPS = 4
 # Ascent stands still once a look gains less than this share of what is missing.
 _PROGRESS = 0.02
 # What the integer program gets where the user set no limit.
-_PATIENCE_SECONDS = 20.0
+_PATIENCE_SECONDS = 10.0
 # Prices of a byte that are tried, those of them that may bring nothing new, and what counts as the same cost.
 _MAX_PRICES, _MAX_STALE = 40, 2
 _SAME = 1e-7
+# In steps per capacity: who saves no more at this price saves no more at any.
+_HIGHEST_PRICE = 1e6
 # The integer program is left alone where so many columns remain: it would not come far in its time.
 _MAX_COLUMNS = 60_000
 
@@ -164,6 +166,10 @@ class _Hunt:
         self._ends: tuple[list[int], list[int]] | None = None
         self.is_infeasible = self.tables.least_bytes > self.tables.capacity_bytes
         self._ascent = Ascent(self.tables)
+        most_working = self.tables.capacity_bytes - (self.tables.least_bytes - self.tables.least_working_bytes)
+        for number, each in enumerate(self.tables.working_bytes):
+            if (each > most_working).any():
+                self._ascent.forbid(number, each > most_working)
 
     def run(self) -> None:
         if self.is_infeasible:
@@ -183,7 +189,7 @@ class _Hunt:
         return is_proved or time.perf_counter() > self.deadline
 
     def _ascend(self) -> list[int] | None:
-        """Raise the bound until it meets an answer or stands still. The cheapest assignment seen at this price of a byte, fitting or not."""
+        """Raise the bound until it meets an answer or stands still. The cheapest assignment seen at this price of a byte."""
         cheapest: tuple[float, list[int]] | None = None
         before = -math.inf
         while True:
@@ -234,7 +240,7 @@ class _Hunt:
         for _ in range(_MAX_PRICES):
             self._set_price(price)
             found = self._ascend()
-            if found is None or self._is_done():
+            if found is None or self._is_done() or price > _HIGHEST_PRICE * self.lower / self.tables.capacity_bytes:
                 break
             if self.tables.num_bytes(found) <= self.tables.capacity_bytes:
                 high, is_new = min(high, price), small is None or self._priced(found) < self._priced(small) * (1 - _SAME)
@@ -268,7 +274,7 @@ class _Hunt:
 
     def _solve_rest(self) -> None:
         """Leave out what no better assignment can have, and solve the rest exactly, as far as time allows."""
-        if self.picks is not None and self.tables.capacity_bytes == math.inf:
+        if self.picks is not None:
             self._consider(self.evaluation.descend(self.picks))
         remaining = self._remaining()
         self.num_bounded = sum(int((~each).sum()) for each in remaining)

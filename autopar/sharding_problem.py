@@ -18,6 +18,7 @@ from autopar.cost import CostModel, is_view
 from autopar.keys import BATCH, DIMS, PHASE
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, parent
+from autopar.pinning import pinned
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
 from autopar.saving import save
@@ -215,10 +216,10 @@ def _kind(node: Node) -> Hashable:
 
 
 def _keeps_bytes(node: Node) -> bool:
-    """Whether `node` is a view of all of its one operand. What is saved may lie otherwise than what it is saved of."""
+    """Whether `node` is a view of all of its one operand. What is saved or pinned may lie otherwise than what it is made of."""
     return (
         is_view(node)
-        and node.target is not save
+        and node.target not in (save, pinned)
         and len(operands(node)) == 1
         and math.prod(map(math.prod, DIMS[node][0])) == math.prod(map(math.prod, operand_dims(node)[0]))
     )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.actions import Action
-from autopar.list_schedule import Problem
+from autopar.list_schedule import Objective, Problem
 
 Orders = tuple[tuple[Action, ...], ...]
 
@@ -26,15 +26,17 @@ class _Times:
     # When the last of its inputs from other stages is there, and which action gives it.
     arrival: dict[Action, tuple[float, Action | None]]
 
-    def spans(self, orders: Orders) -> list[float]:
-        return [self.end[order[-1]] - self.start[order[0]] if order else 0.0 for order in orders]
+    def lengths(self, orders: Orders, objective: Objective) -> list[float]:
+        """Per rank, what is to be short: from its first start, or from the step's, to its last end."""
+        begins = (self.start[order[0]] if order and objective == "span" else 0.0 for order in orders)
+        return [self.end[order[-1]] - begin if order else 0.0 for order, begin in zip(orders, begins, strict=True)]
 
 
-def shift_weights(problem: Problem, orders: Orders, max_shifts: int) -> Orders:
-    """`orders` (F, I and W alone) with a longest span that is the same or shorter, after at most `max_shifts` attempts."""
-    shifts = _Shifts(problem)
+def shift_weights(problem: Problem, orders: Orders, max_shifts: int, objective: Objective = "span") -> Orders:
+    """`orders` (F, I and W alone) with a longest span, or a step, that is the same or shorter, after at most `max_shifts` attempts."""
+    shifts = _Shifts(problem, objective)
     times = shifts.times(orders)
-    best = max(times.spans(orders))
+    best = max(times.lengths(orders, objective))
     refused: set[tuple[Action, Action]] = set()
     for _ in range(max_shifts):
         pair = next((each for each in shifts.pairs(orders, times) if each not in refused), None)
@@ -46,15 +48,16 @@ def shift_weights(problem: Problem, orders: Orders, max_shifts: int) -> Orders:
         if problem.peak_saved_bytes(shifted[rank]) > problem.saved_bytes_limit[rank] * (1 + 1e-9):
             continue
         new = shifts.times(shifted)
-        longest = max(new.spans(shifted))
+        longest = max(new.lengths(shifted, objective))
         if longest <= best * (1 + 1e-12):
             orders, times, best = shifted, new, min(best, longest)
     return orders
 
 
 class _Shifts:
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, objective: Objective) -> None:
         self.problem = problem
+        self.objective: Objective = objective
         self.before: dict[int, list[tuple[int, float]]] = defaultdict(list)
         self.after: dict[int, list[tuple[int, float]]] = defaultdict(list)
         for edge, price in problem.cost.edges.items():
@@ -101,8 +104,8 @@ class _Shifts:
 
     def pairs(self, orders: Orders, times: _Times) -> Iterator[tuple[Action, Action]]:
         """Every W on the path to the end of the longest rank that holds up the action after it; the last first."""
-        spans = times.spans(orders)
-        rank = spans.index(max(spans))
+        lengths = times.lengths(orders, self.objective)
+        rank = lengths.index(max(lengths))
         position = {action: index for order in orders for index, action in enumerate(order)}
         action: Action | None = orders[rank][-1]
         while action is not None:

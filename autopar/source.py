@@ -36,6 +36,19 @@ def source_of(node: Node, prefix: str = "") -> Source:
     return replace(place, module=_module_path(stack, prefix))
 
 
+def module_calls(node: Node, prefix: str = "model.") -> dict[str, str]:
+    """The modules that `node` is computed in, outermost first, each with a name for which of its calls this is.
+
+    A module that runs twice has two calls. `prefix` as in `set_sources`.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        module = SOURCE[node].module if node in SOURCE else ""
+        return {module: ""} if module else {}
+    paths = {_module_path({key: entry}, prefix): str(key).partition("@")[2] for key, entry in stack.items()}
+    return {path: call for path, call in paths.items() if path and path != prefix.rstrip(".")}
+
+
 def user_frames(text: str) -> list[Source]:
     """The frames outside of torch in a printed stack, outermost first."""
     frames = [Source(frame["file"], int(frame["line"]), frame["code"].strip()) for frame in _FRAME.finditer(text)]

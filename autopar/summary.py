@@ -24,7 +24,10 @@ from autopar.program import Program, operands, results_of
 from autopar.reshard import steps
 from autopar.rule import rule_of
 from autopar.schedule import Collective
+from autopar.search_report import search_summary
 from autopar.sharding import Strategy
+
+INFERRED = "inferred by probing"
 
 
 def summary(compiled: Compiled) -> dict[str, Any]:
@@ -32,10 +35,13 @@ def summary(compiled: Compiled) -> dict[str, Any]:
 
     flops_split    the model's matmul, convolution and attention FLOPs over the sum of those that all ranks execute
     flops          both sums
-    replicated     ops that some axis does not split: what, over which axes, how many, seconds and bytes on a rank; dearest first
+    replicated     ops that some axis does not split: what, over which axes, how many, seconds and bytes on a rank, and whose rule they
+                   have ("written", "inferred by probing", "none"); dearest first
+    inferred       ops that are split by a rule inferred by probing: what, where, how many
     communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step
     memory         bytes of a rank: parameters, gradients, buffers, saved activations
     seconds        of a step: compute, memory traffic, communication by axis, total
+    search         how the plan was found, see `search_report`; None where nothing was searched
     """
     program, cost = compiled.program, cost_of(compiled)
     original, executed = flops(program)
@@ -44,9 +50,11 @@ def summary(compiled: Compiled) -> dict[str, Any]:
         "flops_split": original / executed if executed else 1.0,
         "flops": {"original": original, "executed": executed},
         "replicated": replicated(program, cost),
+        "inferred": inferred(program),
         "communication": _communication(program, cost),
         "memory": memory(program, cost),
         "seconds": seconds(program, cost),
+        "search": search_summary(compiled.search),
     }
 
 
@@ -110,16 +118,33 @@ def replicated(program: Program, cost: CostModel) -> list[dict[str, Any]]:
         if not axes or is_view(node):
             continue
         module = pattern_of(SOURCE[node].module) if node in SOURCE else ""
-        key = (op_name(node.target), module, PHASE.get(node), *axes)
+        key = (op_name(node.target), module, PHASE.get(node), rule_kind(node), *axes)
         entry = found.setdefault(
             key,
-            {"op": key[0], "module": module, "phase": key[2], "axes": axes, "count": 0, "seconds": 0.0, "bytes": 0.0, "flops": 0.0},
+            {"op": key[0], "module": module, "phase": key[2], "rule": key[3], "axes": axes, "count": 0}
+            | {"seconds": 0.0, "bytes": 0.0, "flops": 0.0},
         )
         entry["count"] += 1
         entry["seconds"] += cost.node(node, STRATEGY[node]).seconds
         entry["bytes"] += num_bytes(node, cost)
         entry["flops"] += flops_of(node) / STRATEGY[node].num_shards
     return sorted(found.values(), key=lambda entry: -entry["seconds"])
+
+
+def rule_kind(node: Node) -> str:
+    """Where the rule of an op comes from."""
+    rule = rule_of(node)
+    return "none" if rule is None else INFERRED if rule.inferred else "written"
+
+
+def inferred(program: Program) -> list[dict[str, Any]]:
+    """Ops whose rules were found by running them, equal ones of repeated layers as one entry."""
+    found: dict[tuple[str, str], int] = {}
+    for node in calls(program):
+        if rule_kind(node) == INFERRED:
+            key = op_name(node.target), pattern_of(SOURCE[node].module) if node in SOURCE else ""
+            found[key] = found.get(key, 0) + 1
+    return [{"op": op, "module": module, "count": count} for (op, module), count in found.items()]
 
 
 @dataclass(frozen=True)
@@ -186,15 +211,21 @@ def _storage(node: Node) -> Node:
     return node
 
 
+def seconds_of(node: Node, cost: CostModel) -> tuple[float, float]:
+    """What a rank takes for `node`: to compute, and for memory traffic and the launch."""
+    value = results_of(node)[0]
+    price = cost.node(node, STRATEGY[node]).seconds
+    rate = cost.compute_seconds(flops_of(node) / STRATEGY[node].num_shards, value.dtype) if value is not None else 0.0
+    return min(rate, price), price - min(rate, price)
+
+
 def seconds(program: Program, cost: CostModel) -> dict[str, Any]:
     """Of one step on one rank, nothing overlapped: compute, memory traffic and launches, collectives by axis, their total."""
     compute = traffic = 0.0
     for node in calls(program):
-        value = results_of(node)[0]
-        price = cost.node(node, STRATEGY[node]).seconds
-        rate = cost.compute_seconds(flops_of(node) / STRATEGY[node].num_shards, value.dtype) if value is not None else 0.0
-        compute += min(rate, price)
-        traffic += price - min(rate, price)
+        own, rest = seconds_of(node, cost)
+        compute += own
+        traffic += rest
     sent: dict[str, float] = {}
     for transfer in transfers(program, cost):
         sent[transfer.axes] = sent.get(transfer.axes, 0.0) + transfer.seconds

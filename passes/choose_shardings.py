@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,8 +18,8 @@ from autopar.folding import ROUNDS
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh
-from autopar.pins import Pins, plan_of
-from autopar.plan import Plan
+from autopar.pins import resolve
+from autopar.plan import Pins, Plan
 from autopar.program import Program
 from autopar.search import Solution, search
 from autopar.sharding import Dims, Sharding, Strategy, carried
@@ -81,9 +82,11 @@ class ShardingDecision:
 
     def __str__(self) -> str:
         found = self.solution
+        known = f"at most {100 * found.gap:.2f} % above the best" if math.isfinite(found.gap) else "nothing proved of the best"
+        stopped = ", stopped by search_timeout" if found.is_timed_out else ""
         return (
             f"{len(self.strategies)} nodes in {found.num_classes} classes, {found.num_variables} variables: "
-            f"{1e3 * found.seconds:.3f} ms a step, at most {100 * found.gap:.2f} % above the best, found in {found.search_seconds:.2f} s"
+            f"{1e3 * found.seconds:.3f} ms a step, {known}, found in {found.search_seconds:.2f} s{stopped}"
         )
 
 
@@ -101,7 +104,7 @@ class ChooseShardings:
 
     cluster: Cluster = field(default_factory=Cluster.ideal)
     plan: Plan | None = None
-    pins: Pins | None = None
+    pins: Pins | Plan | None = None
     placements: Mapping[str, Placed] | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     timeout: float | None = None
@@ -146,7 +149,9 @@ class ChooseShardings:
                 pinned = {name: strategy for name, strategy in pinned.items() if program.node(name).target is not operator.getitem}
             self._pin(self.plan.placements_on(program), "by the plan", inputs, pinned, reasons)
         if self.pins:
-            self._pin(plan_of(self.pins, program).placements_on(program), "pinned by the user", inputs, pinned, reasons)
+            resolved = resolve(self.pins, program)
+            self._pin(resolved.plan.placements_on(program), "pinned by the user", inputs, pinned, reasons)
+            pinned |= resolved.outputs
         if self.placements:
             self._pin(_kept(self.placements, inputs, program.mesh), "as the first capture placed it", inputs, pinned, reasons)
         return pinned, reasons

@@ -13,6 +13,7 @@ from autopar.emit import copy_origin
 from autopar.keys import DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.localise import LocalBuilder, localise
 from autopar.mesh import Mesh
+from autopar.pinning import pinned
 from autopar.program import Form, Input, Program, operands
 from autopar.reshard import Step, steps
 from autopar.saving import save
@@ -59,7 +60,7 @@ class _Lowering:
         arguments = tuple(self.local[operand] for operand in operands(node))
         if node.target is reshard:
             local = self.reshard(node, arguments[0])
-        elif node.target is save:
+        elif node.target in (save, pinned):
             local = arguments[0]
         else:
             local = localise(node, STRATEGY[node], arguments, self.builder, self.program.mesh)

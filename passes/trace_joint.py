@@ -65,6 +65,7 @@ def trace_joint(program: Program, training: bool) -> Program:
         Signature(inputs, tuple(output for output, _ in pairs), program.signature.structure, program.signature.leaves),
         Form.GLOBAL,
         program.constants,
+        program.freedom,
     )
     _order_by_phase(joint)
     return joint

@@ -37,12 +37,26 @@ class ViewsOfChunks:
         program = program.copy()
         for node in list(program.graph.nodes):
             rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
-            replacement = rewrite(Emitter(program.graph, node), node) if rewrite else None
+            emit = Emitter(program.graph, node)
+            replacement = rewrite(emit, node) if rewrite else None
+            if replacement is not None and node.users:
+                replacement = _laid_out_like(emit, node, replacement)
             if replacement is not None:
                 node.replace_all_uses_with(replacement)
                 program.graph.erase_node(node)
         program.graph.eliminate_dead_code()
         return program
+
+
+def _laid_out_like(emit: Emitter, node: Node, replacement: Node) -> Node | None:
+    """`replacement` with the strides of `node`, on which those of a convolution's result depend; None where no copy has them."""
+    wanted, found = node.meta["val"], replacement.meta["val"]
+    if wanted.stride() == found.stride():
+        return replacement
+    order = sorted(range(wanted.ndim), key=lambda dim: -wanted.stride(dim))
+    copy = emit.call(aten.clone.default, emit.call(aten.permute.default, replacement, order), memory_format=torch.contiguous_format)
+    back = emit.call(aten.permute.default, copy, [order.index(dim) for dim in range(wanted.ndim)])
+    return back if back.meta["val"].stride() == wanted.stride() else None
 
 
 def _shape(node: Node) -> list[int]:

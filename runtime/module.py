@@ -270,10 +270,16 @@ class ParallelModule(nn.Module):
         return autopar.inspect.summary(self.compiled)
 
     def why(self, pattern: str) -> str:
-        """Why the nodes and parameters that match `pattern` are placed as they are."""
+        """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
         import autopar.inspect
 
         return autopar.inspect.why(self.compiled, pattern)
+
+    def what_if(self, pins: Any) -> Any:
+        """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
+        import autopar.inspect
+
+        return autopar.inspect.what_if(self.compiled, pins)
 
     def print_program(self, after: str | None = None, rank: int = 0) -> str:
         """The program after pass `after`, or what `rank` runs."""

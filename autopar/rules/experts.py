@@ -48,8 +48,9 @@ def torch_grouped_product(node: Node) -> Rule | None:
     left, right = node.args[:2]
     if argument(node, 3, "bias") is not None:
         return None
-    terms = _GROUPED[len(shape_of(left)), len(shape_of(right))]
-    sizes = {name: size for term, value in zip(terms, (left, right), strict=False) for name, size in zip(term, shape_of(value), strict=True)}
+    shapes = shape_of(left), shape_of(right)
+    terms = _GROUPED[len(shapes[0]), len(shapes[1])]
+    sizes = {name: size for term, shape in zip(terms, shapes, strict=False) for name, size in zip(term, shape, strict=True)}
     piece = _ALIGNMENT_BYTES // value_of(left).dtype.itemsize
     labels, inner, blocked = dict[str, Label](), dict[str, int](), frozenset({"s"} if "s" in sizes else ())
     for name, size in sizes.items():
@@ -63,6 +64,7 @@ def torch_grouped_product(node: Node) -> Rule | None:
     offsets = argument(node, 2, "offs")
     if offsets is not None:
         labels["e"], blocked = "e", blocked | {"e"}
+        sizes.pop("e", None)  # a row meets one expert
     operands, result = [_term(labels, term) for term in terms[:2]], _term(labels, terms[2])
     order = aligned(node, [(left, operands[0]), (right, operands[1]), (offsets, ("e",))])
     return Rule(order, (result,), blocked, linear=_EITHER, flops=2.0 * numel(sizes.values()), sizes=inner)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from autopar.pinning import pinned
 from autopar.program import operands, results_of
 from autopar.rule import Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
@@ -24,6 +25,7 @@ _FIRST = (frozenset({0}),)
     aten.squeeze.dim,
     aten.squeeze.dims,
     save,
+    pinned,
 )
 def view(node: Node) -> Rule:
     return Rule((blocked(len(shape_of(node.args[0]))),), (blocked(len(shape_of(node))),), linear=_FIRST, view=True)

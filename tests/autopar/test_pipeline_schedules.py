@@ -9,7 +9,7 @@ from autopar.check_pipeline import check_program
 from autopar.errors import ScheduleError
 from autopar.expand_pipeline import expand
 from autopar.pipeline_cost import PipelineCost
-from autopar.pipeline_schedules import GENERATORS, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
+from autopar.pipeline_schedules import GENERATORS, generate, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
 from autopar.simulate import Simulation, simulate
 from benchmarks.bubbles import Run, drawn_rates, published
 
@@ -125,6 +125,23 @@ def test_no_false_alarm(num_ranks: int, num_microbatches: int) -> None:
 @pytest.mark.parametrize("num_ranks", range(1, 9))
 def test_no_false_alarm_anywhere(num_ranks: int) -> None:
     assert not [each for num_microbatches in range(1, 33) for each in violations(num_ranks, num_microbatches, 4)]
+
+
+@pytest.mark.parametrize("name", sorted(GENERATORS))
+def test_each_has_a_name_and_is_drawn_in_its_comment(name: str) -> None:
+    schedule = generate(name, 2, 4)
+    assert schedule.name == name
+    drawn = [line.strip() for line in (GENERATORS[name].__doc__ or "").splitlines() if line.strip().startswith("rank")]
+    assert drawn == str(schedule).splitlines()[1:]
+
+
+def test_interleaved_takes_chunks_by_name() -> None:
+    assert generate("interleaved", 2, 4, 3).num_stages == 6
+
+
+def test_refuses_a_name_that_is_none() -> None:
+    with pytest.raises(ScheduleError, match="no schedule is called '1b1f': there are auto, gpipe, 1f1b, interleaved"):
+        generate("1b1f", 2, 4)
 
 
 def test_refuses_numbers_that_make_no_pipeline() -> None:

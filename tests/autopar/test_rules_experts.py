@@ -12,9 +12,10 @@ import torch
 import transformers.integrations.moe  # noqa: F401 (registers the op)
 
 import autopar.prove
-from autopar.prove import instance, prove
+from autopar.mesh import Mesh
+from autopar.prove import instance, prove, prove_strategy
 from autopar.rule import rule_of
-from autopar.strategies import factors_of
+from autopar.strategies import build, factors_of, space_of
 
 ROWS, WEIGHT, OFFSETS = torch.empty(10, 4), torch.empty(3, 4, 6), torch.empty(3, dtype=torch.int32)
 ops, aten = torch.ops.transformers, torch.ops.aten
@@ -31,31 +32,48 @@ def half(*shape: int) -> torch.Tensor:
 HALF: dict[str, tuple[tuple[torch.Tensor, ...], int, str]] = {
     "rows by weights": ((half(16, 32), half(3, 32, 16), OFFSETS), 2 * 16 * 32 * 16, "k n"),
     "columns by rows": ((half(32, 16), half(16, 16), OFFSETS), 2 * 32 * 16 * 16, "m n"),
-    "weights by columns": ((half(3, 16, 32), half(32, 16), OFFSETS), 2 * 16 * 32 * 16 * 3, "m k"),
-    "weights by weights": ((half(3, 16, 32), half(3, 32, 16)), 2 * 3 * 16 * 32 * 16, "e m k n"),
+    "weights by columns": ((half(3, 16, 32), half(32, 16), OFFSETS), 2 * 16 * 32 * 16, "k m"),
+    "weights by weights": ((half(3, 16, 32), half(3, 32, 16)), 2 * 3 * 16 * 32 * 16, "e k m n"),
     "a dim of one piece": ((half(16, 8), half(3, 8, 16), OFFSETS), 2 * 16 * 8 * 16, "n"),
 }
 
 
-@pytest.fixture(autouse=True)
-def rising_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proofs draw random integers; offsets rise, one run is empty, and rows are left over. In bfloat16 values are integers, too."""
+def draw_offsets(monkeypatch: pytest.MonkeyPatch, offsets: list[int], in_bfloat16: bool = False) -> None:
+    """Proofs draw any integers; offsets rise, and one run is empty. In bfloat16 small integers are exact, sums of them as well."""
     draw = autopar.prove._random
 
     def values(*arguments: Any) -> torch.Tensor:
         value = draw(*arguments)
         if not value.is_floating_point():
-            return torch.tensor([2, 2, 9], dtype=value.dtype)
-        return value if value.dtype == torch.float64 else (value * 2).round()
+            return torch.tensor(offsets, dtype=value.dtype)
+        return value.clamp(-1, 1).round().bfloat16() if in_bfloat16 else value
 
     monkeypatch.setattr(autopar.prove, "_random", values)
+    if in_bfloat16:
+        monkeypatch.setattr(autopar.prove, "_promoted", lambda dtype: dtype)
 
 
 @pytest.mark.parametrize("name", INSTANCES)
-def test_whole_equals_parts(name: str) -> None:
+def test_whole_equals_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that belong to no expert give zero."""
+    draw_offsets(monkeypatch, [2, 2, 9])
     target, operands, flops, factors = INSTANCES[name]
     node = instance(target, *operands)
     rule = rule_of(node)
     assert rule is not None and rule.flops == flops
-    assert " ".join(factor.name for factor in factors_of(node)) == factors
+    assert " ".join(sorted(factor.name for factor in factors_of(node))) == factors
     assert prove(node) == []
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_whole_equals_parts_of_torchs_own_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes bfloat16 alone, and leaves rows that belong to no expert as they come."""
+    operands, flops, factors = HALF[name]
+    node, mesh = instance(aten._grouped_mm.default, *operands), Mesh((("x", 2),))
+    draw_offsets(monkeypatch, [2, 2, 16], in_bfloat16=True)
+    rule, space = rule_of(node), space_of(node)
+    assert rule is not None and rule.flops == flops
+    assert " ".join(sorted(factor.name for factor in space.factors)) == factors
+    for factor in space.factors:
+        if factor.size % 2 == 0:
+            assert prove_strategy(node, build(space, [("x", factor)], mesh), mesh) == []

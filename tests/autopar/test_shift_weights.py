@@ -35,6 +35,13 @@ def test_a_weight_gradient_that_holds_up_the_end_moves_back() -> None:
     assert span(given, shifted) < span(given, orders)
 
 
+def test_the_step_may_be_what_is_to_be_short() -> None:
+    given = problem(2, 2)
+    orders = parse_schedule(TEXT).orders
+    shifted = PipelineSchedule("x", (0, 1), 2, shift_weights(given, orders, 10, "step"))
+    assert simulate(shifted, given.cost).step_seconds < simulate(PipelineSchedule("x", (0, 1), 2, orders), given.cost).step_seconds
+
+
 def test_memory_forbids_it() -> None:
     """Rank 1 has room for one microbatch: its W must come before the next F."""
     given = Problem(problem(2, 2).cost, (0, 1), 2, (9.0, 3.5))

@@ -13,8 +13,9 @@ import pytest
 from benchmarks.zoo import MESHES, TOLERANCE, ZOO, outcome
 
 CONVNETS = ("convnext", "resnet")
-
-# What the others do not show: experts, a scan, soft caps beside windows, a learned bias, gathers, a backward of the model's own.
+# Tokens of the whole batch are sorted by expert: dp does not split what follows.
+SORTED = ("mixtral",)
+# What the others do not show: experts, a scan, a learned bias, gathers, a backward of the model's own.
 QUICK = {(name, "dp2×tp2") for name in ("mixtral", "mamba", "t5", "deberta-v2", "bloom")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(ZOO, MESHES)]
 
@@ -24,5 +25,5 @@ def test_loss_and_gradients_are_the_originals_and_work_is_split(name: str, mesh:
     found = outcome(name, mesh)
     assert not found.failure, found.failure
     assert found.error is not None and found.error <= TOLERANCE, str(found)
-    if mesh == "tp4":
-        assert found.flops_split is not None and found.flops_split >= (0.90 if name in CONVNETS else 0.98), str(found)
+    least = 0.90 if name in CONVNETS else 0.60 if name in SORTED and mesh != "tp4" else 0.98
+    assert found.flops_split is not None and found.flops_split >= least, str(found)

@@ -146,3 +146,16 @@ def test_nothing_is_written_in_place() -> None:
 
     for node in joint_of(compute).graph.nodes:
         assert not getattr(getattr(node.target, "_schema", None), "is_mutable", False), node.format_node()
+
+
+def test_what_is_made_beside_a_tensor_is_made_without_it() -> None:
+    """`x.new_zeros` asks x for no more than dtype and device; as its operand x would be gathered."""
+
+    def compute(self: Layer, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (y * (y.new_zeros([4]) + y.new_ones([8, 1]) + y.new_full([4], 2.0))).sum() + y[torch.tensor([0, 0, 3])].sum()
+
+    joint = joint_of(compute)
+    made = [node for node in joint.graph.nodes if node.op == "call_function" and not node.all_input_nodes]
+    assert {node.target for node in made} == {aten.full.default}
+    assert not [name for name in calls(joint) if "new_" in name]

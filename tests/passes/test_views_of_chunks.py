@@ -117,3 +117,13 @@ def test_values_never_change(data: st.DataObject) -> None:
         return [*aten.split.Tensor(x, size, dim), aten.slice.Tensor(doubled, dim, start, end), doubled]
 
     rewritten(function, x)
+
+
+def test_a_concatenation_keeps_its_strides() -> None:
+    """Images whose channels come last in memory: a convolution's result lies as its operand does."""
+    image, weight = torch.randn(2, 4, 6, 6).to(memory_format=torch.channels_last), torch.randn(8, 8, 1, 1)
+
+    def function(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        return aten.convolution.default(aten.cat.default([x, y], 1), weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+
+    assert "aten.view.default" in " ".join(rewritten(function, image, image, weight))

@@ -1,0 +1,79 @@
+"""How a plan was found: what the search proved, what it left out, and what memory had to do with it.
+
+search: 812 nodes in 96 classes, 4021 variables: 12.3 ms a step, found in 0.41 s
+  proved to be at most 0.02 % above the best; dropped: 310 strategies that others dominate, 1204 that the bound rules out
+  holds 31.2 GB of memory_budget=40.0 GB; 1.0 GB more would save 12 µs a step
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from autopar.search import Solution
+from autopar.sharding_problem import ShardingProblem
+from autopar.units import in_bytes, in_seconds
+
+_GIGABYTE = 1e9
+
+
+class Searched(Protocol):
+    """A decision of the sharding search."""
+
+    @property
+    def solution(self) -> Solution: ...
+    @property
+    def sharding_problem(self) -> ShardingProblem: ...
+
+
+def search_summary(decision: Searched | None) -> dict[str, Any] | None:
+    """As a JSON-able dict; None where nothing was searched. What has no limit is None.
+
+    seconds          a step, the optimizer's update included; lower_bound_seconds: no plan takes less
+    gap              0.01: at most one per cent above the best plan; is_timed_out: search_timeout ended the search
+    num_strategies   of all nodes together, of which num_dominated are no better than another in anything, and num_bounded (of one
+                     node for each class of equal ones) cannot be in a plan as good as this
+    held_bytes       what counts against budget_bytes; seconds_per_byte: what a byte more would save
+    """
+    if decision is None or not hasattr(decision, "solution"):
+        return None
+    found, capacity = decision.solution, decision.sharding_problem.problem.capacity_bytes
+    return {
+        "seconds": found.seconds,
+        "lower_bound_seconds": _finite(found.lower_bound_seconds),
+        "gap": _finite(found.gap),
+        "is_timed_out": found.is_timed_out,
+        "search_seconds": found.search_seconds,
+        "num_strategies": sum(len(each) for each in decision.sharding_problem.strategies),
+        "num_dominated": found.num_dominated,
+        "num_bounded": found.num_bounded,
+        "held_bytes": found.num_bytes,
+        "budget_bytes": _finite(capacity),
+        "seconds_per_byte": found.seconds_per_byte,
+    }
+
+
+def search_lines(decision: Searched | None) -> Iterator[str]:
+    """What was proved and dropped, and memory."""
+    found = search_summary(decision)
+    if found is None:
+        return
+    dropped = f"dropped: {found['num_dominated']} strategies that others dominate, {found['num_bounded']} that the bound rules out"
+    yield f"{_proved(found['gap'], found['is_timed_out'])}; {dropped}"
+    if found["budget_bytes"] is None:
+        yield f"holds {in_bytes(found['held_bytes'])} a rank, with gradients and optimizer state; no memory_budget"
+    else:
+        more = in_seconds(_GIGABYTE * found["seconds_per_byte"])
+        price = f"{in_bytes(_GIGABYTE)} more would save about {more} a step" if found["seconds_per_byte"] > 0 else "more would save nothing"
+        yield f"holds {in_bytes(found['held_bytes'])} of memory_budget={in_bytes(found['budget_bytes'])}; {price}"
+
+
+def _proved(gap: float | None, is_timed_out: bool) -> str:
+    """What is known of the best plan. A search that was stopped never claims it."""
+    known = "nothing is proved of the best plan" if gap is None else f"at most {100 * gap:.2f} % above the best plan"
+    return f"stopped by search_timeout, best so far: {known}" if is_timed_out else f"proved: {known}" if gap is not None else known
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
