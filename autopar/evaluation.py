@@ -29,6 +29,11 @@ class Evaluation:
         work = sum(size * node.candidates[pick].seconds for size, node, pick in zip(self.folded.sizes, self.nodes, picks, strict=True))
         return work + sum(value.count * self.transport(value, picks) for value in self.folded.values)
 
+    def num_bytes(self, picks: Sequence[int]) -> float:
+        """What the whole problem holds, and the most that a node needs on top while it runs."""
+        held = sum(self._held_bytes(number, pick) for number, pick in enumerate(picks))
+        return held + max(node.candidates[pick].working_bytes for node, pick in zip(self.nodes, picks, strict=True))
+
     def transport(self, value: FoldedValue, picks: Sequence[int]) -> float:
         """Seconds to bring one of the values to its readers."""
         source = self.nodes[value.producer].candidates[picks[value.producer]].results[value.result]
@@ -53,7 +58,7 @@ class Evaluation:
         return best
 
     def descend(self, picks: Sequence[int], max_sweeps: int = 20) -> list[int]:
-        """Improve `picks` one class at a time until nothing gets better, within the capacity if they are: a start for the solver, no optimum."""
+        """Improve `picks` one class at a time until nothing gets better, within the capacity: a start for the solver, no optimum."""
         found = list(picks)
         room = self.problem.capacity_bytes - sum(self._held_bytes(number, pick) for number, pick in enumerate(found))
         for _ in range(max_sweeps):

@@ -159,7 +159,7 @@ def _layout(layouts: Sequence[Any], axis: str) -> Pin:
     if isinstance(layout, Replicate):
         return ()
     if type(layout) is not Shard:
-        raise _Refusal(f"{layout} is no layout that a value can be held in; use Shard or Replicate")
+        raise _Refusal(f"{type(layout).__name__} is no layout that a value can be held in; use Shard or Replicate")
     if layout.dim < 0:
         return (..., axis, *[None] * (-layout.dim - 1))
     return (*[None] * layout.dim, axis, ...)

@@ -48,7 +48,7 @@ def why(compiled: Compiled, pattern: str) -> str:
             f"there are {near_names(pattern, names)}; and {near_names(pattern, modules)}"
         )
     totals = _totals([node for _, node in found if node is not None], program, cost)
-    return "\n".join((*totals, *fold_rows(row for row, _ in found), *(f"search: {line}" for line in search_lines(compiled.search))))
+    return "\n".join((*fold_rows(row for row, _ in found), *totals, *(f"search: {line}" for line in search_lines(compiled.search))))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -134,18 +134,14 @@ def _totals(nodes: list[Node], program: Program, cost: CostModel) -> Iterator[st
     if len(nodes) < 2:
         return
     compute, traffic = (sum(times) for times in zip(*(seconds_of(node, cost) for node in nodes), strict=True))
-    before = {change for node in nodes for operand in operands(node) for change in _changes_before(operand)}
-    after = {change for node in nodes for change in _changes_after(node)}
-    came, left = (_sent(each, program, cost) for each in (before, after - before))
+    around = {change for node in nodes for value in operands(node) for change in _changes_before(value)}
+    around |= {change for node in nodes for change in _changes_after(node)}
+    sent = sum(transfer.seconds for change in around for transfer in transfers_of(change, program.mesh, cost))
     held = sum(sum(_held(node, cost)) for node in nodes)
     yield (
-        f"{len(nodes)} ops: compute {in_seconds(compute)}, memory traffic and launches {in_seconds(traffic)}, communication in "
-        f"{in_seconds(came)} and out {in_seconds(left)}; saved for the backward {in_bytes(held)}"
+        f"{len(nodes)} ops: compute {in_seconds(compute)}, memory traffic and launches {in_seconds(traffic)}, "
+        f"communication in and out {in_seconds(sent)}; saved for the backward {in_bytes(held)}"
     )
-
-
-def _sent(changes: set[Node], program: Program, cost: CostModel) -> float:
-    return sum(transfer.seconds for node in changes for transfer in transfers_of(node, program.mesh, cost))
 
 
 def _changes_before(node: Node) -> list[Node]:

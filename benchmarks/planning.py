@@ -109,7 +109,7 @@ class Planned:
 
 def traced(shape: Shape, num_layers: int) -> Program:
     """GLOBAL, simplified, before anything is decided: the same for every mesh with dp = 1."""
-    with _default_dtype(torch.bfloat16), torch.device("meta"):
+    with default_dtype(torch.bfloat16), torch.device("meta"):
         model = shape.build(shape, num_layers)
     tokens = torch.zeros(1, shape.length, dtype=torch.int64)
     forward = capture(model, (), {"input_ids": tokens, "labels": tokens}, virtual_mesh(dp=1), None, {0: 0, 1: 0})
@@ -134,7 +134,7 @@ def _first_of_mesh(cluster: str) -> int:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
+def default_dtype(dtype: torch.dtype) -> Generator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

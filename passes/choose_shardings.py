@@ -28,6 +28,8 @@ from autopar.strategies import strategies_of
 
 # A plan that is proved to be within this of the best is taken: prices are not that exact.
 _TOLERANCE = 1e-6
+# The same within a memory budget, where a plan that is exactly full is dear to find.
+_TOLERANCE_IN_BUDGET = 5e-3
 
 
 class Placed(Protocol):
@@ -128,7 +130,8 @@ class ChooseShardings:
         return replace(decision, reasons={**_reasons(program, decision), **reasons})
 
     def _search(self, made: ShardingProblem) -> Solution:
-        return search(made.problem, rounds=ROUNDS if self.fold else None, timeout=self.timeout, tolerance=_TOLERANCE)
+        tolerance = _TOLERANCE_IN_BUDGET if self.budget.capacity_bytes < math.inf else _TOLERANCE
+        return search(made.problem, rounds=ROUNDS if self.fold else None, timeout=self.timeout, tolerance=tolerance)
 
     def apply(self, program: Program, decision: ShardingDecision) -> Program:
         program = program.copy()

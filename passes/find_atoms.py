@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
-from torch.fx import Node
-
+from autopar.atom_classes import Atom, AtomClasses
 from autopar.atoms import find_atoms
 from autopar.keys import BATCH, DIMS
-from autopar.program import Program, operands
-from autopar.strategies import factors_of
-
-Atom = tuple[Node, int, int]
+from autopar.program import Program
 
 
 @dataclass(frozen=True)
@@ -27,10 +22,7 @@ class FindAtoms:
 
     def apply(self, program: Program) -> Program:
         program = find_atoms(program)
-        classes = _Classes()
-        for node in program.graph.nodes:
-            if node.op == "call_function":
-                _join_factors(classes, node)
+        classes = AtomClasses.of(program.graph)
         batch = {classes.find(atom) for atom in _batch_atoms(program)}
         for node in program.graph.nodes:
             if node.op != "output":
@@ -39,36 +31,6 @@ class FindAtoms:
                     for result, dims in enumerate(DIMS[node])
                 )
         return program
-
-
-class _Classes:
-    """Atoms that some op splits together."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Atom, Atom] = {}
-
-    def find(self, atom: Atom) -> Atom:
-        root = atom
-        while (above := self._parent.get(root, root)) != root:
-            root = above
-        while atom != root:
-            self._parent[atom], atom = root, self._parent.get(atom, root)
-        return root
-
-    def join(self, left: Atom, right: Atom) -> None:
-        self._parent[self.find(left)] = self.find(right)
-
-
-def _join_factors(classes: _Classes, node: Node) -> None:
-    if node.target is operator.getitem:
-        sources = [(node.args[0], int(node.args[1]))]  # type: ignore[arg-type]
-    else:
-        sources = [(operand, 0) for operand in operands(node)]
-    for factor in factors_of(node):
-        atoms: list[Atom] = [(*source, position) for source, position in zip(sources, factor.operands, strict=True) if position is not None]  # type: ignore[misc]
-        atoms += [(node, result, position) for result, position in enumerate(factor.results) if position is not None]
-        for atom in atoms[1:]:
-            classes.join(atoms[0], atom)
 
 
 def _batch_atoms(program: Program) -> list[Atom]:

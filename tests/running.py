@@ -146,13 +146,18 @@ class _Traced(torch.fx.Interpreter):
         return value
 
 
-def assert_close(got: Values, wanted: Values, tolerance: float) -> None:
+def errors_of(got: Values, wanted: Values) -> dict[tuple[str, str], float]:
     """‖a − b‖ / max(‖b‖, 1e-6 · ‖all gradients‖) for every output of `wanted`; a gradient may truly be zero."""
     assert got.keys() == wanted.keys()
     norm = torch.stack([value.double().norm() for (kind, _), value in wanted.items() if kind == "gradient"] or [torch.zeros(())]).norm()
-    errors = {
+    return {
         key: float((got[key].double() - value.double()).norm() / max(value.double().norm(), 1e-6 * norm, 1e-300))
         for key, value in wanted.items()
     }
+
+
+def assert_close(got: Values, wanted: Values, tolerance: float) -> None:
+    """Every output of `wanted` within `tolerance`, as `errors_of` measures it."""
+    errors = errors_of(got, wanted)
     wrong = {key: error for key, error in errors.items() if not error <= tolerance}
     assert not wrong, f"{len(wrong)} of {len(errors)} outputs differ by more than {tolerance}: {dict(list(wrong.items())[:8])}"

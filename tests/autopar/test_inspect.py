@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch.fx import Graph
 
+import autopar
 from autopar._torch import fake_mode
 from autopar.cluster import Cluster
 from autopar.collectives import reshard
@@ -87,6 +89,7 @@ def _parameter(name: str, value: torch.Tensor) -> Input:
 class Other:
     strategy: Strategy
     extra_seconds: float
+    num_nodes: int = 1
 
 
 class Search:
@@ -214,7 +217,7 @@ def test_why_shows_matches_only_with_how_values_arrive() -> None:
     assert text.splitlines()[0].startswith("h.*.up.weight") and "down" not in text
     flow = why(compiled(search=Search()), "mlp")
     assert flow.startswith("h.*.mlp forward aten.mm") and "weight" not in flow
-    with pytest.raises(AutoparError, match=r"'nothing' matches no parameter and no module with a contraction; there are h.0.up.weight"):
+    with pytest.raises(AutoparError, match=r"'nothing' matches no parameter, and no module or op that computes; there are h.0.up.weight"):
         why(compiled(), "nothing")
 
 
@@ -227,6 +230,44 @@ def test_why_tells_the_collective_of_an_operand() -> None:
     DIMS[gathered], SHARDING[gathered], PHASE[gathered] = (((6,), (10,)),), (Sharding(((), ())),), "forward"
     node.args = (node.args[0], gathered)
     assert "    operand 1: all_gather over tp, 120 B," in why(compiled(one), "h.1.mlp")
+
+
+class Custom(torch.nn.Module):
+    """Two ops that nobody wrote a rule for; one of them can be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = torch.nn.Linear(6, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.autopar_inspect_test.running(torch.ops.autopar_inspect_test.twice(self.rows(x)))
+
+
+@torch.library.custom_op("autopar_inspect_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x + x.sin()
+
+
+@torch.library.custom_op("autopar_inspect_test::running", mutates_args=())
+def running(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten().cumsum(0).view_as(x)
+
+
+twice.register_fake(torch.empty_like)
+running.register_fake(torch.empty_like)
+
+
+def test_rules_found_by_probing_are_marked_and_ops_without_one_named() -> None:
+    with torch.no_grad():
+        parallel = autopar.compile(Custom().eval(), autopar.virtual_mesh(dp=2, tp=2), example_inputs=(torch.randn(4, 6),), backend="eager")
+    found = parallel.summary()
+    assert found["inferred"] == [{"op": "autopar_inspect_test.twice", "module": "", "count": 1}]
+    assert {entry["op"]: entry["rule"] for entry in found["replicated"]}["autopar_inspect_test.running"] == "none"
+    text = parallel.explain()
+    assert "rules inferred by probing, not written by hand\n  autopar_inspect_test.twice × 1" in text
+    assert re.search(r"autopar_inspect_test.running × 1: the same on every rank along dp, tp, .*, no rule for it", text)
+    assert "its rule was inferred by probing" in parallel.why("autopar_inspect_test.twice")
+    assert "no rule: the same on every rank" in parallel.why("autopar_inspect_test.running")
 
 
 def test_print_program_after_a_pass_or_of_a_rank() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,13 @@ from autopar.errors import PlanError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE, STRATEGY
 from autopar.manager import run_passes
 from autopar.mesh import virtual_mesh
+from autopar.passes.choose_shardings import ChooseShardings
+from autopar.passes.decide_once import DecideOnce
 from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.mark_pinned import MarkPinned
+from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
 from autopar.pinning import pinned
@@ -139,6 +143,29 @@ def captured() -> Program:
     """Traced and simplified, before pins are looked at."""
     mesh = virtual_mesh(dp=2, tp=2)
     return run_passes(capture(Residual(), batch(), {}, mesh), (DecomposeLosses(), TraceJoint(True), FoldNoOps()))
+
+
+def test_other_ranks_take_the_pinned_strategies_of_the_first(captured: Program) -> None:
+    pins: Pins = {"blocks.*.mlp": (None, "tp", ...), "head.weight": ("tp", None)}
+    program, texts = run_passes(captured, (MarkPinned(tuple(pins)), MarkSaved(), FindAtoms(), RefineMesh())), list[str]()
+
+    def first(make: Callable[[], str]) -> str:
+        texts.append(make())
+        return texts[0]
+
+    choose = ChooseShardings(pins=pins)
+    decided = DecideOnce(choose, first).decide(program)
+    other = DecideOnce(choose, lambda make: texts[0]).decide(program)
+    assert other.strategies == decided.strategies and len(other.fixed) > len(decided.fixed)
+
+
+def test_later_captures_keep_the_pins() -> None:
+    model = Residual().double()
+    parallel = parallel_residual(model, pins={"blocks.*.mlp": (None, "tp", ...), "head.weight": ("tp", None)})
+    shorter = batch()[0][:, :4]
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(shorter), model(shorter))
+    assert [SHARDING[node][0].describe(DIMS[node][0]) for node in _pinned_nodes(parallel)] == ["[4@dp, 4@tp, 16]"] * 2
 
 
 def test_the_batch_may_be_pinned_to_an_axis_that_was_freed() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import AutoparError, InputError
+from autopar.errors import AutoparError, InputError, MeshError
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.runtime.module import ParallelModule
 from tests.runtime.schedules import BATCH, WIDTH, Mlp, mlp_compiled
@@ -244,6 +244,16 @@ def test_a_parameter_that_the_first_program_does_not_use_stays_whole_in_later_on
         parallel(**batch())
     assert seen[0] is None and seen[1]["spare"].sharding.is_replicated and seen[1]["spare"].dims == ((4,), (3,))
     assert not seen[1]["fc.weight"].sharding.is_replicated
+
+
+def test_questions_are_of_what_was_captured() -> None:
+    parallel, _ = parallel_mlp(virtual_mesh(dp=2, tp=2))
+    for ask in (lambda: parallel.why("fc"), lambda: parallel.what_if({})):
+        with pytest.raises(MeshError, match="nothing is captured yet"):
+            ask()
+    parallel.prepare((), batch())
+    with pytest.raises(AutoparError, match="not made by autopar.compile: there is nothing to decide again"):
+        parallel.what_if({})
 
 
 def test_copying_is_refused() -> None:

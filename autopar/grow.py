@@ -1,0 +1,137 @@
+"""An op on padded operands, in a GLOBAL graph; and the ways between a value and its padded form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from autopar.localise import LocalBuilder, localise, same_call
+from autopar.mesh import Mesh
+from autopar.padding import Padding
+from autopar.pinning import pinned
+from autopar.program import operands, results_of
+from autopar.rule import rule_of
+from autopar.rules.labels import aten, value_of
+from autopar.saving import save
+from autopar.sharding import Dims, ReductionKind, Sharding, Strategy, flat, shape_of
+from autopar.strategies import Space, operand_dims
+
+# Ops that look rows up by id: no id names a row of the padding.
+LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
+# Ops whose result is zero where their operands are, beside those that are linear.
+_KEEP_ZERO = frozenset(
+    {aten.gelu.default, aten.relu.default, aten.silu.default, aten.tanh.default, aten.sin.default, aten.abs.default, aten.sqrt.default}
+)
+_ARANGES: dict[object, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+
+
+@dataclass(frozen=True)
+class Grown(Sharding):
+    """Stands in for the sharding of a value on one rank, whose local atoms are larger than the logical ones, not smaller."""
+
+    grown: Dims = ()
+
+    def local_dims(self, dims: Dims, mesh: Mesh) -> Dims:
+        return self.grown
+
+
+def can_grow(node: Node, dims: Dims) -> bool:
+    """Whether a node that makes a range, with atoms `dims`, still does with one atom grown: the others keep their places."""
+    return node.target not in _ARANGES or len(dims[0]) == 1
+
+
+def grow(node: Node, grown: tuple[Dims, ...], read: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """The call of `node` on the padded operands `read`; its results have the atoms `grown`.
+
+    An op that runs on parts of its operands runs on more than them, too: literal shapes are written anew as for a rank's part.
+    """
+    if node.target in (save, pinned):
+        made = builder.call(node.target, read[0])  # type: ignore[arg-type]
+    elif node.target in _ARANGES:
+        made = _range(node, shape_of(grown[0])[0], builder)
+    elif node.target is aten.embedding_dense_backward.default:
+        made = same_call(node, read, builder, {2: shape_of(grown[0])[0]})
+    else:
+        whole = tuple(Sharding.replicated(dims) for dims in operand_dims(node))
+        strategy = Strategy(whole, tuple(Grown(Sharding.replicated(dims).splits, grown=dims) for dims in grown))
+        made = localise(node, strategy, read, builder, mesh)
+    for value, dims in zip(results_of(made), grown, strict=True):
+        assert value is None or tuple(value.shape) == shape_of(dims), f"{node.format_node()} on padded operands: {tuple(value.shape)}, {dims}"
+    return made
+
+
+def _range(node: Node, size: int, builder: LocalBuilder) -> Node:
+    """`size` numbers that go on from those of `node`."""
+    place = _ARANGES[node.target]
+    args = list(node.args)
+    step = args[2] if len(args) > 2 else 1
+    args[place] = (args[0] if place else 0) + size * step  # type: ignore[operator]
+    return builder.call(node.target, *args, **node.kwargs)  # type: ignore[arg-type]
+
+
+def pad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
+    """Zeros appended along the atoms that grow."""
+    sizes = list(flat(padding.before))
+    value = _viewed(value, sizes, builder)
+    pads = [n for before, after in reversed(list(zip(sizes, flat(padding.after), strict=True))) for n in (0, after - before)]
+    return _viewed(builder.call(aten.constant_pad_nd.default, value, pads), list(shape_of(padding.after)), builder)
+
+
+def unpad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
+    """The elements in front of the padding."""
+    value = _viewed(value, list(flat(padding.after)), builder)
+    for dim, (before, after) in enumerate(zip(flat(padding.before), flat(padding.after), strict=True)):
+        if before != after:
+            value = builder.call(aten.slice.Tensor, value, dim, 0, before)
+    return _viewed(value, list(shape_of(padding.before)), builder)
+
+
+def mask(value: Node, padding: Padding, position: int, kind: ReductionKind, builder: LocalBuilder) -> Node:
+    """`value` with what a reduction of `kind` passes over in the padding of the atom at `position`."""
+    sizes = list(flat(padding.after))
+    inside = builder.call(aten.lt.Scalar, builder.call(aten.arange.default, sizes[position], dtype=torch.int64), flat(padding.before)[position])
+    inside = builder.call(aten.reshape.default, inside, [-1] + [1] * (len(sizes) - position - 1))
+    dtype = value_of(value).dtype
+    if kind == "sum":
+        other = 0
+    elif dtype.is_floating_point:
+        other = -float("inf")
+    else:
+        other = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    masked = builder.call(aten.where.ScalarOther, inside, _viewed(value, sizes, builder), other)
+    return _viewed(masked, list(shape_of(padding.after)), builder)
+
+
+def _viewed(value: Node, shape: list[int], builder: LocalBuilder) -> Node:
+    return value if list(value_of(value).shape) == shape else builder.call(aten.reshape.default, value, shape)
+
+
+def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Callable[[int, int], bool]) -> bool:
+    """Whether the padding of the atom at `position` of a result is zero, given which operands' is: `clean(operand, atom)`.
+
+    So it is where a set of operands in which the op is linear is zero there, and what else is there is finite.
+    """
+    rule = rule_of(node)
+    factor = next(each for each in space.factors if each.results[result] == position)
+    if node.target is aten.embedding_dense_backward.default and all(place is None for place in factor.operands):
+        return True
+    carriers = {operand: place for operand, place in enumerate(factor.operands) if place is not None}
+    zero = {operand for operand, place in carriers.items() if clean(operand, place)}
+    if rule is not None and (rule.view or node.target in _KEEP_ZERO or node.target in (save, pinned, operator.getitem)):
+        return bool(zero)
+    finite = zero | {operand for operand in carriers if not value_of(operands(node)[operand]).dtype.is_floating_point}
+    return finite == set(carriers) and any(group <= zero for group in space.linear)
+
+
+def with_atoms(dims: Dims, sizes: dict[int, int]) -> Dims:
+    """`dims` with the sizes of the atoms at some positions replaced."""
+    counted = iter(range(len(flat(dims))))
+    return tuple(tuple(sizes.get(next(counted), atom) for atom in dim) for dim in dims)
+
+
+def without_padding(strategy: Strategy) -> Strategy:
+    return replace(strategy)

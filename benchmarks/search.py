@@ -1,0 +1,163 @@
+"""How long the search for shardings takes at real sizes, and how far from the best its answer can be.
+
+    python -m benchmarks.search                              Llama 1B, 8B on (2, 4, 8), 70B on (8, 8), with and without a tight budget
+    python -m benchmarks.search --models llama-8b --bound    the bound of the whole problem, too: no folding, no merging, nothing left out
+    python -m benchmarks.search --models llama-8b --layers 2 4 8 16 32       how time grows with depth
+    python -m benchmarks.search --models llama-70b --whole   from meta parameters to the plan, with the memory that takes
+
+The batch is split over the first axis, may be split over the second, never over the third; everything else may be split over
+every axis. 16 sequences of 4,096 tokens in bf16, Adam, nodes of eight H100 of 80 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from autopar.ascent import Ascent
+from autopar.capture import capture
+from autopar.cluster import Cluster
+from autopar.compiler import Options, default_passes
+from autopar.cost import CostModel
+from autopar.evaluation import Evaluation
+from autopar.freedom import Freedom
+from autopar.manager import run_passes
+from autopar.memory import MemoryBudget
+from autopar.mesh import Mesh, virtual_mesh
+from autopar.passes.choose_shardings import ChooseShardings
+from autopar.passes.find_atoms import FindAtoms
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.sharding_problem import ShardingProblem
+from autopar.tables import Tables
+from benchmarks.planning import default_dtype
+from benchmarks.reporting import print_table, write_json
+
+CLUSTER = Cluster.named("8xH100")
+SEQUENCES, LENGTH = 16, 4096
+DEVICE_MEMORY = "80GB"
+SWEEPS = 60
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of the Llama family, the mesh it is planned for, and a budget that is hard to meet."""
+
+    name: str
+    num_layers: int
+    width: int
+    inner: int
+    num_heads: int
+    num_key_heads: int
+    mesh: Mesh
+    tight: str
+
+    def program(self, num_layers: int) -> Program:
+        """GLOBAL with atoms, on this mesh."""
+        config = transformers.LlamaConfig(
+            num_hidden_layers=num_layers, hidden_size=self.width, intermediate_size=self.inner, num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_key_heads, vocab_size=128_256, max_position_embeddings=8192, use_cache=False,
+        )  # fmt: skip
+        with default_dtype(torch.bfloat16), torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+        tokens = torch.zeros(SEQUENCES, LENGTH, dtype=torch.int64)
+        forward = capture(model, (), {"input_ids": tokens, "labels": tokens}, virtual_mesh(dp=1), None, {0: 0, 1: 0})
+        passes = default_passes(Options(CLUSTER), True, None)
+        last = next(number for number, each in enumerate(passes) if isinstance(each, FindAtoms))
+        found = run_passes(forward, passes[: last + 1])
+        return found.copy(mesh=self.mesh, freedom=Freedom(("dp",), ("cp",), stored=True))
+
+
+CUBE = Mesh((("dp", 2), ("cp", 4), ("tp", 8)))
+SQUARE = Mesh((("dp", 8), ("tp", 8)))
+SIZES = {
+    size.name: size
+    for size in (
+        Size("llama-1b", 16, 2048, 8192, 32, 8, CUBE, "6GB"),
+        Size("llama-8b", 32, 4096, 14336, 32, 8, CUBE, "14GB"),
+        Size("llama-70b", 80, 8192, 28672, 64, 8, SQUARE, "60GB"),
+    )
+}
+
+
+def measure(size: Size, num_layers: int, budget: str, has_bound: bool, program: Program) -> dict[str, Any]:
+    """One search: seconds from the program with atoms to the decision."""
+    choose = ChooseShardings(CLUSTER, budget=MemoryBudget.of(budget))
+    start = time.perf_counter()
+    decision = choose.decide(program)
+    seconds, solution = time.perf_counter() - start, decision.solution
+    row = {
+        "model": size.name, "layers": num_layers, "mesh": str(size.mesh), "budget": budget, "ops": program.num_nodes, "seconds": seconds,
+        "step ms": 1e3 * solution.seconds, "gap %": 100 * solution.gap, "GB": solution.num_bytes / 1e9,
+        "strategies": solution.num_variables, "dominated": solution.num_dominated, "bounded": solution.num_bounded,
+    }  # fmt: skip
+    if has_bound:
+        start = time.perf_counter()
+        bound = whole_bound(program, solution.seconds_per_byte, MemoryBudget.of(budget))
+        row |= {"above the whole problem's bound %": 100 * (solution.seconds / bound - 1), "bound s": time.perf_counter() - start}
+    return row
+
+
+def whole_bound(program: Program, seconds_per_byte: float, budget: MemoryBudget) -> float:
+    """A lower bound of the problem as it stands, every node and every strategy: the dual of its relaxation, Lagrangian in the budget."""
+    problem = ShardingProblem.of(program, CostModel(CLUSTER, program.mesh), {}, budget).problem
+    tables = Tables.of(Evaluation(problem))
+    ascent = Ascent(tables)
+    ascent.add([seconds_per_byte * each for each in tables.held_bytes])
+    for _ in range(SWEEPS):
+        ascent.sweep(True)
+        ascent.sweep(False)
+    spare = problem.capacity_bytes - tables.least_working_bytes if seconds_per_byte else 0.0
+    return ascent.bound() - seconds_per_byte * spare
+
+
+def whole_compile(size: Size) -> dict[str, Any]:
+    """From meta parameters to the Plan."""
+    start = time.perf_counter()
+    program = size.program(size.num_layers)
+    traced = time.perf_counter() - start
+    choose = ChooseShardings(CLUSTER, budget=MemoryBudget.of(DEVICE_MEMORY))
+    decision = choose.decide(program)
+    plan = Plan.of(choose.apply(program, decision), decision)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "model": size.name, "layers": size.num_layers, "ops": len(plan.strategies), "to atoms s": traced,
+        "whole s": time.perf_counter() - start, "peak GB": peak / 1e9, "gap %": 100 * decision.gap,
+    }  # fmt: skip
+
+
+def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    for name in options.models:
+        size = SIZES[name]
+        for num_layers in options.layers or [size.num_layers]:
+            program = size.program(num_layers)
+            for budget in [DEVICE_MEMORY, size.tight] if not options.layers else [DEVICE_MEMORY]:
+                yield measure(size, num_layers, budget, options.bound, program)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--layers", nargs="+", type=int, help="instead of each model's own number")
+    parser.add_argument("--bound", action="store_true", help="compare with the bound of the whole problem (minutes)")
+    parser.add_argument("--whole", action="store_true", help="measure from meta parameters to the plan")
+    parser.add_argument("--json", type=Path, help="write the numbers here")
+    options = parser.parse_args()
+    found = [whole_compile(SIZES[name]) for name in options.models] if options.whole else list(rows(options))
+    for row in found:
+        assert row["gap %"] < math.inf
+        print_table(row["model"], [row])
+    write_json(options.json, {"search": found})
+
+
+if __name__ == "__main__":
+    main()
