@@ -26,6 +26,7 @@ class _Port:
         self.potentials = potentials
         self.port = port
         self.states = transport.states[port]
+        self._direct = np.minimum(transport.price, transport.cuts)
         self.last = max(transport.nodes)
         self.first = min(transport.nodes)
 
@@ -36,10 +37,9 @@ class _Port:
         return self._least_of_many_readers()
 
     def _least_of_one_reader(self) -> Array:
-        direct = np.minimum(self.transport.price, self.transport.cuts)
         if self.port == 0:
-            return self.potentials[0] + (direct + self.potentials[1]).min(1)
-        return self.potentials[1] + (direct + self.potentials[0][:, None]).min(0)
+            return self.potentials[0] + (self._direct + self.potentials[1]).min(1)
+        return self.potentials[1] + (self._direct + self.potentials[0][:, None]).min(0)
 
     def _least_of_many_readers(self) -> Array:
         given, price, cuts, slices = self.potentials[0], self.transport.price, self.transport.cuts, self.transport.slices

@@ -166,7 +166,7 @@ def _signature(program: Program) -> Iterator[Violation]:
 def _shape(item: Input | Output, program: Program) -> tuple[int, ...]:
     if program.form is Form.LOCAL and item.sharding is not None:
         return item.sharding.local_shape(item.dims, program.mesh)
-    return item.shape
+    return item.shape if item.padding is None else shape_of(item.padding.after)
 
 
 def _layouts(program: Program, values: Values) -> Iterator[Violation]:

@@ -36,12 +36,13 @@ from autopar.passes.lower import Lower
 from autopar.passes.mark_pinned import MarkPinned
 from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.merge_equal_calls import MergeEqualCalls
+from autopar.passes.pad_atoms import PadAtoms
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.passes.views_of_chunks import ViewsOfChunks
 from autopar.passes.views_of_strides import ViewsOfStrides
-from autopar.plan import Pins, Plan
+from autopar.plan import Pins, Plan, PlannedInput
 from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
 from autopar.runtime.module import ParallelModule
@@ -64,6 +65,7 @@ class Options:
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     freedom: Freedom = Freedom()
     device: str = "cpu"
+    is_real: bool = False
 
 
 def compile(
@@ -108,6 +110,7 @@ def compile(
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
     budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
+    options = replace(options, is_real=not isinstance(mesh, Mesh))
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
         here = replace(
@@ -163,12 +166,19 @@ def default_passes(
         MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         FindAtoms(),  # needs the final views
+        PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
         RefineMesh(),  # needs atoms; the search needs the final axes
         choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
         # LOCAL
         Lower(),
     )
+
+
+def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:
+    """The parameters of which is known how they lie, by name: by the plan, before that as they were placed."""
+    plans = (each for each in (options.pins, options.plan) if isinstance(each, Plan))
+    return {name: placed for plan in plans for name, placed in plan.parameters.items()} | dict(placements or {})
 
 
 def compile_call(

@@ -66,6 +66,7 @@ class CostModel:
         self.mesh = mesh
         # Strategies of a thousand nodes ask for the same few hundred collectives.
         self._collective_seconds = cache(lambda *transfer: self.collective(*transfer).seconds)
+        self._shards: dict[Sharding, int] = {}
         self._route = cache(partial(cluster.route, mesh))
 
     def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
@@ -101,8 +102,13 @@ class CostModel:
 
     def local_bytes(self, dims: Dims, dtype: torch.dtype, sharding: Sharding) -> float:
         """Bytes of one rank's part of a value."""
-        shards = math.prod(self.mesh.size_of(split) for split in sharding.splits)
-        return math.prod(flat(dims)) * dtype.itemsize / shards
+        return math.prod(flat(dims)) * dtype.itemsize / self._num_shards(sharding)
+
+    def _num_shards(self, sharding: Sharding) -> int:
+        """In how many parts a value lies on the mesh."""
+        if sharding not in self._shards:
+            self._shards[sharding] = math.prod(self.mesh.size_of(split) for split in sharding.splits)
+        return self._shards[sharding]
 
     def collective(self, collective: Transfer, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> Cost:
         """One collective over the ranks along `axes` (a send: between neighbours); the sizes are its local input and output in bytes."""
@@ -124,7 +130,7 @@ class CostModel:
         if not reachable(source, target):
             return math.inf
         total = 0.0
-        here = num_bytes / math.prod(self.mesh.size_of(split) for split in source.splits)
+        here = num_bytes / self._num_shards(source)
         for move in moves(source, target):
             size = self.mesh.size_of(move.axes)
             there = {"all_gather": here * size, "slice": here / size, "reduce_scatter": here / size}.get(move.collective, here)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -60,7 +60,7 @@ def grow(node: Node, grown: tuple[Dims, ...], read: tuple[Node, ...], builder: L
         strategy = Strategy(whole, tuple(Grown(Sharding.replicated(dims).splits, grown=dims) for dims in grown))
         made = localise(node, strategy, read, builder, mesh)
     for value, dims in zip(results_of(made), grown, strict=True):
-        assert value is None or tuple(value.shape) == shape_of(dims), f"{node.format_node()} on padded operands: {tuple(value.shape)}, {dims}"
+        assert value is None or tuple(value.shape) == shape_of(dims), f"{node.format_node()}, padded to {dims}: {tuple(value.shape)}"
     return made
 
 
@@ -93,7 +93,8 @@ def unpad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
 def mask(value: Node, padding: Padding, position: int, kind: ReductionKind, builder: LocalBuilder) -> Node:
     """`value` with what a reduction of `kind` passes over in the padding of the atom at `position`."""
     sizes = list(flat(padding.after))
-    inside = builder.call(aten.lt.Scalar, builder.call(aten.arange.default, sizes[position], dtype=torch.int64), flat(padding.before)[position])
+    index = builder.call(aten.arange.default, sizes[position], dtype=torch.int64)
+    inside = builder.call(aten.lt.Scalar, index, flat(padding.before)[position])
     inside = builder.call(aten.reshape.default, inside, [-1] + [1] * (len(sizes) - position - 1))
     dtype = value_of(value).dtype
     if kind == "sum":
@@ -131,7 +132,3 @@ def with_atoms(dims: Dims, sizes: dict[int, int]) -> Dims:
     """`dims` with the sizes of the atoms at some positions replaced."""
     counted = iter(range(len(flat(dims))))
     return tuple(tuple(sizes.get(next(counted), atom) for atom in dim) for dim in dims)
-
-
-def without_padding(strategy: Strategy) -> Strategy:
-    return replace(strategy)

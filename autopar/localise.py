@@ -139,12 +139,14 @@ def _new_empty_strided(node: Node, strategy: Strategy, operands: tuple[Node, ...
 def _group_norm(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     """The literal numbers of samples, channels and groups are the local ones; the mean is [samples, groups]."""
     samples, groups = local_shape(node, strategy, mesh, result=1)
+    operands = _all_contiguous(operands, builder)
     return same_call(node, operands, builder, {3: samples, 4: shape_of(operands[0])[1], 6: groups})
 
 
 @localiser(aten.native_group_norm_backward.default)
 def _group_norm_backward(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     samples, groups = shape_of(operands[2])
+    operands = _all_contiguous(operands, builder)
     return same_call(node, operands, builder, {5: samples, 6: shape_of(operands[0])[1], 8: groups})
 
 
@@ -165,13 +167,15 @@ def _convolution_backward(node: Node, strategy: Strategy, operands: tuple[Node, 
 
 @localiser(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
-    """Contiguous operands only: on CPU the kernel reads mean and deviation as if they were."""
-    contiguous = tuple(operand if value_of(operand).is_contiguous() else _contiguous(operand, builder) for operand in operands)
-    return same_call(node, contiguous, builder)
+    return same_call(node, _all_contiguous(operands, builder), builder)
 
 
-def _contiguous(operand: Node, builder: LocalBuilder) -> Node:
-    return builder.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
+def _all_contiguous(operands: tuple[Node, ...], builder: LocalBuilder) -> tuple[Node, ...]:
+    """Operands of a normalisation: on CPU its kernels read mean, deviation and gradient as if they were contiguous, whatever they are."""
+    return tuple(
+        operand if value_of(operand).is_contiguous() else builder.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
+        for operand in operands
+    )
 
 
 @localiser(aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import MeshError
@@ -25,11 +25,14 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    _products: dict[tuple[str, ...], int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
         if len(set(names)) != len(names):
             raise MeshError(f"mesh axes must have distinct names, got {names}")
+        # Searches ask for the same few products a million times.
+        object.__setattr__(self, "_products", dict[tuple[str, ...], int]())
         for name, size in self.axes:
             if size < 1:
                 raise MeshError(f"mesh axis {name!r} has size {size}; every axis needs at least 1 rank")
@@ -58,8 +61,11 @@ class Mesh:
 
     def size_of(self, axes: Sequence[str]) -> int:
         """Number of ranks along `axes` together; 1 for none."""
-        sizes = dict(self.axes)
-        return math.prod(sizes[axis] for axis in axes)
+        key = tuple(axes)
+        if key not in self._products:
+            sizes = dict(self.axes)
+            self._products[key] = math.prod(sizes[axis] for axis in key)
+        return self._products[key]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where `rank` stands on each axis."""

@@ -57,9 +57,7 @@ def unpadded(tensor: torch.Tensor, padding: Padding | None) -> torch.Tensor:
     return tensor if padding is None else padding.unpad(tensor)
 
 
-def carried_over(
-    sharding: Sharding, dims: Sequence[Dims], paddings: Sequence[Padding | None], mesh: Mesh
-) -> Sharding | None:
+def carried_over(sharding: Sharding, dims: Sequence[Dims], paddings: Sequence[Padding | None], mesh: Mesh) -> Sharding | None:
     """`sharding` of a value in words of other atoms, as `carried`; both may be padded, unequally. Pairs are (old, new)."""
     logical = [padding.before if padding else each for each, padding in zip(dims, paddings, strict=True)]
     if paddings[0] != paddings[1] and logical[0] == logical[1]:

@@ -35,11 +35,12 @@ from autopar.errors import PlanError
 from autopar.freedom import Freedom
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.mesh import Mesh
+from autopar.padding import Padding, carried_over
 from autopar.pinning import pinned
 from autopar.plan_diff import PlanDiff, changes
 from autopar.printing import op_name, short_dtype
 from autopar.program import Program, results_of
-from autopar.sharding import Dims, Sharding, Strategy, carried
+from autopar.sharding import Dims, Sharding, Strategy
 
 # One entry per dim of a parameter or of a module's output, by name or pattern: an axis, several (major first), or None; `...` for
 # the dims between. See `autopar.pins`.
@@ -59,10 +60,11 @@ class Reasoned(Protocol):
 
 @dataclass(frozen=True)
 class PlannedInput:
-    """How an input lies: its atoms, dim by dim, and its sharding."""
+    """How an input lies: its atoms, dim by dim, with their padding, and its sharding."""
 
     dims: Dims
     sharding: Sharding
+    padding: Padding | None = None
 
     def __str__(self) -> str:
         return self.sharding.describe(self.dims)
@@ -96,7 +98,9 @@ class Plan:
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None) -> Plan:
         """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards; reasons from the search's `decision`."""
-        placements = {(item.kind, item.name): PlannedInput(DIMS[node][0], SHARDING[node][0]) for item, node in program.named_inputs()}
+        placements = {
+            (item.kind, item.name): PlannedInput(DIMS[node][0], SHARDING[node][0], item.padding) for item, node in program.named_inputs()
+        }
         return Plan(
             mesh=program.mesh,
             parameters={name: placement for (kind, name), placement in placements.items() if kind == "parameter"},
@@ -139,12 +143,13 @@ class Plan:
         sizes that do not divide. Names that the model lacks are a warning.
         """
         found, problems = dict[str, Sharding](), list[str]()
-        items = {item.name: node for item, node in program.named_inputs() if item.kind == "parameter"}
+        items = {item.name: (item, node) for item, node in program.named_inputs() if item.kind == "parameter"}
         for name, placement in self.parameters.items():
             if name not in items:
                 continue
-            dims = DIMS[items[name]][0]
-            sharding = carried(placement.sharding, placement.dims, dims, program.mesh)
+            item, node = items[name]
+            dims = DIMS[node][0]
+            sharding = carried_over(placement.sharding, (placement.dims, dims), (placement.padding, item.padding), program.mesh)
             if sharding is None:
                 problems.append(f"{name!r} is pinned by atoms {_plain(placement.dims)}, here it has {_plain(dims)}")
                 continue
@@ -295,11 +300,17 @@ def _to_freedom(entry: dict[str, Any]) -> Freedom:
 
 
 def _from_placement(placement: PlannedInput) -> dict[str, Any]:
-    return {"dims": [list(dim) for dim in placement.dims], **_from_sharding(placement.sharding)}
+    unpadded = {"unpadded": [list(dim) for dim in placement.padding.before]} if placement.padding else {}
+    return {"dims": [list(dim) for dim in placement.dims], **unpadded, **_from_sharding(placement.sharding)}
 
 
 def _to_placement(entry: dict[str, Any]) -> PlannedInput:
-    return PlannedInput(tuple(tuple(dim) for dim in entry["dims"]), _to_sharding(entry))
+    dims = _to_dims(entry["dims"])
+    return PlannedInput(dims, _to_sharding(entry), Padding(_to_dims(entry["unpadded"]), dims) if "unpadded" in entry else None)
+
+
+def _to_dims(entry: list[list[int]]) -> Dims:
+    return tuple(tuple(dim) for dim in entry)
 
 
 def _from_strategy(strategy: Strategy) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.errors import AutoparError
 from autopar.freedom import Freedom
 from autopar.mesh import Mesh
+from autopar.padding import Padding
 from autopar.sharding import Dims, Sharding
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "random_key", "tangent", "coordinate"]
@@ -36,7 +37,8 @@ class Input:
 
     `name` is the original parameter or buffer name, the flat index of a batch input ("0", "1", …),
     the index of the output a tangent belongs to, or the axes a coordinate counts along ("tp", "tp.0,tp.1").
-    `shape` is the logical shape in every form. A tied parameter is one input under its first name.
+    `shape` is the logical shape in every form; a parameter with `padding` enters the graph with it.
+    A tied parameter is one input under its first name.
     `batch_dim` is the dim of a batch input that counts samples; None for one that every rank gets whole.
     """
 
@@ -48,13 +50,15 @@ class Input:
     dims: Dims = ()
     sharding: Sharding | None = None
     batch_dim: int | None = None
+    padding: Padding | None = None
 
 
 @dataclass(frozen=True)
 class Output:
     """One result of the graph, in order: the loss, a tensor of the user's output, a gradient, or a buffer's new value.
 
-    `name` is a gradient's parameter, a buffer's name, or the flat index in the user's output structure.
+    `name` is a gradient's parameter, a buffer's name, or the flat index in the user's output structure. A gradient has its
+    parameter's `padding`.
     """
 
     kind: OutputKind
@@ -64,6 +68,7 @@ class Output:
     requires_grad: bool = False
     dims: Dims = ()
     sharding: Sharding | None = None
+    padding: Padding | None = None
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,10 @@ class Signature:
 
 @dataclass(frozen=True)
 class Program:
-    """A graph with its meaning. Passes never change a program they were given: they `copy` and rewrite the copy."""
+    """A graph with its meaning. Passes never change a program they were given: they `copy` and rewrite the copy.
+
+    `logical_share`: of the FLOPs of the graph's contractions those that are the model's; the rest is padding.
+    """
 
     graph: Graph
     mesh: Mesh
@@ -99,6 +107,7 @@ class Program:
     form: Form
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     freedom: Freedom = Freedom()
+    logical_share: float = 1.0
 
     def copy(self, **changes: Any) -> Program:
         graph = Graph()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autopar.assignment import Candidate, Problem, without_dominated
 from autopar.contraction import Contracted, contract
@@ -45,6 +45,7 @@ class Solution:
     num_dominated: int
     num_bounded: int
     is_timed_out: bool
+    _runners_up: dict[tuple[int, tuple[int, ...]], tuple[int, float] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def gap(self) -> float:
@@ -60,8 +61,10 @@ class Solution:
         group = self.contracted.group_of[index]
         number = self.evaluation.folded.class_of[group]
         others = [self.contracted.pick_of(index, position) for position in self.kept[group]]
-        allowed = [position for position, pick in enumerate(others) if pick != self.picks[index]]
-        found = self.evaluation.runner_up(number, self.class_picks, allowed)
+        allowed = tuple(position for position, pick in enumerate(others) if pick != self.picks[index])
+        if (number, allowed) not in self._runners_up:
+            self._runners_up[number, allowed] = self.evaluation.runner_up(number, self.class_picks, allowed)
+        found = self._runners_up[number, allowed]
         return found and RunnerUp(others[found[0]], found[1], self.evaluation.folded.sizes[number])
 
 

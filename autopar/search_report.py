@@ -59,14 +59,23 @@ def search_lines(decision: Searched | None) -> Iterator[str]:
     found = search_summary(decision)
     if found is None:
         return
+    assert decision is not None
     dropped = f"dropped: {found['num_dominated']} strategies that others dominate, {found['num_bounded']} that the bound rules out"
-    yield f"{_proved(found['gap'], found['is_timed_out'])}; {dropped}"
+    if _is_given(decision):
+        yield "every op has one strategy, by the plan or because there is no other: nothing was searched"
+    else:
+        yield f"{_proved(found['gap'], found['is_timed_out'])}; {dropped}"
     if found["budget_bytes"] is None:
         yield f"holds {in_bytes(found['held_bytes'])} a rank, with gradients and optimizer state; no memory_budget"
     else:
         more = in_seconds(_GIGABYTE * found["seconds_per_byte"])
         price = f"{in_bytes(_GIGABYTE)} more would save about {more} a step" if found["seconds_per_byte"] > 0 else "more would save nothing"
         yield f"holds {in_bytes(found['held_bytes'])} of memory_budget={in_bytes(found['budget_bytes'])}; {price}"
+
+
+def _is_given(decision: Searched) -> bool:
+    """Whether the search had no op to decide upon. Inputs that no plan fixes (a batch, a buffer) follow from the ops."""
+    return all(len(node.candidates) == 1 for node in decision.sharding_problem.problem.nodes if node.operands)
 
 
 def _proved(gap: float | None, is_timed_out: bool) -> str:

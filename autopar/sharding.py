@@ -8,7 +8,7 @@ dim of size 1 has no atoms. A `Sharding` names, for each atom in order, the axes
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from autopar.mesh import Mesh
@@ -36,11 +36,17 @@ class Sharding:
 
     splits: tuple[tuple[str, ...], ...]
     unreduced: tuple[tuple[str, ReductionKind], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # One order, so that shardings which mean the same are equal.
         if len(self.unreduced) > 1:
             object.__setattr__(self, "unreduced", tuple(sorted(self.unreduced)))
+        # Searches look shardings up a million times.
+        object.__setattr__(self, "_hash", hash((self.splits, self.unreduced)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @staticmethod
     def replicated(dims: Dims) -> Sharding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ def module_calls(node: Node, prefix: str = "model.") -> dict[str, str]:
     if not stack:
         module = SOURCE[node].module if node in SOURCE else ""
         return {module: ""} if module else {}
-    paths = {_module_path({key: entry}, prefix): str(key).partition("@")[2] for key, entry in stack.items()}
-    return {path: call for path, call in paths.items() if path and path != prefix.rstrip(".")}
+    paths = {_path(str(entry[0]), prefix): str(key).partition("@")[2] for key, entry in stack.items()}
+    return {path: call for path, call in paths.items() if path}
 
 
 def user_frames(text: str) -> list[Source]:
@@ -59,8 +60,12 @@ def _module_path(stack: Any, prefix: str) -> str:
     """The innermost module's path: `L['self'].model.h[0].mlp` → `h.0.mlp`."""
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", path)
+    return _path(str(list(stack.values())[-1][0]), prefix)
+
+
+@cache
+def _path(raw: str, prefix: str) -> str:
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", raw)
     path = re.sub(r"_modules\.", "", path)
     path = path.split("L.self", 1)[-1].removeprefix("._export_root").strip(".")
     return path.removeprefix(prefix.rstrip(".")).strip(".")

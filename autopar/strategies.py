@@ -220,10 +220,16 @@ def build(space: Space, choices: Sequence[tuple[str, Choice]], mesh: Mesh) -> St
         elif choice is not None:
             for tensor in (*choice, *results):
                 unreduced[tensor].append((axis, "sum"))
-    shardings = tuple(Sharding(tuple(split), tuple(kinds)) for split, kinds in zip(splits, unreduced, strict=True))
+    shardings = tuple(_one(Sharding(tuple(split), tuple(kinds))) for split, kinds in zip(splits, unreduced, strict=True))
     named = tuple((axis, choice.name if isinstance(choice, Factor) else "sum") for axis, choice in choices if choice is not None)
     num_shards = mesh.size_of([axis for axis, choice in choices if isinstance(choice, Factor)])
     return Strategy(shardings[:num_operands], shardings[num_operands:], named, num_shards)
+
+
+@cache
+def _one(sharding: Sharding) -> Sharding:
+    """One object for equal shardings: looking up the same object needs no comparison."""
+    return sharding
 
 
 def placeholder_strategies(

@@ -15,16 +15,27 @@ from functools import lru_cache
 import torch
 
 from autopar.mesh import Mesh
+from autopar.padding import Padding
 from autopar.sharding import Dims, Sharding, flat, shape_of
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a value of `dims` lies on `mesh`."""
+    """Where a value of `dims` lies on `mesh`; `padding` is in `dims`, and in nothing that the user sees."""
 
     dims: Dims
     sharding: Sharding
     mesh: Mesh
+    padding: Padding | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape."""
+        return shape_of(self.dims if self.padding is None else self.padding.before)
+
+    def local_padding(self, rank: int) -> Padding | None:
+        """The padding in the part that lies with `rank`."""
+        return self.padding and self.padding.local(self.sharding, self.mesh, rank)
 
 
 @lru_cache(maxsize=65536)

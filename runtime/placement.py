@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement as DTensorPlacement
 
 from autopar.errors import MeshError
 from autopar.mesh import Mesh
+from autopar.padding import padded, unpadded
 from autopar.program import Signature
 from autopar.runtime._torch import gathers_strided_shards, shard
 from autopar.runtime.inputs import checksum
@@ -29,7 +30,7 @@ def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
     found = {}
     for item in signature.inputs_of("parameter"):
         assert item.sharding is not None, f"parameter {item.name} has no sharding"
-        found[item.name] = Placement(item.dims, item.sharding, mesh)
+        found[item.name] = Placement(item.dims, item.sharding, mesh, item.padding)
     return found
 
 
@@ -66,9 +67,21 @@ def torch_can_gather(placement: Placement) -> bool:
 
     Tried on torch 2.13: with several axes on one dim it is wrong, mostly without an error, unless all but the last are
     plain shards, or they are FSDP2's pair (a strided shard inside the pieces of the plain shard that follows).
-    Torch 2.11 gathers no strided shard but that pair's.
+    Torch 2.11 gathers no strided shard but that pair's. What is padded lies as torch cuts it along one axis.
     """
-    return _can_gather(dtensor_placements(placement), [size for _, size in placement.mesh.axes])
+    return not _is_cut_otherwise(placement) and _can_gather(dtensor_placements(placement), [size for _, size in placement.mesh.axes])
+
+
+def _is_cut_otherwise(placement: Placement) -> bool:
+    """Whether the parts of a padded dim are not those that `torch.chunk` cuts: several axes, or an atom among others."""
+    if placement.padding is None:
+        return False
+    splits = iter(placement.sharding.splits)
+    for before, after in zip(placement.padding.before, placement.dims, strict=True):
+        axes = [axis for _ in after for axis in next(splits)]
+        if before != after and axes and (len(axes) > 1 or len(after) > 1):
+            return True
+    return False
 
 
 def torch_can_gather_tensor(tensor: DTensor) -> bool:
@@ -109,9 +122,15 @@ def refined_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
 
 def wrap(local: torch.Tensor, placement: Placement, device_mesh: DeviceMesh) -> DTensor:
     """The DTensor whose part on this rank is `local`."""
-    shape = torch.Size(torch.Size(dim).numel() for dim in placement.dims)
+    shape = torch.Size(placement.shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local, device_mesh, dtensor_placements(placement), run_check=False, shape=shape, stride=stride)
+
+
+def held_part(whole: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
+    """What `rank` holds of a parameter: its part without the padding."""
+    part = local_shard(padded(whole, placement.padding), placement.dims, placement.sharding, placement.mesh, rank)
+    return unpadded(part, placement.local_padding(rank))
 
 
 def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
@@ -162,7 +181,7 @@ def place_parameters(
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in replaced:
             placement = placements[name]
-            part = local_shard(parameter, placement.dims, placement.sharding, placement.mesh, rank).to(device)
+            part = held_part(parameter, placement, rank).to(device)
             replaced[id(parameter)] = nn.Parameter(wrap(part, placement, device_mesh), requires_grad=parameter.requires_grad)
         _set(model, name, replaced[id(parameter)])
 

@@ -18,6 +18,7 @@ from torch.fx import Interpreter, Node
 from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
 from autopar.keys import ORIGIN
 from autopar.mesh import Mesh
+from autopar.padding import padded, unpadded
 from autopar.program import Form, Input, Program, Signature
 from autopar.runtime._torch import flatten
 from autopar.runtime.parameters import assemble, local_shard, replica_difference
@@ -44,9 +45,9 @@ class Case:
     tangents: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def value(self, item: Input, program: Program) -> torch.Tensor:
-        """The logical value of one input of `program`."""
+        """The value of one input of `program`, whole, with the padding that it enters `program` with."""
         if item.kind in ("parameter", "buffer"):
-            return self.state[item.name].detach()
+            return padded(self.state[item.name].detach(), item.padding)
         if item.kind == "batch":
             return self.leaves[int(item.name)].detach()
         if item.kind == "constant":
@@ -178,7 +179,8 @@ class Stepper:
 
     def results(self) -> Results:
         """What a GLOBAL program yields; the rest of it runs now."""
-        return results_of(self._program.signature, [self.value(node.name) for node in self._program.results], self._case)
+        values = [unpadded(self.value(node.name), item.padding) for item, node in self._program.named_outputs()]
+        return results_of(self._program.signature, values, self._case)
 
     def _step(self, node: Node) -> None:
         if node.op == "placeholder":
@@ -224,7 +226,7 @@ def assembled(signature: Signature, mesh: Mesh, parts: Sequence[Mapping[int, tor
     found, gaps = [], dict[str, float]()
     for item, held in zip(signature.outputs, parts, strict=True):
         assert item.sharding is not None, item
-        found.append(assemble(held, item.dims, item.sharding, mesh))
+        found.append(unpadded(assemble(held, item.dims, item.sharding, mesh), item.padding))
         gaps[f"{item.kind} {item.name}"] = replica_difference(held, item.sharding, mesh)[0]
     largest = max((norm(value) for value in found), default=0.0)
     scales = [max(norm(value), floor_of(value.dtype) * largest) for value in found]

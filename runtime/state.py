@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import PlanError
-from autopar.runtime.parameters import local_shard
-from autopar.runtime.placement import like, torch_can_gather_tensor, whole_placement
+from autopar.runtime.placement import held_part, like, torch_can_gather_tensor, whole_placement
 from autopar.runtime.world import DistributedWorld, World
 
 
@@ -74,7 +73,7 @@ def _sharded(value: torch.Tensor, target: DTensor, world: DistributedWorld, name
         return value  # nn.Module names both shapes
     placement = world.placements.get(name) or whole_placement(value, world.mesh)
     local = target.to_local()
-    return like(target, local_shard(value, placement.dims, placement.sharding, placement.mesh, world.rank).to(local.device, local.dtype))
+    return like(target, held_part(value, placement, world.rank).to(local.device, local.dtype))
 
 
 def clip_grad_norm(

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, PlanError, ScheduleError
 from autopar.mesh import Mesh, parent
+from autopar.padding import Padding, padded, unpadded
 from autopar.program import Input, Output
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.interpreter import Execution
@@ -104,9 +105,9 @@ class VirtualWorld:
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         """Copies made anew at every call, since `parameter.data.copy_` leaves no trace; a whole parameter is not copied."""
         assert item.sharding is not None, item
-        if item.sharding.is_replicated and parameter.is_contiguous():
+        if item.sharding.is_replicated and parameter.is_contiguous() and item.padding is None:
             return dict.fromkeys(self.ranks, parameter.detach())
-        return self.parts(parameter, item, mesh)
+        return self.parts(padded(parameter, item.padding), item, mesh)
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert item.sharding is not None, item
@@ -120,7 +121,7 @@ class VirtualWorld:
         return assemble(parts, item.dims, item.sharding, mesh)
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
-        return self.whole(parts, item, mesh)
+        return unpadded(self.whole(parts, item, mesh), item.padding)
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         return parameter.detach().clone()
@@ -179,7 +180,7 @@ class DistributedWorld:
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        return {self.rank: parameter.to_local().detach()}
+        return {self.rank: padded(parameter.to_local().detach(), self._local_padding(item, mesh))}
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert item.sharding is not None, item
@@ -204,7 +205,11 @@ class DistributedWorld:
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        return like(parameter, parts[self.rank])
+        return like(parameter, unpadded(parts[self.rank], self._local_padding(item, mesh)))
+
+    def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
+        assert item.sharding is not None, item
+        return Placement(item.dims, item.sharding, mesh, item.padding).local_padding(self.rank)
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         assert isinstance(parameter, DTensor)
@@ -212,8 +217,9 @@ class DistributedWorld:
         mesh = placement.mesh
         (transport,) = self.transports(mesh)
         launch = Launch("all_gather", "copy", mesh.names, name, name)
-        gathered = transport.wait(transport.launch(launch, parameter.to_local().detach()))
-        return assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh)
+        local = padded(parameter.to_local().detach(), placement.local_padding(self.rank))
+        gathered = transport.wait(transport.launch(launch, local))
+        return unpadded(assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh), placement.padding)
 
 
 def from_first(world: World, make: Callable[[], str]) -> str:

@@ -156,7 +156,9 @@ def test_other_ranks_take_the_pinned_strategies_of_the_first(captured: Program) 
     choose = ChooseShardings(pins=pins)
     decided = DecideOnce(choose, first).decide(program)
     other = DecideOnce(choose, lambda make: texts[0]).decide(program)
-    assert other.strategies == decided.strategies and len(other.fixed) > len(decided.fixed)
+    calls = [node.name for node in program.graph.nodes if node.op == "call_function"]
+    assert [other.strategies[name] for name in calls] == [decided.strategies[name] for name in calls]
+    assert len(other.fixed) > len(decided.fixed)
 
 
 def test_later_captures_keep_the_pins() -> None:

@@ -29,9 +29,10 @@ class Asked:
 
 def decision(capacity: float = math.inf, **changes: Any) -> Decision:
     """Fast and large, or slow and small."""
-    candidates = (Candidate((), ("a",), 1.0, 2e9), Candidate((), ("b",), 3.0, 1e9))
-    problem = Problem((Choice("x", (), candidates),), lambda value, source, target: 0.0, capacity_bytes=capacity)
-    return Decision(replace(search(problem), **changes), Asked(problem, [("a", "b")]))
+    candidates = (Candidate(("a",), ("a",), 1.0, 2e9), Candidate(("a",), ("b",), 3.0, 1e9))
+    nodes = (Choice("w", (), (Candidate((), ("a",), 0.0),)), Choice("x", ((0, 0),), candidates))
+    problem = Problem(nodes, lambda value, source, target: 0.0, capacity_bytes=capacity)
+    return Decision(replace(search(problem), **changes), Asked(problem, [("a",), ("a", "b")]))
 
 
 def test_without_a_budget() -> None:
@@ -57,6 +58,13 @@ def test_a_search_that_was_stopped_is_the_best_so_far(bound: float, known: str) 
     found = decision(lower_bound_seconds=bound, is_timed_out=True)
     assert next(search_lines(found)).startswith(f"stopped by search_timeout, best so far: {known}; ")
     assert "proved:" not in "".join(search_lines(found))
+
+
+def test_a_plan_is_not_called_the_best() -> None:
+    first = parallel_residual()
+    again = parallel_residual(plan=first.plan)
+    assert "proved: at most" in first.explain() and "proved:" not in again.explain()
+    assert "every op has one strategy, by the plan or because there is no other: nothing was searched" in again.explain()
 
 
 def test_the_summary_is_json() -> None:

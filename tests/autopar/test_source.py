@@ -13,7 +13,7 @@ from autopar.capture import capture
 from autopar.keys import PHASE, SOURCE, Source
 from autopar.mesh import virtual_mesh
 from autopar.passes.trace_joint import TraceJoint
-from autopar.source import source_of, user_frames
+from autopar.source import module_calls, source_of, user_frames
 
 TORCH_FILE = os.path.join(os.path.dirname(torch.__file__), "nn", "functional.py")
 TRACE = f"""
@@ -86,3 +86,13 @@ def test_sources_reach_the_backward() -> None:
     linears = {f"blocks.{i}.{name}" for i in range(2) for name in ("up", "down")}
     assert modules == {"forward": linears, "backward": linears}
     assert all(SOURCE[node].file == __file__ for node in products)
+
+
+def test_the_calls_that_a_node_is_computed_in() -> None:
+    paths = {"0": "L['self']", "1": "L['self'].model", "2@1": "L['self'].model.model", "3@4": "L['self'].model.model.h[0]"}
+    node = node_with(nn_module_stack={key: (path, nn.Module) for key, path in paths.items()})
+    assert module_calls(node) == {"model": "1", "model.h.0": "4"}
+    assert module_calls(node_with(fwd_nn_module_stack={"7": ("L['self'].model.norm", nn.Module)})) == {"norm": ""}
+    lone = node_with()
+    SOURCE[lone] = Source(module="head")
+    assert module_calls(lone) == {"head": ""} and module_calls(node_with()) == {}

@@ -72,8 +72,7 @@ def test_a_pinned_output_says_so(parallel: ParallelModule) -> None:
 
 
 def test_no_match_lists_what_is_near(parallel: ParallelModule) -> None:
-    with pytest.raises(
-        AutoparError,
-        match=r"'blocks.1.mlp.dwn' matches no parameter, and no module or op .* are blocks.1.mlp.down.bias, blocks.1.mlp.down.weight, .*; and blocks.1.mlp.down, ",
-    ):
+    with pytest.raises(AutoparError, match="'blocks.1.mlp.dwn' matches no parameter, and no module or op that computes; ") as caught:
         parallel.why("blocks.1.mlp.dwn")
+    assert "there are blocks.1.mlp.down.bias, blocks.1.mlp.down.weight, " in str(caught.value)
+    assert "; and blocks.1.mlp.down, " in str(caught.value)
