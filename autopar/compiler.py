@@ -212,7 +212,7 @@ def compile_call(
         plan=Plan.of(program, decision),
         steps=tuple(history.steps),
         search=decision,
-        cost=CostModel(options.cluster, local.mesh),
+        cost=CostModel(options.cluster, local.mesh, options.budget.optimizer),
         decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model)),
     )
     check_compiled(compiled)

@@ -23,6 +23,7 @@ from autopar.atoms import operand_result
 from autopar.cluster import Cluster
 from autopar.keys import DIMS
 from autopar.links import Transfer, bytes_sent, transfer_seconds
+from autopar.memory import OptimizerKind
 from autopar.mesh import Mesh
 from autopar.program import operands, results_of
 from autopar.reshard import Step, moves, reachable
@@ -59,10 +60,11 @@ def is_view(node: Node) -> bool:
 
 
 class CostModel:
-    """Prices on the ranks of `mesh`, laid over the devices and links of `cluster`."""
+    """Prices on the ranks of `mesh`, laid over the devices and links of `cluster`. `optimizer` says what state a parameter has."""
 
-    def __init__(self, cluster: Cluster, mesh: Mesh) -> None:
+    def __init__(self, cluster: Cluster, mesh: Mesh, optimizer: OptimizerKind | None = None) -> None:
         self.cluster = cluster
+        self.optimizer = optimizer or OptimizerKind()
         self.mesh = mesh
         # Strategies of a thousand nodes ask for the same few hundred collectives.
         self._collective_seconds = cache(lambda *transfer: self.collective(*transfer).seconds)

@@ -75,36 +75,64 @@ def _range(node: Node, size: int, builder: LocalBuilder) -> Node:
 
 def pad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
     """Zeros appended along the atoms that grow."""
-    sizes = list(flat(padding.before))
-    value = _viewed(value, sizes, builder)
-    pads = [n for before, after in reversed(list(zip(sizes, flat(padding.after), strict=True))) for n in (0, after - before)]
-    return _viewed(builder.call(aten.constant_pad_nd.default, value, pads), list(shape_of(padding.after)), builder)
+    dims = padding.before
+    for position, (before, after) in enumerate(zip(flat(padding.before), flat(padding.after), strict=True)):
+        if before != after:
+            shape, place = _opened(dims, position)
+            pads = [0, 0] * (len(shape) - 1 - place) + [0, after - before]
+            value = builder.call(aten.constant_pad_nd.default, _viewed(value, shape, builder), pads)
+            dims = with_atoms(dims, {position: after})
+            value = _viewed(value, list(shape_of(dims)), builder)
+    return value
 
 
 def unpad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
     """The elements in front of the padding."""
-    value = _viewed(value, list(flat(padding.after)), builder)
-    for dim, (before, after) in enumerate(zip(flat(padding.before), flat(padding.after), strict=True)):
+    dims = padding.after
+    for position, (before, after) in enumerate(zip(flat(padding.before), flat(padding.after), strict=True)):
         if before != after:
-            value = builder.call(aten.slice.Tensor, value, dim, 0, before)
-    return _viewed(value, list(shape_of(padding.before)), builder)
+            shape, place = _opened(dims, position)
+            value = builder.call(aten.slice.Tensor, _viewed(value, shape, builder), place, 0, before)
+            dims = with_atoms(dims, {position: before})
+            value = _viewed(value, list(shape_of(dims)), builder)
+    return value
 
 
-def mask(value: Node, padding: Padding, position: int, kind: ReductionKind, builder: LocalBuilder) -> Node:
-    """`value` with what a reduction of `kind` passes over in the padding of the atom at `position`."""
-    sizes = list(flat(padding.after))
-    index = builder.call(aten.arange.default, sizes[position], dtype=torch.int64)
-    inside = builder.call(aten.lt.Scalar, index, flat(padding.before)[position])
-    inside = builder.call(aten.reshape.default, inside, [-1] + [1] * (len(sizes) - position - 1))
-    dtype = value_of(value).dtype
-    if kind == "sum":
-        other = 0
-    elif dtype.is_floating_point:
-        other = -float("inf")
-    else:
-        other = 0 if dtype == torch.bool else torch.iinfo(dtype).min
-    masked = builder.call(aten.where.ScalarOther, inside, _viewed(value, sizes, builder), other)
-    return _viewed(masked, list(shape_of(padding.after)), builder)
+def inside(padding: Padding, position: int, builder: LocalBuilder) -> Node:
+    """Bool: which indices of the atom at `position` are elements; of a shape that broadcasts with a value whose dim is opened at it."""
+    shape, place = _opened(padding.after, position)
+    index = builder.call(aten.arange.default, shape[place], dtype=torch.int64)
+    found = builder.call(aten.lt.Scalar, index, flat(padding.before)[position])
+    return _viewed(found, [shape[place]] + [1] * (len(shape) - 1 - place), builder)
+
+
+def mask(value: Node, elements: Node, dims: Dims, position: int, kind: ReductionKind, builder: LocalBuilder) -> Node:
+    """`value`, of padded `dims`, with what a reduction of `kind` passes over in the padding of the atom at `position`.
+
+    `elements` is `inside` of that atom.
+    """
+    shape, _ = _opened(dims, position)
+    masked = builder.call(aten.where.ScalarOther, elements, _viewed(value, shape, builder), _neutral(value_of(value).dtype, kind))
+    return _viewed(masked, list(shape_of(dims)), builder)
+
+
+def _neutral(dtype: torch.dtype, kind: ReductionKind) -> float:
+    if kind == "sum" or dtype == torch.bool:
+        return 0
+    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _opened(dims: Dims, position: int) -> tuple[list[int], int]:
+    """The shape in which the dim of the atom at `position` is broken into its atoms, and where the atom then is."""
+    shape, place = list[int](), 0
+    for dim in dims:
+        if 0 <= position < len(dim):
+            place = len(shape) + position
+            shape += dim
+        else:
+            shape += shape_of((dim,))
+        position -= len(dim)
+    return shape, place
 
 
 def _viewed(value: Node, shape: list[int], builder: LocalBuilder) -> Node:

@@ -12,11 +12,12 @@ from torch.fx import Graph, Node
 from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
 from autopar.atom_classes import Atom, AtomClasses, read_by
 from autopar.emit import copy_origin
-from autopar.grow import LOOKUPS, can_grow, grow, keeps_clean, mask, pad, unpad, with_atoms
+from autopar.grow import LOOKUPS, can_grow, grow, inside, keeps_clean, mask, pad, unpad, with_atoms
 from autopar.keys import DIMS, PHASE
 from autopar.localise import LocalBuilder
 from autopar.padding import Padding
 from autopar.program import Input, Output, Program, operands, results_of
+from autopar.rules.labels import value_of
 from autopar.sharding import Dims, ReductionKind, flat, shape_of
 from autopar.strategies import Space, operand_dims, space_of
 
@@ -64,6 +65,7 @@ class _Rewrite:
         self.cut: dict[tuple[Node, str], Node] = {}
         self.filled: dict[tuple[Node, str], Node] = {}
         self.masked: dict[tuple[Node, int, ReductionKind, str], Node] = {}
+        self.inside: dict[tuple[int, tuple[int, ...], str], Node] = {}
         # Atoms of old nodes whose padding is zero.
         self.clean: set[Atom] = set()
 
@@ -147,9 +149,14 @@ class _Rewrite:
             key = (found, position, factor.kind, phase)
             if key not in self.masked:
                 padding = Padding(dims, with_atoms(dims, sizes))
-                self.masked[key] = mask(found, padding, position, factor.kind, self.builder)
+                self.masked[key] = mask(found, self._inside(padding, position, phase), padding.after, position, factor.kind, self.builder)
             found = self.masked[key]
         return found
+
+    def _inside(self, padding: Padding, position: int, phase: str) -> Node:
+        made = inside(padding, position, self.builder)
+        key = (flat(padding.before)[position], tuple(value_of(made).shape), phase)
+        return self.inside.setdefault(key, made)  # what is made for nothing is dead code
 
     def _copy(self, node: Node) -> None:
         """`node` on logical values. It is called anew where their strides are others now."""

@@ -23,6 +23,7 @@ from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
 from autopar.reshard import steps
 from autopar.rule import rule_of
+from autopar.saving import save
 from autopar.schedule import Collective
 from autopar.search_report import search_summary
 from autopar.sharding import Strategy
@@ -39,7 +40,7 @@ def summary(compiled: Compiled) -> dict[str, Any]:
                    have ("written", "inferred by probing", "none"); dearest first
     inferred       ops that are split by a rule inferred by probing: what, where, how many
     communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step
-    memory         bytes of a rank: parameters, gradients, buffers, saved activations
+    memory         bytes of a rank: parameters, gradients, optimizer state, buffers, saved activations
     seconds        of a step: compute, memory traffic, communication by axis, total
     search         how the plan was found, see `search_report`; None where nothing was searched
     """
@@ -188,27 +189,18 @@ def _communication(program: Program, cost: CostModel) -> dict[str, dict[str, dic
 
 
 def memory(program: Program, cost: CostModel) -> dict[str, float]:
-    """Bytes of one rank. Saved activations are what the forward makes and the backward reads, each storage once."""
-    found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "saved_activations": 0.0}
+    """Bytes of one rank. Saved activations are what the forward keeps for the backward, each value once."""
+    found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "optimizer_state": 0.0, "saved_activations": 0.0}
     for item, node in program.named_inputs():
         if item.kind in ("parameter", "buffer"):
-            found[f"{item.kind}s"] += sum(_result_bytes(node, cost))
+            held = sum(_result_bytes(node, cost))
+            found[f"{item.kind}s"] += held
+            found["optimizer_state"] += cost.optimizer.state_bytes(item, held)
     for item, node in program.named_outputs():
         if item.kind == "gradient":
             found["gradients"] += sum(_result_bytes(node, cost))
-    saved: set[Node] = set()
-    for node in program.graph.nodes:
-        if node.op == "call_function" and PHASE.get(node) == "backward":
-            saved |= {_storage(each) for each in node.all_input_nodes if PHASE.get(each) == "forward"}
-    found["saved_activations"] = sum(sum(_result_bytes(node, cost)) for node in saved if node.op == "call_function")
+    found["saved_activations"] = sum(sum(_result_bytes(node, cost)) for node in program.graph.nodes if node.target is save)
     return found
-
-
-def _storage(node: Node) -> Node:
-    """The node whose memory a view shows. One result of several is a storage of its own: it stays with its getitem."""
-    while node.op == "call_function" and is_view(node) and op_name(node.target) != "getitem":
-        node = operands(node)[0]
-    return node
 
 
 def seconds_of(node: Node, cost: CostModel) -> tuple[float, float]:

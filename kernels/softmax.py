@@ -9,6 +9,7 @@ x is [..., N] with N of any size; `mask` broadcasts to x: bool (true = attend) o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,9 +54,13 @@ def _softmax_backward(grad_out: Tensor, out: Tensor, *, scale: float, dtype: tor
 
 
 def _softmax_fake(x: Tensor, mask: Tensor | None, *, scale: float, dtype: torch.dtype) -> Tensor:
-    if mask is not None and torch.broadcast_shapes(mask.shape, x.shape) != x.shape:
+    if mask is not None and not _broadcasts(mask.shape, x.shape):
         raise ValueError(f"a softmax mask {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
     return x.new_empty(x.shape, dtype=dtype)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return len(shape) <= len(to) and all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _softmax_backward_fake(grad_out: Tensor, out: Tensor, *, scale: float, dtype: torch.dtype) -> Tensor:

@@ -45,8 +45,10 @@ class PadAtoms:
 
     Padded is what brings work to split (the share `least` of all contractions has the atom) at the price of little (at most `limit`
     times that work), where every op can take it, and where the size is the model's: the batch and its lengths are the user's to
-    choose. What shares a factor with the axis is left to sub-axes. The padding of parameters is zero. Before an op reduces an atom, the padding of operands
-    in which it is not known to be zero is masked; results for the user are cut back. Ranks' work is even; what the padding adds is priced.
+    choose. What shares a factor with the axis is left to sub-axes.
+
+    The padding of parameters is zero. Before an op reduces an atom, the padding of operands in which it is not known to be zero
+    is masked; results for the user are cut back. Ranks' work is even; what padding and masks add to it is priced as any work.
 
     `placed` holds what is decided already, by parameter name. With `is_real` parameters become DTensors, whose uneven parts are
     those of `torch.chunk`: then only atoms that are a whole dim are padded (vocabularies and widths, not heads), and only where the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from dataclasses import dataclass
 
@@ -19,10 +20,13 @@ from autopar.strategies import placeholder_strategies, strategies_of
 class RandomShardings:
     """Give each node one of its strategies at random, among those whose operands can be had by a reshard.
 
+    `calm` is the probability that a node takes its operands as they lie, as many as can be: at 0 nearly every operand is resharded.
+
     Reads: DIMS, BATCH. Writes: STRATEGY, SHARDING. Ensures: a legal plan, the same for the same `seed`.
     """
 
     seed: int = 0
+    calm: float = 0.0
     name: str = "random shardings"
 
     def decide(self, program: Program) -> dict[str, Strategy]:
@@ -32,9 +36,10 @@ class RandomShardings:
             chosen[node] = draw.choice(placeholder_strategies(item.kind, DIMS[node][0], program.mesh, BATCH[node][0], program.freedom))
         for node in program.graph.nodes:
             if node.op == "call_function":
-                chosen[node] = draw.choice(
-                    [strategy for strategy in strategies_of(node, program.mesh, program.freedom) if _is_reachable(node, strategy, chosen)]
-                )
+                found = [each for each in strategies_of(node, program.mesh, program.freedom) if _is_reachable(node, each, chosen)]
+                if self.calm and draw.random() < self.calm:
+                    found = _calmest(node, found, chosen)
+                chosen[node] = draw.choice(found)
         return {node.name: strategy for node, strategy in chosen.items()}
 
     def apply(self, program: Program, decision: dict[str, Strategy]) -> Program:
@@ -54,3 +59,10 @@ def _is_reachable(node: Node, strategy: Strategy, chosen: dict[Node, Strategy]) 
         if (several and source != target) or not reachable(source, target):
             return False
     return True
+
+
+def _calmest(node: Node, strategies: list[Strategy], chosen: dict[Node, Strategy]) -> list[Strategy]:
+    """Those that need the fewest reshards."""
+    sources = [chosen[operand].results[operand_result(node, operand)] for operand in operands(node)]
+    resharded = [sum(map(operator.ne, sources, strategy.operands)) for strategy in strategies]
+    return [strategy for strategy, count in zip(strategies, resharded, strict=True) if count == min(resharded)]

@@ -285,6 +285,7 @@ def convolution(at: Builder) -> str:
 
 
 def dropout(at: Builder) -> str:
+    need(not at.drawn)  # one is enough: its draws are thirty ops
     return f"functional.dropout({at.tensor()}, {at.one_of((0.1, 0.5))}, self.training)"
 
 
@@ -295,7 +296,7 @@ def attention(at: Builder) -> str:
     key_heads = at.one_of([count for count in range(1, heads + 1) if heads % count == 0])
     key = f"{x}[:, :{key_heads}]"
     value = f"torch.einsum('bhtd,de->bhte', {key}, {at.parameter(size, at.one_of((size, 2)))})"
-    how = at.one_of(("", ", is_causal=True", f", attn_mask=(torch.arange({length})[:, None] >= torch.arange({length}))", ", dropout_p=0.25"))
+    how = at.one_of(("", ", is_causal=True", f", attn_mask=(torch.arange({length})[:, None] >= torch.arange({length}))", *(() if at.drawn else (", dropout_p=0.25",))))
     grouped = ", enable_gqa=True" if key_heads < heads else ""
     return f"functional.scaled_dot_product_attention({x}, {key} * {at.parameter(1, key_heads, 1, size)}, {value}{how}{grouped})"
 

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture import capture
 from autopar.manager import run_passes
 from autopar.mesh import Mesh
+from autopar.padding import padded, unpadded
 from autopar.passes.cut_fragments import cut_fragments
 from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.find_atoms import FindAtoms
@@ -76,8 +77,9 @@ def inputs_of(program: Program, model: nn.Module, args: Sequence[Any], kwargs: M
 def run(program: Program, inputs: Values) -> Values:
     """A GLOBAL program on one device. Raises AssertionError where a value is not of the traced shape or dtype."""
     assert program.form is Form.GLOBAL
-    results = _Traced(program.module(), program).run(*(inputs[item.kind, item.name].clone() for item in program.signature.inputs))
-    return {(item.kind, item.name): value for item, value in zip(program.signature.outputs, results, strict=True)}
+    values = (padded(inputs[item.kind, item.name].clone(), item.padding) for item in program.signature.inputs)
+    results = _Traced(program.module(), program).run(*values)
+    return {(item.kind, item.name): unpadded(value, item.padding) for item, value in zip(program.signature.outputs, results, strict=True)}
 
 
 def run_forward(program: Program, inputs: Values) -> Values:
@@ -110,7 +112,8 @@ def run_schedule(schedule: Schedule, mesh: Mesh, inputs: Values, check_replicas:
     for item, name in zip(schedule.signature.outputs, schedule.outputs, strict=True):
         parts = {rank: state.buffers[name] for rank, state in enumerate(ranks)}
         assert item.sharding is not None
-        found[item.kind, item.name] = assemble(parts, item.dims, item.sharding, mesh, check_replicas=check_replicas)
+        whole = assemble(parts, item.dims, item.sharding, mesh, check_replicas=check_replicas)
+        found[item.kind, item.name] = unpadded(whole, item.padding)
     return found
 
 
@@ -126,7 +129,8 @@ def _rank_inputs(schedule: Schedule, mesh: Mesh, inputs: Values, rank: int) -> R
         elif item.sharding is None:
             buffers[name] = inputs[item.kind, item.name]
         else:
-            buffers[name] = local_shard(inputs[item.kind, item.name], item.dims, item.sharding, mesh, rank)
+            whole = padded(inputs[item.kind, item.name], item.padding)
+            buffers[name] = local_shard(whole, item.dims, item.sharding, mesh, rank)
     return RankState(buffers)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.kernels.registration import launch
 
 MOST_COLUMNS_HELD = 16384
-CHUNK = 4096
+CHUNK_BYTES = 8192
 NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
 
 
@@ -121,7 +121,7 @@ def forward(x: Tensor, mask: Tensor | None, *, scale: float, dtype: torch.dtype)
     mask, sizes, strides = _three_dims(mask, x)
     arguments = (x, mask, out, rows, columns, *sizes, *strides, scale)
     if columns > MOST_COLUMNS_HELD:
-        launch(softmax_chunks, (rows,), *arguments, MASK=kind, BLOCK_COLUMNS=CHUNK, num_warps=16)
+        launch(softmax_chunks, (rows,), *arguments, MASK=kind, BLOCK_COLUMNS=CHUNK_BYTES // x.element_size(), num_warps=16)
         return out
     block_rows, block_columns, num_warps = rows_held(columns)
     grid = (triton.cdiv(rows, block_rows),)
@@ -137,7 +137,7 @@ def backward(grad_out: Tensor, out: Tensor, *, scale: float, dtype: torch.dtype)
     rows = out.numel() // max(columns, 1)
     arguments = (grad_out, out, grad, rows, columns, scale)
     if columns > MOST_COLUMNS_HELD:
-        launch(softmax_backward_chunks, (rows,), *arguments, BLOCK_COLUMNS=CHUNK, num_warps=16)
+        launch(softmax_backward_chunks, (rows,), *arguments, BLOCK_COLUMNS=CHUNK_BYTES // out.element_size(), num_warps=16)
         return grad
     block_rows, block_columns, num_warps = rows_held(columns)
     grid = (triton.cdiv(rows, block_rows),)

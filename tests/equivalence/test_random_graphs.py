@@ -41,6 +41,8 @@ MESHES = tuple(
     )
 )  # fmt: skip
 FREEDOMS = (Freedom(), Freedom(), Freedom(free=("tp",)), Freedom(stored=True), Freedom(free=("tp", "dp")))
+# Half of the plans change their minds at nearly every op, half of them seldom.
+CALM = (0.0, 0.7, 0.9, 0.95)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class RandomPlan:
     mesh: Mesh
     freedom: Freedom
     seed: int
+    calm: float = 0.0
 
 
 @dataclass
@@ -103,7 +106,7 @@ def run_model(model: nn.Module, batch: dict[str, Tensor]) -> Values:
 
 def run_plan(reference: Reference, plan: RandomPlan, tally: Tally, is_checked: bool) -> None:
     program = RefineMesh().apply(reference.program.copy(mesh=plan.mesh, freedom=plan.freedom))
-    random = RandomShardings(plan.seed)
+    random = RandomShardings(plan.seed, plan.calm)
     decision = random.decide(program)
     local = run_passes(random.apply(program, decision), AFTER, (Checker(),) if is_checked else ())
     schedule = cut_fragments(local)
@@ -126,7 +129,7 @@ def try_plans(graph: RandomGraph, plans: Sequence[RandomPlan], tally: Tally) -> 
             run_plan(reference, plan, tally, is_checked=number == 0)
 
 
-PLAN = st.builds(RandomPlan, st.sampled_from(MESHES), st.sampled_from(FREEDOMS), st.integers(0, 2**16))
+PLAN = st.builds(RandomPlan, st.sampled_from(MESHES), st.sampled_from(FREEDOMS), st.integers(0, 2**16), st.sampled_from(CALM))
 
 
 def try_graphs(number: int, num_graphs: int, num_plans: int) -> Tally:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar._torch import fake_mode
 from autopar.kernels.softmax import softmax, softmax_backward
 from tests.kernels.tracing import assert_traceable
 
@@ -50,8 +51,8 @@ def test_low_precision_is_computed_in_float32() -> None:
 
 
 def test_a_mask_that_does_not_broadcast_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mask \(7, 2, 3\) does not broadcast to \(2, 3\)"):
-        torch.compile(run, backend="aot_eager", fullgraph=True)(torch.randn(2, 3), torch.randn(7, 2, 3))
+    with fake_mode(), pytest.raises(ValueError, match=r"mask \(7, 2, 3\) does not broadcast to \(2, 3\)"):
+        run(torch.randn(2, 3), torch.randn(7, 2, 3))
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
