@@ -1,9 +1,9 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
-from autopar.calibrate import calibrate
-from autopar.cluster import Cluster
 from autopar.compiler import compile
 from autopar.errors import AutoparError, CaptureError, CheckError, InputError, MeshError, PlanError, ScheduleError
+from autopar.hardware.calibrate import calibrate
+from autopar.hardware.cluster import Cluster
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.plan import Plan
 from autopar.runtime.module import ParallelModule

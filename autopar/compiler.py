@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import capture
 from autopar.check import Checker, check_compiled
-from autopar.cluster import Cluster
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.freedom import Freedom
+from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
 from autopar.mesh import RESERVED_AXES, Mesh

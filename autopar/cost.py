@@ -1,7 +1,7 @@
 """Seconds and bytes of what a rank does. One model for all passes.
 
     node        FLOPs / rate + bytes read and written / bandwidth + launch
-    collective  steps · α + bytes sent / β + launch          (α–β, rings; what else there is: `autopar.links`)
+    collective  steps · α + bytes sent / β + launch          (α–β, rings; what else there is: `autopar.hardware.links`)
     parameter   what the optimizer reads and writes / bandwidth
 
 Compute and memory time are *added*, where a roofline takes the larger. The sum is at most twice the roofline, and
@@ -20,9 +20,9 @@ import torch
 from torch.fx import Node
 
 from autopar.atoms import operand_result
-from autopar.cluster import Cluster
+from autopar.hardware.cluster import Cluster
+from autopar.hardware.links import Transfer, bytes_sent, transfer_seconds
 from autopar.keys import DIMS
-from autopar.links import Transfer, bytes_sent, transfer_seconds
 from autopar.memory import OptimizerKind
 from autopar.mesh import Mesh
 from autopar.program import operands, results_of

@@ -150,10 +150,17 @@ def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Cal
         return True
     carriers = {operand: place for operand, place in enumerate(factor.operands) if place is not None}
     zero = {operand for operand, place in carriers.items() if clean(operand, place)}
-    if rule is not None and (rule.view or node.target in _KEEP_ZERO or node.target in (save, pinned, operator.getitem)):
+    if rule is not None and (rule.view or _keeps_zero(node)):
         return bool(zero)
     finite = zero | {operand for operand in carriers if not value_of(operands(node)[operand]).dtype.is_floating_point}
     return finite == set(carriers) and any(group <= zero for group in space.linear)
+
+
+def _keeps_zero(node: Node) -> bool:
+    """Whether zeros give zeros."""
+    if node.target is aten.pow.Tensor_Scalar:
+        return node.args[1] > 0  # type: ignore[operator]
+    return node.target in _KEEP_ZERO or node.target in (save, pinned, operator.getitem)
 
 
 def with_atoms(dims: Dims, sizes: dict[int, int]) -> Dims:

@@ -30,6 +30,7 @@ class LocalBuilder:
         self.graph = graph
         self.mode = mode or fake_mode()
         self.coordinates: dict[tuple[str, ...], Node] = {}
+        self._values: dict[tuple[object, str], Any] = {}
 
     def placeholder(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Node:
         """An input, put after the other inputs."""
@@ -50,12 +51,27 @@ class LocalBuilder:
         return self.coordinates[axes]
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-        """One call; nodes among the arguments stand for their values."""
+        """One call; nodes among the arguments stand for their values. Equal calls (repeated layers) share one fake value."""
         node = self.graph.call_function(target, args, kwargs)
+        key = target, repr(torch.fx.map_arg((args, kwargs), lambda operand: _described(operand.meta["val"])))  # type: ignore[arg-type,return-value]
+        if key not in self._values:
+            self._values[key] = self._fake(target, args, kwargs)
+        node.meta["val"] = self._values[key]
+        return node
+
+    def _fake(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
         with self.mode, torch.no_grad():
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
-        return node
+            if target is aten.reshape.default and fake_args[0].is_contiguous() and -1 not in args[1]:
+                return torch.empty(args[1], dtype=fake_args[0].dtype)  # ten times as quick as asking what a view would be
+            return target(*fake_args, **fake_kwargs)
+
+
+def _described(value: Any) -> Any:
+    """All that the values of calls depend on."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
+    return [_described(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 
 Localiser = Callable[[Node, Strategy, tuple[Node, ...], LocalBuilder, Mesh], Node]

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from autopar.search import Solution
 from autopar.sharding_problem import ShardingProblem
+from autopar.solver.search import Solution
 from autopar.units import in_bytes, in_seconds
 
 _GIGABYTE = 1e9

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from torch.fx import Node
 
-from autopar.assignment import Candidate, Choice, Problem, State, ValueIndex
 from autopar.cost import CostModel, is_view
 from autopar.keys import BATCH, DIMS, PHASE
 from autopar.memory import MemoryBudget
@@ -23,6 +22,7 @@ from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
 from autopar.saving import save
 from autopar.sharding import Dims, Sharding, Strategy
+from autopar.solver.assignment import Candidate, Choice, Problem, State, ValueIndex
 from autopar.strategies import operand_dims, placeholder_strategies, space_of, strategies_of
 
 # The result that is read by the input of this kind and name: where it must be left.

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.cluster import Cluster
 from autopar.collectives import reshard
 from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
+from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.mesh import Mesh, parent
 from autopar.pattern import pattern_of

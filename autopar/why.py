@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
-from autopar.assignment import Candidate
 from autopar.collectives import reshard
 from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
@@ -28,6 +27,7 @@ from autopar.printing import op_name
 from autopar.program import Input, Program, operands, results_of
 from autopar.saving import save
 from autopar.search_report import search_lines
+from autopar.solver.assignment import Candidate
 from autopar.summary import calls, contractions, cost_of, flops_of, rule_kind, seconds_of, transfers_of
 from autopar.units import in_bytes, in_seconds
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.auto_schedule import auto_schedule
-from autopar.check_pipeline import check_pipeline
-from autopar.pipeline_cost import PipelineCost
-from autopar.pipeline_schedules import GENERATORS, interleaved
-from autopar.simulate import simulate
+from autopar.pipeline.auto_schedule import auto_schedule
+from autopar.pipeline.check import check_pipeline
+from autopar.pipeline.cost import PipelineCost
+from autopar.pipeline.schedules import GENERATORS, interleaved
+from autopar.pipeline.simulate import simulate
 from benchmarks.reporting import machine, print_table
 
 PUBLISHED = Path(__file__).parent / "published"

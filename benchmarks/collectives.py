@@ -19,10 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.cluster import Cluster, Link
 from autopar.cost import CostModel
-from autopar.link_fit import Sample, fit_link
-from autopar.links import Transfer
+from autopar.hardware.cluster import Cluster, Link
+from autopar.hardware.link_fit import Sample, fit_link
+from autopar.hardware.links import Transfer
 from autopar.mesh import Mesh
 from benchmarks.reporting import print_table, write_json
 

@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 
 import autopar
 from autopar import ParallelModule, compiler
-from autopar.cluster import Cluster
+from autopar.hardware.cluster import Cluster
 from autopar.schedule import Launch, Run
 from benchmarks.reporting import print_table, write_json
 

@@ -20,10 +20,10 @@ import transformers
 from torch import nn
 
 from autopar.capture import capture
-from autopar.cluster import Cluster
 from autopar.compiler import Options, default_passes
 from autopar.errors import PlanError
 from autopar.freedom import Freedom
+from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision

@@ -22,9 +22,9 @@ import transformers
 from torch import nn
 
 from autopar.capture import capture
-from autopar.cluster import Cluster
 from autopar.compiler import Options, default_passes
 from autopar.cost import CostModel
+from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision

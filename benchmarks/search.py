@@ -23,13 +23,11 @@ from typing import Any
 import torch
 import transformers
 
-from autopar.ascent import Ascent
 from autopar.capture import capture
-from autopar.cluster import Cluster
 from autopar.compiler import Options, default_passes
 from autopar.cost import CostModel
-from autopar.evaluation import Evaluation
 from autopar.freedom import Freedom
+from autopar.hardware.cluster import Cluster
 from autopar.manager import run_passes
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, virtual_mesh
@@ -38,7 +36,9 @@ from autopar.passes.find_atoms import FindAtoms
 from autopar.plan import Plan
 from autopar.program import Program
 from autopar.sharding_problem import ShardingProblem
-from autopar.tables import Tables
+from autopar.solver.ascent import Ascent
+from autopar.solver.evaluation import Evaluation
+from autopar.solver.tables import Tables
 from benchmarks.planning import default_dtype
 from benchmarks.reporting import print_table, write_json
 

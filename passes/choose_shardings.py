@@ -10,20 +10,20 @@ from typing import Protocol
 
 from torch.fx import Node
 
-from autopar.cluster import Cluster
 from autopar.conflicts import Situation, conflict
 from autopar.cost import CostModel
 from autopar.errors import MemoryBudgetError, PlanError
-from autopar.folding import ROUNDS
+from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh
 from autopar.pins import resolve
 from autopar.plan import Pins, Plan
 from autopar.program import Program
-from autopar.search import Solution, search
 from autopar.sharding import Dims, Sharding, Strategy, carried
 from autopar.sharding_problem import ShardingProblem
+from autopar.solver.folding import ROUNDS
+from autopar.solver.search import Solution, search
 from autopar.strategies import strategies_of
 
 # A plan that is proved to be within this of the best is taken: prices are not that exact.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from autopar.assignment import origins
 from autopar.atoms import operand_result
 from autopar.collectives import reshard
 from autopar.emit import copy_origin
@@ -16,6 +15,7 @@ from autopar.program import Program, operands
 from autopar.reshard import is_slice
 from autopar.sharding import Sharding
 from autopar.sharding_problem import HOMES, required_sharding
+from autopar.solver.assignment import origins
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from autopar.actions import Action
-from autopar.pipeline_program import (
+from autopar.pipeline.actions import Action
+from autopar.pipeline.program import (
     Channel,
     Compute,
     PipelineInstruction,

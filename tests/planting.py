@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from autopar._torch import fake_mode
 from autopar.capture import capture
-from autopar.cluster import Cluster
 from autopar.collectives import all_gather, all_reduce
 from autopar.compiled import Compiled
 from autopar.compiler import Options, default_passes
 from autopar.emit import Emitter
+from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.cut_fragments import cut_fragments

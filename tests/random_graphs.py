@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 
 from hypothesis import assume
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from tests.random_models import BATCHES, SIZES, Builder, RandomGraph, Unfit, need
 
 Call = Callable[[Builder], str]
+MIN_CALLS, MAX_CALLS = 3, 10
 
 _SMOOTH = (
     "-{x}", "{x} * 0.5", "{x} / 3", "1 - {x}", "{x} + 1.0", "torch.tanh({x})", "torch.sigmoid({x})", "functional.gelu({x})",
@@ -23,7 +25,14 @@ _KINKED = (
     ("functional.relu({x})", 0), ("{x}.abs()", 0), ("functional.leaky_relu({x}, 0.1)", 0), ("functional.elu({x})", 0),
     ("{x}.clamp(min=0.5)", 0.5), ("{x}.sign() * {x}", 0), ("functional.relu6({x} + 6)", 0), ("functional.threshold({x}, 0.25, 2.0)", 0.25),
 )  # fmt: skip
-_BOTH = ("{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} / ({y} * {y} + 1)", "torch.lerp({x}, {y}, 0.3)", "torch.addcmul({x}, {y}, {y}, value=0.5)")
+_BOTH = (
+    "{x} + {y}",
+    "{x} - {y}",
+    "{x} * {y}",
+    "{x} / ({y} * {y} + 1)",
+    "torch.lerp({x}, {y}, 0.3)",
+    "torch.addcmul({x}, {y}, {y}, value=0.5)",
+)
 
 
 def smooth(at: Builder) -> str:
@@ -84,7 +93,9 @@ def product(at: Builder) -> str:
     x = at.tensor(lambda shape: len(shape) > 1)
     shape = at.shape(x)
     right = [name for name in at.kept if at.shape(name)[-2:-1] == shape[-1:] and at.shape(name)[:-2] in (shape[:-2], ())]
-    turned = [name for name in at.kept if at.shape(name)[-1:] == shape[-1:] and len(at.shape(name)) > 1 and at.shape(name)[:-2] == shape[:-2]]
+    turned = [
+        name for name in at.kept if at.shape(name)[-1:] == shape[-1:] and len(at.shape(name)) > 1 and at.shape(name)[:-2] == shape[:-2]
+    ]
     y = at.one_of([*right, *(f"{name}.transpose(-1, -2)" for name in turned)])
     return f"torch.matmul({x}, {y}) * 0.5"
 
@@ -149,7 +160,9 @@ def expand(at: Builder) -> str:
     x, size = at.tensor(lambda shape: len(shape) < 4), at.one_of(SIZES)
     dim = at.number(0, len(at.shape(x)))
     shape = [*at.shape(x)[:dim], size, *at.shape(x)[dim:]]
-    return at.one_of((f"{x}.unsqueeze({dim}).expand({shape})", f"{x}.unsqueeze({dim}).repeat({[size if i == dim else 1 for i in range(len(shape))]})"))
+    return at.one_of(
+        (f"{x}.unsqueeze({dim}).expand({shape})", f"{x}.unsqueeze({dim}).repeat({[size if i == dim else 1 for i in range(len(shape))]})")
+    )
 
 
 def piece(at: Builder) -> str:
@@ -296,7 +309,14 @@ def attention(at: Builder) -> str:
     key_heads = at.one_of([count for count in range(1, heads + 1) if heads % count == 0])
     key = f"{x}[:, :{key_heads}]"
     value = f"torch.einsum('bhtd,de->bhte', {key}, {at.parameter(size, at.one_of((size, 2)))})"
-    how = at.one_of(("", ", is_causal=True", f", attn_mask=(torch.arange({length})[:, None] >= torch.arange({length}))", *(() if at.drawn else (", dropout_p=0.25",))))
+    how = at.one_of(
+        (
+            "",
+            ", is_causal=True",
+            f", attn_mask=(torch.arange({length})[:, None] >= torch.arange({length}))",
+            *(() if at.drawn else (", dropout_p=0.25",)),
+        )
+    )
     grouped = ", enable_gqa=True" if key_heads < heads else ""
     return f"functional.scaled_dot_product_attention({x}, {key} * {at.parameter(1, key_heads, 1, size)}, {value}{how}{grouped})"
 
@@ -321,15 +341,17 @@ _OFTEN = (*CALLS, linear, linear, einsum, view, view, permute, convolution, atte
 @st.composite
 def random_graphs(draw: st.DrawFn) -> RandomGraph:
     """A model of three to ten calls. It begins with a float input, or with ids."""
-    at = Builder(draw, draw(st.sampled_from(BATCHES)))
+    at = Builder(draw, random.Random(draw(st.integers(0, 2**32))), draw(st.sampled_from(BATCHES)))
     if at.number(0, 3) == 0:
         at.keep(_embedding(at))
     else:
         at.kept.append(at.input((at.batch, *(at.one_of(SIZES) for _ in range(at.number(1, 3)))), 0))
         at.keep(linear(at))
-    for _ in range(at.number(3, 10)):
-        _grow(at)
-    assume(len(at.lines) >= 3)
+    num_calls = draw(st.integers(MIN_CALLS, MAX_CALLS))
+    for _ in range(3 * num_calls):
+        if len(at.lines) < num_calls:
+            _grow(at)
+    assume(len(at.lines) >= MIN_CALLS)
     return at.finish()
 
 

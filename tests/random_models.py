@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class Builder:
     """
 
     draw: Callable[[st.SearchStrategy[Any]], Any]
+    turns: random.Random
     batch: int
     lines: list[str] = field(default_factory=list[str])
     names: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -108,15 +110,17 @@ class Builder:
 
     # What the catalogue of calls draws with.
 
-    def one_of(self, choices: Sequence[Any]) -> Any:
-        need(len(choices) > 0)
-        return self.draw(st.sampled_from(choices))
-
     def number(self, least: int, most: int) -> int:
-        return self.draw(st.integers(least, most))
+        """Hypothesis is fond of the least of all numbers, and would draw the same graphs again and again: each graph has its own."""
+        count = most - least + 1
+        need(count > 0)
+        return least + (self.draw(st.integers(0, count - 1)) + self.turns.randrange(count)) % count
+
+    def one_of(self, choices: Sequence[Any]) -> Any:
+        return choices[self.number(0, len(choices) - 1)]
 
     def chance(self) -> bool:
-        return self.draw(st.booleans())
+        return self.number(0, 1) == 0
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.names[name].shape)

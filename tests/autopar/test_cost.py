@@ -9,10 +9,10 @@ import torch
 from torch.fx import Graph, Node
 
 import autopar.rules  # noqa: F401  (registers the rules whose FLOPs are priced)
-from autopar.cluster import Cluster, Device, Link
 from autopar.cost import CostModel, is_view
+from autopar.hardware.cluster import Cluster, Device, Link
+from autopar.hardware.links import bytes_sent
 from autopar.keys import DIMS
-from autopar.links import bytes_sent
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.reshard import steps
 from autopar.sharding import Sharding, Strategy

@@ -12,13 +12,13 @@ from torch.fx import Graph
 
 import autopar
 from autopar._torch import fake_mode
-from autopar.cluster import Cluster
 from autopar.collectives import reshard
 from autopar.compiled import Compiled, Step
 from autopar.cost import CostModel
 from autopar.emit import Emitter
 from autopar.errors import AutoparError
 from autopar.explain import indivisible
+from autopar.hardware.cluster import Cluster
 from autopar.inspect import diff, explain, print_program, summary, why
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.mesh import Mesh

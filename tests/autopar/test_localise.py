@@ -138,3 +138,22 @@ def test_squeeze_keeps_a_dim_that_is_1_only_on_a_rank() -> None:
     node = instance(aten.squeeze.default, torch.empty(2, 1, 6))
     _, result = local(node, TP, "tp:a0")
     assert tuple(result.meta["val"].shape) == (1, 6)
+
+
+def test_a_group_norm_is_right_for_operands_of_any_strides() -> None:
+    """On CPU its kernels refuse strides that are not contiguous (forward), or read past them without a word (backward)."""
+    x, gradient, weight = torch.randn(2, 4, 3), torch.randn(3, 4, 2), torch.randn(4)
+    _, mean, deviation = aten.native_group_norm.default(x, weight, weight, 2, 4, 3, 2, 0.1)
+    forward = instance(aten.native_group_norm.default, x, weight, weight, 2, 4, 3, 2, 0.1)
+    backward = instance(aten.native_group_norm_backward.default, x, x, mean, deviation, weight, 2, 4, 3, 2, [True, True, True])
+    for source, others in ((forward, (weight, weight)), (backward, (x, mean, deviation, weight))):
+        builder = LocalBuilder(Graph())
+        turned = builder.call(aten.permute.default, builder.placeholder("x", (3, 4, 2), torch.float32), [2, 1, 0])
+        rest = tuple(builder.placeholder("y", value.shape, value.dtype) for value in others)
+        (strategy,) = (found for found in strategies_of(source, TP) if str(found) == "replicated")
+        builder.graph.output(localise(source, strategy, (turned, *rest), builder, TP))
+        got = Interpreter(torch.nn.Module(), graph=builder.graph).run(gradient, *others)
+        contiguous = gradient.permute(2, 1, 0).contiguous()
+        wanted = source.target(contiguous, *others, *source.args[1 + len(others) :])
+        for one, other in zip(got, wanted, strict=True):
+            assert torch.allclose(one, other, atol=1e-6)

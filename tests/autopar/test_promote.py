@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture
 from autopar.check_program import check_program
-from autopar.cluster import Cluster
 from autopar.compiler import Options, default_passes
+from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.cut_fragments import cut_fragments

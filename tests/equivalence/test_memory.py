@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 import autopar
 from tests.zoo import ZOO
 
-
 # ---- on the ranks
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autopar.check import Checker, check_schedules
-from autopar.cluster import Cluster
 from autopar.compiler import Options, default_passes
 from autopar.freedom import Freedom
+from autopar.hardware.cluster import Cluster
 from autopar.manager import History, Pass, run_passes
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.passes.choose_shardings import ChooseShardings
@@ -33,6 +33,7 @@ from tests.running import Values, errors_of, forward_program, inputs_of, run_for
 
 TOLERANCE = 1e-9
 NUM_GRAPHS, NUM_PLANS = 10, 10
+PHASES = (Phase.generate, Phase.shrink)
 MESHES = tuple(
     virtual_mesh(**axes)
     for axes in (
@@ -142,7 +143,7 @@ def try_graphs(number: int, num_graphs: int, num_plans: int) -> Tally:
         database=None,
         deadline=None,
         suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
+        phases=PHASES,
         print_blob=False,
     )
     @given(random_graphs(), st.lists(PLAN, min_size=num_plans, max_size=num_plans))

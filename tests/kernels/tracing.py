@@ -15,6 +15,7 @@ def assert_traceable(op: Any, arguments: Sequence[Any], options: dict[str, Any],
 
     `backward` names the op that its backward must be. Arguments that require gradients get the same ones compiled.
     """
+    torch.compiler.reset()
     torch.library.opcheck(op, tuple(arguments), options)
 
     def call(*tensors: Any) -> Any:

@@ -11,9 +11,9 @@ from torch import nn
 import autopar
 from autopar.capture import capture
 from autopar.check_sharding import check_shardings
-from autopar.cluster import Cluster
 from autopar.cost import CostModel
 from autopar.errors import PlanError
+from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.manager import run_passes
 from autopar.mesh import Mesh, virtual_mesh

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.hardware.cluster import Cluster
 from autopar.manager import run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision

@@ -9,7 +9,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from autopar.kernels.gpu import softmax
+from autopar.kernels.gpu import normalisation, softmax
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -42,4 +42,22 @@ def softmax_cases() -> dict[str, Case]:
     return cases
 
 
-CASES: dict[str, Case] = softmax_cases()
+def norm_cases() -> dict[str, Case]:
+    def both(columns: int, dtype: torch.dtype, centred: bool, residual: bool) -> Case:
+        def call() -> None:
+            x, weight = empty(8, 512, columns, dtype=dtype), empty(columns, dtype=dtype)
+            bias, residue = weight if centred else None, x if residual else None
+            out, total, *rows = normalisation.forward(x, residue, weight, bias, eps=1e-5, centred=centred)
+            normalisation.backward(out, residue, total, *rows, weight, centred=centred, has_bias=centred)
+
+        return Case(normalisation, call)
+
+    sizes = (96, 1024, normalisation.MOST_COLUMNS_BACKWARD, normalisation.MOST_COLUMNS_FORWARD, 131072)
+    return {
+        f"{'layer' if centred else 'rms'} norm {columns} {dtype}{' of a sum' if residual else ''}": both(columns, dtype, centred, residual)
+        for columns in sizes
+        for dtype, centred, residual in ((BF16, False, True), (BF16, True, True), (FP32, True, True), (BF16, False, False))
+    }
+
+
+CASES: dict[str, Case] = softmax_cases() | norm_cases()

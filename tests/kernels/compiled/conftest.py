@@ -1,7 +1,7 @@
 """Every Triton kernel, compiled for GPUs that need not be here. Interpreting is decided at import, so not in a process that interprets.
 
-    make test-kernels                                  or
-    .venv/bin/python -m pytest tests/kernels/compiled
+make test-kernels                                  or
+.venv/bin/python -m pytest tests/kernels/compiled
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every Triton kernel, run on the CPU by Triton's interpreter. It decides at import, so these tests need a process of their own.
 
-    make test-kernels                                                     or
-    TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/interpreter
+make test-kernels                                                     or
+TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/interpreter
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: generated, printed, simulated, and proved before they run."""

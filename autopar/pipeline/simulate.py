@@ -1,0 +1,209 @@
+"""A pipeline's step on paper: when everything starts and ends, how long ranks idle, what is held when, what it all waits for.
+
+Each rank has a compute stream, and each directed pair of ranks a communication stream. A transfer starts once both ends have
+launched it and the one before it on its channel is over; a WAIT lasts until the transfer's end; launches take no time. So,
+where transfers are shorter than actions, an action starts at max(rank free, producer's end + communication).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.errors import ScheduleError
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.cost import PipelineCost
+from autopar.pipeline.expand import expand
+from autopar.pipeline.memory import RankMemory, rank_memory
+from autopar.pipeline.program import Channel, Compute, PipelineProgram, Receive, ReduceGradients, Send
+
+# So much of each end of the critical path is printed.
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time: an action on the stream "compute", a transfer on the sender's "to rank N", a reduction on "reduce"."""
+
+    rank: int
+    stream: str
+    name: str
+    start_seconds: float
+    end_seconds: float
+    # The event that ended when this one could start, as an index into all events; -1 for the first.
+    cause: int = -1
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One step. Times in seconds from its start, memory in bytes."""
+
+    events: tuple[Event, ...]
+    memory: tuple[RankMemory, ...]
+    # Per rank, when each of its instructions was over.
+    instruction_seconds: tuple[tuple[float, ...], ...]
+
+    def _compute(self, rank: int) -> list[Event]:
+        return [event for event in self.events if event.rank == rank and event.stream == "compute"]
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """From the first start to the last end on any rank (makespan)."""
+        return max((event.end_seconds for event in self.events), default=0.0)
+
+    @cached_property
+    def busy_seconds(self) -> tuple[float, ...]:
+        """Per rank, seconds of compute."""
+        return tuple(sum(event.end_seconds - event.start_seconds for event in self._compute(rank)) for rank in range(len(self.memory)))
+
+    @cached_property
+    def span_seconds(self) -> tuple[float, ...]:
+        """Per rank, from the start of its first action to the end of its last: what a step takes where steps follow without a barrier."""
+        rows = [self._compute(rank) for rank in range(len(self.memory))]
+        return tuple(row[-1].end_seconds - row[0].start_seconds if row else 0.0 for row in rows)
+
+    @property
+    def bubble_rate(self) -> float:
+        """The share of the longest span that ranks idle, on average; uneven stages count as idleness too."""
+        return self._idle_share(max(self.span_seconds, default=0.0))
+
+    @property
+    def makespan_bubble_rate(self) -> float:
+        """The same share of the whole step."""
+        return self._idle_share(self.step_seconds)
+
+    def _idle_share(self, seconds: float) -> float:
+        return 1 - sum(self.busy_seconds) / (len(self.memory) * seconds) if seconds else 0.0
+
+    @property
+    def peak_bytes(self) -> tuple[float, ...]:
+        return tuple(each.peak_bytes for each in self.memory)
+
+    @property
+    def peak_live_microbatches(self) -> tuple[int, ...]:
+        return tuple(each.peak_live_microbatches for each in self.memory)
+
+    @property
+    def critical_path(self) -> tuple[Event, ...]:
+        """The events that the end of the step waits for, first to last: shorten one of these or nothing."""
+        if not self.events:
+            return ()
+        at = max(range(len(self.events)), key=lambda index: self.events[index].end_seconds)
+        path: list[Event] = []
+        while at >= 0:
+            path.append(self.events[at])
+            at = self.events[at].cause
+        return tuple(reversed(path))
+
+    def __str__(self) -> str:
+        shares = f"bubble {self.bubble_rate:.2%} of the longest span, {self.makespan_bubble_rate:.2%} of the step"
+        lines = [f"step {self.step_seconds:.6g} s, {shares}"]
+        for rank, memory in enumerate(self.memory):
+            busy = f"busy {self.busy_seconds[rank]:.6g} s of {self.span_seconds[rank]:.6g} s"
+            held = f"peak {memory.peak_bytes:.6g} bytes, at most {memory.peak_live_microbatches} live microbatches"
+            lines.append(f"rank {rank}: {busy}, {held}")
+        names = [event.name for event in self.critical_path]
+        if len(names) > 2 * _SHOWN:
+            names = [*names[:_SHOWN], f"… {len(names) - 2 * _SHOWN} more …", *names[-_SHOWN:]]
+        return "\n".join([*lines, f"critical path: {' '.join(names)}"])
+
+
+def simulate(pipeline: PipelineSchedule | PipelineProgram, cost: PipelineCost) -> Simulation:
+    """Run `pipeline` on paper. Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why."""
+    program = expand(pipeline, tuple(cost.edges)) if isinstance(pipeline, PipelineSchedule) else pipeline
+    run = _Run(program, cost)
+    run.finish()
+    memory = tuple(rank_memory(program, rank, cost) for rank in range(len(program.ranks)))
+    return Simulation(tuple(run.events), memory, tuple(map(tuple, run.ended)))
+
+
+@dataclass
+class _Stamp:
+    """A moment on a rank, and the event that brought it about."""
+
+    seconds: float = 0.0
+    cause: int = -1
+
+
+@dataclass
+class _Run:
+    program: PipelineProgram
+    cost: PipelineCost
+    events: list[Event] = field(default_factory=list[Event])
+    # Of each channel: launches of sends, launches of receives, ends of transfers; the k-th belong together.
+    sends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
+    names: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
+    receives: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
+    ends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
+    launched: dict[tuple[int, Send | Receive], tuple[Channel, int]] = field(
+        default_factory=dict[tuple[int, Send | Receive], tuple[Channel, int]]
+    )
+
+    def __post_init__(self) -> None:
+        self.now = [_Stamp() for _ in self.program.ranks]
+        self.reduced = [_Stamp() for _ in self.program.ranks]
+        self.ended: list[list[float]] = [[] for _ in self.program.ranks]
+
+    def finish(self) -> None:
+        """Let every rank run until it blocks, in turn, until all are through. What comes out does not depend on whose turn it is."""
+        rows = [self.rank(rank) for rank in range(len(self.program.ranks))]
+        waiting = set(range(len(rows)))
+        moved = True
+        while waiting and moved:
+            moved = False
+            for rank in sorted(waiting):
+                before = len(self.ended[rank])
+                if next(rows[rank], None) is None:
+                    waiting.discard(rank)
+                moved |= len(self.ended[rank]) > before
+        if waiting:
+            places = ", ".join(f"rank {rank} at {self.program.ranks[rank][len(self.ended[rank])]}" for rank in sorted(waiting))
+            raise ScheduleError(f"the pipeline never ends, nobody can advance: {places}; check_pipeline says why")
+
+    def rank(self, rank: int) -> Iterator[bool]:
+        """Run one rank; yields whenever it is blocked."""
+        for each in self.program.ranks[rank]:
+            if isinstance(each, Compute):
+                seconds = self.cost.action_seconds(each.action)
+                self.now[rank] = self.event(rank, "compute", str(each), self.now[rank], seconds)
+            elif isinstance(each, (Send, Receive)):
+                self.launch(rank, each)
+            elif isinstance(each, ReduceGradients):
+                begin = _later(self.now[rank], self.reduced[rank])
+                if seconds := self.cost.stages[each.stage].reduce_seconds:
+                    self.reduced[rank] = self.event(rank, "reduce", str(each), begin, seconds)
+            else:
+                place = self.launched.get((rank, each.launched))
+                while place is None or not self.complete(*place):
+                    yield True
+                self.now[rank] = _later(self.now[rank], self.ends[place[0]][place[1]])
+            self.ended[rank].append(self.now[rank].seconds)
+
+    def launch(self, rank: int, each: Send | Receive) -> None:
+        channel = each.channel(rank)
+        row = (self.sends if isinstance(each, Send) else self.receives)[channel]
+        self.launched[rank, each] = (channel, len(row))
+        row.append(self.now[rank])
+        if isinstance(each, Send):
+            self.names[channel].append(each)
+
+    def complete(self, channel: Channel, number: int) -> bool:
+        """Whether the `number`-th transfer of `channel` has met; those before it go first."""
+        sends, receives, ends = self.sends[channel], self.receives[channel], self.ends[channel]
+        while len(ends) <= number and len(ends) < min(len(sends), len(receives)):
+            begin = _later(sends[len(ends)], receives[len(ends)])
+            begin = _later(begin, ends[-1]) if ends else begin
+            name = self.names[channel][len(ends)]
+            price = self.cost.transfer(name.transfer)
+            ends.append(self.event(channel[0], f"to rank {channel[1]}", str(name), begin, price.seconds))
+        return number < len(ends)
+
+    def event(self, rank: int, stream: str, name: str, begin: _Stamp, seconds: float) -> _Stamp:
+        self.events.append(Event(rank, stream, name, begin.seconds, begin.seconds + seconds, begin.cause))
+        return _Stamp(begin.seconds + seconds, len(self.events) - 1)
+
+
+def _later(one: _Stamp, other: _Stamp) -> _Stamp:
+    return other if other.seconds > one.seconds else one

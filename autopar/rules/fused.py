@@ -1,0 +1,64 @@
+"""Our fused ops besides attention: `autopar/kernels/softmax.py`, `normalisation.py` and their neighbours.
+
+Rows are split as one likes; the last dim, over which these ops reduce, is blocked.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.program import operands
+from autopar.rule import Labels, Rule, rule
+from autopar.rules.labels import aligned, argument, blocked, broadcast, positional, shape_of, without
+
+
+def _rows(x: Any) -> Labels:
+    """Labels of [..., N], N blocked."""
+    num_dims = len(shape_of(x))
+    return without(positional(num_dims), [num_dims - 1])
+
+
+def _linear_in(node: Node, *values: Any) -> tuple[frozenset[int], ...]:
+    """One linear set: the op is linear in these operands together."""
+    return (frozenset(operands(node).index(value) for value in values if isinstance(value, Node)),)
+
+
+@rule("autopar.softmax.default")
+def softmax(node: Node) -> Rule:
+    """(x[..., N], mask?) → [..., N]."""
+    x, mask = node.args[0], argument(node, 1, "mask")
+    labels = _rows(x)
+    pairs: list[tuple[Any, Labels]] = [(x, labels)]
+    if isinstance(mask, Node):
+        kept = broadcast(shape_of(mask), shape_of(x))
+        pairs.append((mask, tuple(label if label in labels else None for label in kept)))
+    return Rule(aligned(node, pairs), (labels,))
+
+
+@rule("autopar.softmax_backward.default")
+def softmax_backward(node: Node) -> Rule:
+    """(gradient, out) → gradient of x."""
+    gradient, out = node.args[:2]
+    labels = _rows(out)
+    return Rule((labels, labels), (labels,), linear=_linear_in(node, gradient))
+
+
+@rule("autopar.norm.default", "autopar.add_norm.default")
+def norm(node: Node) -> Rule:
+    """(x[..., N], residual?, weight[N]?, bias[N]?) → (out, x + residual?, mean[...], reciprocal[...])."""
+    labels = _rows(node.args[0])
+    adds = str(node.target).startswith("autopar.add")
+    pairs = [(x, labels) for x in node.args[: 1 + adds]] + [(item, blocked(1)) for item in node.args[1 + adds :]]
+    return Rule(aligned(node, pairs), (*(labels,) * (1 + adds), labels[:-1], labels[:-1]))
+
+
+@rule("autopar.norm_backward.default")
+def norm_backward(node: Node) -> Rule:
+    """(gradient of out, gradient of the sum?, sum, mean, reciprocal, weight?) → gradients of x, weight and bias, the latter two summed."""
+    grad_out, grad_total, total, mean, reciprocal, weight = node.args
+    labels = _rows(total)
+    pairs = [(grad_out, labels), (grad_total, labels), (total, labels), (mean, labels[:-1]), (reciprocal, labels[:-1])]
+    order = aligned(node, [*pairs, (weight, blocked(1))])
+    return Rule(order, (labels, blocked(1), blocked(1)), linear=_linear_in(node, grad_out, grad_total))

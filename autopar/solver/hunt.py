@@ -1,0 +1,223 @@
+"""The search on one folded problem: a bound that rises, an answer that falls, until they meet or time is up.
+
+ascend      the dual of the linear relaxation: a bound, and assignments near it     autopar.solver.ascent
+price       with a capacity: seconds per byte rise until the answer fits
+mix         equal layers decided one by one, as many as fit                         autopar.solver.mixing
+bound       candidates that no assignment as good as the best known can have go
+solve       what remains, as an integer program                                     autopar.solver.integer_program
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import highspy
+import numpy as np
+
+from autopar.solver.ascent import Ascent
+from autopar.solver.evaluation import Evaluation
+from autopar.solver.folding import Folded
+from autopar.solver.integer_program import IntegerProgram
+from autopar.solver.mixing import Mixture, mix
+from autopar.solver.tables import IS_NO_WAY, NO_WAY, Array, Tables
+
+# Sweeps both ways between two looks at the answer.
+_SWEEPS = 4
+# Ascent stands still once a look gains less than this share of what is missing.
+_PROGRESS = 0.02
+# What the integer program gets where the user set no limit.
+_PATIENCE_SECONDS = 10.0
+# Prices of a byte that are tried, those of them that may bring nothing new, and what counts as the same cost.
+_MAX_PRICES, _MAX_STALE = 40, 2
+_SAME = 1e-7
+# In steps per capacity: who saves no more at this price saves no more at any.
+_HIGHEST_PRICE = 1e6
+# The integer program is left alone where so many columns remain: it would not come far in its time.
+_MAX_COLUMNS = 60_000
+
+
+class Hunt:
+    """The search on one folded problem: `picks` cost `upper` and fit, nothing that fits costs less than `lower`."""
+
+    def __init__(self, evaluation: Evaluation, deadline: float, tolerance: float) -> None:
+        self.evaluation = evaluation
+        self.tables = Tables.of(evaluation)
+        self.deadline = deadline
+        self.tolerance = tolerance
+        self.picks: list[int] | None = None
+        self.upper = math.inf
+        self.lower = -math.inf
+        self.seconds_per_byte = 0.0
+        self.num_bounded = 0
+        self.mixture: Mixture | None = None
+        self._ends: tuple[list[int], list[int]] | None = None
+        self.is_infeasible = self.tables.least_bytes > self.tables.capacity_bytes
+        self._ascent = Ascent(self.tables)
+        most_working = self.tables.capacity_bytes - (self.tables.least_bytes - self.tables.least_working_bytes)
+        for number, each in enumerate(self.tables.working_bytes):
+            if (each > most_working).any():
+                self._ascent.forbid(number, each > most_working)
+
+    def run(self) -> None:
+        if self.is_infeasible:
+            return
+        found = self._ascend()
+        if self.lower > IS_NO_WAY:
+            return
+        if found is not None and self.tables.num_bytes(found) > self.tables.capacity_bytes:
+            self._price_bytes(found)
+            if self._ends is not None and not self._is_done():
+                self.mixture = mix(self.evaluation, *self._ends)
+        if not self._is_done():
+            self._solve_rest()
+
+    @property
+    def seconds(self) -> float:
+        """What the best answer costs, all equal layers alike or not."""
+        return min(self.upper, self.mixture.seconds) if self.mixture else self.upper
+
+    def _is_done(self) -> bool:
+        is_proved = self.seconds < math.inf and self.seconds - self.lower <= self.tolerance * self.seconds
+        return is_proved or time.perf_counter() > self.deadline
+
+    def _ascend(self) -> list[int] | None:
+        """Raise the bound until it meets an answer or stands still. The cheapest assignment seen at this price of a byte."""
+        cheapest: tuple[float, list[int]] | None = None
+        before = -math.inf
+        while True:
+            for _ in range(_SWEEPS):
+                self._ascent.sweep(True)
+                self._ascent.sweep(False)
+            bound = self._ascent.bound()
+            self.lower = max(self.lower, bound - self.seconds_per_byte * self._spare_bytes())
+            for picks in self._ascent.assignments():
+                priced = self._consider(picks)
+                if cheapest is None or priced < cheapest[0]:
+                    cheapest = (priced, picks)
+            assert cheapest is not None
+            missing = cheapest[0] - bound
+            if missing <= self.tolerance * abs(bound) or bound - before <= _PROGRESS * missing < math.inf or self._is_done():
+                return cheapest[1] if cheapest[0] < math.inf else None
+            if before == bound or bound > IS_NO_WAY:
+                return None
+            before = bound
+
+    def _spare_bytes(self) -> float:
+        """What is left for held bytes; 0 without a capacity, whose price is 0 then."""
+        capacity = self.tables.capacity_bytes
+        return capacity - self.tables.least_working_bytes if capacity < math.inf else 0.0
+
+    def _consider(self, picks: list[int]) -> float:
+        """Keep `picks` if they are the best that fits. What they cost with held bytes at their present price."""
+        seconds = self.evaluation.seconds(picks)
+        if seconds < self.upper and self.tables.num_bytes(picks) <= self.tables.capacity_bytes:
+            self.picks, self.upper = picks, seconds
+        return seconds + self.seconds_per_byte * self._held_bytes(picks)
+
+    def _held_bytes(self, picks: list[int]) -> float:
+        return sum(float(each[pick]) for each, pick in zip(self.tables.held_bytes, picks, strict=True))
+
+    def _priced(self, picks: list[int]) -> float:
+        return self.evaluation.seconds(picks) + self.seconds_per_byte * self._held_bytes(picks)
+
+    def _price_bytes(self, large: list[int]) -> None:
+        """Find the price of a byte at which an answer that fits costs no more than one that does not: the best Lagrangian bound.
+
+        `large` does not fit. Two answers meet at the price (seconds of the small - seconds of the large) / (bytes of the large -
+        bytes of the small); where none is cheaper there, none is left between the two, and a mixture takes a part of each.
+        """
+        small: list[int] | None = None
+        price, low, high = self.lower / self.tables.capacity_bytes / 8, 0.0, math.inf
+        num_stale = 0
+        for _ in range(_MAX_PRICES):
+            self._set_price(price)
+            found = self._ascend()
+            if found is None or self._is_done() or price > _HIGHEST_PRICE * self.lower / self.tables.capacity_bytes:
+                break
+            if self.tables.num_bytes(found) <= self.tables.capacity_bytes:
+                high, is_new = min(high, price), small is None or self._priced(found) < self._priced(small) * (1 - _SAME)
+                small = found if is_new else small
+            else:
+                low, is_new = max(low, price), self._priced(found) < self._priced(large) * (1 - _SAME)
+                large = found if is_new else large
+            num_stale += small is not None and not is_new
+            if num_stale > _MAX_STALE or high <= low * (1 + 1e-3):
+                break
+            price = 4 * price if small is None else self._meeting(small, large)
+            if high < math.inf and not low < price < high:
+                price = (low + high) / 2
+        self._ends = None if small is None else (small, large)
+
+    def _meeting(self, small: list[int], large: list[int]) -> float:
+        saved = self._held_bytes(large) - self._held_bytes(small)
+        return (self.evaluation.seconds(small) - self.evaluation.seconds(large)) / saved if saved > 0 else 2 * self.seconds_per_byte
+
+    def _set_price(self, seconds_per_byte: float) -> None:
+        added = seconds_per_byte - self.seconds_per_byte
+        self._ascent.add([added * each for each in self.tables.held_bytes])
+        self.seconds_per_byte = seconds_per_byte
+
+    def _solve_rest(self) -> None:
+        """Leave out what no better assignment can have, and solve the rest exactly, as far as time allows."""
+        if self.picks is not None:
+            self._consider(self.evaluation.descend(self.picks))
+        remaining = self._remaining()
+        self.num_bounded = sum(int((~each).sum()) for each in remaining)
+        evaluation = _restricted(self.evaluation, remaining)
+        if _num_pairs(evaluation) > _MAX_COLUMNS:
+            return
+        program = IntegerProgram.of(evaluation)
+        seconds = max(0.01, min(self.deadline - time.perf_counter(), _PATIENCE_SECONDS if self.deadline == math.inf else math.inf))
+        solver = program.solver(self.tolerance, seconds)
+        positions = [np.flatnonzero(each) for each in remaining]
+        if self.picks is not None:
+            start = [int(np.searchsorted(each, pick)) for each, pick in zip(positions, self.picks, strict=True)]
+            solver.setSolution(program.num_binary, program.binary_columns(), program.columns_of(start))
+        solver.run()
+        if solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            self.is_infeasible = self.picks is None and self.tables.capacity_bytes < math.inf
+            self.lower = self.upper if self.picks is not None else NO_WAY
+            return
+        values = np.asarray(solver.getSolution().col_value)
+        if len(values) and program.is_integral(values):
+            self._consider([int(each[pick]) for each, pick in zip(positions, program.picks(values), strict=True)])
+        bound = solver.getInfo().mip_dual_bound / program.scale
+        if math.isfinite(bound):
+            self.lower = max(self.lower, min(bound, self.upper))
+
+    def _remaining(self) -> list[Array]:
+        """By class, the candidates that an assignment cheaper than the best known may have."""
+        numbers = range(len(self.tables.seconds))
+        remaining = [np.ones(len(each), dtype=bool) for each in self.tables.seconds]
+        if self.picks is None:
+            return remaining
+        bound = self._ascent.bound() - self.seconds_per_byte * self._spare_bytes()
+        for number in numbers:
+            dearer = self._ascent.collect(number)  # which only raises the bound
+            remaining[number] &= bound + dearer <= self.upper * (1 + 1e-9)
+            remaining[number][self.picks[number]] = True
+            self._ascent.forbid(number, ~remaining[number])
+            self._ascent.hand_on(number, True)
+        return remaining
+
+
+def _restricted(evaluation: Evaluation, remaining: list[Array]) -> Evaluation:
+    """The same problem with fewer candidates, each class alike."""
+    positions = [np.flatnonzero(each).tolist() for each in remaining]
+    folded: Folded = evaluation.folded
+    nodes = evaluation.problem.nodes
+    kept = [tuple(nodes[member].candidates[pick] for pick in positions[number]) for number, member in enumerate(folded.members)]
+    restricted = tuple(replace(node, candidates=kept[number]) for node, number in zip(nodes, folded.class_of, strict=True))
+    return Evaluation(replace(evaluation.problem, nodes=restricted), folded)
+
+
+def _num_pairs(evaluation: Evaluation) -> int:
+    """The columns that transports take in an integer program."""
+    total = 0
+    for value in evaluation.folded.values:
+        given = {candidate.results[value.result] for candidate in evaluation.nodes[value.producer].candidates}
+        for number, slot in value.readers:
+            total += len(given) * len({candidate.operands[slot] for candidate in evaluation.nodes[number].candidates})
+    return total

@@ -1,0 +1,82 @@
+"""Between two answers to a folded problem, of which one fits into memory: equal layers decided one by one.
+
+Where every layer saves a value or none does, memory moves in leaps. The answers differ in some nodes; those that hang
+together (a layer's, say) change together, and as many of these parts are changed as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.solver.assignment import Problem
+from autopar.solver.evaluation import Evaluation
+from autopar.solver.folding import fold
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """An answer to the problem without folding."""
+
+    evaluation: Evaluation
+    picks: list[int]
+    seconds: float
+
+
+def mix(evaluation: Evaluation, small: Sequence[int], large: Sequence[int]) -> Mixture | None:
+    """`small` fits, `large` does not; class picks. The parts that save most seconds a byte go first; None where no part fits."""
+    problem, folded = evaluation.problem, evaluation.folded
+    alone = Evaluation(problem, fold(problem, None))
+    picks, wanted = ([answer[number] for number in folded.class_of] for answer in (small, large))
+    parts = _parts(problem, [index for index, pick in enumerate(picks) if pick != wanted[index]])
+    start = alone.seconds(picks)
+    known: dict[tuple[int, ...], tuple[float, float]] = {}
+    priced: list[tuple[float, float, list[int]]] = []
+    for part in parts:
+        kind = tuple(sorted(folded.class_of[index] for index in part))
+        if kind not in known:
+            changed = _changed(picks, wanted, part)
+            known[kind] = (start - alone.seconds(changed), _held(problem, changed) - _held(problem, picks))
+        priced.append((*known[kind], part))
+    found = list(picks)
+    for saved, _, part in sorted(priced, key=lambda each: -each[0] / max(each[1], 1.0)):
+        changed = _changed(found, wanted, part)
+        if saved > 0 and _num_bytes(problem, changed) <= problem.capacity_bytes:
+            found = changed
+    return Mixture(alone, found, alone.seconds(found)) if found != picks else None
+
+
+def _changed(picks: list[int], wanted: list[int], part: list[int]) -> list[int]:
+    changed = list(picks)
+    for index in part:
+        changed[index] = wanted[index]
+    return changed
+
+
+def _parts(problem: Problem, nodes: list[int]) -> list[list[int]]:
+    """`nodes` in groups that read from one another, directly or through others of them; a value's readers are one group."""
+    chosen, root = set(nodes), {index: index for index in nodes}
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = root[root[index]]
+            index = root[index]
+        return index
+
+    for (producer, _), readers in problem.consumers().items():
+        together = [index for index in (producer, *(reader for reader, _ in readers)) if index in chosen]
+        for index in together[1:]:
+            root[find(index)] = find(together[0])
+    groups: dict[int, list[int]] = {}
+    for index in nodes:
+        groups.setdefault(find(index), []).append(index)
+    return list(groups.values())
+
+
+def _held(problem: Problem, picks: Sequence[int]) -> float:
+    return sum(node.candidates[pick].held_bytes for node, pick in zip(problem.nodes, picks, strict=True))
+
+
+def _num_bytes(problem: Problem, picks: Sequence[int]) -> float:
+    working = max(node.candidates[pick].working_bytes for node, pick in zip(problem.nodes, picks, strict=True))
+    return _held(problem, picks) + working
