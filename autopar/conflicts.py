@@ -14,6 +14,7 @@ from autopar.freedom import Freedom
 from autopar.memory import MemoryBudget, OptimizerKind
 from autopar.mesh import parent
 from autopar.pattern import pattern_of
+from autopar.pinning import pinned
 from autopar.program import Program
 from autopar.sharding import Strategy
 from autopar.sharding_problem import ShardingProblem
@@ -110,6 +111,8 @@ class _Rows:
     def irreducible(self, working: float, budget: str) -> list[str]:
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
+        # The default only looks for rows that no values can meet one by one.
+        solver.setOptionValue("iis_strategy", int(highspy.IisStrategy.kIisStrategyIrreducible.value))
         demands: dict[int, str] = {}
         columns: list[int] = []
         sizes: list[float] = []
@@ -146,6 +149,7 @@ def _changes(situation: Situation) -> Iterator[tuple[Situation, str]]:
     larger = replace(budget, capacity_bytes=_MARGIN * situation.least_bytes())
     yield replace(situation, budget=larger), f"memory_budget={in_bytes(larger.capacity_bytes)}"
     by_user = {node.name for item, node in program.named_inputs() if "user" in situation.reasons.get(item.name, "")}
+    by_user |= {node.name for node in program.graph.nodes if node.target is pinned and node.name in situation.pinned}
     if by_user:
         kept = {name: strategy for name, strategy in situation.pinned.items() if name not in by_user}
         yield replace(situation, pinned=kept), "drop the pins"

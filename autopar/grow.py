@@ -26,6 +26,21 @@ LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Ten
 _KEEP_ZERO = frozenset(
     {aten.gelu.default, aten.relu.default, aten.silu.default, aten.tanh.default, aten.sin.default, aten.abs.default, aten.sqrt.default}
 )
+# Ops that are linear in one operand and make something finite of zeros in the others; a quotient does not.
+_FINITE = frozenset(
+    {
+        aten.mul.Tensor,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.where.self,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.gelu_backward.default,
+        aten.silu_backward.default,
+        aten.tanh_backward.default,
+        aten.threshold_backward.default,
+    }
+)
 _ARANGES: dict[object, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
 
 
@@ -142,7 +157,7 @@ def _viewed(value: Node, shape: list[int], builder: LocalBuilder) -> Node:
 def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Callable[[int, int], bool]) -> bool:
     """Whether the padding of the atom at `position` of a result is zero, given which operands' is: `clean(operand, atom)`.
 
-    So it is where a set of operands in which the op is linear is zero there, and what else is there is finite.
+    So it is where a set of operands in which the op is linear is zero there, and what it makes of the other operands is finite.
     """
     rule = rule_of(node)
     factor = next(each for each in space.factors if each.results[result] == position)
@@ -153,7 +168,7 @@ def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Cal
     if rule is not None and (rule.view or _keeps_zero(node)):
         return bool(zero)
     finite = zero | {operand for operand in carriers if not value_of(operands(node)[operand]).dtype.is_floating_point}
-    return finite == set(carriers) and any(group <= zero for group in space.linear)
+    return finite == set(carriers) and any(group <= zero and (group >= finite or node.target in _FINITE) for group in space.linear)
 
 
 def _keeps_zero(node: Node) -> bool:

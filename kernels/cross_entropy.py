@@ -1,6 +1,6 @@
 """Cross entropy of given logits, row by row, as one op of ours, with its backward as a second one.
 
-    loss    = log_sum_exp − (1 − ε) · x[label] − ε · mean(x)                0 where the label is `ignore_index`
+    loss    = (1 − ε) · (log_sum_exp − x[label]) + ε · (log_sum_exp − mean(x))          0 where the label is `ignore_index`
     dlogits = dloss · (exp(x − log_sum_exp) − (1 − ε) · onehot(label) − ε / V)
 
 logits are [..., V], labels [...] int64; ε is `label_smoothing`. The loss of a row, not their mean: sums and counts of rows are
@@ -24,9 +24,9 @@ def cross_entropy_reference(logits: Tensor, labels: Tensor, *, ignore_index: int
     log_sum_exp = scores.logsumexp(-1)
     ignored = labels == ignore_index
     picked = scores.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-    loss = log_sum_exp - (1.0 - label_smoothing) * picked
+    loss = log_sum_exp - picked
     if label_smoothing:
-        loss = loss - label_smoothing * scores.mean(-1)
+        loss = (1.0 - label_smoothing) * loss + label_smoothing * (log_sum_exp - scores.mean(-1))
     return loss.masked_fill(ignored, 0.0), log_sum_exp.contiguous()
 
 

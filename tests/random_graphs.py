@@ -339,15 +339,15 @@ _OFTEN = (*CALLS, linear, linear, einsum, view, view, permute, convolution, atte
 
 
 @st.composite
-def random_graphs(draw: st.DrawFn) -> RandomGraph:
-    """A model of three to ten calls. It begins with a float input, or with ids."""
+def random_graphs(draw: st.DrawFn, max_calls: int = MAX_CALLS) -> RandomGraph:
+    """A model of three to `max_calls` calls. It begins with a float input, or with ids."""
     at = Builder(draw, random.Random(draw(st.integers(0, 2**32))), draw(st.sampled_from(BATCHES)))
     if at.number(0, 3) == 0:
         at.keep(_embedding(at))
     else:
         at.kept.append(at.input((at.batch, *(at.one_of(SIZES) for _ in range(at.number(1, 3)))), 0))
         at.keep(linear(at))
-    num_calls = draw(st.integers(MIN_CALLS, MAX_CALLS))
+    num_calls = draw(st.integers(MIN_CALLS, max_calls))
     for _ in range(3 * num_calls):
         if len(at.lines) < num_calls:
             _grow(at)

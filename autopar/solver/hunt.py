@@ -39,7 +39,10 @@ _MAX_COLUMNS = 60_000
 
 
 class Hunt:
-    """The search on one folded problem: `picks` cost `upper` and fit, nothing that fits costs less than `lower`."""
+    """The search on one folded problem: `picks` cost `upper` and fit, nothing that fits costs less than `lower`.
+
+    `byte_price` is what a byte more of the capacity would save, in seconds; `seconds_per_byte` the price tried last.
+    """
 
     def __init__(self, evaluation: Evaluation, deadline: float, tolerance: float) -> None:
         self.evaluation = evaluation
@@ -50,6 +53,7 @@ class Hunt:
         self.upper = math.inf
         self.lower = -math.inf
         self.seconds_per_byte = 0.0
+        self.byte_price = 0.0
         self.num_bounded = 0
         self.mixture: Mixture | None = None
         self._ends: tuple[list[int], list[int]] | None = None
@@ -91,7 +95,7 @@ class Hunt:
                 self._ascent.sweep(True)
                 self._ascent.sweep(False)
             bound = self._ascent.bound()
-            self.lower = max(self.lower, bound - self.seconds_per_byte * self._spare_bytes())
+            self._raise(bound - self.seconds_per_byte * self._spare_bytes())
             for picks in self._ascent.assignments():
                 priced = self._consider(picks)
                 if cheapest is None or priced < cheapest[0]:
@@ -103,6 +107,11 @@ class Hunt:
             if before == bound or bound > IS_NO_WAY:
                 return None
             before = bound
+
+    def _raise(self, bound: float) -> None:
+        """A better bound, and the price of a byte that it was found at."""
+        if bound > self.lower:
+            self.lower, self.byte_price = bound, self.seconds_per_byte
 
     def _spare_bytes(self) -> float:
         """What is left for held bytes; 0 without a capacity, whose price is 0 then."""

@@ -106,7 +106,7 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
         lower_bound_seconds=min(hunt.lower, hunt.seconds),
         search_seconds=time.perf_counter() - start,
         num_bytes=found.num_bytes(class_picks),
-        seconds_per_byte=hunt.seconds_per_byte,
+        seconds_per_byte=hunt.byte_price,
         num_variables=sum(len(node.candidates) for node in evaluation.nodes),
         num_dominated=sum(len(node.candidates) - len(positions) for node, positions in zip(contracted.problem.nodes, kept, strict=True)),
         num_bounded=hunt.num_bounded,

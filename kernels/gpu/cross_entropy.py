@@ -42,9 +42,9 @@ def cross_entropy_rows(
     known = (label >= 0) & (label < columns)
     # A label that is no column and is not to be ignored: NaN, for a kernel cannot raise.
     picked = tl.load(logits + tl.where(known, label, 0)).to(tl.float32)
-    result = tl.where(known, logarithm - (1.0 - smoothing) * picked, float("nan"))
+    result = tl.where(known, logarithm - picked, float("nan"))
     if SMOOTHED:
-        result -= smoothing * (tl.sum(plain, 0) / columns)
+        result = (1.0 - smoothing) * result + smoothing * (logarithm - tl.sum(plain, 0) / columns)
     tl.store(loss + row, tl.where(label == ignore_index, 0.0, result))
     tl.store(log_sum_exp + row, logarithm)
 

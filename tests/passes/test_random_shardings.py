@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from autopar.check import check
+from autopar.collectives import reshard
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.manager import run_passes
 from autopar.mesh import Mesh, parent
@@ -68,3 +69,11 @@ def test_the_batch_is_split_by_dp_only_and_dp_splits_nothing_else() -> None:
         x, w, _ = found.placeholders
         assert {parent(axis) for axis in SHARDING[x][0].splits[0]} <= {"dp"}
         assert all(parent(axis) == "tp" for axis in SHARDING[w][0].axes)
+
+
+def test_calm_plans_reshard_seldom() -> None:
+    def num_reshards(calm: float) -> int:
+        plans = [run_passes(program(), (RandomShardings(seed, calm), InsertReshards())) for seed in range(20)]
+        return sum(node.target is reshard for plan in plans for node in plan.graph.nodes)
+
+    assert num_reshards(calm=1.0) < 0.5 * num_reshards(calm=0.0)

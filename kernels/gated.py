@@ -1,0 +1,160 @@
+"""Gated activations (SwiGLU, GeGLU and their kin: Shazeer, 2020) and a bias with its activation, and their backward.
+
+    gated           out = f(gate) · up              dgate, dup = dout · up · f′(gate), dout · f(gate)
+    bias_activation out = f(x + bias)               dx = dout · f′(x + bias), dbias = Σ dx over all rows, before it is rounded
+
+f is "silu", "gelu", "gelu_tanh", "relu" or "sigmoid". gate and up have one shape and dtype; x is [..., N], bias [N]. Computed
+in float32 (float64 for float64) and rounded once. dbias is of that dtype, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+
+aten = torch.ops.aten
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "sigmoid": torch.sigmoid,
+}
+_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": aten.silu_backward.default,
+    "gelu": aten.gelu_backward.default,
+    "gelu_tanh": lambda grad, x: aten.gelu_backward.default(grad, x, approximate="tanh"),
+    "relu": lambda grad, x: aten.threshold_backward.default(grad, x, 0),
+    "sigmoid": lambda grad, x: aten.sigmoid_backward.default(grad, x.sigmoid()),
+}
+
+
+def gated_reference(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    """The op in plain ops."""
+    exact = accumulation_dtype(gate)
+    return (ACTIVATIONS[activation](gate.to(exact)) * up.to(exact)).to(gate.dtype).contiguous()
+
+
+def gated_backward_reference(grad_out: Tensor, gate: Tensor, up: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up in plain ops."""
+    exact = accumulation_dtype(gate)
+    arrives, inner = grad_out.to(exact), gate.to(exact)
+    grad_gate = _BACKWARD[activation](arrives * up.to(exact), inner)
+    return grad_gate.to(gate.dtype).contiguous(), (arrives * ACTIVATIONS[activation](inner)).to(up.dtype).contiguous()
+
+
+def bias_activation_reference(x: Tensor, bias: Tensor, *, activation: str) -> Tensor:
+    """The op in plain ops."""
+    exact = accumulation_dtype(x)
+    return ACTIVATIONS[activation](x.to(exact) + bias.to(exact)).to(x.dtype).contiguous()
+
+
+def bias_activation_backward_reference(grad_out: Tensor, x: Tensor, bias: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    """Gradients of x and bias in plain ops."""
+    exact = accumulation_dtype(x)
+    grad = _BACKWARD[activation](grad_out.to(exact), x.to(exact) + bias.to(exact))
+    return grad.to(x.dtype).contiguous(), grad.reshape(-1, x.shape[-1]).sum(0)
+
+
+def _gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    if not runs_triton(gate):
+        return gated_reference(gate, up, activation=activation)
+    from autopar.kernels.gpu import gated as gpu
+
+    return gpu.gated(gate, up, activation=activation)
+
+
+def _gated_backward(grad_out: Tensor, gate: Tensor, up: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    if not runs_triton(gate):
+        return gated_backward_reference(grad_out, gate, up, activation=activation)
+    from autopar.kernels.gpu import gated as gpu
+
+    return gpu.gated_backward(grad_out, gate, up, activation=activation)
+
+
+def _bias_activation(x: Tensor, bias: Tensor, *, activation: str) -> Tensor:
+    if not runs_triton(x):
+        return bias_activation_reference(x, bias, activation=activation)
+    from autopar.kernels.gpu import gated as gpu
+
+    return gpu.bias_activation(x, bias, activation=activation)
+
+
+def _bias_activation_backward(grad_out: Tensor, x: Tensor, bias: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    if not runs_triton(x):
+        return bias_activation_backward_reference(grad_out, x, bias, activation=activation)
+    from autopar.kernels.gpu import gated as gpu
+
+    return gpu.bias_activation_backward(grad_out, x, bias, activation=activation)
+
+
+def _gated_fake(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    _require_activation(activation)
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {tuple(gate.shape)} of {gate.dtype}, and up {tuple(up.shape)} of {up.dtype}")
+    return gate.new_empty(gate.shape)
+
+
+def _gated_backward_fake(grad_out: Tensor, gate: Tensor, up: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _bias_activation_fake(x: Tensor, bias: Tensor, *, activation: str) -> Tensor:
+    _require_activation(activation)
+    if bias.shape != x.shape[-1:]:
+        raise ValueError(f"a bias {tuple(bias.shape)} does not fit rows of {x.shape[-1]} columns")
+    return x.new_empty(x.shape)
+
+
+def _bias_activation_backward_fake(grad_out: Tensor, x: Tensor, bias: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), bias.new_empty(bias.shape, dtype=accumulation_dtype(x))
+
+
+def _require_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"no activation {activation!r}; there are {', '.join(ACTIVATIONS)}")
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = keyword_only_inputs
+
+
+def _differentiate_gated(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    return gated_backward(grad_out, *ctx.saved_tensors, **ctx.options)
+
+
+def _differentiate_bias_activation(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor]:
+    x, bias = ctx.saved_tensors
+    grad, grad_bias = bias_activation_backward(grad_out, x, bias, **ctx.options)
+    return grad, grad_bias.to(bias.dtype)
+
+
+_OPTIONS = "*, str activation"
+register_op("gated", f"(Tensor gate, Tensor up, {_OPTIONS}) -> Tensor", _gated, _gated_fake)
+register_op(
+    "gated_backward",
+    f"(Tensor grad_out, Tensor gate, Tensor up, {_OPTIONS}) -> (Tensor, Tensor)",
+    _gated_backward,
+    _gated_backward_fake,
+)
+register_op("bias_activation", f"(Tensor x, Tensor bias, {_OPTIONS}) -> Tensor", _bias_activation, _bias_activation_fake)
+register_op(
+    "bias_activation_backward",
+    f"(Tensor grad_out, Tensor x, Tensor bias, {_OPTIONS}) -> (Tensor, Tensor)",
+    _bias_activation_backward,
+    _bias_activation_backward_fake,
+)
+torch.library.register_autograd("autopar::gated", _differentiate_gated, setup_context=_save)
+torch.library.register_autograd("autopar::bias_activation", _differentiate_bias_activation, setup_context=_save)
+
+gated = torch.ops.autopar.gated.default
+gated_backward = torch.ops.autopar.gated_backward.default
+bias_activation = torch.ops.autopar.bias_activation.default
+bias_activation_backward = torch.ops.autopar.bias_activation_backward.default

@@ -1,0 +1,269 @@
+"""Vocabularies, heads and widths that do not divide: split all the same, exact, and of logical shape wherever a user looks."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import Cluster, ParallelModule, virtual_mesh
+from autopar.check import Checker
+from autopar.keys import DIMS, SHARDING, STRATEGY
+from autopar.manager import run_passes
+from autopar.passes.cut_fragments import cut_fragments
+from autopar.passes.find_atoms import FindAtoms
+from autopar.passes.insert_reshards import InsertReshards
+from autopar.passes.lower import Lower
+from autopar.passes.pad_atoms import PadAtoms
+from autopar.passes.random_shardings import RandomShardings
+from autopar.passes.refine_mesh import RefineMesh
+from autopar.passes.trace_joint import TraceJoint
+from autopar.plan import Plan
+from autopar.program import Program
+from autopar.promote import default_float64, promote
+from autopar.summary import contractions
+from tests.running import (
+    FORWARD_PASSES,
+    SIMPLIFICATIONS,
+    Values,
+    assert_close,
+    forward_program,
+    inputs_of,
+    run_forward,
+    run_schedule,
+)
+from tests.zoo import Case, case, padding_mask, tokens
+
+VOCABULARY = 97
+TABLE = "transformer.wte.weight"
+# Free links make ties of all ways to split the table; Megatron's is asked for.
+MEGATRON = {TABLE: ("tp", None)}
+
+
+def gpt2(num_heads: int = 4, dropout: float = 0.0) -> Case:
+    """A tied vocabulary head, so the table gets two gradients; fused query, key and value."""
+    config = transformers.GPT2Config(
+        n_layer=1, n_embd=8 * num_heads, n_head=num_heads, vocab_size=VOCABULARY, n_positions=32, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, use_cache=False,
+    )  # fmt: skip
+    return case(transformers.GPT2LMHeadModel(config), tokens())
+
+
+def llama() -> Case:
+    """6 query heads on 3 key-value heads; a width of the feed-forward that does not divide."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=1, hidden_size=48, intermediate_size=95, num_attention_heads=6, num_key_value_heads=3, vocab_size=VOCABULARY,
+        max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    return case(transformers.LlamaForCausalLM(config), tokens())
+
+
+def bert(dropout: float = 0.1) -> Case:
+    """5 heads, dropout inside attention, a bias on the vocabulary, a padding mask."""
+    config = transformers.BertConfig(
+        num_hidden_layers=1, hidden_size=40, intermediate_size=63, num_attention_heads=5, vocab_size=VOCABULARY, max_position_embeddings=32,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return case(transformers.BertForMaskedLM(config), tokens() | {"attention_mask": padding_mask()})
+
+
+def compiled(model: Case, mesh: dict[str, int], **options: Any) -> ParallelModule:
+    batch = {key: value.float() if value.is_floating_point() else value for key, value in model.batch.items()}
+    return autopar.compile(
+        model.model.float(), virtual_mesh(**mesh), example_inputs=batch, backend="eager", cluster=Cluster.ideal(), **options
+    )
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_vocabulary_is_split_and_the_loss_with_it(tp: int) -> None:
+    model = gpt2()
+    parallel = compiled(model, {"tp": tp}, pins=MEGATRON)
+    report = parallel.verify(promote=True, **model.batch)
+    assert report and report.worst <= 1e-9, str(report)
+    grown = -(-VOCABULARY // tp) * tp
+    assert parallel.plan.parameters[TABLE].sharding.describe(parallel.plan.parameters[TABLE].dims) == f"[{grown}@tp, 32]"
+    assert 0.95 <= parallel.summary()["flops_split"] <= 1.0
+    program = parallel.compiled.program
+    heads = [node for node in contractions(program) if grown in node.meta["val"].shape or grown in node.args[0].meta["val"].shape]  # type: ignore[union-attr]
+    assert len(heads) >= 3 and {STRATEGY[node].num_shards for node in heads} == {tp}
+    table = next(node for item, node in program.named_inputs() if item.name == TABLE)
+    assert SHARDING[table][0].local_shape(DIMS[table][0], program.mesh) == (grown // tp, 32)
+
+
+def test_training_follows_plain_torch_and_users_see_logical_shapes() -> None:
+    model = gpt2()
+    reference = copy.deepcopy(model.model).float()
+    parallel = compiled(model, {"dp": 2, "tp": 2}, pins=MEGATRON, outputs="all")
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3) for module in (parallel, reference)]
+    for _ in range(2):
+        outputs, wanted = parallel(**model.batch), reference(**model.batch)
+        assert outputs.logits.shape == wanted.logits.shape == (8, 16, VOCABULARY)
+        assert torch.allclose(outputs.logits, wanted.logits, atol=1e-4)
+        # The logits' own tangent enters, too.
+        for each, optimizer in zip((outputs, wanted), optimizers, strict=True):
+            optimizer.zero_grad()
+            (each.loss + each.logits.square().mean()).backward()
+        gradient = parallel.get_parameter(TABLE).grad
+        assert gradient is not None and gradient.shape == (VOCABULARY, 32)
+        assert torch.allclose(gradient, reference.get_parameter(TABLE).grad, atol=1e-5)  # type: ignore[arg-type]
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, value in reference.state_dict().items():
+        assert torch.allclose(parallel.full_state_dict()[name], value, atol=1e-5), name
+
+
+def test_three_heads_are_split_over_two_ranks() -> None:
+    model = gpt2(num_heads=3)
+    parallel = compiled(model, {"tp": 2})
+    report = parallel.verify(promote=True, **model.batch)
+    assert report and report.worst <= 1e-9, str(report)
+    placed = parallel.plan.parameters["transformer.h.0.attn.c_attn.weight"]
+    assert placed.padding is not None and placed.padding.before == ((24,), (3, 3, 8)) and placed.dims == ((24,), (3, 4, 8))
+
+
+def test_the_same_plan_pads_alike() -> None:
+    model = gpt2()
+    plan = Plan.from_json(compiled(model, {"tp": 2}, pins=MEGATRON).plan.to_json())
+    again = compiled(model, {"tp": 2}, plan=plan)
+    assert again.plan.strategies == plan.strategies and again.plan.parameters == plan.parameters
+    assert plan.parameters[TABLE].padding is not None
+    elsewhere = compiled(model, {"tp": 4}, pins=plan.pins())
+    assert elsewhere.plan.parameters[TABLE].sharding == plan.parameters[TABLE].sharding
+    assert elsewhere.plan.parameters[TABLE].dims == ((100,), (32,))
+
+
+def test_later_captures_find_the_parameters_as_they_lie() -> None:
+    """Another length, no labels, and what cannot take padding: a softmax over the vocabulary as the model's output."""
+
+    class Probabilities(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, VOCABULARY)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scores = self.head(x)
+            return scores if self.training else scores.softmax(-1)
+
+    torch.manual_seed(0)
+    model, x = Probabilities(), torch.randn(8, 16)
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(
+        model, virtual_mesh(tp=2), example_inputs=(x,), backend="eager", cluster=Cluster.ideal(), pins={"head.weight": ("tp", None)}
+    )
+    assert torch.allclose(parallel(x), reference(x), atol=1e-6)
+    parallel.eval(), reference.eval()
+    for batch in (x, x[:4]):
+        assert torch.allclose(parallel(batch), reference(batch), atol=1e-6)
+        assert parallel.plan.parameters["head.weight"].dims == ((98,), (16,))
+        parallel(batch).square().sum().backward()
+        reference(batch).square().sum().backward()
+    for mine, other in zip(parallel.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(mine.grad, other.grad, atol=1e-6)  # type: ignore[arg-type]
+
+
+# ---- any legal plan of a padded program is exact
+
+MODELS = {"gpt2": lambda: gpt2(3), "llama": llama, "bert": bert}
+
+
+@cache
+def reference_of(name: str) -> tuple[Program, Values, Values]:
+    model = MODELS[name]()
+    forward = promote(run_passes(forward_program(model.model, model.batch, virtual_mesh(dp=1)), FORWARD_PASSES))
+    inputs = inputs_of(forward, model.model, (), model.batch)
+    with default_float64():
+        return forward, inputs, run_forward(forward, inputs)
+
+
+def assert_random_plans_are_exact(name: str, seeds: range) -> None:
+    """With everything padded that can be, at whatever price."""
+    forward, inputs, wanted = reference_of(name)
+    with default_float64():
+        for seed in seeds:
+            mesh = (virtual_mesh(dp=2, tp=2), virtual_mesh(tp=4))[seed % 2]
+            passes = (TraceJoint(True), *SIMPLIFICATIONS, FindAtoms(), PadAtoms(limit=8.0, least=0.0), RefineMesh())
+            program = run_passes(forward.copy(mesh=mesh), passes)
+            assert len([item for item in program.signature.inputs if item.padding]) >= 4
+            local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),))
+            assert_close(run_schedule(cut_fragments(local), local.mesh, inputs), wanted, 1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_random_plan_is_exact(name: str) -> None:
+    assert_random_plans_are_exact(name, range(1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_twenty_random_plans_are_exact(name: str) -> None:
+    assert_random_plans_are_exact(name, range(1, 21))
+
+
+# ---- on real ranks
+
+
+def trains() -> dict[str, Any]:
+    """Four ranks, dp = 2 and tp = 2; each feeds half of the batch. What differs from plain torch, by name, and how the table lies."""
+    torch.manual_seed(0)
+    model = gpt2(num_heads=3)
+    reference, batch = copy.deepcopy(model.model), model.batch
+    share = {name: value.chunk(2)[dist.get_rank() // 2] for name, value in batch.items()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallel = autopar.compile(
+        model.model, mesh, example_inputs=share, backend="eager", cluster=Cluster.ideal(), pins=MEGATRON, timeout=180
+    )
+    table = parallel.get_parameter(TABLE)
+    assert isinstance(table, DTensor)
+    found: dict[str, Any] = {"shape": tuple(table.shape), "rows": table.to_local().shape[0]}
+    found["padded"] = [name for name, placed in parallel.plan.parameters.items() if placed.padding]
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3) for module in (parallel, reference)]
+    errors = dict[str, float]()
+    for step in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        parallel(**share).loss.backward()
+        reference(**batch).loss.backward()
+        gradient = parallel.get_parameter(TABLE).grad
+        assert isinstance(gradient, DTensor)
+        errors[f"gradient {step}"] = float((gradient.full_tensor() - reference.get_parameter(TABLE).grad).abs().max())
+        norms = [parallel.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(reference.parameters(), 0.5)]
+        errors[f"norm {step}"] = abs(float(norms[0] - norms[1]))
+        for optimizer in optimizers:
+            optimizer.step()
+    errors |= state_errors(parallel, reference.state_dict())
+    assert parallel.verify(promote=True, **share)
+    return found | {"errors": errors}
+
+
+def state_errors(parallel: ParallelModule, wanted: dict[str, torch.Tensor]) -> dict[str, float]:
+    """The whole state; and loaded again, whole and in parts."""
+
+    def error() -> float:
+        full = parallel.full_state_dict()
+        return max(float((full[name] - value).abs().max()) for name, value in wanted.items())
+
+    parts = {name: value.clone() for name, value in parallel.state_dict().items()}
+    found = {"full state": error()}
+    parallel.load_state_dict({name: value + 1 for name, value in wanted.items()})
+    parallel.load_state_dict(wanted)
+    found["whole state loaded"] = error()
+    parallel.load_state_dict({name: value + 1 for name, value in wanted.items()})
+    parallel.load_state_dict(parts)
+    return found | {"parts loaded": error()}
+
+
+def test_real_ranks_hold_no_padding(gloo_ranks: Any) -> None:
+    found = gloo_ranks.run(trains)
+    assert [each["rows"] for each in found] == [49, 48, 49, 48]
+    for each in found:
+        assert each["shape"] == (VOCABULARY, 24) and each["padded"] == [TABLE], "heads are no whole dim"
+        assert max(each["errors"].values()) <= 1e-6, each["errors"]
