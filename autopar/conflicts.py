@@ -11,10 +11,10 @@ import numpy as np
 from autopar.cost import CostModel
 from autopar.errors import MemoryBudgetError
 from autopar.freedom import Freedom
+from autopar.markers import pinned
 from autopar.memory import MemoryBudget, OptimizerKind
 from autopar.mesh import parent
 from autopar.pattern import pattern_of
-from autopar.pinning import pinned
 from autopar.program import Program
 from autopar.sharding import Strategy
 from autopar.sharding_problem import ShardingProblem

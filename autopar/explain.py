@@ -18,9 +18,9 @@ from autopar.collectives import reshard
 from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.markers import pinned
 from autopar.mesh import Mesh, parent
 from autopar.pattern import folded, pattern_of
-from autopar.pinning import pinned
 from autopar.printing import op_name
 from autopar.program import Input, Program, operands
 from autopar.rule import rule_of

@@ -10,13 +10,12 @@ import torch
 from torch.fx import Node
 
 from autopar.localise import LocalBuilder, localise, same_call
+from autopar.markers import pinned, save
 from autopar.mesh import Mesh
 from autopar.padding import Padding
-from autopar.pinning import pinned
 from autopar.program import operands, results_of
 from autopar.rule import rule_of
 from autopar.rules.labels import aten, value_of
-from autopar.saving import save
 from autopar.sharding import Dims, ReductionKind, Sharding, Strategy, flat, shape_of
 from autopar.strategies import Space, operand_dims
 

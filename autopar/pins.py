@@ -22,9 +22,9 @@ from torch.fx import Node
 
 from autopar.errors import PlanError
 from autopar.keys import BATCH, DIMS, SOURCE
+from autopar.markers import pinned
 from autopar.mesh import Mesh
 from autopar.pattern import matches_module, matches_name, near_names
-from autopar.pinning import pinned
 from autopar.plan import DimPin, Pins, Plan, PlannedInput
 from autopar.program import Program
 from autopar.sharding import Dims, Sharding, Strategy

@@ -34,9 +34,9 @@ from autopar.collectives import reshard
 from autopar.errors import PlanError
 from autopar.freedom import Freedom
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.markers import pinned
 from autopar.mesh import Mesh
 from autopar.padding import Padding, carried_over
-from autopar.pinning import pinned
 from autopar.plan_diff import PlanDiff, changes
 from autopar.printing import op_name, short_dtype
 from autopar.program import Program, results_of

@@ -15,12 +15,11 @@ from torch.fx import Node
 
 from autopar.cost import CostModel, is_view
 from autopar.keys import BATCH, DIMS, PHASE
+from autopar.markers import pinned, save
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, parent
-from autopar.pinning import pinned
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
-from autopar.saving import save
 from autopar.sharding import Dims, Sharding, Strategy
 from autopar.solver.assignment import Candidate, Choice, Problem, State, ValueIndex
 from autopar.strategies import operand_dims, placeholder_strategies, space_of, strategies_of

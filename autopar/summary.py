@@ -17,13 +17,13 @@ from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
 from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.markers import save
 from autopar.mesh import Mesh, parent
 from autopar.pattern import pattern_of
 from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
 from autopar.reshard import steps
 from autopar.rule import rule_of
-from autopar.saving import save
 from autopar.schedule import Collective
 from autopar.search_report import search_summary
 from autopar.sharding import Strategy

@@ -21,11 +21,10 @@ from autopar.cost import CostModel, is_view
 from autopar.errors import AutoparError
 from autopar.explain import Row, alternative, contraction_rows, described, fold_rows, parameter_rows
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.markers import pinned, save
 from autopar.pattern import near_names
-from autopar.pinning import pinned
 from autopar.printing import op_name
 from autopar.program import Input, Program, operands, results_of
-from autopar.saving import save
 from autopar.search_report import search_lines
 from autopar.solver.assignment import Candidate
 from autopar.summary import calls, contractions, cost_of, flops_of, rule_kind, seconds_of, transfers_of

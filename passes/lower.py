@@ -12,11 +12,10 @@ from autopar.collectives import all_gather, all_reduce, all_to_all, reduce_scatt
 from autopar.emit import copy_origin
 from autopar.keys import DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.localise import LocalBuilder, localise
+from autopar.markers import pinned, save
 from autopar.mesh import Mesh
-from autopar.pinning import pinned
 from autopar.program import Form, Input, Program, operands
 from autopar.reshard import Step, steps
-from autopar.saving import save
 from autopar.sharding import Dims, flat
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from autopar.emit import copy_origin
 from autopar.keys import PHASE, SOURCE
+from autopar.markers import pinned
 from autopar.pattern import matches_module, matches_name
-from autopar.pinning import pinned
 from autopar.program import Program
 from autopar.source import module_calls
 

@@ -10,8 +10,8 @@ from torch.fx import Node
 
 from autopar.emit import copy_origin
 from autopar.keys import PHASE
+from autopar.markers import save
 from autopar.program import Program, results_of
-from autopar.saving import save
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from torch.fx import Node
 
 from autopar._torch import OpOverload
 from autopar.keys import PHASE
+from autopar.markers import save
 from autopar.program import Program
-from autopar.saving import save
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.pinning import pinned
+from autopar.markers import pinned, save
 from autopar.program import operands, results_of
 from autopar.rule import Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
-from autopar.saving import save
 
 _FIRST = (frozenset({0}),)
 

@@ -28,7 +28,7 @@ _SWEEPS = 4
 # Ascent stands still once a look gains less than this share of what is missing.
 _PROGRESS = 0.02
 # What the integer program gets where the user set no limit.
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 5.0
 # Prices of a byte that are tried, those of them that may bring nothing new, and what counts as the same cost.
 _MAX_PRICES, _MAX_STALE = 40, 2
 _SAME = 1e-7

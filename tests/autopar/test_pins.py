@@ -14,6 +14,7 @@ from autopar.collectives import reduce_scatter
 from autopar.errors import PlanError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE, STRATEGY
 from autopar.manager import run_passes
+from autopar.markers import pinned
 from autopar.mesh import virtual_mesh
 from autopar.passes.choose_shardings import ChooseShardings
 from autopar.passes.decide_once import DecideOnce
@@ -24,7 +25,6 @@ from autopar.passes.mark_pinned import MarkPinned
 from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
-from autopar.pinning import pinned
 from autopar.pins import resolve
 from autopar.plan import Pins, Plan
 from autopar.program import Program

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from autopar.errors import PlanError
 from autopar.keys import DIMS, SHARDING, SOURCE
-from autopar.pinning import pinned
+from autopar.markers import pinned
 from autopar.plan import Plan
 from autopar.styles import without_styles
 from tests.residual import Residual, batch, parallel_residual

@@ -10,14 +10,13 @@ from torch.fx import Node
 from autopar.capture import capture
 from autopar.keys import PHASE, SOURCE
 from autopar.manager import run_passes
+from autopar.markers import pinned, save
 from autopar.mesh import virtual_mesh
 from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.mark_pinned import MarkPinned
 from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.trace_joint import TraceJoint
-from autopar.pinning import pinned
 from autopar.program import Program
-from autopar.saving import save
 from tests.residual import Residual, batch
 from tests.running import assert_close, inputs_of, run
 

@@ -7,11 +7,11 @@ from torch import nn
 
 from autopar.capture import capture
 from autopar.keys import PHASE
+from autopar.markers import save
 from autopar.mesh import virtual_mesh
 from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.trace_joint import TraceJoint
 from autopar.program import Program
-from autopar.saving import save
 
 aten = torch.ops.aten
 
