@@ -99,14 +99,16 @@ def test_megatrons_own_plan_costs_no_less(name: str, tp: int) -> None:
     assert found(name, tp).decision.gap <= 0.005
 
 
-def test_a_vocabulary_that_does_not_divide_is_split_otherwise_and_explained() -> None:
+def test_a_vocabulary_that_does_not_divide_is_padded_and_split_alike() -> None:
     shape = replace(GPT2_MEDIUM, vocabulary=50_257)
     result = planned(traced(shape, 2), 2)
     table = next(node for item, node in result.program.named_inputs() if item.name == "transformer.wte.weight")
-    assert SHARDING[table][0].describe(DIMS[table][0]) == "[50257, 1024@tp]"
-    head = [node for node, _ in of_size(result.program, shape.vocabulary * shape.length) if node in set(contractions(result.program))]
-    assert head and {STRATEGY[node].num_shards for node in head} == {2}, "another factor of the projection is split"
-    assert "dim 0: 50257 = 29·1733 does not divide by tp = 2" in explain(compiled(result))
+    assert SHARDING[table][0].describe(DIMS[table][0]) == "[50258@tp, 1024]"
+    padded = 50_258 * shape.length
+    head = [node for node, _ in of_size(result.program, padded) if node in set(contractions(result.program))]
+    assert head and {STRATEGY[node].num_shards for node in head} == {2}
+    assert not any(node.target is reshard for node, _ in of_size(result.program, padded)), "logits are never gathered"
+    assert "does not divide" not in explain(compiled(result))
 
 
 def compiled(result: Planned) -> Compiled:

@@ -1,0 +1,145 @@
+"""Triton kernel of `autopar::attention`, after FlashAttention-2 (Dao, 2023): see `autopar/kernels/attention.py` for what it computes.
+
+A program holds a block of queries of one head and walks over the keys that they attend to. Where causal, it first walks over
+the tiles that all of its queries see, then over those on the diagonal.
+
+           keys →
+    queries  ■ ■ ◪ · ·        ■ no predicate      ◪ predicates (EDGE)      · never loaded
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autopar.kernels.gpu.attention_scores import (
+    LOG2_E,
+    Masks,
+    Tiles,
+    block_of,
+    capped,
+    load_rows,
+    masked,
+    precision_of,
+    rows_contiguous,
+    strides_of,
+)
+from autopar.kernels.registration import launch
+
+
+@triton.jit
+def _walk(
+    sums, total, largest, query, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
+    first, last, length, key_length, window, scale, soft_cap, column, value_column,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, EDGE: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Take the keys from `first` to `last` into the running sums, totals and maxima of the block's queries."""
+    for start in range(first, last, BLOCK_KEYS):
+        t = start + tl.arange(0, BLOCK_KEYS)
+        transposed = load_rows(key, t[None, :], key_t, column[:, None], key_length, SIZE, BLOCK_SIZE, SIZE)
+        score = capped(tl.dot(query, transposed, input_precision=PRECISION), scale, soft_cap, SOFT_CAP)
+        score = masked(score, s[:, None], t[None, :], mask, mask_s, mask_t, length, key_length, window, MASK, CAUSAL, WINDOW, EDGE)
+        larger = tl.maximum(largest, tl.max(score, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        power = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(largest - base)
+        total = total * shrink + tl.sum(power, 1)
+        if KEEP:
+            inside = (s < length)[:, None] & (t < key_length)[None, :]
+            power *= tl.load(keep + s[:, None] * keep_s + t[None, :] * keep_t, mask=inside, other=0.0).to(tl.float32)
+        held = load_rows(value, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+        sums = tl.dot(power.to(held.dtype), held, sums * shrink[:, None], input_precision=PRECISION)
+        largest = larger
+    return sums, total, largest
+
+
+@triton.jit
+def attention_forward(
+    query, key, value, mask, keep, out, log_sum_exp,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
+    keep_b, keep_h, keep_s, keep_t, out_b, out_h, out_s, heads, heads_per_key, length, key_length, window, scale, soft_cap,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The last blocks see the most keys where causal: they start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    group = head // heads_per_key
+    s = block * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    column, value_column = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE)
+    query += batch * query_b + head * query_h
+    key += batch * key_b + group * key_h
+    value += batch * value_b + group * value_h
+    mask += batch * mask_b + head * mask_h
+    keep += batch * keep_b + head * keep_h
+    held = load_rows(query, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
+    sums = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
+    total = tl.zeros([BLOCK_QUERIES], tl.float32)
+    largest = tl.full([BLOCK_QUERIES], float("-inf"), tl.float32)
+
+    first, last = 0, key_length
+    if CAUSAL:
+        last = tl.minimum(key_length, (block + 1) * BLOCK_QUERIES)
+    if WINDOW:
+        first = tl.maximum(0, block * BLOCK_QUERIES - window + 1) // BLOCK_KEYS * BLOCK_KEYS
+        last = tl.minimum(last, (block + 1) * BLOCK_QUERIES + window - 1)
+    middle = first
+    if not WINDOW:
+        middle = (tl.minimum(key_length, block * BLOCK_QUERIES) if CAUSAL else key_length) // BLOCK_KEYS * BLOCK_KEYS
+        sums, total, largest = _walk(
+            sums, total, largest, held, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
+            first, middle, length, key_length, window, scale, soft_cap, column, value_column,
+            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, False, SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
+        )  # fmt: skip
+    sums, total, largest = _walk(
+        sums, total, largest, held, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
+        middle, last, length, key_length, window, scale, soft_cap, column, value_column,
+        MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, True, SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
+    )  # fmt: skip
+
+    # A query that attends to nothing: out and log_sum_exp are 0.
+    nothing = total == 0.0
+    total = tl.where(nothing, 1.0, total)
+    result = (sums / total[:, None]).to(out.dtype.element_ty)
+    where = out + batch * out_b + head * out_h + s[:, None] * out_s + value_column[None, :]
+    tl.store(where, result, mask=(s < length)[:, None] & (value_column < VALUE_SIZE)[None, :])
+    logarithm = tl.where(nothing, 0.0, (largest + tl.log2(total)) / LOG2_E)
+    tl.store(log_sum_exp + (batch * length + s) * heads + head, logarithm, mask=s < length)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+    """(out [B, H, S, E], log_sum_exp [B, H, S], float32); both lie in memory as [B, S, H, …]."""
+    query, key, value = rows_contiguous(query), rows_contiguous(key), rows_contiguous(value)
+    batch, heads, length, size = query.shape
+    key_length, value_size = value.shape[2:]
+    out = query.new_empty((batch, length, heads, value_size)).transpose(1, 2)
+    log_sum_exp = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
+    mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
+    tiles = tiles_for(max(block_of(size), block_of(value_size)), query)
+    launch(
+        attention_forward, (triton.cdiv(length, tiles.queries), batch * heads),
+        query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, out, log_sum_exp,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides_of(mask), *strides_of(masks.keep), *out.stride()[:3],
+        heads, heads // key.shape[1], length, key_length, masks.window, masks.scale, masks.soft_cap, **masks.flags(),
+        SIZE=size, VALUE_SIZE=value_size, BLOCK_SIZE=block_of(size), BLOCK_VALUE=block_of(value_size),
+        BLOCK_QUERIES=tiles.queries, BLOCK_KEYS=tiles.keys, PRECISION=precision_of(query),
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out, log_sum_exp
+
+
+def tiles_for(block_size: int, query: Tensor) -> Tiles:
+    """By head size: what keeps the sums in registers and two or three stages of keys and values in shared memory."""
+    if query.dtype == torch.float32:
+        return Tiles(64, 32, 4, 2) if block_size <= 64 else Tiles(64, 32, 8, 2) if block_size <= 128 else Tiles(64, 16, 8, 1)
+    if torch.version.hip is not None:
+        return Tiles(128, 64, 4, 1) if block_size <= 128 else Tiles(64, 32, 4, 1)
+    if block_size <= 64:
+        return Tiles(128, 64, 4, 3)
+    return Tiles(128, 64, 8, 3) if block_size <= 128 else Tiles(128, 32, 8, 2)

@@ -1,0 +1,282 @@
+"""Triton kernels of `autopar::attention_backward`, after FlashAttention-2: see `autopar/kernels/attention.py` for the formulas.
+
+    row_sums     rowsum(dO ∘ out), one block of queries a program
+    for_keys     dK and dV of a block of keys: walks over the queries, of all heads that read this key head, that attend to it
+    for_queries  dQ of a block of queries: walks over the keys that it attends to
+    for_mask     the gradient of an added mask: one tile of it a program, which walks over the batch and heads that share it
+
+Every result is summed by one program in a fixed order: no atomics, so repetitions are equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from autopar.kernels.gpu.attention_scores import (
+    LOG2_E,
+    Masks,
+    Tiles,
+    block_of,
+    capped,
+    load_rows,
+    masked,
+    precision_of,
+    rows_contiguous,
+    strides_of,
+)
+from autopar.kernels.registration import launch
+
+
+@triton.jit
+def row_sums(
+    grad_out, out, result, grad_b, grad_h, grad_s, out_b, out_h, out_s, heads, length,
+    VALUE_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+):  # fmt: skip
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    s = tl.program_id(0) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    column = tl.arange(0, BLOCK_VALUE)
+    grad_out += batch * grad_b + head * grad_h
+    out += batch * out_b + head * out_h
+    arrives = load_rows(grad_out, s[:, None], grad_s, column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+    held = load_rows(out, s[:, None], out_s, column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+    total = tl.sum(arrives.to(tl.float32) * held.to(tl.float32), 1)
+    tl.store(result + (batch * length + s) * heads + head, total, mask=s < length)
+
+
+@triton.jit
+def _gradients(
+    products, grad_probability, s, t, log_sum_exp, row_sum, mask, mask_s, mask_t, keep, keep_s, keep_t,
+    length, key_length, window, scale, soft_cap,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """(probabilities times keep, gradient of the masked scores, its factor for QKᵀ) of a tile, from QKᵀ and dO Vᵀ."""
+    score = capped(products, scale, soft_cap, SOFT_CAP)
+    factor = scale
+    if SOFT_CAP:
+        ratio = score / soft_cap
+        factor = scale * (1.0 - ratio * ratio)
+    score = masked(score, s, t, mask, mask_s, mask_t, length, key_length, window, MASK, CAUSAL, WINDOW, CAUSAL or WINDOW)
+    probability = tl.exp2(score - log_sum_exp * LOG2_E)
+    kept = probability
+    if KEEP:
+        inside = (s < length) & (t < key_length)
+        kept_scale = tl.load(keep + s * keep_s + t * keep_t, mask=inside, other=0.0).to(tl.float32)
+        kept = probability * kept_scale
+        grad_probability *= kept_scale
+    return kept, probability * (grad_probability - row_sum), factor
+
+
+@triton.jit
+def for_keys(
+    query, key, value, mask, keep, grad_out, log_sum_exp, row_sum, grad_key, grad_value,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
+    keep_b, keep_h, keep_s, keep_t, grad_b, grad_h, grad_s, heads, heads_per_key, length, key_length, window, scale, soft_cap,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    num_groups = heads // heads_per_key
+    batch, group = (tl.program_id(1) // num_groups).to(tl.int64), (tl.program_id(1) % num_groups).to(tl.int64)
+    start_key = tl.program_id(0) * BLOCK_KEYS
+    t = start_key + tl.arange(0, BLOCK_KEYS)
+    column, value_column = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE)
+    key += batch * key_b + group * key_h
+    value += batch * value_b + group * value_h
+    held_key = load_rows(key, t[:, None], key_t, column[None, :], key_length, SIZE, BLOCK_SIZE, SIZE)
+    held_value = load_rows(value, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+    sum_key = tl.zeros([BLOCK_KEYS, BLOCK_SIZE], tl.float32)
+    sum_value = tl.zeros([BLOCK_KEYS, BLOCK_VALUE], tl.float32)
+    first, last = 0, length
+    if CAUSAL:
+        first = start_key // BLOCK_QUERIES * BLOCK_QUERIES
+    if WINDOW:
+        first = tl.maximum(first, tl.maximum(0, start_key - window + 1) // BLOCK_QUERIES * BLOCK_QUERIES)
+        last = tl.minimum(length, start_key + BLOCK_KEYS + window - 1)
+    for member in range(0, heads_per_key):
+        head = group * heads_per_key + member
+        query_head = query + batch * query_b + head * query_h
+        grad_head = grad_out + batch * grad_b + head * grad_h
+        mask_head = mask + batch * mask_b + head * mask_h
+        keep_head = keep + batch * keep_b + head * keep_h
+        for start in range(first, last, BLOCK_QUERIES):
+            s = start + tl.arange(0, BLOCK_QUERIES)
+            rows = (batch * length + s) * heads + head
+            normaliser = tl.load(log_sum_exp + rows, mask=s < length, other=0.0)[None, :]
+            mean = tl.load(row_sum + rows, mask=s < length, other=0.0)[None, :]
+            query_tile = load_rows(query_head, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
+            arrives = load_rows(grad_head, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+            # Tiles are [keys, queries]: what is summed over the queries then needs no transpose.
+            products = tl.dot(held_key, tl.trans(query_tile), input_precision=PRECISION)
+            grad_probability = tl.dot(held_value, tl.trans(arrives), input_precision=PRECISION)
+            kept, grad_score, factor = _gradients(
+                products, grad_probability, s[None, :], t[:, None], normaliser, mean, mask_head, mask_s, mask_t, keep_head, keep_s, keep_t,
+                length, key_length, window, scale, soft_cap, MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP,
+            )  # fmt: skip
+            sum_value = tl.dot(kept.to(arrives.dtype), arrives, sum_value, input_precision=PRECISION)
+            sum_key = tl.dot((grad_score * factor).to(query_tile.dtype), query_tile, sum_key, input_precision=PRECISION)
+    rows = ((batch * key_length + t) * num_groups + group)[:, None]
+    inside = (t < key_length)[:, None]
+    where = grad_key + rows * SIZE + column[None, :]
+    tl.store(where, sum_key.to(grad_key.dtype.element_ty), mask=inside & (column < SIZE)[None, :])
+    where = grad_value + rows * VALUE_SIZE + value_column[None, :]
+    tl.store(where, sum_value.to(grad_value.dtype.element_ty), mask=inside & (value_column < VALUE_SIZE)[None, :])
+
+
+@triton.jit
+def for_queries(
+    query, key, value, mask, keep, grad_out, log_sum_exp, row_sum, grad_query,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
+    keep_b, keep_h, keep_s, keep_t, grad_b, grad_h, grad_s, heads, heads_per_key, length, key_length, window, scale, soft_cap,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    s = block * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    column, value_column = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE)
+    query += batch * query_b + head * query_h
+    key += batch * key_b + head // heads_per_key * key_h
+    value += batch * value_b + head // heads_per_key * value_h
+    grad_out += batch * grad_b + head * grad_h
+    mask += batch * mask_b + head * mask_h
+    keep += batch * keep_b + head * keep_h
+    held = load_rows(query, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
+    arrives = load_rows(grad_out, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+    rows = (batch * length + s) * heads + head
+    normaliser = tl.load(log_sum_exp + rows, mask=s < length, other=0.0)[:, None]
+    mean = tl.load(row_sum + rows, mask=s < length, other=0.0)[:, None]
+    total = tl.zeros([BLOCK_QUERIES, BLOCK_SIZE], tl.float32)
+    first, last = 0, key_length
+    if CAUSAL:
+        last = tl.minimum(key_length, (block + 1) * BLOCK_QUERIES)
+    if WINDOW:
+        first = tl.maximum(0, block * BLOCK_QUERIES - window + 1) // BLOCK_KEYS * BLOCK_KEYS
+        last = tl.minimum(last, (block + 1) * BLOCK_QUERIES + window - 1)
+    for start in range(first, last, BLOCK_KEYS):
+        t = start + tl.arange(0, BLOCK_KEYS)
+        key_tile = load_rows(key, t[:, None], key_t, column[None, :], key_length, SIZE, BLOCK_SIZE, SIZE)
+        value_tile = load_rows(value, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+        products = tl.dot(held, tl.trans(key_tile), input_precision=PRECISION)
+        grad_probability = tl.dot(arrives, tl.trans(value_tile), input_precision=PRECISION)
+        _, grad_score, factor = _gradients(
+            products, grad_probability, s[:, None], t[None, :], normaliser, mean, mask, mask_s, mask_t, keep, keep_s, keep_t,
+            length, key_length, window, scale, soft_cap, MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP,
+        )  # fmt: skip
+        total = tl.dot((grad_score * factor).to(key_tile.dtype), key_tile, total, input_precision=PRECISION)
+    where = grad_query + rows[:, None] * SIZE + column[None, :]
+    tl.store(where, total.to(grad_query.dtype.element_ty), mask=(s < length)[:, None] & (column < SIZE)[None, :])
+
+
+@triton.jit
+def for_mask(
+    query, key, value, mask, keep, grad_out, log_sum_exp, row_sum, grad_mask,
+    query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
+    keep_b, keep_h, keep_s, keep_t, grad_b, grad_h, grad_s, heads, heads_per_key, length, key_length, window, scale, soft_cap,
+    batches_shared, heads_shared, own_heads,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    s = tl.program_id(0) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
+    t = tl.program_id(1) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    own_batch, own_head = (tl.program_id(2) // own_heads).to(tl.int64), (tl.program_id(2) % own_heads).to(tl.int64)
+    column, value_column = tl.arange(0, BLOCK_SIZE), tl.arange(0, BLOCK_VALUE)
+    total = tl.zeros([BLOCK_QUERIES, BLOCK_KEYS], tl.float32)
+    # A mask of its own for each batch (or head) is shared by one; a broadcast one by all of them.
+    for shared in range(0, batches_shared * heads_shared):
+        batch, head = own_batch + shared // heads_shared, own_head + shared % heads_shared
+        group = head // heads_per_key
+        query_tile = load_rows(
+            query + batch * query_b + head * query_h, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE
+        )
+        arrives = load_rows(
+            grad_out + batch * grad_b + head * grad_h, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE
+        )
+        key_tile = load_rows(
+            key + batch * key_b + group * key_h, t[:, None], key_t, column[None, :], key_length, SIZE, BLOCK_SIZE, SIZE
+        )
+        value_tile = load_rows(
+            value + batch * value_b + group * value_h,
+            t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE,
+        )  # fmt: skip
+        rows = (batch * length + s) * heads + head
+        normaliser = tl.load(log_sum_exp + rows, mask=s < length, other=0.0)[:, None]
+        mean = tl.load(row_sum + rows, mask=s < length, other=0.0)[:, None]
+        _, grad_score, _ = _gradients(
+            tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION),
+            tl.dot(arrives, tl.trans(value_tile), input_precision=PRECISION),
+            s[:, None], t[None, :], normaliser, mean, mask + batch * mask_b + head * mask_h, mask_s, mask_t,
+            keep + batch * keep_b + head * keep_h, keep_s, keep_t, length, key_length, window, scale, soft_cap,
+            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP,
+        )  # fmt: skip
+        total += grad_score
+    where = grad_mask + ((own_batch * own_heads + own_head) * length + s[:, None]) * key_length + t[None, :]
+    tl.store(where, total, mask=(s < length)[:, None] & (t < key_length)[None, :])
+
+
+def backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks, *, wants_mask: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of query, key and value, lying in memory as [B, S, H, …], and of an added mask, float32, if wanted."""
+    grad_out, query, key, value, out = (rows_contiguous(item) for item in (grad_out, query, key, value, out))
+    batch, heads, length, size = query.shape
+    groups, key_length, value_size = value.shape[1:]
+    log_sum_exp = log_sum_exp.transpose(1, 2).contiguous().transpose(1, 2)
+    row_sum = torch.empty_like(log_sum_exp)
+    blocks = {"BLOCK_SIZE": block_of(size), "BLOCK_VALUE": block_of(value_size)}
+    strides = (*grad_out.stride()[:3], *out.stride()[:3])
+    launch(
+        row_sums, (triton.cdiv(length, 64), batch * heads), grad_out, out, row_sum, *strides, heads, length,
+        VALUE_SIZE=value_size, BLOCK_VALUE=blocks["BLOCK_VALUE"], BLOCK_QUERIES=64, num_warps=4,
+    )  # fmt: skip
+    mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
+    tensors = (query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, grad_out, log_sum_exp, row_sum)
+    grad_query, grad_key, grad_value = (
+        item.new_empty((batch, item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
+    )
+    numbers = (
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides_of(mask), *strides_of(masks.keep), *grad_out.stride()[:3],
+        heads, heads // groups, length, key_length, masks.window, masks.scale, masks.soft_cap,
+    )  # fmt: skip
+    constants = {**masks.flags(), **blocks, "SIZE": size, "VALUE_SIZE": value_size, "PRECISION": precision_of(query)}
+    keys, queries = tiles_for(max(blocks.values()), query)
+    grid = (triton.cdiv(key_length, keys.keys), batch * groups)
+    launch(for_keys, grid, *tensors, grad_key, grad_value, *numbers, **constants, **_options(keys))
+    grid = (triton.cdiv(length, queries.queries), batch * heads)
+    launch(for_queries, grid, *tensors, grad_query, *numbers, **constants, **_options(queries))
+    if not wants_mask:
+        return grad_query, grad_key, grad_value, None
+    assert masks.mask is not None
+    own_batch, own_heads = ((1, 1, *masks.mask.shape)[-4 + dim] for dim in range(2)) if masks.mask.dim() < 4 else masks.mask.shape[:2]
+    grad_mask = query.new_empty((own_batch, own_heads, length, key_length), dtype=torch.float32)
+    grid = (triton.cdiv(length, queries.queries), triton.cdiv(key_length, queries.keys), own_batch * own_heads)
+    shared = (batch // own_batch, heads // own_heads, own_heads)
+    launch(for_mask, grid, *tensors, grad_mask, *numbers, *shared, **constants, **_options(queries))
+    return grad_query, grad_key, grad_value, grad_mask.sum_to_size(masks.mask.shape)
+
+
+def _options(tiles: Tiles) -> dict[str, int]:
+    return {
+        "BLOCK_QUERIES": tiles.queries,
+        "BLOCK_KEYS": tiles.keys,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def tiles_for(block_size: int, query: Tensor) -> tuple[Tiles, Tiles]:
+    """Tiles of `for_keys` and of `for_queries` (and `for_mask`), by head size."""
+    if query.dtype == torch.float32:
+        small = Tiles(32, 32, 4, 1) if block_size <= 128 else Tiles(16, 32, 8, 1)
+        return small, small
+    if torch.version.hip is not None:
+        return (Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)) if block_size <= 128 else (Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1))
+    if block_size <= 64:
+        return Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)
+    if block_size <= 128:
+        return Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)
+    return Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)

@@ -1,0 +1,151 @@
+"""The attention kernels against float64: masks of every kind, grouped heads, unequal lengths, head sizes of every block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.kernels.gpu import attention as gpu
+from autopar.kernels.gpu import attention_backward as gpu_backward
+from autopar.kernels.gpu.attention_scores import Masks
+from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@dataclass(frozen=True)
+class Form:
+    """B, H, G, S, T, D, E, and what is masked."""
+
+    shape: tuple[int, ...] = (1, 2, 2, 70, 70, 16, 16)
+    mask: str = ""
+    is_causal: bool = False
+    window: int = 0
+    soft_cap: float = 0.0
+    keep: bool = False
+    size: float = 1.0
+
+
+FORMS = {
+    "full": Form(),
+    "causal": Form(is_causal=True),
+    "causal, more queries": Form((1, 2, 1, 150, 70, 16, 16), is_causal=True),
+    "causal, more keys": Form((1, 2, 1, 70, 150, 16, 16), is_causal=True),
+    "grouped heads": Form((2, 6, 2, 33, 65, 16, 16)),
+    "one position": Form((1, 1, 1, 1, 1, 16, 16)),
+    "one query": Form((2, 4, 2, 1, 130, 32, 32)),
+    "window": Form((1, 2, 1, 150, 150, 16, 16), is_causal=True, window=20),
+    "window on both sides": Form((1, 1, 1, 150, 140, 16, 16), window=7),
+    "soft-cap": Form(is_causal=True, soft_cap=2.0, size=3.0),
+    "bool mask": Form(mask="bool"),
+    "rows that attend to nothing": Form(mask="empty rows"),
+    "mask of keys": Form((2, 2, 1, 33, 70, 16, 16), mask="keys"),
+    "added mask": Form((2, 2, 2, 33, 70, 16, 16), mask="added"),
+    "causal with an added mask": Form((2, 2, 1, 70, 70, 16, 16), mask="added", is_causal=True),
+    "keep": Form(keep=True, is_causal=True),
+    "no power of two": Form((1, 2, 1, 40, 40, 80, 80)),
+    "values of another size": Form((1, 2, 1, 40, 40, 24, 48)),
+    "heads of 64": Form((1, 1, 1, 40, 70, 64, 64), is_causal=True),
+    "heads of 128": Form((1, 1, 1, 40, 70, 128, 128), is_causal=True),
+    "heads of 256": Form((1, 1, 1, 40, 40, 256, 256), is_causal=True),
+    "huge scores": Form(size=30.0),
+    "tiny scores": Form(size=1e-4),
+}
+
+
+def mask_of(form: Form, dtype: torch.dtype) -> Tensor | None:
+    batch, heads, _, length, key_length = form.shape[:5]
+    if form.mask == "bool":
+        return torch.rand(batch, heads, length, key_length) > 0.4
+    if form.mask == "empty rows":
+        return (torch.rand(batch, 1, length, key_length) > 0.4).index_fill(-2, torch.tensor([0, length - 1]), False)
+    if form.mask == "keys":
+        return (torch.rand(batch, 1, 1, key_length) > 0.4).index_fill(-1, torch.tensor([0]), True)
+    return torch.randn(1, heads, length, key_length).to(dtype) if form.mask else None
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, form: Form, scale: float) -> Tensor:
+    """Attention written out, every op rounding to the dtype of the query."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.mT * scale
+    if form.soft_cap:
+        scores = form.soft_cap * (scores / form.soft_cap).tanh()
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask
+    attends = torch.ones(scores.shape[-2:], dtype=torch.bool).expand(scores.shape)
+    s, t = torch.arange(scores.shape[-2])[:, None], torch.arange(scores.shape[-1])
+    attends = attends & (t <= s) if form.is_causal else attends
+    attends = attends & ((s - t).abs() < form.window) if form.window else attends
+    attends = attends & mask if mask is not None and mask.dtype == torch.bool else attends
+    # A row that attends to nothing: a softmax over equal scores, then zero.
+    scores = scores.masked_fill(~attends, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).masked_fill(~attends, 0.0)
+    return (weights if keep is None else weights * keep.to(weights.dtype)) @ value
+
+
+def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> Tensor:
+    """As a model has them: split off the last dim, then transposed."""
+    return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name: str, dtype: torch.dtype) -> None:
+    form = FORMS[name]
+    batch, heads, groups, length, key_length, size, value_size = form.shape
+    query = heads_of(batch, heads, length, size, dtype) * form.size
+    key, value = heads_of(batch, groups, key_length, size, dtype), heads_of(batch, groups, key_length, value_size, dtype)
+    mask, scale = mask_of(form, dtype), size**-0.5
+    keep = (torch.rand(batch, heads, length, key_length) > 0.3).to(dtype) / 0.7 if form.keep else None
+    grad = torch.randn(batch, heads, length, value_size).to(dtype)
+    masks = Masks(mask, keep, form.is_causal, scale, form.window, form.soft_cap)
+    out, log_sum_exp = gpu.forward(query, key, value, masks)
+    has_bias = mask is not None and mask.dtype != torch.bool
+    grads = gpu_backward.backward(grad, query, key, value, out, log_sum_exp, masks, wants_mask=has_bias)
+    runs: list[tuple[Tensor, ...]] = []
+    for precision in (dtype, torch.float64):
+        leaves: list[Any] = [item.detach().to(precision).requires_grad_() for item in (query, key, value)]
+        bias = mask.to(precision).requires_grad_() if mask is not None and has_bias else mask
+        result = plain(*leaves, bias, keep, form, scale)
+        wanted = [*leaves, bias] if has_bias else leaves
+        runs.append((result.detach(), *torch.autograd.grad(result, wanted, grad.to(precision))))  # type: ignore[arg-type]
+    same, exact = runs
+    assert_accurate(out, same[0], exact[0])
+    for ours, one, other in zip(grads, same[1:], exact[1:], strict=False):
+        assert ours is not None
+        assert_accurate(ours.to(dtype), one, other, factor=GRADIENT_FACTOR)
+
+
+def test_log_sum_exp_and_layouts() -> None:
+    query, key = heads_of(2, 4, 33, 16, torch.float32), heads_of(2, 2, 70, 16, torch.float32)
+    masks = Masks(torch.rand(2, 1, 33, 70) > 0.5, None, False, 0.25)
+    out, log_sum_exp = gpu.forward(query, key, key, masks)
+    scores = (query @ key.repeat_interleave(2, 1).mT * 0.25).masked_fill(~masks.mask, -torch.inf)  # type: ignore[operator]
+    torch.testing.assert_close(log_sum_exp, scores.logsumexp(-1))
+    assert out.transpose(1, 2).is_contiguous() and log_sum_exp.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 33, 40), (1, 4, 33, 40), (2, 1, 33, 40), (33, 40), (1, 1, 1, 40), (2, 1, 33, 1)])
+def test_the_gradient_of_a_mask_is_summed_to_its_shape(shape: tuple[int, ...]) -> None:
+    query, key = heads_of(2, 4, 33, 16, torch.float32), heads_of(2, 2, 40, 16, torch.float32)
+    mask = torch.randn(shape, requires_grad=True)
+    masks, grad = Masks(mask.detach(), None, False, 0.25), torch.randn(2, 4, 33, 16)
+    found = gpu_backward.backward(grad, query, key, key, *gpu.forward(query, key, key, masks), masks, wants_mask=True)[3]
+    (expected,) = torch.autograd.grad(plain(query, key, key, mask, None, Form(), 0.25), mask, grad)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_that_are_not_contiguous() -> None:
+    query, key, value = (torch.randn(1, 2, 16, 33).mT for _ in range(3))
+    out, log_sum_exp = gpu.forward(query, key, value, masks := Masks(None, None, True, 0.25))
+    torch.testing.assert_close(out, plain(query, key, value, None, None, Form(is_causal=True), 0.25))
+    grad = torch.randn(1, 2, 16, 33).mT
+    leaves = [item.detach().requires_grad_() for item in (query, key, value)]
+    expected = torch.autograd.grad(plain(*leaves, None, None, Form(is_causal=True), 0.25), leaves, grad)
+    found = gpu_backward.backward(grad, query, key, value, out, log_sum_exp, masks)[:3]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
