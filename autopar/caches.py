@@ -26,7 +26,8 @@ def caches_kept_clean() -> Generator[None]:
         yield
     finally:
         for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
-            if _holds_fakes(gc.get_referents(cache)):
+            # Ours hold no tensors, and grow large: to look through them at every capture took longer than the capture.
+            if not str(getattr(cache, "__module__", "")).startswith("autopar.") and _holds_fakes(gc.get_referents(cache)):
                 cache.cache_clear()
 
 

@@ -131,7 +131,9 @@ def mask(value: Node, elements: Node, dims: Dims, position: int, kind: Reduction
 
 
 def _neutral(dtype: torch.dtype, kind: ReductionKind) -> float:
-    if kind == "sum" or dtype == torch.bool:
+    if dtype == torch.bool:
+        return False
+    if kind == "sum":
         return 0
     return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 

@@ -257,7 +257,7 @@ def _random(node: Node, index: int, generator: torch.Generator, is_positive: boo
 
 def _index_bound(node: Node, index: int) -> int:
     """One more than the largest index that an integer operand may hold; 0 for operands that index nothing."""
-    name = str(node.target).removeprefix("aten.").split(".")[0]
+    name = str(node.target).removeprefix("aten.").removeprefix("autopar.").split(".")[0]
     if name in _INDEXING:
         return _INDEXING[name](node).get(index, 0)
     if "pool" in name and name.endswith("backward") and index == len(operands(node)) - 1:
@@ -282,6 +282,8 @@ def _by_tensors(node: Node) -> dict[int, int]:
 _INDEXING: dict[str, Callable[[Node], dict[int, int]]] = {
     "embedding": lambda node: {1: shape_of(node.args[0])[0]},
     "embedding_dense_backward": lambda node: {1: shape_of(node)[0]},
+    "cross_entropy": lambda node: {1: shape_of(node.args[0])[-1]},
+    "cross_entropy_backward": lambda node: {2: shape_of(node.args[1])[-1]},
     "index": _by_tensors,
     "_unsafe_index": _by_tensors,
     "index_put": _by_tensors,

@@ -5,6 +5,7 @@
     dV     = (P ∘ keep)ᵀ dO        dP = (dO Vᵀ) ∘ keep
     dS     = P ∘ (dP − rowsum(dO ∘ out))                     rowsum(P ∘ dP) = rowsum(dO ∘ out), with keep too
     dQ, dK = scale · dS K, scale · dSᵀ Q                     (Dao et al., FlashAttention, 2022, appendix B)
+    dmask  = dS, summed to the mask's shape: an op of its own, called only where the mask wants a gradient
 
 Shapes: query [B, H, S, D], key [B, G, T, D], value [B, G, T, E]; H is a multiple of G, and query head h reads head h // (H / G).
 `mask` broadcasts to [B, H, S, T]: bool (true = attend) or a float that is added. `keep` [B, H, S, T] multiplies the
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import register_op
+from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -62,14 +63,8 @@ def attention_backward_reference(
     exact = scores.dtype
     probabilities = (scores - log_sum_exp.unsqueeze(-1)).exp_()
     kept = probabilities if keep is None else probabilities * keep
-    grad = grad_out.to(exact)
-    grad_merged = _merge_groups(grad, num_groups)
-    grad_value = _merge_groups(kept, num_groups).mT @ grad_merged
-    grad_probabilities = _split_groups(grad_merged @ value.to(exact).mT, num_heads)
-    if keep is not None:
-        grad_probabilities = grad_probabilities * keep
-    row_sum = (grad * out.to(exact)).sum(-1, keepdim=True)
-    grad_scores = _merge_groups(probabilities * (grad_probabilities - row_sum) * scale, num_groups)
+    grad_value = _merge_groups(kept, num_groups).mT @ _merge_groups(grad_out.to(exact), num_groups)
+    grad_scores = _merge_groups(_grad_scores(grad_out, probabilities, value, keep, out) * scale, num_groups)
     grad_query = _split_groups(grad_scores @ key.to(exact), num_heads)
     grad_key = grad_scores.mT @ _merge_groups(query.to(exact), num_groups)
     return (
@@ -77,6 +72,35 @@ def attention_backward_reference(
         _heads_inside(grad_key.to(key.dtype)),
         _heads_inside(grad_value.to(value.dtype)),
     )
+
+
+def attention_mask_gradient_reference(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    keep: Tensor | None,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """The gradient of an added mask, of its shape, float32 (float64 for float64), in plain ops."""
+    probabilities = (_scores(query, key, mask, is_causal, scale) - log_sum_exp.unsqueeze(-1)).exp_()
+    return _grad_scores(grad_out, probabilities, value, keep, out).sum_to_size(mask.shape).contiguous()
+
+
+def _grad_scores(grad_out: Tensor, probabilities: Tensor, value: Tensor, keep: Tensor | None, out: Tensor) -> Tensor:
+    """dS [B, H, S, T] of the formulas above."""
+    grad = grad_out.to(probabilities.dtype)
+    merged = _merge_groups(grad, value.shape[1]) @ value.to(grad.dtype).mT
+    grad_probabilities = _split_groups(merged, grad.shape[1])
+    if keep is not None:
+        grad_probabilities = grad_probabilities * keep
+    row_sum = (grad * out.to(grad.dtype)).sum(-1, keepdim=True)
+    return probabilities * (grad_probabilities - row_sum)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
@@ -112,6 +136,10 @@ def _heads_inside(value: Tensor) -> Tensor:
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
+    if _has_triton(query, value):
+        from autopar.kernels.gpu import attention as gpu
+
+        return gpu.forward(query, key, value, gpu.Masks(mask, keep, is_causal, scale))
     if not _has_flash(query, value, keep):
         return attention_reference(query, key, value, mask, keep, is_causal=is_causal, scale=scale)
     query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
@@ -132,12 +160,43 @@ def _attention_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _has_triton(query, value):
+        from autopar.kernels.gpu import attention_backward as gpu
+
+        masks = gpu.Masks(mask, keep, is_causal, scale)
+        return gpu.backward(grad_out, query, key, value, out, log_sum_exp, masks)[:3]
     if not _has_flash(query, value, keep):
         return attention_backward_reference(grad_out, query, key, value, mask, keep, out, log_sum_exp, is_causal=is_causal, scale=scale)
     grad_out, query, key, value, out = (_rows_contiguous(item) for item in (grad_out, query, key, value, out))
     additive = _additive(mask, query.dtype)
     grads = _flash_backward(grad_out, query, key, value, out, log_sum_exp, 0.0, is_causal, attn_mask=additive, scale=scale)
     return _heads_inside(grads[0]), _heads_inside(grads[1]), _heads_inside(grads[2])
+
+
+def _attention_mask_gradient(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    keep: Tensor | None,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    arguments = (grad_out, query, key, value, mask, keep, out, log_sum_exp)
+    if not _has_triton(query, value):
+        return attention_mask_gradient_reference(*arguments, is_causal=is_causal, scale=scale)
+    from autopar.kernels.gpu import attention_backward as gpu
+
+    return gpu.mask_gradient(grad_out, query, key, value, out, log_sum_exp, gpu.Masks(mask, keep, is_causal, scale))
+
+
+def _has_triton(query: Tensor, value: Tensor) -> bool:
+    """Whether our own GPU kernels serve: their tiles hold heads of at most 256."""
+    return runs_triton(query) and query.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= 256
 
 
 def _has_flash(query: Tensor, value: Tensor, keep: Tensor | None) -> bool:
@@ -191,6 +250,22 @@ def _attention_backward_fake(
     return grad_query, grad_key, grad_value
 
 
+def _attention_mask_gradient_fake(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    keep: Tensor | None,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    return mask.new_empty(mask.shape, dtype=accumulation_dtype(query))
+
+
 def _require_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None) -> None:
     batch, num_heads, length, head_size = query.shape
     fits = key.shape[0] == batch and key.shape[3] == head_size and value.shape[:3] == key.shape[:3] and num_heads % key.shape[1] == 0
@@ -210,8 +285,6 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, mask, keep = inputs
-    if mask is not None and mask.requires_grad:
-        raise NotImplementedError("autopar::attention has no gradient for its mask; write this attention in plain ops")
     out, log_sum_exp = output
     ctx.mark_non_differentiable(log_sum_exp)
     ctx.save_for_backward(query, key, value, mask, keep, out, log_sum_exp)
@@ -220,7 +293,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any]
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     grads = torch.ops.autopar.attention_backward(grad_out, *ctx.saved_tensors, **ctx.options)
-    return *grads, None, None
+    if not ctx.needs_input_grad[3]:
+        return *grads, None, None
+    grad_mask = torch.ops.autopar.attention_mask_gradient(grad_out, *ctx.saved_tensors, **ctx.options)
+    return *grads, grad_mask.to(ctx.saved_tensors[3].dtype), None
 
 
 _OPTIONS = "*, bool is_causal, float scale"
@@ -237,7 +313,15 @@ register_op(
     _attention_backward,
     _attention_backward_fake,
 )
+register_op(
+    "attention_mask_gradient",
+    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? keep, Tensor out, Tensor log_sum_exp, "
+    f"{_OPTIONS}) -> Tensor",
+    _attention_mask_gradient,
+    _attention_mask_gradient_fake,
+)
 torch.library.register_autograd("autopar::attention", _differentiate, setup_context=_save)
 
 attention = torch.ops.autopar.attention.default
 attention_backward = torch.ops.autopar.attention_backward.default
+attention_mask_gradient = torch.ops.autopar.attention_mask_gradient.default

@@ -73,3 +73,20 @@ def attention_backward(node: Node) -> Rule:
     # Scores again, and the gradients of query and key: 3 products over d; of value and scores: 2 over e.
     flops = 2.0 * numel(shape) * (3 * shape_of(query)[3] + 2 * shape_of(value)[3])
     return Rule(aligned(node, pairs), (q, kv, kv), linear=(position_of(node, gradient),), flops=flops, sizes=sizes)
+
+
+@rule("autopar.attention_mask_gradient.default")
+def attention_mask_gradient(node: Node) -> Rule:
+    """(gradient, query, key, value, mask, keep?, output, log_sum_exp) → gradient of the mask, summed over what it is broadcast over."""
+    gradient, query, key, value, mask, keep, output, log_sum_exp = node.args
+    heads, key_heads, length, sizes = _spaces(query, key, _is_causal(node))
+    # A key's part needs no other key: the row's sums are given. A causal mask counts keys from 0.
+    keys = None if _is_causal(node) else "t"
+    scores, q, kv = ("b", heads, length, keys), ("b", heads, length, None), ("b", key_heads, keys, None)
+    shape = (*shape_of(query)[:3], shape_of(key)[2])
+    own = _full(scores, mask, shape)
+    pairs = [(gradient, q), (query, q), (key, kv), (value, kv), (mask, own)]
+    pairs += [(keep, _full(scores, keep, shape)), (output, q), (log_sum_exp, q[:3])]
+    # Scores again over d, and the gradient of the probabilities over e.
+    flops = 2.0 * numel(shape) * (shape_of(query)[3] + shape_of(value)[3])
+    return Rule(aligned(node, pairs), (own,), linear=(position_of(node, gradient),), flops=flops, sizes=sizes)

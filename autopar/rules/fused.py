@@ -62,3 +62,57 @@ def norm_backward(node: Node) -> Rule:
     pairs = [(grad_out, labels), (grad_total, labels), (total, labels), (mean, labels[:-1]), (reciprocal, labels[:-1])]
     order = aligned(node, [*pairs, (weight, blocked(1))])
     return Rule(order, (labels, blocked(1), blocked(1)), linear=_linear_in(node, grad_out, grad_total))
+
+
+@rule("autopar.cross_entropy.default")
+def cross_entropy(node: Node) -> Rule:
+    """(logits[..., V], labels[...]) → (loss[...], log_sum_exp[...])."""
+    labels = _rows(node.args[0])
+    return Rule((labels, labels[:-1]), (labels[:-1], labels[:-1]))
+
+
+@rule("autopar.cross_entropy_backward.default")
+def cross_entropy_backward(node: Node) -> Rule:
+    """(gradient[...], logits[..., V], labels[...], log_sum_exp[...]) → gradient of the logits."""
+    gradient, logits = node.args[:2]
+    labels = _rows(logits)
+    rows = labels[:-1]
+    return Rule((rows, labels, rows, rows), (labels,), linear=_linear_in(node, gradient))
+
+
+@rule("autopar.gated.default")
+def gated(node: Node) -> Rule:
+    """(gate, up) → activation(gate) · up, element by element."""
+    gate, up = node.args
+    labels = positional(len(shape_of(gate)))
+    return Rule((labels, labels), (labels,), linear=_linear_in(node, up))
+
+
+@rule("autopar.gated_backward.default")
+def gated_backward(node: Node) -> Rule:
+    """(gradient, gate, up) → gradients of gate and up."""
+    labels = positional(len(shape_of(node.args[1])))
+    return Rule((labels,) * 3, (labels, labels), linear=_linear_in(node, node.args[0]))
+
+
+@rule("autopar.bias_activation.default")
+def bias_activation(node: Node) -> Rule:
+    """(x[..., N], bias[N]) → activation(x + bias)."""
+    labels = positional(len(shape_of(node.args[0])))
+    return Rule((labels, labels[-1:]), (labels,))
+
+
+@rule("autopar.bias_activation_backward.default")
+def bias_activation_backward(node: Node) -> Rule:
+    """(gradient, x[..., N], bias[N]) → gradients of x and bias, the latter summed over rows."""
+    labels = positional(len(shape_of(node.args[1])))
+    return Rule((labels, labels, labels[-1:]), (labels, labels[-1:]), linear=_linear_in(node, node.args[0]))
+
+
+@rule("autopar.rotary.default", "autopar.rotary_backward.default")
+def rotary(node: Node) -> Rule:
+    """(x[b, h, s, D], cos, sin), which broadcast to [b, h, s, R] → [b, h, s, D]."""
+    x, cos, sin = node.args
+    labels, shape = _rows(x), shape_of(x)
+    outer = [broadcast(shape_of(angle)[:-1], shape[:-1]) for angle in (cos, sin)]
+    return Rule((labels, *((*found, None) for found in outer)), (labels,), linear=_linear_in(node, x))

@@ -10,6 +10,8 @@ Every result is summed by one program in a fixed order: no atomics, so repetitio
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -219,44 +221,60 @@ def for_mask(
 
 
 def backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks, *, wants_mask: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of query, key and value, lying in memory as [B, S, H, …], and of an added mask, float32, if wanted."""
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value, lying in memory as [B, S, H, …]."""
+    tensors, numbers, constants = _prepared(grad_out, query, key, value, out, log_sum_exp, masks)
+    query, key, value = tensors[:3]
+    grad_query, grad_key, grad_value = (
+        item.new_empty((item.shape[0], item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
+    )
+    for_keys_tiles, for_queries_tiles = tiles_for(max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), query)
+    grid = (triton.cdiv(key.shape[2], for_keys_tiles.keys), key.shape[0] * key.shape[1])
+    launch(for_keys, grid, *tensors, grad_key, grad_value, *numbers, **constants, **_options(for_keys_tiles))
+    grid = (triton.cdiv(query.shape[2], for_queries_tiles.queries), query.shape[0] * query.shape[1])
+    launch(for_queries, grid, *tensors, grad_query, *numbers, **constants, **_options(for_queries_tiles))
+    return grad_query, grad_key, grad_value
+
+
+def mask_gradient(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks
+) -> Tensor:
+    """The gradient of an added mask, of its shape, float32."""
+    assert masks.mask is not None
+    tensors, numbers, constants = _prepared(grad_out, query, key, value, out, log_sum_exp, masks)
+    batch, heads, length, _ = query.shape
+    own_batch, own_heads = ((1,) * (4 - masks.mask.dim()) + masks.mask.shape)[:2]
+    result = query.new_empty((own_batch, own_heads, length, key.shape[2]), dtype=torch.float32)
+    _, tiles = tiles_for(max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), query)
+    grid = (triton.cdiv(length, tiles.queries), triton.cdiv(key.shape[2], tiles.keys), own_batch * own_heads)
+    shared = (batch // own_batch, heads // own_heads, own_heads)
+    launch(for_mask, grid, *tensors, result, *numbers, *shared, **constants, **_options(tiles))
+    return result.sum_to_size(masks.mask.shape)
+
+
+def _prepared(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks
+) -> tuple[tuple[Tensor, ...], tuple[float, ...], dict[str, Any]]:
+    """What all three kernels take: tensors with the row sums, strides and other numbers, constants."""
     grad_out, query, key, value, out = (rows_contiguous(item) for item in (grad_out, query, key, value, out))
     batch, heads, length, size = query.shape
-    groups, key_length, value_size = value.shape[1:]
+    key_length, value_size = value.shape[2:]
     log_sum_exp = log_sum_exp.transpose(1, 2).contiguous().transpose(1, 2)
     row_sum = torch.empty_like(log_sum_exp)
-    blocks = {"BLOCK_SIZE": block_of(size), "BLOCK_VALUE": block_of(value_size)}
-    strides = (*grad_out.stride()[:3], *out.stride()[:3])
     launch(
-        row_sums, (triton.cdiv(length, 64), batch * heads), grad_out, out, row_sum, *strides, heads, length,
-        VALUE_SIZE=value_size, BLOCK_VALUE=blocks["BLOCK_VALUE"], BLOCK_QUERIES=64, num_warps=4,
+        row_sums, (triton.cdiv(length, 64), batch * heads), grad_out, out, row_sum, *grad_out.stride()[:3], *out.stride()[:3],
+        heads, length, VALUE_SIZE=value_size, BLOCK_VALUE=block_of(value_size), BLOCK_QUERIES=64, num_warps=4,
     )  # fmt: skip
     mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
-    tensors = (query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, grad_out, log_sum_exp, row_sum)
-    grad_query, grad_key, grad_value = (
-        item.new_empty((batch, item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
-    )
+    held = (query if mask is None else mask, query if masks.keep is None else masks.keep)
     numbers = (
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides_of(mask), *strides_of(masks.keep), *grad_out.stride()[:3],
-        heads, heads // groups, length, key_length, masks.window, masks.scale, masks.soft_cap,
+        heads, heads // key.shape[1], length, key_length, masks.window, masks.scale, masks.soft_cap,
     )  # fmt: skip
-    constants = {**masks.flags(), **blocks, "SIZE": size, "VALUE_SIZE": value_size, "PRECISION": precision_of(query)}
-    keys, queries = tiles_for(max(blocks.values()), query)
-    grid = (triton.cdiv(key_length, keys.keys), batch * groups)
-    launch(for_keys, grid, *tensors, grad_key, grad_value, *numbers, **constants, **_options(keys))
-    grid = (triton.cdiv(length, queries.queries), batch * heads)
-    launch(for_queries, grid, *tensors, grad_query, *numbers, **constants, **_options(queries))
-    if not wants_mask:
-        return grad_query, grad_key, grad_value, None
-    assert masks.mask is not None
-    own_batch, own_heads = ((1, 1, *masks.mask.shape)[-4 + dim] for dim in range(2)) if masks.mask.dim() < 4 else masks.mask.shape[:2]
-    grad_mask = query.new_empty((own_batch, own_heads, length, key_length), dtype=torch.float32)
-    grid = (triton.cdiv(length, queries.queries), triton.cdiv(key_length, queries.keys), own_batch * own_heads)
-    shared = (batch // own_batch, heads // own_heads, own_heads)
-    launch(for_mask, grid, *tensors, grad_mask, *numbers, *shared, **constants, **_options(queries))
-    return grad_query, grad_key, grad_value, grad_mask.sum_to_size(masks.mask.shape)
+    constants = {"SIZE": size, "VALUE_SIZE": value_size, "BLOCK_SIZE": block_of(size), "BLOCK_VALUE": block_of(value_size)}
+    constants |= {**masks.flags(), "PRECISION": precision_of(query)}
+    return (query, key, value, *held, grad_out, log_sum_exp, row_sum), numbers, constants
 
 
 def _options(tiles: Tiles) -> dict[str, int]:

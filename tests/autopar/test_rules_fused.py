@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import autopar.kernels.attention
+import autopar.kernels.cross_entropy
+import autopar.kernels.gated
 import autopar.kernels.normalisation
-import autopar.kernels.softmax  # noqa: F401 (both register ops)
+import autopar.kernels.rotary
+import autopar.kernels.softmax  # noqa: F401 (all register ops)
 from autopar.prove import instance, prove
 from autopar.rule import rule_of
 from autopar.strategies import factors_of
@@ -17,6 +21,9 @@ ops: Any = torch.ops.autopar
 X, ROWS, WEIGHT = torch.empty(2, 4, 6), torch.empty(2, 4), torch.empty(6)
 MASK, COLUMN = torch.empty(4, 6, dtype=torch.bool), torch.empty(2, 4, 1)
 PROBABILITY = {"scale": 0.5, "dtype": torch.float32}
+IDS, HEADS, ANGLES = torch.empty(2, 4, dtype=torch.int64), torch.empty(2, 4, 6, 8), torch.empty(2, 1, 6, 4)
+Q, KV, LSE, BIAS = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 4, 6), torch.empty(1, 4, 6, 10)
+LABELS, SILU = {"ignore_index": 1, "label_smoothing": 0.1}, {"activation": "silu"}
 EPS: dict[str, Any] = {"eps": 1e-5, "centred": True}
 # op, arguments, options, factors that the rule must find, sets of operands in which it is linear
 INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[int]]]] = {
@@ -40,6 +47,28 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
         {"centred": False, "has_bias": False},
         "d0 d1",
         [{0, 1}],
+    ),
+    "cross entropy": (ops.cross_entropy.default, (X, IDS), LABELS, "d0 d1", []),
+    "cross entropy backward": (ops.cross_entropy_backward.default, (ROWS, X, IDS, ROWS), LABELS, "d0 d1", [{0}]),
+    "gated": (ops.gated.default, (X, X), SILU, "d0 d1 d2", [{1}]),
+    "gated backward": (ops.gated_backward.default, (X, X, X), SILU, "d0 d1 d2", [{0}]),
+    "bias and activation": (ops.bias_activation.default, (X, WEIGHT), SILU, "d0 d1 d2", []),
+    "bias and activation backward": (ops.bias_activation_backward.default, (X, X, WEIGHT), SILU, "d0 d1 d2", [{0}]),
+    "rotary": (ops.rotary.default, (HEADS, ANGLES, ANGLES), {"interleaved": False}, "d0 d1 d2", [{0}]),
+    "rotary backward": (ops.rotary_backward.default, (HEADS, ANGLES, ANGLES), {"interleaved": True}, "d0 d1 d2", [{0}]),
+    "attention's mask gradient": (
+        ops.attention_mask_gradient.default,
+        (Q, Q, KV, KV, BIAS, None, Q, LSE),
+        {"is_causal": False, "scale": 0.3},
+        "b g r s t",
+        [{0}],
+    ),
+    "attention's mask gradient, causal": (
+        ops.attention_mask_gradient.default,
+        (Q, Q, KV, KV, torch.empty(6, 10), None, Q, LSE),
+        {"is_causal": True, "scale": 0.3},
+        "b g",
+        [{0}],
     ),
 }
 

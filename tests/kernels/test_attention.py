@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar._torch import fake_mode
 from autopar.kernels import attention as module
-from autopar.kernels.attention import attention, attention_backward
+from autopar.kernels.attention import attention, attention_backward, attention_mask_gradient
+from tests.kernels.tracing import assert_traceable
 
 # B, H, G, S, T, D, E
 SHAPES = [
@@ -165,12 +167,27 @@ def test_one_node_each_way_in_a_trace() -> None:
     assert not any("matmul" in str(target) or "softmax" in str(target) or "flash" in str(target) for target in targets)
 
 
-def test_a_mask_that_needs_a_gradient_is_refused() -> None:
-    inputs = make_inputs(SHAPES[0], torch.float32)
-    bias = torch.zeros(6, 6, requires_grad=True)
-    query = inputs[0].requires_grad_()
-    with pytest.raises(NotImplementedError, match="no gradient for its mask"):
-        attention(query, *inputs[1:], bias, None, is_causal=False, scale=0.3)
+@pytest.mark.parametrize("shape", [(6, 6), (4, 6, 6), (1, 4, 6, 6), (2, 1, 6, 6), (2, 1, 1, 6), (2, 4, 6, 1)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_an_added_mask_has_a_gradient_of_its_shape(shape: tuple[int, ...], is_causal: bool) -> None:
+    """T5's and Swin's learned biases."""
+    inputs = [item.requires_grad_() for item in make_inputs((2, 4, 2, 6, 6, 8, 8), torch.float64)]
+    bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+
+    def call(*inputs: Tensor) -> Tensor:
+        return attention(*inputs, None, is_causal=is_causal, scale=0.3)[0]
+
+    assert torch.autograd.gradcheck(call, (*inputs, bias))
+
+
+def test_the_gradient_of_a_mask_traces() -> None:
+    query, key, value = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
+    bias = torch.randn(4, 6, 7, requires_grad=True)
+    options: dict[str, Any] = {"is_causal": False, "scale": 0.3}
+    assert_traceable(attention, (query, key, value, bias, None), options, backward="autopar.attention_mask_gradient.default")
+    out, log_sum_exp = attention(query, key, value, bias.detach(), None, **options)
+    arguments = (torch.randn_like(out), query, key, value, bias.detach(), None, out, log_sum_exp)
+    assert_traceable(attention_mask_gradient, arguments, options)
 
 
 @pytest.mark.parametrize(

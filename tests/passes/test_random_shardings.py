@@ -76,4 +76,4 @@ def test_calm_plans_reshard_seldom() -> None:
         plans = [run_passes(program(), (RandomShardings(seed, calm), InsertReshards())) for seed in range(20)]
         return sum(node.target is reshard for plan in plans for node in plan.graph.nodes)
 
-    assert num_reshards(calm=1.0) < 0.5 * num_reshards(calm=0.0)
+    assert num_reshards(calm=1.0) < 0.7 * num_reshards(calm=0.0)
