@@ -65,11 +65,11 @@ def cost_of(compiled: Compiled) -> CostModel:
 
 
 def flops(program: Program) -> tuple[float, float]:
-    """FLOPs of all contractions: the model's, and the sum over all ranks."""
+    """FLOPs of all contractions: the model's, and the sum over all ranks, padding included."""
     original = executed = 0.0
     for node in contractions(program):
         count = flops_of(node)
-        original += count
+        original += count * program.logical_share
         executed += count / STRATEGY[node].num_shards * program.mesh.size
     return original, executed
 

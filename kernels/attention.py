@@ -195,8 +195,9 @@ def _attention_mask_gradient(
 
 
 def _has_triton(query: Tensor, value: Tensor) -> bool:
-    """Whether our own GPU kernels serve: their tiles hold heads of at most 256."""
-    return runs_triton(query) and query.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= 256
+    """Whether our own GPU kernels serve: their tiles hold heads of at most 256, in float32 64."""
+    most = 64 if query.dtype == torch.float32 else 256
+    return runs_triton(query) and query.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= most
 
 
 def _has_flash(query: Tensor, value: Tensor, keep: Tensor | None) -> bool:

@@ -7,6 +7,9 @@ the tiles that all of its queries see, then over those on the diagonal.
     queries  ■ ■ ◪ · ·        ■ no predicate      ◪ predicates (EDGE)      · never loaded
 """
 
+# A kernel's parameters get their types at the launch.
+# pyright: reportMissingParameterType=false
+
 from __future__ import annotations
 
 import torch
@@ -17,7 +20,6 @@ from torch import Tensor
 from autopar.kernels.gpu.attention_scores import (
     LOG2_E,
     Masks,
-    Tiles,
     block_of,
     capped,
     load_rows,
@@ -26,6 +28,7 @@ from autopar.kernels.gpu.attention_scores import (
     rows_contiguous,
     strides_of,
 )
+from autopar.kernels.gpu.attention_tiles import forward_tiles
 from autopar.kernels.registration import launch
 
 
@@ -95,12 +98,12 @@ def attention_forward(
         sums, total, largest = _walk(
             sums, total, largest, held, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
             first, middle, length, key_length, window, scale, soft_cap, column, value_column,
-            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, False, SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
+            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, tl.constexpr(False), SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
         )  # fmt: skip
     sums, total, largest = _walk(
         sums, total, largest, held, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
         middle, last, length, key_length, window, scale, soft_cap, column, value_column,
-        MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, True, SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
+        MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, tl.constexpr(True), SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
     )  # fmt: skip
 
     # A query that attends to nothing: out and log_sum_exp are 0.
@@ -121,7 +124,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Te
     out = query.new_empty((batch, length, heads, value_size)).transpose(1, 2)
     log_sum_exp = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
     mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
-    tiles = tiles_for(max(block_of(size), block_of(value_size)), query)
+    tiles = forward_tiles(query, max(block_of(size), block_of(value_size)))
     launch(
         attention_forward, (triton.cdiv(length, tiles.queries), batch * heads),
         query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, out, log_sum_exp,
@@ -132,14 +135,3 @@ def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Te
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out, log_sum_exp
-
-
-def tiles_for(block_size: int, query: Tensor) -> Tiles:
-    """By head size: what keeps the sums in registers and two or three stages of keys and values in shared memory."""
-    if query.dtype == torch.float32:
-        return Tiles(64, 32, 4, 2) if block_size <= 64 else Tiles(64, 32, 8, 2) if block_size <= 128 else Tiles(64, 16, 8, 1)
-    if torch.version.hip is not None:
-        return Tiles(128, 64, 4, 1) if block_size <= 128 else Tiles(64, 32, 4, 1)
-    if block_size <= 64:
-        return Tiles(128, 64, 4, 3)
-    return Tiles(128, 64, 8, 3) if block_size <= 128 else Tiles(128, 32, 8, 2)

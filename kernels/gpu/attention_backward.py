@@ -8,6 +8,9 @@
 Every result is summed by one program in a fixed order: no atomics, so repetitions are equal.
 """
 
+# A kernel's parameters get their types at the launch.
+# pyright: reportMissingParameterType=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -20,7 +23,6 @@ from torch import Tensor
 from autopar.kernels.gpu.attention_scores import (
     LOG2_E,
     Masks,
-    Tiles,
     block_of,
     capped,
     load_rows,
@@ -29,6 +31,7 @@ from autopar.kernels.gpu.attention_scores import (
     rows_contiguous,
     strides_of,
 )
+from autopar.kernels.gpu.attention_tiles import Tiles, keys_tiles, queries_tiles
 from autopar.kernels.registration import launch
 
 
@@ -191,20 +194,13 @@ def for_mask(
     # A mask of its own for each batch (or head) is shared by one; a broadcast one by all of them.
     for shared in range(0, batches_shared * heads_shared):
         batch, head = own_batch + shared // heads_shared, own_head + shared % heads_shared
-        group = head // heads_per_key
-        query_tile = load_rows(
-            query + batch * query_b + head * query_h, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE
-        )
-        arrives = load_rows(
-            grad_out + batch * grad_b + head * grad_h, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE
-        )
-        key_tile = load_rows(
-            key + batch * key_b + group * key_h, t[:, None], key_t, column[None, :], key_length, SIZE, BLOCK_SIZE, SIZE
-        )
-        value_tile = load_rows(
-            value + batch * value_b + group * value_h,
-            t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE,
-        )  # fmt: skip
+        query_head, grad_head = query + batch * query_b + head * query_h, grad_out + batch * grad_b + head * grad_h
+        key_head = key + batch * key_b + head // heads_per_key * key_h
+        value_head = value + batch * value_b + head // heads_per_key * value_h
+        query_tile = load_rows(query_head, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
+        arrives = load_rows(grad_head, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
+        key_tile = load_rows(key_head, t[:, None], key_t, column[None, :], key_length, SIZE, BLOCK_SIZE, SIZE)
+        value_tile = load_rows(value_head, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
         rows = (batch * length + s) * heads + head
         normaliser = tl.load(log_sum_exp + rows, mask=s < length, other=0.0)[:, None]
         mean = tl.load(row_sum + rows, mask=s < length, other=0.0)[:, None]
@@ -229,24 +225,24 @@ def backward(
     grad_query, grad_key, grad_value = (
         item.new_empty((item.shape[0], item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
     )
-    for_keys_tiles, for_queries_tiles = tiles_for(max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), query)
-    grid = (triton.cdiv(key.shape[2], for_keys_tiles.keys), key.shape[0] * key.shape[1])
-    launch(for_keys, grid, *tensors, grad_key, grad_value, *numbers, **constants, **_options(for_keys_tiles))
-    grid = (triton.cdiv(query.shape[2], for_queries_tiles.queries), query.shape[0] * query.shape[1])
-    launch(for_queries, grid, *tensors, grad_query, *numbers, **constants, **_options(for_queries_tiles))
+    block_size = max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"])
+    tiles = keys_tiles(query, block_size)
+    grid = (triton.cdiv(key.shape[2], tiles.keys), key.shape[0] * key.shape[1])
+    launch(for_keys, grid, *tensors, grad_key, grad_value, *numbers, **constants, **_options(tiles))
+    tiles = queries_tiles(query, block_size)
+    grid = (triton.cdiv(query.shape[2], tiles.queries), query.shape[0] * query.shape[1])
+    launch(for_queries, grid, *tensors, grad_query, *numbers, **constants, **_options(tiles))
     return grad_query, grad_key, grad_value
 
 
-def mask_gradient(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks
-) -> Tensor:
+def mask_gradient(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks) -> Tensor:
     """The gradient of an added mask, of its shape, float32."""
     assert masks.mask is not None
     tensors, numbers, constants = _prepared(grad_out, query, key, value, out, log_sum_exp, masks)
     batch, heads, length, _ = query.shape
     own_batch, own_heads = ((1,) * (4 - masks.mask.dim()) + masks.mask.shape)[:2]
     result = query.new_empty((own_batch, own_heads, length, key.shape[2]), dtype=torch.float32)
-    _, tiles = tiles_for(max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), query)
+    tiles = queries_tiles(query, max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]))
     grid = (triton.cdiv(length, tiles.queries), triton.cdiv(key.shape[2], tiles.keys), own_batch * own_heads)
     shared = (batch // own_batch, heads // own_heads, own_heads)
     launch(for_mask, grid, *tensors, result, *numbers, *shared, **constants, **_options(tiles))
@@ -284,17 +280,3 @@ def _options(tiles: Tiles) -> dict[str, int]:
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }
-
-
-def tiles_for(block_size: int, query: Tensor) -> tuple[Tiles, Tiles]:
-    """Tiles of `for_keys` and of `for_queries` (and `for_mask`), by head size."""
-    if query.dtype == torch.float32:
-        small = Tiles(32, 32, 4, 1) if block_size <= 128 else Tiles(16, 32, 8, 1)
-        return small, small
-    if torch.version.hip is not None:
-        return (Tiles(32, 64, 4, 1), Tiles(64, 32, 4, 1)) if block_size <= 128 else (Tiles(16, 32, 4, 1), Tiles(32, 16, 4, 1))
-    if block_size <= 64:
-        return Tiles(64, 128, 8, 2), Tiles(128, 64, 8, 2)
-    if block_size <= 128:
-        return Tiles(64, 64, 8, 2), Tiles(64, 64, 8, 2)
-    return Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 1)

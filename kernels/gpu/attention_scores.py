@@ -1,8 +1,11 @@
-"""What the attention kernels share: the scores of a tile with their masks, loads of rows, tile sizes.
+"""What the attention kernels share: the scores of a tile with their masks, loads of rows.
 
 Scores are in units of log 2, so that exponentials are `exp2`, one instruction. `s` and `t` are positions of queries and keys, of
 shapes that broadcast to the tile in whichever orientation a kernel has it.
 """
+
+# A kernel's parameters get their types at the launch.
+# pyright: reportMissingParameterType=false
 
 from __future__ import annotations
 
@@ -65,16 +68,6 @@ def masked(
             attends = attends & (s - t < window) & (t - s < window)
         score = tl.where(attends, score, float("-inf"))
     return score
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Queries and keys of a tile, warps and pipeline stages."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
 
 
 @dataclass(frozen=True)

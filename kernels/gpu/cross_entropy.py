@@ -3,6 +3,9 @@
 Forward: one row a program, read once, a running maximum and sum for each lane. Backward: one piece of a row a program.
 """
 
+# A kernel's parameters get their types at the launch.
+# pyright: reportMissingParameterType=false
+
 from __future__ import annotations
 
 import torch

@@ -3,6 +3,9 @@
 Element by element; a piece of BLOCK elements a program. The bias's gradient sums over strips of rows into float32 partial sums.
 """
 
+# A kernel's parameters get their types at the launch.
+# pyright: reportMissingParameterType=false
+
 from __future__ import annotations
 
 import torch

@@ -8,6 +8,9 @@
 Sums for weight and bias are float32 partial sums, one row of them a program, added up in a fixed order: no atomics.
 """
 
+# A kernel's parameters get their types at the launch.
+# pyright: reportMissingParameterType=false
+
 from __future__ import annotations
 
 import torch
@@ -154,7 +157,7 @@ def norm_backward_chunks(
         inside = column < columns
         value = (tl.load(total + row * columns + column, mask=inside, other=0.0).to(tl.float32) - centre) * scale
         arrives = tl.load(grad_out + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        arrives = _affine(arrives, weight, weight, column, columns, HAS_WEIGHT, False)
+        arrives = _affine(arrives, weight, weight, column, columns, HAS_WEIGHT, tl.constexpr(False))
         products += arrives * value
         sums += arrives
     product = tl.sum(products, 0) / columns
@@ -164,7 +167,7 @@ def norm_backward_chunks(
         inside = column < columns
         value = (tl.load(total + row * columns + column, mask=inside, other=0.0).to(tl.float32) - centre) * scale
         arrives = tl.load(grad_out + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        result = (_affine(arrives, weight, weight, column, columns, HAS_WEIGHT, False) - value * product - average) * scale
+        result = (_affine(arrives, weight, weight, column, columns, HAS_WEIGHT, tl.constexpr(False)) - value * product - average) * scale
         if HAS_GRAD_TOTAL:
             result += tl.load(grad_total + row * columns + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad + row * columns + column, result.to(grad.dtype.element_ty), mask=inside)

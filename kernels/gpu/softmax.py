@@ -1,9 +1,12 @@
 """Triton kernels of `autopar::softmax` and its backward: see `autopar/kernels/softmax.py` for what they compute.
 
-    columns ≤ 16,384    a program holds BLOCK_ROWS whole rows: every element is read once
-    more                one row a program, in chunks: the maximum and the sum in one walk, the results in a second,
-                        which finds the row in the L2 cache (one row a multiprocessor: 33 MB at 131,072 columns of bf16)
+columns ≤ 16,384    a program holds BLOCK_ROWS whole rows: every element is read once
+more                one row a program, in chunks: the maximum and the sum in one walk, the results in a second,
+                    which finds the row in the L2 cache (one row a multiprocessor: 33 MB at 131,072 columns of bf16)
 """
+
+# A kernel's parameters get their types at the launch.
+# pyright: reportMissingParameterType=false
 
 from __future__ import annotations
 
@@ -43,10 +46,10 @@ def softmax_rows(
     column = tl.arange(0, BLOCK_COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
     score = _scores(x, mask, row, column, inside, columns, size_1, size_2, stride_0, stride_1, stride_2, stride_column, scale, MASK)
-    largest = tl.max(score, 1)[:, None]
+    largest = tl.max(score, 1, keep_dims=True)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     power = tl.exp(score - largest)
-    total = tl.sum(power, 1)[:, None]
+    total = tl.sum(power, 1, keep_dims=True)
     # A row without anything to attend to is 0, not 0 / 0.
     power = power / tl.where(total == 0.0, 1.0, total)
     tl.store(out + row * columns + column, power.to(out.dtype.element_ty), mask=inside)
@@ -88,7 +91,7 @@ def softmax_backward_rows(grad_out, out, grad, rows, columns, scale, BLOCK_ROWS:
     where = row * columns + column
     arrives = tl.load(grad_out + where, mask=inside, other=0.0).to(tl.float32)
     probability = tl.load(out + where, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(arrives * probability, 1)[:, None]
+    mean = tl.sum(arrives * probability, 1, keep_dims=True)
     tl.store(grad + where, (scale * probability * (arrives - mean)).to(grad.dtype.element_ty), mask=inside)
 
 

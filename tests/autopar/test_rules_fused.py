@@ -67,7 +67,7 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
         ops.attention_mask_gradient.default,
         (Q, Q, KV, KV, torch.empty(6, 10), None, Q, LSE),
         {"is_causal": True, "scale": 0.3},
-        "b g",
+        "b g r",
         [{0}],
     ),
 }

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.kernels.gpu import normalisation, softmax
+from autopar.kernels.gpu import attention, attention_backward, cross_entropy, gated, normalisation, rotary, softmax
+from autopar.kernels.gpu.attention_scores import Masks
 
+MATMUL_KERNELS = {"attention_forward", "for_keys", "for_queries", "for_mask"}
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a module of `autopar/kernels/gpu`; `has_matmul` where every kernel it launches multiplies matrices."""
+    """One call of modules of `autopar/kernels/gpu`. float32's tiles are too small for the newest matrix instructions."""
 
-    module: ModuleType
+    modules: tuple[ModuleType, ...]
     call: Callable[[], object]
-    has_matmul: bool = False
+    older_matrix_instructions: bool = False
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -33,7 +36,7 @@ def softmax_cases() -> dict[str, Case]:
             x = empty(8, 64, columns, dtype=dtype)
             softmax.backward(x, softmax.forward(x, mask, scale=0.5, dtype=dtype), scale=0.5, dtype=dtype)
 
-        return Case(softmax, call)
+        return Case((softmax,), call)
 
     cases = {f"softmax {columns} {dtype}": both(columns, dtype, None) for columns in (77, 1024, 8192, 131072) for dtype in (BF16, FP32)}
     cases |= {f"softmax {softmax.MOST_COLUMNS_HELD} {dtype}": both(softmax.MOST_COLUMNS_HELD, dtype, None) for dtype in (BF16, FP32)}
@@ -50,7 +53,7 @@ def norm_cases() -> dict[str, Case]:
             out, total, *rows = normalisation.forward(x, residue, weight, bias, eps=1e-5, centred=centred)
             normalisation.backward(out, residue, total, *rows, weight, centred=centred, has_bias=centred)
 
-        return Case(normalisation, call)
+        return Case((normalisation,), call)
 
     sizes = (96, 1024, normalisation.MOST_COLUMNS_BACKWARD, normalisation.MOST_COLUMNS_FORWARD, 131072)
     return {
@@ -60,4 +63,70 @@ def norm_cases() -> dict[str, Case]:
     }
 
 
-CASES: dict[str, Case] = softmax_cases() | norm_cases()
+def cross_entropy_cases() -> dict[str, Case]:
+    def both(columns: int, dtype: torch.dtype, smoothing: float) -> Case:
+        def call() -> None:
+            logits, labels = empty(512, columns, dtype=dtype), empty(512, dtype=torch.int64)
+            options = {"ignore_index": -100, "label_smoothing": smoothing}
+            loss, log_sum_exp = cross_entropy.forward(logits, labels, **options)
+            cross_entropy.backward(loss, logits, labels, log_sum_exp, **options)
+
+        return Case((cross_entropy,), call)
+
+    sizes = [(1000, BF16, 0.0), (128256, BF16, 0.0), (128256, FP32, 0.0), (50257, BF16, 0.1)]
+    return {f"cross entropy {columns} {dtype} {smoothing}": both(columns, dtype, smoothing) for columns, dtype, smoothing in sizes}
+
+
+def pointwise_cases() -> dict[str, Case]:
+    def activations(activation: str) -> Case:
+        def call() -> None:
+            x, bias = empty(4096, 14336), empty(14336)
+            gated.gated_backward(gated.gated(x, x, activation=activation), x, x, activation=activation)
+            gated.bias_activation_backward(gated.bias_activation(x, bias, activation=activation), x, bias, activation=activation)
+
+        return Case((gated,), call)
+
+    def turned(size: int, rotated: int, interleaved: bool) -> Case:
+        def call() -> None:
+            x, angles = empty(2, 1024, 8, size).transpose(1, 2), empty(1024, rotated, dtype=FP32)
+            for backward in (False, True):
+                rotary.rotate(x, angles, angles, interleaved=interleaved, backward=backward)
+
+        return Case((rotary,), call)
+
+    cases = {f"activation {name}": activations(name) for name in gated.ACTIVATIONS}
+    sizes = [(128, 128, False), (64, 32, False), (64, 64, True)]
+    return cases | {f"rotary {size} {rotated} {interleaved}": turned(size, rotated, interleaved) for size, rotated, interleaved in sizes}
+
+
+def attention_cases() -> dict[str, Case]:
+    def both(size: int, dtype: torch.dtype, masks: Masks, num_groups: int = 4) -> Case:
+        def call() -> None:
+            query, key = (empty(2, 2048, heads, size, dtype=dtype).transpose(1, 2) for heads in (8, num_groups))
+            out, log_sum_exp = attention.forward(query, key, key, masks)
+            backward = attention_backward.backward if masks.mask is None or masks.mask.dtype == torch.bool else every_gradient
+            backward(out, query, key, key, out, log_sum_exp, masks)
+
+        return Case((attention, attention_backward), call, older_matrix_instructions=dtype == FP32)
+
+    def every_gradient(*arguments: Any) -> None:
+        attention_backward.backward(*arguments)
+        attention_backward.mask_gradient(*arguments)
+
+    causal, full = Masks(None, None, True, 0.1), Masks(None, None, False, 0.1)
+    added, flags = empty(1, 8, 2048, 2048), empty(2, 1, 2048, 2048, dtype=torch.bool)
+    keep = empty(2, 8, 2048, 2048)
+    return {
+        "attention 64 causal": both(64, BF16, causal),
+        "attention 128 causal": both(128, BF16, causal),
+        "attention 256 causal": both(256, BF16, causal),
+        "attention 64 causal float32": both(64, FP32, causal),
+        "attention 16 full": both(16, BF16, full, 8),
+        "attention 80 full": both(80, BF16, full),
+        "attention 128 window and soft-cap": both(128, BF16, Masks(None, None, True, 0.1, 512, 30.0)),
+        "attention 64 added mask": both(64, BF16, Masks(added, None, False, 1.0)),
+        "attention 128 mask and keep": both(128, BF16, Masks(flags, keep, False, 0.1)),
+    }
+
+
+CASES: dict[str, Case] = softmax_cases() | norm_cases() | cross_entropy_cases() | pointwise_cases() | attention_cases()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from autopar.kernels.gpu import attention_tiles
+
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -28,6 +30,7 @@ TARGETS = {
 # What one program may have: of CUDA devices what a launch can opt in to, of AMD's the LDS of a compute unit.
 SHARED_LIMIT_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
 MATRIX_INSTRUCTION = {"sm_80": r"mma\.sync", "sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma", "gfx942": r"v_mfma_"}
+GENERATION = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "blackwell", "gfx942": "amd"}
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -58,25 +61,31 @@ class Compiled:
     shared_bytes: int
     assembly: str
 
-    def matrix_instructions(self, target: str) -> int:
-        return len(re.findall(MATRIX_INSTRUCTION[target], self.assembly))
+    def matrix_instructions(self, target: str, older: bool = False) -> int:
+        """How many the assembly has; `older` ones, that any target of the maker has, count as well if asked for."""
+        pattern = f"{MATRIX_INSTRUCTION[target]}|mma\\.sync" if older else MATRIX_INSTRUCTION[target]
+        return len(re.findall(pattern, self.assembly))
 
 
 @contextmanager
-def recording(module: ModuleType) -> Iterator[list[Launch]]:
-    """While this is entered, launches of `module` are noted, not run: its functions then take tensors on "meta"."""
+def recording(modules: Iterable[ModuleType], target: str) -> Iterator[list[Launch]]:
+    """While this is entered, launches of `modules` are noted, not run, as on `target`: functions then take tensors on "meta"."""
     launches: list[Launch] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         constants = {name: value for name, value in options.items() if name not in _OPTIONS}
         launches.append(Launch(kernel, arguments, constants, {name: options[name] for name in _OPTIONS if name in options}))
 
-    with mock.patch.object(module, "launch", note):
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "launch", note))
+        stack.enter_context(mock.patch.object(attention_tiles, "generation", lambda _: GENERATION[target]))
+        stack.enter_context(mock.patch.object(torch.version, "hip", "any" if GENERATION[target] == "amd" else None))
         yield launches
 
 
-def launches_of(module: ModuleType, call: Callable[[], object]) -> list[Launch]:
-    with recording(module) as launches:
+def launches_of(modules: Iterable[ModuleType], call: Callable[[], object], target: str) -> list[Launch]:
+    with recording(modules, target) as launches:
         call()
     return launches
 

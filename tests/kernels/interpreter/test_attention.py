@@ -93,8 +93,11 @@ def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype)
     return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMS)
+# Heads of more than 64 in float32 are the reference's.
+CASES = [(name, dtype) for name in FORMS for dtype in DTYPES if dtype != torch.float32 or FORMS[name].shape[-1] <= 64]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_forms(name: str, dtype: torch.dtype) -> None:
     form = FORMS[name]
     batch, heads, groups, length, key_length, size, value_size = form.shape

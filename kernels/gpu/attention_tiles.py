@@ -1,0 +1,74 @@
+"""Tile sizes of the attention kernels: data, by generation of the device, dtype and head size.
+
+Chosen so that every kernel compiles without spills, in the device's shared memory and to its matrix instructions (wgmma wants 64 rows
+and four warps; tests/kernels/compiled asserts all of it). Which of the tiles that fit is the fastest is for a GPU to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Queries and keys of a tile, warps and pipeline stages."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# Of heads of at most 64, 128 and 256.
+Row = tuple[Tiles, Tiles, Tiles]
+FORWARD: dict[str, Row] = {
+    "ampere": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    "hopper": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
+    "blackwell": (Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 2)),
+    "amd": (Tiles(128, 64, 4, 1), Tiles(128, 64, 4, 1), Tiles(64, 32, 4, 1)),
+}
+KEYS: dict[str, Row] = {
+    "ampere": (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 1)),
+    "hopper": (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(16, 64, 8, 1)),
+    "blackwell": (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1)),
+    "amd": (Tiles(32, 64, 4, 1), Tiles(32, 64, 4, 1), Tiles(16, 32, 4, 1)),
+}
+QUERIES: dict[str, Row] = {
+    "ampere": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)),
+    "hopper": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 16, 1)),
+    "blackwell": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)),
+    "amd": (Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 16, 4, 1)),
+}
+# float32, heads of at most 64: every product is three of them on NVIDIA's matrix units, and their operands fill the registers.
+FLOAT32_FORWARD, FLOAT32_KEYS, FLOAT32_QUERIES = Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)
+
+
+def generation(value: Tensor) -> str:
+    """Which row of the tables serves the device of `value`."""
+    if torch.version.hip is not None:
+        return "amd"
+    major = torch.cuda.get_device_capability(value.device)[0] if value.is_cuda else 8
+    # 12 is Blackwell without its tensor memory: it multiplies as Ampere does, in less shared memory.
+    return {9: "hopper", 10: "blackwell"}.get(major, "ampere")
+
+
+def forward_tiles(value: Tensor, block_size: int) -> Tiles:
+    return _entry(value, block_size, FORWARD, FLOAT32_FORWARD)
+
+
+def keys_tiles(value: Tensor, block_size: int) -> Tiles:
+    return _entry(value, block_size, KEYS, FLOAT32_KEYS)
+
+
+def queries_tiles(value: Tensor, block_size: int) -> Tiles:
+    return _entry(value, block_size, QUERIES, FLOAT32_QUERIES)
+
+
+def _entry(value: Tensor, block_size: int, table: dict[str, Row], float32: Tiles) -> Tiles:
+    if value.dtype != torch.float32:
+        return table[generation(value)][0 if block_size <= 64 else 1 if block_size <= 128 else 2]
+    assert block_size <= 64, f"float32 heads of {block_size} have no tiles; the op leaves them to its reference"
+    return float32
