@@ -225,11 +225,11 @@ def backward(
     grad_query, grad_key, grad_value = (
         item.new_empty((item.shape[0], item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
     )
-    block_size = max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"])
-    tiles = keys_tiles(query, block_size)
+    block_size, is_crowded = max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), masks.is_crowded(query.shape[-1], value.shape[-1])
+    tiles = keys_tiles(query, block_size, is_crowded)
     grid = (triton.cdiv(key.shape[2], tiles.keys), key.shape[0] * key.shape[1])
     launch(for_keys, grid, *tensors, grad_key, grad_value, *numbers, **constants, **_options(tiles))
-    tiles = queries_tiles(query, block_size)
+    tiles = queries_tiles(query, block_size, is_crowded)
     grid = (triton.cdiv(query.shape[2], tiles.queries), query.shape[0] * query.shape[1])
     launch(for_queries, grid, *tensors, grad_query, *numbers, **constants, **_options(tiles))
     return grad_query, grad_key, grad_value
@@ -242,7 +242,7 @@ def mask_gradient(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, o
     batch, heads, length, _ = query.shape
     own_batch, own_heads = ((1,) * (4 - masks.mask.dim()) + masks.mask.shape)[:2]
     result = query.new_empty((own_batch, own_heads, length, key.shape[2]), dtype=torch.float32)
-    tiles = queries_tiles(query, max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]))
+    tiles = queries_tiles(query, max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), is_crowded=True)
     grid = (triton.cdiv(length, tiles.queries), triton.cdiv(key.shape[2], tiles.keys), own_batch * own_heads)
     shared = (batch // own_batch, heads // own_heads, own_heads)
     launch(for_mask, grid, *tensors, result, *numbers, *shared, **constants, **_options(tiles))
@@ -259,8 +259,8 @@ def _prepared(
     log_sum_exp = log_sum_exp.transpose(1, 2).contiguous().transpose(1, 2)
     row_sum = torch.empty_like(log_sum_exp)
     launch(
-        row_sums, (triton.cdiv(length, 64), batch * heads), grad_out, out, row_sum, *grad_out.stride()[:3], *out.stride()[:3],
-        heads, length, VALUE_SIZE=value_size, BLOCK_VALUE=block_of(value_size), BLOCK_QUERIES=64, num_warps=4,
+        row_sums, (triton.cdiv(length, 16), batch * heads), grad_out, out, row_sum, *grad_out.stride()[:3], *out.stride()[:3],
+        heads, length, VALUE_SIZE=value_size, BLOCK_VALUE=block_of(value_size), BLOCK_QUERIES=16, num_warps=4,
     )  # fmt: skip
     mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
     held = (query if mask is None else mask, query if masks.keep is None else masks.keep)

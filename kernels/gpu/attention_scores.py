@@ -85,6 +85,11 @@ class Masks:
     def kind(self) -> int:
         return NO_MASK if self.mask is None else BOOL_MASK if self.mask.dtype == torch.bool else ADDED_MASK
 
+    def is_crowded(self, *sizes: int) -> bool:
+        """Whether a tile takes more registers than causality does: for masks, or for heads whose `sizes` do not fill it."""
+        masked = self.mask is not None or self.keep is not None or self.window > 0 or self.soft_cap > 0.0
+        return masked or any(size != block_of(size) for size in sizes)
+
     def flags(self) -> dict[str, bool | int]:
         return {
             "MASK": self.kind,

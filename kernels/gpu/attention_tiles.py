@@ -1,12 +1,13 @@
 """Tile sizes of the attention kernels: data, by generation of the device, dtype and head size.
 
-Chosen so that every kernel compiles without spills, in the device's shared memory and to its matrix instructions (wgmma wants 64 rows
-and four warps; tests/kernels/compiled asserts all of it). Which of the tiles that fit is the fastest is for a GPU to say.
+Chosen so that every kernel compiles without spills, in the device's shared memory and to its matrix instructions, which
+tests/kernels/compiled asserts. wgmma wants 64 rows and four warps; `for_keys` of heads of 256 has no room for them, and
+multiplies as on Ampere. Which of the tiles that fit is the fastest is for a GPU to say.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -31,19 +32,19 @@ FORWARD: dict[str, Row] = {
     "amd": (Tiles(128, 64, 4, 1), Tiles(128, 64, 4, 1), Tiles(64, 32, 4, 1)),
 }
 KEYS: dict[str, Row] = {
-    "ampere": (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 1)),
-    "hopper": (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(16, 64, 8, 1)),
-    "blackwell": (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 64, 8, 1)),
+    "ampere": (Tiles(32, 128, 8, 2), Tiles(32, 64, 8, 2), Tiles(32, 32, 8, 1)),
+    "hopper": (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 1)),
+    "blackwell": (Tiles(64, 128, 8, 1), Tiles(32, 64, 8, 2), Tiles(32, 64, 8, 1)),
     "amd": (Tiles(32, 64, 4, 1), Tiles(32, 64, 4, 1), Tiles(16, 32, 4, 1)),
 }
 QUERIES: dict[str, Row] = {
     "ampere": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)),
-    "hopper": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 16, 1)),
+    "hopper": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 16, 4, 1)),
     "blackwell": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)),
     "amd": (Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 16, 4, 1)),
 }
 # float32, heads of at most 64: every product is three of them on NVIDIA's matrix units, and their operands fill the registers.
-FLOAT32_FORWARD, FLOAT32_KEYS, FLOAT32_QUERIES = Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 1), Tiles(32, 32, 4, 1)
+FLOAT32_FORWARD, FLOAT32_KEYS, FLOAT32_QUERIES = Tiles(32, 32, 4, 2), Tiles(16, 32, 8, 1), Tiles(32, 32, 4, 1)
 
 
 def generation(value: Tensor) -> str:
@@ -55,20 +56,29 @@ def generation(value: Tensor) -> str:
     return {9: "hopper", 10: "blackwell"}.get(major, "ampere")
 
 
-def forward_tiles(value: Tensor, block_size: int) -> Tiles:
-    return _entry(value, block_size, FORWARD, FLOAT32_FORWARD)
+def forward_tiles(value: Tensor, block_size: int, is_crowded: bool) -> Tiles:
+    """Of the forward. `is_crowded` where a tile also holds a mask or what else takes registers: it walks in steps half as wide."""
+    tiles = _entry(value, block_size, FORWARD, FLOAT32_FORWARD)
+    return _fewer_keys(tiles) if is_crowded else tiles
 
 
-def keys_tiles(value: Tensor, block_size: int) -> Tiles:
-    return _entry(value, block_size, KEYS, FLOAT32_KEYS)
+def keys_tiles(value: Tensor, block_size: int, is_crowded: bool) -> Tiles:
+    """Of `for_keys`, which walks over queries."""
+    tiles = _entry(value, block_size, KEYS, FLOAT32_KEYS)
+    return replace(tiles, queries=max(tiles.queries // 2, 16), num_stages=1) if is_crowded else tiles
 
 
-def queries_tiles(value: Tensor, block_size: int) -> Tiles:
-    return _entry(value, block_size, QUERIES, FLOAT32_QUERIES)
+def queries_tiles(value: Tensor, block_size: int, is_crowded: bool) -> Tiles:
+    """Of `for_queries` and `for_mask`."""
+    tiles = _entry(value, block_size, QUERIES, FLOAT32_QUERIES)
+    return _fewer_keys(tiles) if is_crowded else tiles
+
+
+def _fewer_keys(tiles: Tiles) -> Tiles:
+    return replace(tiles, keys=max(tiles.keys // 2, 16))
 
 
 def _entry(value: Tensor, block_size: int, table: dict[str, Row], float32: Tiles) -> Tiles:
-    if value.dtype != torch.float32:
-        return table[generation(value)][0 if block_size <= 64 else 1 if block_size <= 128 else 2]
-    assert block_size <= 64, f"float32 heads of {block_size} have no tiles; the op leaves them to its reference"
-    return float32
+    if value.dtype == torch.float32:
+        return float32
+    return table[generation(value)][0 if block_size <= 64 else 1 if block_size <= 128 else 2]

@@ -21,6 +21,7 @@ from autopar.explain import indivisible
 from autopar.hardware.cluster import Cluster
 from autopar.inspect import diff, explain, print_program, summary, why
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
+from autopar.markers import save
 from autopar.mesh import Mesh
 from autopar.pattern import folded, pattern_of
 from autopar.plan import Plan
@@ -169,16 +170,13 @@ def test_passing_partial_sums_through_splits_no_work() -> None:
     assert "aten.sum" in {entry["op"] for entry in summary(compiled(one))["replicated"]}
 
 
-def test_saved_activations_are_what_the_backward_reads_each_storage_once() -> None:
+def test_saved_activations_are_what_is_marked_as_saved() -> None:
     one = program()
     emit = Emitter(one.graph, one.graph.output_node())
     wide = one.node("mm_default")
-    view = emit.call(aten.view.default, wide, [80])
-    backward = [emit.call(aten.neg.default, each) for each in (wide, view, one.placeholders[1])]
-    DIMS[view], SHARDING[view], PHASE[view] = (((8, 10),),), (Sharding((("dp",), ("tp",))),), "forward"
-    for node in backward:
-        PHASE[node] = "backward"
-    # [4, 5] float32 once for the value and its view; the parameter is not saved.
+    saved = emit.call(save, wide)
+    DIMS[saved], SHARDING[saved], PHASE[saved] = DIMS[wide], SHARDING[wide], "forward"
+    # [4, 5] float32 of [8@dp, 10@tp].
     assert summary(compiled(one))["memory"]["saved_activations"] == 80.0
 
 

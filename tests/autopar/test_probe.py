@@ -107,7 +107,9 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("function", "args", "want"), FOUND, ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else ""))
+@pytest.mark.parametrize(
+    ("function", "args", "want"), FOUND, ids=lambda value: getattr(value, "__name__", value if isinstance(value, str) else "")
+)
 def test_found(function: Callable[..., Any], args: tuple[Any, ...], want: str) -> None:
     assert found(function, *args) == want
 

@@ -100,6 +100,7 @@ def reference_of(graph: RandomGraph) -> Reference:
 
 def run_model(model: nn.Module, batch: dict[str, Tensor]) -> Values:
     loss = model(**batch)
+    assume(loss.requires_grad)
     names = [name for name, _ in model.named_parameters()]
     gradients = torch.autograd.grad(loss, [model.get_parameter(name) for name in names], allow_unused=True)
     found: Values = {("loss", "0"): loss.detach()}

@@ -52,17 +52,18 @@ def refusal(kind: type[Exception], call: Callable[[], Any]) -> str:
 # ---- dims and pins
 
 
-def test_a_dim_that_does_not_divide_is_split_otherwise_and_explained() -> None:
+def test_a_dim_that_does_not_divide_is_padded_and_split() -> None:
     module = parallel(9, example_inputs=batch())
     text = module.explain()
-    assert "up.weight [9, 6@tp]" in text, text
-    assert "dim 0: 9 = 3^2 does not divide by tp = 2" in text
+    assert "up.weight [10@tp, 6]" in text, text
     assert module.verify(**batch(), promote=True)
 
 
 def test_a_pin_that_does_not_divide_is_refused() -> None:
-    text = refusal(PlanError, lambda: parallel(9, example_inputs=batch(), pins={"up.weight": ("tp", None)}))
-    assert "'up.weight'" in text and "a dim of 9 does not divide over tp = 2" in text and "pin another dim, or drop the pin" in text
+    """Four ranks and a dim of six have a factor in common: the axis is broken in two, nothing is padded."""
+    pins = {"up.weight": ("tp", None)}
+    text = refusal(PlanError, lambda: parallel(6, mesh=virtual_mesh(dp=2, tp=4), example_inputs=batch(), pins=pins))
+    assert "'up.weight'" in text and "a dim of 6 does not divide over tp = 4" in text and "pin another dim, or drop the pin" in text
 
 
 def test_a_pin_to_an_axis_or_a_parameter_that_is_not_there_is_refused() -> None:

@@ -19,7 +19,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 @dataclass(frozen=True)
 class Case:
-    """One call of modules of `autopar/kernels/gpu`. float32's tiles are too small for the newest matrix instructions."""
+    """One call of modules of `autopar/kernels/gpu`. Tiles of float32 and of heads of 256 are too small for wgmma and tcgen05."""
 
     modules: tuple[ModuleType, ...]
     call: Callable[[], object]
@@ -107,7 +107,7 @@ def attention_cases() -> dict[str, Case]:
             backward = attention_backward.backward if masks.mask is None or masks.mask.dtype == torch.bool else every_gradient
             backward(out, query, key, key, out, log_sum_exp, masks)
 
-        return Case((attention, attention_backward), call, older_matrix_instructions=dtype == FP32)
+        return Case((attention, attention_backward), call, older_matrix_instructions=dtype == FP32 or size == 256)
 
     def every_gradient(*arguments: Any) -> None:
         attention_backward.backward(*arguments)

@@ -2,7 +2,7 @@
 
 What the kernels compile to is recorded per Triton version in baselines/, since versions differ. To record anew:
 
-    RECORD_KERNELS=1 .venv/bin/python -m pytest tests/kernels/compiled
+    RECORD_KERNELS=1 COMPILE_KERNELS=1 .venv/bin/python -m pytest tests/kernels/compiled
 """
 
 from __future__ import annotations
