@@ -27,6 +27,8 @@ from autopar.solver.tables import IS_NO_WAY, NO_WAY, Array, Tables
 _SWEEPS = 4
 # Ascent stands still once a look gains less than this share of what is missing.
 _PROGRESS = 0.02
+# The same at a price of a byte that is only passed through.
+_PROGRESS_IN_PASSING = 0.1
 # What the integer program gets where the user set no limit.
 _PATIENCE_SECONDS = 5.0
 # Prices of a byte that are tried, those of them that may bring nothing new, and what counts as the same cost.
@@ -86,7 +88,7 @@ class Hunt:
         is_proved = self.seconds < math.inf and self.seconds - self.lower <= self.tolerance * self.seconds
         return is_proved or time.perf_counter() > self.deadline
 
-    def _ascend(self) -> list[int] | None:
+    def _ascend(self, progress: float = _PROGRESS) -> list[int] | None:
         """Raise the bound until it meets an answer or stands still. The cheapest assignment seen at this price of a byte."""
         cheapest: tuple[float, list[int]] | None = None
         before = -math.inf
@@ -102,7 +104,7 @@ class Hunt:
                     cheapest = (priced, picks)
             assert cheapest is not None
             missing = cheapest[0] - bound
-            if missing <= self.tolerance * abs(bound) or bound - before <= _PROGRESS * missing < math.inf or self._is_done():
+            if missing <= self.tolerance * abs(bound) or bound - before <= progress * missing < math.inf or self._is_done():
                 return cheapest[1] if cheapest[0] < math.inf else None
             if before == bound or bound > IS_NO_WAY:
                 return None
@@ -142,7 +144,7 @@ class Hunt:
         num_stale = 0
         for _ in range(_MAX_PRICES):
             self._set_price(price)
-            found = self._ascend()
+            found = self._ascend(_PROGRESS_IN_PASSING)
             if found is None or self._is_done() or price > _HIGHEST_PRICE * self.lower / self.tables.capacity_bytes:
                 break
             if self.tables.num_bytes(found) <= self.tables.capacity_bytes:

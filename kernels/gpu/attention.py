@@ -124,7 +124,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Te
     out = query.new_empty((batch, length, heads, value_size)).transpose(1, 2)
     log_sum_exp = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
     mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
-    tiles = forward_tiles(query, max(block_of(size), block_of(value_size)), masks.is_crowded(size, value_size))
+    tiles = forward_tiles(query, max(block_of(size), block_of(value_size)), masks.crowding(size, value_size))
     launch(
         attention_forward, (triton.cdiv(length, tiles.queries), batch * heads),
         query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, out, log_sum_exp,

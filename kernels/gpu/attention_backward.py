@@ -225,11 +225,11 @@ def backward(
     grad_query, grad_key, grad_value = (
         item.new_empty((item.shape[0], item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
     )
-    block_size, is_crowded = max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), masks.is_crowded(query.shape[-1], value.shape[-1])
-    tiles = keys_tiles(query, block_size, is_crowded)
+    block_size, crowding = max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), masks.crowding(query.shape[-1], value.shape[-1])
+    tiles = keys_tiles(query, block_size, crowding)
     grid = (triton.cdiv(key.shape[2], tiles.keys), key.shape[0] * key.shape[1])
     launch(for_keys, grid, *tensors, grad_key, grad_value, *numbers, **constants, **_options(tiles))
-    tiles = queries_tiles(query, block_size, is_crowded)
+    tiles = queries_tiles(query, block_size, crowding)
     grid = (triton.cdiv(query.shape[2], tiles.queries), query.shape[0] * query.shape[1])
     launch(for_queries, grid, *tensors, grad_query, *numbers, **constants, **_options(tiles))
     return grad_query, grad_key, grad_value
@@ -242,7 +242,7 @@ def mask_gradient(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, o
     batch, heads, length, _ = query.shape
     own_batch, own_heads = ((1,) * (4 - masks.mask.dim()) + masks.mask.shape)[:2]
     result = query.new_empty((own_batch, own_heads, length, key.shape[2]), dtype=torch.float32)
-    tiles = queries_tiles(query, max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), is_crowded=True)
+    tiles = queries_tiles(query, max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), crowding=1)
     grid = (triton.cdiv(length, tiles.queries), triton.cdiv(key.shape[2], tiles.keys), own_batch * own_heads)
     shared = (batch // own_batch, heads // own_heads, own_heads)
     launch(for_mask, grid, *tensors, result, *numbers, *shared, **constants, **_options(tiles))

@@ -85,10 +85,12 @@ class Masks:
     def kind(self) -> int:
         return NO_MASK if self.mask is None else BOOL_MASK if self.mask.dtype == torch.bool else ADDED_MASK
 
-    def is_crowded(self, *sizes: int) -> bool:
-        """Whether a tile takes more registers than causality does: for masks, or for heads whose `sizes` do not fill it."""
+    def crowding(self, *sizes: int) -> int:
+        """What else takes registers of a tile: 0 nothing, 1 a mask or heads whose `sizes` do not fill the tile, 2 two masks."""
+        if self.mask is not None and self.keep is not None:
+            return 2
         masked = self.mask is not None or self.keep is not None or self.window > 0 or self.soft_cap > 0.0
-        return masked or any(size != block_of(size) for size in sizes)
+        return int(masked or any(size != block_of(size) for size in sizes))
 
     def flags(self) -> dict[str, bool | int]:
         return {

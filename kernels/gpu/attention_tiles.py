@@ -56,26 +56,22 @@ def generation(value: Tensor) -> str:
     return {9: "hopper", 10: "blackwell"}.get(major, "ampere")
 
 
-def forward_tiles(value: Tensor, block_size: int, is_crowded: bool) -> Tiles:
-    """Of the forward. `is_crowded` where a tile also holds a mask or what else takes registers: it walks in steps half as wide."""
+def forward_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
+    """Of the forward. `crowding` counts what else takes registers of a tile, 0 to 2 (`Masks.crowding`): it walks in smaller steps."""
     tiles = _entry(value, block_size, FORWARD, FLOAT32_FORWARD)
-    return _fewer_keys(tiles) if is_crowded else tiles
+    return replace(tiles, keys=max(tiles.keys >> min(crowding, 1), 16))
 
 
-def keys_tiles(value: Tensor, block_size: int, is_crowded: bool) -> Tiles:
+def keys_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
     """Of `for_keys`, which walks over queries."""
     tiles = _entry(value, block_size, KEYS, FLOAT32_KEYS)
-    return replace(tiles, queries=max(tiles.queries // 2, 16), num_stages=1) if is_crowded else tiles
+    return replace(tiles, queries=max(tiles.queries >> crowding, 16))
 
 
-def queries_tiles(value: Tensor, block_size: int, is_crowded: bool) -> Tiles:
+def queries_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
     """Of `for_queries` and `for_mask`."""
     tiles = _entry(value, block_size, QUERIES, FLOAT32_QUERIES)
-    return _fewer_keys(tiles) if is_crowded else tiles
-
-
-def _fewer_keys(tiles: Tiles) -> Tiles:
-    return replace(tiles, keys=max(tiles.keys // 2, 16))
+    return replace(tiles, keys=max(tiles.keys >> min(crowding, 1), 16))
 
 
 def _entry(value: Tensor, block_size: int, table: dict[str, Row], float32: Tiles) -> Tiles:
