@@ -40,11 +40,6 @@ class ResolvedPins:
     outputs: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
 
 
-def plan_of(pins: Pins | Plan, program: Program) -> Plan:
-    """The parameters of `resolve`."""
-    return resolve(pins, program).plan
-
-
 def resolve(pins: Pins | Plan, program: Program) -> ResolvedPins:
     """`pins` on `program`, which has atoms and `pinned` nodes; a plan is taken for its parameters' pins.
 

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from autopar.hardware.cluster import Cluster
 
 _DIGITS = 3
-_YAML_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
 def yaml_of(cluster: Cluster) -> str:

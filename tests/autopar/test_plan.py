@@ -19,7 +19,7 @@ from autopar.emit import Emitter
 from autopar.errors import PlanError
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.mesh import Mesh
-from autopar.pins import plan_of
+from autopar.pins import resolve
 from autopar.plan import Plan, PlannedInput, fingerprint, node_keys
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.sharding import Dims, Sharding, Strategy
@@ -194,16 +194,16 @@ def test_refuses_text_that_is_no_plan(text: str, expected: str) -> None:
 
 
 def test_pins_by_pattern() -> None:
-    assert str(plan_of({"*.weight": ("tp", None)}, program()).parameters["h.0.fc.weight"]) == "[16@tp, (3, 2)]"
+    assert str(resolve({"*.weight": ("tp", None)}, program()).plan.parameters["h.0.fc.weight"]) == "[16@tp, (3, 2)]"
     # The first atom that divides: 3 does not.
-    assert str(plan_of({"*": (None, "tp")}, program()).parameters["h.0.fc.weight"]) == "[16, (3, 2@tp)]"
-    assert str(plan_of({"*": ("tp", None), "h.0.fc.weight": ()}, program()).parameters["h.0.fc.weight"]) == "[16, (3, 2)]"
-    assert str(plan_of({"*": (("dp", "tp"), None)}, program()).parameters["h.0.fc.weight"]) == "[16@dp·tp, (3, 2)]"
+    assert str(resolve({"*": (None, "tp")}, program()).plan.parameters["h.0.fc.weight"]) == "[16, (3, 2@tp)]"
+    assert str(resolve({"*": ("tp", None), "h.0.fc.weight": ()}, program()).plan.parameters["h.0.fc.weight"]) == "[16, (3, 2)]"
+    assert str(resolve({"*": (("dp", "tp"), None)}, program()).plan.parameters["h.0.fc.weight"]) == "[16@dp·tp, (3, 2)]"
 
 
 def test_pins_on_a_refined_axis_use_its_parts() -> None:
     mesh = Mesh((("dp", 2), ("tp.0", 2), ("tp.1", 3)))
-    assert str(plan_of({"*": (None, "tp")}, program(mesh=mesh)).parameters["h.0.fc.weight"]) == "[16, (3@tp.1, 2@tp.0)]"
+    assert str(resolve({"*": (None, "tp")}, program(mesh=mesh)).plan.parameters["h.0.fc.weight"]) == "[16, (3@tp.1, 2@tp.0)]"
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_pins_on_a_refined_axis_use_its_parts() -> None:
 )
 def test_refuses_pins(pins: dict[str, tuple[str | None, ...]], expected: str) -> None:
     with pytest.raises(PlanError, match=expected):
-        plan_of(pins, program())
+        resolve(pins, program()).plan
 
 
 def test_a_plan_serves_as_pins() -> None:
     plan = Plan.of(program(), Reasons({"h.0.fc.weight": "row", "other": "no parameter"}))
-    assert plan_of(plan, program()) == plan.pins()
+    assert resolve(plan, program()).plan == plan.pins()
     assert plan.pins().reasons == {"h.0.fc.weight": "row"}
