@@ -218,7 +218,7 @@ def test_pins_on_a_refined_axis_use_its_parts() -> None:
 )
 def test_refuses_pins(pins: dict[str, tuple[str | None, ...]], expected: str) -> None:
     with pytest.raises(PlanError, match=expected):
-        resolve(pins, program()).plan
+        resolve(pins, program())
 
 
 def test_a_plan_serves_as_pins() -> None:
