@@ -47,7 +47,15 @@ def test_the_child_computes_and_the_parent_is_not_changed() -> None:
     assert not values.any() and torch.equal(state, torch.get_rng_state())
 
 
-def test_no_child_is_left() -> None:
+def test_no_child_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    children: list[int] = []
+    fork = os.fork
+
+    def recorded() -> int:
+        children.append(fork())
+        return children[-1]
+
+    monkeypatch.setattr(os, "fork", recorded)
     isolated(raising, 30)
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+        os.waitpid(children[0], os.WNOHANG)
