@@ -73,5 +73,5 @@ def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh
 
 def check_compiled(compiled: Compiled) -> None:
     """Raise `ScheduleError` when the ranks of a compiled program could not run its schedule to the end."""
-    mesh = compiled.local.mesh
-    check_schedules([compiled.schedule] * mesh.size, mesh)
+    mesh = compiled.local.mesh.ranks
+    check_schedules([compiled.schedule_of(rank) for rank in range(mesh.size)], mesh)

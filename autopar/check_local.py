@@ -17,7 +17,7 @@ from torch.fx import Node
 from autopar.check_sharding import describe_sharding
 from autopar.collectives import all_gather, all_reduce, is_launch, reduce_scatter, reshard, wait
 from autopar.keys import DIMS, ORIGIN, SHARDING
-from autopar.mesh import Mesh
+from autopar.mesh import MICROBATCHES, Mesh
 from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
 from autopar.reshard import steps
@@ -102,20 +102,24 @@ class _Comparison:
     def __init__(self, program: Program, origin: Program) -> None:
         self.program = program
         self.globals = {node.name: node for node in origin.graph.nodes}
-        self.locals = {ORIGIN[node]: node for node in program.graph.nodes if node in ORIGIN}
+        # Stages of a pipeline may each have a copy.
+        self.locals: dict[str, list[Node]] = {}
+        for node in program.graph.nodes:
+            if node in ORIGIN:
+                self.locals.setdefault(ORIGIN[node], []).append(node)
 
     def run(self) -> Iterator[Violation]:
         for name, node in self.globals.items():
             if node.target is reshard and node.users and name not in self.locals:
                 yield self._dropped(node)
-        for name, local in self.locals.items():
+        for name, copies in self.locals.items():
             node = self.globals.get(name)
             if node is None:
-                yield Violation(
-                    f"the node's origin {name!r} is not in the GLOBAL program", at(local), fix="name the GLOBAL node it is a part of"
-                )
+                what = f"the node's origin {name!r} is not in the GLOBAL program"
+                yield Violation(what, at(copies[0]), fix="name the GLOBAL node it is a part of")
             elif node.op == "call_function":
-                yield from self._origin(node, local)
+                for local in copies:
+                    yield from self._origin(node, local)
 
     def _dropped(self, node: Node) -> Violation:
         source = operands(node)[0]
@@ -142,7 +146,7 @@ class _Comparison:
     def _parts(self, node: Node) -> set[Node]:
         """The LOCAL nodes that hold `node`; a call that does nothing locally is what it reads."""
         if node.name in self.locals:
-            return {self.locals[node.name]}
+            return set(self.locals[node.name])
         return {part for operand in operands(node) for part in self._parts(operand)}
 
     def _tell(self, local: Node) -> str:
@@ -155,6 +159,8 @@ class _Comparison:
         for launch in launches:
             yield from _reduction(launch, unreduced)
         left, expected = set(unreduced), dict(SHARDING[node][0].unreduced)
+        if not launches and MICROBATCHES in left - set(expected):
+            left.remove(MICROBATCHES)  # each microbatch has taken its own estimate
         if left != set(expected):
             axes = ", ".join(sorted(left - set(expected)))
             what = f"a reduction was dropped: the value is still unreduced over {axes}" if axes else "a reduction too many"

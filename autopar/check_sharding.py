@@ -20,6 +20,7 @@ from autopar.collectives import reshard
 from autopar.freedom import Freedom
 from autopar.keys import BATCH, DIMS, SHARDING, STRATEGY
 from autopar.mesh import Mesh
+from autopar.microbatches import summed
 from autopar.printing import op_name
 from autopar.program import Program, operands
 from autopar.reshard import reachable
@@ -171,7 +172,7 @@ def _ends(program: Program) -> Iterator[Violation]:
     for item, node in program.named_outputs():
         if node not in SHARDING or node not in DIMS:
             continue
-        dims, got = DIMS[node][0], SHARDING[node][0]
+        dims, got = DIMS[node][0], summed(SHARDING[node][0])
         home = homes.get(("parameter" if item.kind == "gradient" else "buffer", item.name))
         if item.kind == "loss" and not got.is_replicated:
             yield Violation("the loss is not replicated", at(node), "[]", describe_sharding(got, dims), "reduce it before it leaves")

@@ -46,7 +46,7 @@ class Compiled:
     forward   FORWARD, after the forward passes
     program   GLOBAL, every node with its sharding
     local     LOCAL, one rank's program
-    schedule  what every rank executes
+    schedules what ranks execute, by their place on `pp`; one where there is none
     plan      `autopar.plan.Plan`: the decisions with their reasons
     steps     every pass that ran, in order
     search    the result of the sharding search; None where a plan fixed every decision
@@ -57,9 +57,28 @@ class Compiled:
     forward: Program
     program: Program
     local: Program
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
     plan: Any = None
     steps: tuple[Step, ...] = ()
     search: Any = None
     cost: Any = None
     decide_again: Callable[[Any], tuple[Program, Any]] | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the first rank executes: on a mesh without a pipeline, every rank."""
+        return self.schedules[0]
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether one call runs forward and backward, several microbatches or stages among them."""
+        return len(self.schedules) > 1 or self.local.mesh.num_microbatches > 1
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they would run the same program."""
+        return "".join(schedule.fingerprint for schedule in self.schedules)
+
+    def schedule_of(self, rank: int) -> Schedule:
+        mesh = self.local.mesh.ranks
+        return self.schedules[mesh.index(rank, mesh.parts("pp")) if len(self.schedules) > 1 else 0]

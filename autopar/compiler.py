@@ -23,6 +23,7 @@ from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
 from autopar.mesh import RESERVED_AXES, Mesh
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
+from autopar.passes.copy_to_stages import CopyToStages
 from autopar.passes.cut_fragments import cut_fragments
 from autopar.passes.decide_once import DecideOnce, FromFirst
 from autopar.passes.decompose_batch_norm import DecomposeBatchNorm
@@ -37,11 +38,16 @@ from autopar.passes.mark_pinned import MarkPinned
 from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.merge_equal_calls import MergeEqualCalls
 from autopar.passes.pad_atoms import PadAtoms
+from autopar.passes.place_stages import PlaceStages
 from autopar.passes.refine_mesh import RefineMesh
+from autopar.passes.separate_microbatches import SeparateMicrobatches
 from autopar.passes.trace_joint import TraceJoint
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.passes.views_of_chunks import ViewsOfChunks
 from autopar.passes.views_of_strides import ViewsOfStrides
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.order import default_number, pipeline_order
+from autopar.passes.write_schedules import pipeline_schedules
 from autopar.plan import Pins, Plan, PlannedInput
 from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
@@ -64,6 +70,8 @@ class Options:
     search_timeout: float | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     freedom: Freedom = Freedom()
+    num_microbatches: int | None = None
+    schedule: str | PipelineSchedule = "1f1b"
     device: str = "cpu"
     is_real: bool = False
 
@@ -83,6 +91,8 @@ def compile(
     outputs: str | None = None,
     search_timeout: float | None = None,
     timeout: float | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | PipelineSchedule | None = None,
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -101,6 +111,10 @@ def compile(
     outputs         "loss": the loss alone, where there is one (the default); "all": every tensor of the output
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
     timeout         seconds that a real rank waits for its peers
+    num_microbatches  how many slices every rank's share of the batch runs in, one after another; it must divide the share. By
+                    default 1, and with pp > 1 the largest divisor of the share up to 4 · pp
+    schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", or a
+                    `PipelineSchedule`
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
@@ -110,7 +124,7 @@ def compile(
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
     budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
-    options = replace(options, is_real=not isinstance(mesh, Mesh))
+    options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule or "1f1b")
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
         here = replace(
@@ -126,6 +140,7 @@ def compile(
         device_mesh=None if isinstance(mesh, Mesh) else mesh,
         batch_dims=batch_dims,
         timeout=timeout,
+        num_microbatches=num_microbatches,
     )
     if isinstance(example_inputs, Mapping):
         parallel.prepare((), dict(example_inputs))
@@ -139,9 +154,13 @@ def compile(
 
 
 def default_passes(
-    options: Options, training: bool, placements: Mapping[str, Placement] | None = None, from_first: FromFirst | None = None
+    options: Options,
+    training: bool,
+    placements: Mapping[str, Placement] | None = None,
+    from_first: FromFirst | None = None,
+    num_stages: int = 0,
 ) -> tuple[Pass | DecidingPass, ...]:
-    """The passes in order, each with the reason for its place."""
+    """The passes in order, each with the reason for its place. `num_stages` is 0 where one microbatch runs through one stage."""
     choose = ChooseShardings(
         options.cluster,
         plan=options.plan,
@@ -170,8 +189,10 @@ def default_passes(
         RefineMesh(),  # needs atoms; the search needs the final axes
         choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
+        *((PlaceStages(num_stages),) if num_stages else ()),  # needs shardings: what a stage costs follows from them
         # LOCAL
         Lower(),
+        *((SeparateMicrobatches(), CopyToStages()) if num_stages else ()),  # needs local shapes, and collectives as nodes
     )
 
 
@@ -193,22 +214,29 @@ def compile_call(
     """The compiler: from a model and inputs of global shape to the schedule that every rank runs."""
     inputs = CallInputs.of(args, kwargs)
     args, kwargs = inputs.call()
+    dims = batch_dims_of(inputs, options.batch_dims)
     if placements:
         mesh = next(iter(placements.values())).mesh
+    batch_sizes = [tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims]
+    number = options.num_microbatches or default_number(mesh, batch_sizes)
+    mesh = mesh.with_microbatches(number)
+    order = pipeline_order(options.schedule, mesh) if mesh.size_of(mesh.parts("pp")) * number > 1 else None
     history = History()
     observers = (Checker(), Log(), history)
     start = time.perf_counter()
-    forward = capture(model, args, kwargs, mesh, options.outputs, batch_dims_of(inputs, options.batch_dims))
+    forward = capture(model, args, kwargs, mesh, options.outputs, dims)
     forward = replace(forward, freedom=options.freedom)
     seconds = time.perf_counter() - start
-    local = run_passes(forward, default_passes(options, torch.is_grad_enabled(), placements, from_first), observers, seconds)
-    schedule = cut_fragments(local, options.device)
-    decision, program = history.decision(ChooseShardings.name), history.program(InsertReshards)
+    num_stages = order.num_stages if order is not None else 0
+    passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, num_stages)
+    last = run_passes(forward, passes, observers, seconds)
+    schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
+    decision, program, local = history.decision(ChooseShardings.name), history.program(InsertReshards), history.program(Lower)
     compiled = Compiled(
         forward=history.program(KeyRandom),
         program=program,
         local=local,
-        schedule=schedule,
+        schedules=schedules,
         plan=Plan.of(program, decision),
         steps=tuple(history.steps),
         search=decision,
@@ -232,10 +260,10 @@ def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:
     unknown = [name for name in logical.names if name not in RESERVED_AXES]
     if unknown:
         raise MeshError(f"unknown mesh axis {unknown[0]!r}; known axes are {', '.join(RESERVED_AXES)}")
-    later = [name for name in logical.names if name not in ("dp", "tp") and logical.size_of([name]) > 1]
+    later = [name for name in logical.names if name not in ("pp", "dp", "tp") and logical.size_of([name]) > 1]
     if later:
         raise MeshError(
-            f"axis {later[0]!r} has {logical.size_of(later[:1])} ranks, but only dp and tp are split so far; use a mesh of dp and tp"
+            f"axis {later[0]!r} has {logical.size_of(later[:1])} ranks, but only pp, dp and tp are split so far; use a mesh of these"
         )
     if not isinstance(mesh, Mesh):
         world = torch.distributed.get_world_size()

@@ -24,7 +24,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.hardware.links import Transfer, bytes_sent, transfer_seconds
 from autopar.keys import DIMS
 from autopar.memory import OptimizerKind
-from autopar.mesh import Mesh
+from autopar.mesh import MICROBATCHES, Mesh
 from autopar.program import operands, results_of
 from autopar.reshard import Step, moves, reachable
 from autopar.rule import rule_of
@@ -38,6 +38,9 @@ _VIEWS = frozenset(
 UPDATE_PASSES = 7
 # A frozen parameter is only kept; so much of a read makes splitting it worth while, and nothing else.
 KEEP_PASSES = 1
+# What mixes microbatches is no collective but another meaning of the program (each microbatch for itself): as dear as it takes
+# to be the last resort.
+MIXING_SECONDS = 1.0
 # The share of its traffic that a view is charged: it breaks ties towards small local values, which are what stays saved.
 _VIEW_SHARE = 1e-3
 
@@ -69,7 +72,7 @@ class CostModel:
         # Strategies of a thousand nodes ask for the same few hundred collectives.
         self._collective_seconds = cache(lambda *transfer: self.collective(*transfer).seconds)
         self._shards: dict[Sharding, int] = {}
-        self._route = cache(partial(cluster.route, mesh))
+        self._route = cache(partial(cluster.route, mesh.ranks))
 
     def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
         return flops / self.cluster.device.flops_per_second(dtype)
@@ -127,8 +130,11 @@ class CostModel:
             return Cost(0.0)
         return self.collective(step.collective, step.axes, step.num_input * itemsize, step.num_output * itemsize)
 
-    def reshard(self, num_bytes: float, source: Sharding, target: Sharding) -> float:
-        """Seconds of a change of sharding of a value of `num_bytes` in all: the sum of its steps, infinite where there is no way."""
+    def reshard(self, num_bytes: float, source: Sharding, target: Sharding, known_ahead: bool = False) -> float:
+        """Seconds of a change of sharding of a value of `num_bytes` in all: the sum of its steps, infinite where there is no way.
+
+        A value that is `known_ahead` of the microbatches is reduced over them once, for nothing.
+        """
         if not reachable(source, target):
             return math.inf
         total = 0.0
@@ -137,7 +143,10 @@ class CostModel:
             size = self.mesh.size_of(move.axes)
             there = {"all_gather": here * size, "slice": here / size, "reduce_scatter": here / size}.get(move.collective, here)
             if move.collective != "slice":
-                total += self._collective_seconds(move.collective, move.axes, here, there)
+                axes = tuple(axis for axis in move.axes if axis != MICROBATCHES)
+                is_mixing = len(axes) < len(move.axes) and not (known_ahead and move.collective == "all_reduce")
+                total += MIXING_SECONDS * is_mixing
+                total += self._collective_seconds(move.collective, axes, here, there) if axes else 0.0
             here = there
         return total
 

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
-from autopar.keys import PHASE, SOURCE, Source
+from autopar.keys import PHASE, SOURCE, STAGE, Source
 
 _TRACE_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr")
 
@@ -44,13 +44,15 @@ class Emitter:
 
 
 def copy_origin(source: Node, target: Node) -> None:
-    """Give `target`, which stands for (a part of) `source`, its phase, source and trace records."""
+    """Give `target`, which stands for (a part of) `source`, its phase, stage, source and trace records."""
     for record in _TRACE_RECORDS:
         if record in source.meta:
             target.meta[record] = source.meta[record]
     SOURCE[target] = SOURCE.get(source) or Source()
     if (phase := PHASE.get(source)) is not None:
         PHASE[target] = phase
+    if (stage := STAGE.get(source)) is not None:
+        STAGE[target] = stage
 
 
 def tensor_of(node: Node) -> torch.Tensor:

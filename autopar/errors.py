@@ -33,3 +33,7 @@ class CheckError(AutoparError):
 
 class ScheduleError(AutoparError):
     """A schedule cannot run: a deadlock, an unmatched collective, a buffer misused."""
+
+
+class PeerError(AutoparError, RuntimeError):
+    """A rank that this one waited for is gone or late; names this rank, the instruction and the other ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.mesh import parent
+from autopar.mesh import MICROBATCHES, parent
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Freedom:
              their use, gradients are reduced to parts (fully sharded data parallelism). Otherwise each of their
              ranks holds parameters whole.
 
-    All other axes split anything but the batch. A sub-axis (`tp.0`) is as free as its axis.
+    All other axes split anything but the batch. A sub-axis (`tp.0`) is as free as its axis. Microbatches split the batch
+    and nothing else, always.
     """
 
     batch: tuple[str, ...] = ("dp",)
@@ -25,7 +26,11 @@ class Freedom:
     stored: bool = False
 
     def is_batch(self, axis: str) -> bool:
-        return parent(axis) in self.batch
+        return parent(axis) in self.batch or axis == MICROBATCHES
+
+    def is_stored(self, axis: str) -> bool:
+        """Whether `axis`, which splits the batch, may split what has none."""
+        return self.stored and axis != MICROBATCHES
 
     def is_free(self, axis: str) -> bool:
         return parent(axis) in self.free

@@ -57,5 +57,7 @@ DIMS: Key[tuple[Dims, ...]] = Key("dims")
 BATCH: Key[tuple[tuple[int, ...], ...]] = Key("batch")
 STRATEGY: Key[Strategy] = Key("strategy")
 SHARDING: Key[tuple[Sharding, ...]] = Key("sharding")
+# The stage of the pipeline that computes the node; without it, every stage that reads the node computes it for itself.
+STAGE: Key[int] = Key("stage")
 # LOCAL form only: the name of the GLOBAL node whose value this one holds a part of.
 ORIGIN: Key[str] = Key("origin")

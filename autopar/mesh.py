@@ -14,6 +14,8 @@ from typing import Any
 from autopar.errors import MeshError
 
 RESERVED_AXES = ("pp", "dp", "cp", "ep", "tp")
+# The axis in time: microbatches, one after another on the same ranks. It is the last of a mesh, and no user's axis.
+MICROBATCHES = "mb"
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,28 @@ class Mesh:
             else:
                 refined.append((name, size))
         return Mesh(tuple(refined))
+
+    @property
+    def num_microbatches(self) -> int:
+        return dict(self.axes).get(MICROBATCHES, 1)
+
+    def with_microbatches(self, number: int) -> Mesh:
+        """Every rank `number` times over, once for each microbatch: microbatch j of rank r is `r * number + j` here."""
+        return Mesh((*self.ranks.axes, (MICROBATCHES, number))) if number > 1 else self.ranks
+
+    @property
+    def ranks(self) -> Mesh:
+        """The mesh without the axis in time."""
+        return self.without(MICROBATCHES)
+
+    def without(self, *axes: str) -> Mesh:
+        """The mesh of those that differ on the other axes."""
+        return Mesh(tuple(axis for axis in self.axes if axis[0] not in axes))
+
+    def project(self, rank: int, smaller: Mesh) -> int:
+        """Where `rank` stands on a mesh that lacks some of the axes."""
+        at = self.coordinates(rank)
+        return smaller.rank_at({name: at[name] for name in smaller.names})
 
     def parts(self, axis: str) -> tuple[str, ...]:
         """The sub-axes of `axis` on this mesh, or `axis` itself; empty when it is absent."""

@@ -7,7 +7,7 @@ the same agree to 1e-7 only. Promoted, the very same graph differs by rounding o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -58,9 +58,13 @@ def promote(program: Program) -> Program:
     return replace(program, signature=signature, constants=constants)
 
 
-def promote_schedule(schedule: Schedule) -> Schedule:
-    """`schedule` with every fragment promoted; the instructions are the same."""
-    fragments = {name: replace(fragment, module=_promoted_module(fragment)) for name, fragment in schedule.fragments.items()}
+def promote_schedules(schedules: Sequence[Schedule]) -> tuple[Schedule, ...]:
+    """The schedules of one compile, which share their fragments, with every fragment promoted; the instructions are the same."""
+    fragments = {name: replace(fragment, module=_promoted_module(fragment)) for name, fragment in schedules[0].fragments.items()}
+    return tuple(_promoted_schedule(schedule, fragments) for schedule in schedules)
+
+
+def _promoted_schedule(schedule: Schedule, fragments: dict[str, Fragment]) -> Schedule:
     signature = replace(
         schedule.signature,
         inputs=tuple(_promoted_item(item) for item in schedule.signature.inputs),
@@ -77,7 +81,7 @@ def promote_compiled(compiled: Compiled) -> Compiled:
         forward=promote(compiled.forward),
         program=promote(compiled.program),
         local=promote(compiled.local),
-        schedule=promote_schedule(compiled.schedule),
+        schedules=promote_schedules(compiled.schedules),
     )
 
 

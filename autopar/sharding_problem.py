@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -18,6 +18,7 @@ from autopar.keys import BATCH, DIMS, PHASE
 from autopar.markers import pinned, save
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, parent
+from autopar.microbatches import known_ahead, summed_later
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
 from autopar.sharding import Dims, Sharding, Strategy
@@ -100,13 +101,15 @@ class _Builder:
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
-    _bytes: dict[ValueIndex, float] = field(default_factory=dict[ValueIndex, float])
+    _moved: dict[ValueIndex, tuple[float, bool]] = field(default_factory=dict[ValueIndex, tuple[float, bool]])
+    _ahead: frozenset[Node] = frozenset()
     _inputs: dict[Hashable, tuple[Candidate, ...]] = field(default_factory=dict)
     _priced: dict[Hashable, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
 
     def build(self) -> None:
         calls = [node for node in self.program.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
         self._of_index = [*self.program.placeholders, *calls]
+        self._ahead = known_ahead(self.program) if self.program.mesh.num_microbatches > 1 else frozenset()
         self.index = {node.name: number for number, node in enumerate(self._of_index)}
         homes = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
         left: dict[Node, Node] = {}
@@ -131,15 +134,17 @@ class _Builder:
 
     def price(self, value: ValueIndex, source: State, target: State) -> float:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
-        return self.cost.reshard(self.price_class(value), source, target)
+        num_bytes, is_ahead = self.price_class(value)
+        return self.cost.reshard(num_bytes, source, target, is_ahead)
 
-    def price_class(self, value: ValueIndex) -> float:
-        """The bytes of a value: what it costs to move it depends on nothing else."""
-        if value not in self._bytes:
-            tensor = results_of(self._of_index[value[0]])[value[1]]
+    def price_class(self, value: ValueIndex) -> tuple[float, bool]:
+        """The bytes of a value, and whether it is known ahead of the microbatches: what it costs to move it depends on nothing else."""
+        if value not in self._moved:
+            node = self._of_index[value[0]]
+            tensor = results_of(node)[value[1]]
             assert tensor is not None
-            self._bytes[value] = float(tensor.numel() * tensor.dtype.itemsize)
-        return self._bytes[value]
+            self._moved[value] = float(tensor.numel() * tensor.dtype.itemsize), node in self._ahead
+        return self._moved[value]
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
         """`left` is the result that must be left where this input lies."""
@@ -149,10 +154,23 @@ class _Builder:
         reads = () if left is None else (self.value_of(left),)
         kind = ("input", item.kind, dims, item.dtype, item.requires_grad)
         if (kind, strategies) not in self._inputs:
-            self._inputs[kind, strategies] = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
+            candidates = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
+            self._inputs[kind, strategies] = candidates
+        candidates = self._inputs[kind, strategies]
+        if reads:
+            strategies, candidates = self._or_summed_later(strategies, candidates)
         phase = "backward" if item.kind == "parameter" else "forward"
-        self.nodes.append(Choice(node.name, reads, self._inputs[kind, strategies], kind, phase=phase))
+        self.nodes.append(Choice(node.name, reads, candidates, kind, phase=phase))
         self.strategies.append(strategies)
+
+    def _or_summed_later(
+        self, strategies: tuple[Strategy, ...], candidates: tuple[Candidate, ...]
+    ) -> tuple[tuple[Strategy, ...], tuple[Candidate, ...]]:
+        """Those and, over several microbatches, the same with what is read still to be summed over them."""
+        if self.program.mesh.num_microbatches == 1:
+            return strategies, candidates
+        later = tuple(replace(each, operands=tuple(map(summed_later, each.operands))) for each in candidates)  # type: ignore[arg-type]
+        return strategies * 2, candidates + later
 
     def _input_candidate(self, item: Input, dims: Dims, strategy: Strategy, num_reads: int) -> Candidate:
         sharding = strategy.results[0]
@@ -193,8 +211,9 @@ class _Builder:
         target = required_sharding(output, node, self.program)
         kind = ("result", output.kind, DIMS[node][0])
         phase = PHASE.get(node) or "forward"
-        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), (Candidate((target,), (), 0.0),), kind, phase=phase))
-        self.strategies.append((Strategy((target,), ()),))
+        strategies, candidates = self._or_summed_later((Strategy((target,), ()),), (Candidate((target,), (), 0.0),))
+        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), candidates, kind, phase=phase))
+        self.strategies.append(strategies)
 
 
 def required_sharding(output: Output, node: Node, program: Program) -> Sharding:

@@ -201,7 +201,7 @@ def _choices(space: Space, axis: str, size: int, freedom: Freedom, used: dict[Fa
     if batch:
         # Atoms of one dim are split from the major one on, so that each rank's share stays contiguous.
         return [batch[0]]
-    return [None, *(others if freedom.stored else ()), *space.linear]
+    return [None, *(others if freedom.is_stored(axis) else ()), *space.linear]
 
 
 def build(space: Space, choices: Sequence[tuple[str, Choice]], mesh: Mesh) -> Strategy:

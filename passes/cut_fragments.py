@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.keys import PHASE, SOURCE
 from autopar.program import Form, Program, results_of
-from autopar.schedule import Collective, Fragment, Free, Instruction, Launch, Pause, Run, Schedule, Wait
+from autopar.schedule import Add, Collective, Fragment, Free, Instruction, Launch, Pause, Receive, Run, Schedule, Send, Wait
 
 _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
@@ -34,12 +35,14 @@ def cut_fragments(program: Program, device: str = "cpu") -> Schedule:
     `device` is the type of device that fragments create tensors on ("cuda": the current one).
     """
     assert program.form is Form.LOCAL
-    cutter = _Cutter(program, torch.device(device))
+    cutter = FragmentCutter(program, torch.device(device))
     return cutter.schedule()
 
 
 @dataclass
-class _Cutter:
+class FragmentCutter:
+    """Cuts sections of one LOCAL program into instructions; equal fragments of all sections are one."""
+
     program: Program
     device: torch.device
     instructions: list[Instruction] = field(default_factory=list[Instruction])
@@ -65,9 +68,19 @@ class _Cutter:
         for node in program.results:
             self.complete(node)
         names = tuple(node.name for node in program.placeholders)
-        outputs = tuple(_buffer(node) for node in program.results)
-        instructions = _with_frees(self.instructions, set(names) | set(outputs))
-        return Schedule(instructions, self.fragments, names, outputs, program.signature, _shapes(program))
+        outputs = tuple(buffer_of(node) for node in program.results)
+        instructions = with_frees(self.instructions, set(names) | set(outputs))
+        return Schedule(instructions, self.fragments, names, outputs, program.signature, shapes_of(program))
+
+    def section(self, nodes: Sequence[Node]) -> tuple[Instruction, ...]:
+        """The instructions that compute `nodes`, given in the order of the graph; what they launch is complete at the end."""
+        self.instructions, self.block = [], ""
+        for node in nodes:
+            self.visit(node)
+        self.cut()
+        self.instructions += [Wait(launch.name) for launch in nodes if launch in self.waiting]
+        self.waiting.clear()
+        return tuple(self.instructions)
 
     def visit(self, node: Node) -> None:
         if node.target is wait or node.target is operator.getitem:
@@ -124,7 +137,7 @@ class _Cutter:
         name = self.by_structure[structure]
         fragment = self.fragments[name]
         self.fragments[name] = Fragment(name, fragment.module, fragment.num_uses + 1)
-        return Run(name, tuple(_buffer(node) for node in inputs), tuple(node.name for node in outputs))
+        return Run(name, tuple(buffer_of(node) for node in inputs), tuple(node.name for node in outputs))
 
 
 def _block(node: Node) -> str:
@@ -138,7 +151,7 @@ def _is_tuple(node: Node) -> bool:
     return isinstance(node.meta["val"], (tuple, list))
 
 
-def _buffer(node: Node) -> str:
+def buffer_of(node: Node) -> str:
     """A waited value and its launch are one buffer."""
     return node.args[0].name if node.target is wait else node.name  # type: ignore[union-attr]
 
@@ -148,7 +161,7 @@ def _launch(node: Node) -> Launch:
     assert isinstance(operand, Node)
     kind = node.args[2] if node.target in (all_reduce, reduce_scatter) else "copy"
     names: dict[object, Collective] = {all_reduce: "all_reduce", all_gather: "all_gather", reduce_scatter: "reduce_scatter"}
-    return Launch(names.get(node.target, "all_to_all"), kind, axes, _buffer(operand), node.name)  # type: ignore[arg-type]
+    return Launch(names.get(node.target, "all_to_all"), kind, axes, buffer_of(operand), node.name)  # type: ignore[arg-type]
 
 
 def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> str:
@@ -187,7 +200,7 @@ def _creates(node: Node) -> bool:
     )
 
 
-def _shapes(program: Program) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def shapes_of(program: Program) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     shapes = {}
     for node in program.graph.nodes:
         value = node.meta.get("val")
@@ -196,20 +209,21 @@ def _shapes(program: Program) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     return shapes
 
 
-def _with_frees(instructions: list[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
+def with_frees(instructions: list[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
     """Free every intermediate buffer right after the last instruction that reads it (or makes it, if none does).
 
-    The operand of a collective is in use until its WAIT.
+    The operand of a collective is in use until its WAIT, and so is what is sent.
     """
     last: dict[str, int] = {}
-    operand: dict[str, str] = {}
+    under_way: dict[str, tuple[str, ...]] = {}
     for position, instruction in enumerate(instructions):
         if isinstance(instruction, Launch):
-            operand[instruction.target] = instruction.source
-        for name in _touched(instruction):
+            under_way[instruction.target] = (instruction.source, instruction.target)
+        elif isinstance(instruction, (Send, Receive)):
+            under_way[instruction.transfer] = instruction.buffers
+        names = under_way[instruction.target] if isinstance(instruction, Wait) else touched(instruction)
+        for name in names:
             last[name] = position
-        if isinstance(instruction, Wait):
-            last[operand[instruction.target]] = position
     ends: dict[int, list[str]] = {}
     for name, position in last.items():
         if name not in kept:
@@ -222,9 +236,13 @@ def _with_frees(instructions: list[Instruction], kept: set[str]) -> tuple[Instru
     return tuple(result)
 
 
-def _touched(instruction: Instruction) -> tuple[str, ...]:
+def touched(instruction: Instruction) -> tuple[str, ...]:
     if isinstance(instruction, Run):
         return instruction.inputs + instruction.outputs
     if isinstance(instruction, Launch):
         return (instruction.source, instruction.target)
-    return (instruction.target,) if isinstance(instruction, Wait) else ()
+    if isinstance(instruction, (Send, Receive)):
+        return instruction.buffers
+    if isinstance(instruction, Add):
+        return (instruction.source, instruction.target)
+    return ()

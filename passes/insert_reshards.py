@@ -11,6 +11,7 @@ from autopar.atoms import operand_result
 from autopar.collectives import reshard
 from autopar.emit import copy_origin
 from autopar.keys import BATCH, DIMS, PHASE, SHARDING, STRATEGY, Phase
+from autopar.microbatches import is_summed_later, summed, summed_later
 from autopar.program import Program, operands
 from autopar.reshard import is_slice
 from autopar.sharding import Sharding
@@ -86,6 +87,14 @@ def _fitted(
     if (value, target, phase) not in made:
         origin = origins(here, wanted[value, phase], is_slice)[target]
         source = _fitted(program, value, origin, user, made, wanted)
+        over_time = summed(SHARDING[source][0])
+        if over_time != SHARDING[source][0] and summed(target) == target:
+            # Apart from all else: no collective joins microbatches.
+            if (value, over_time, phase) not in made:
+                made[value, over_time, phase] = _emit(program, source, over_time, user)
+            source = made[value, over_time, phase]
+        if SHARDING[source][0] == target:
+            return source
         made[value, target, phase] = _emit(program, source, target, user)
     return made[value, target, phase]
 
@@ -115,5 +124,7 @@ def _with_signature(program: Program) -> Program:
     for output, node in program.named_outputs():
         home = nodes.get((HOMES.get(output.kind), output.name))  # type: ignore[call-overload]
         sharding = SHARDING[home][0] if home is not None else required_sharding(output, node, program)
+        if is_summed_later(SHARDING[node][0]):
+            sharding = summed_later(sharding)
         outputs.append(replace(output, dims=DIMS[node][0], sharding=sharding))
     return replace(program, signature=replace(program.signature, inputs=inputs, outputs=tuple(outputs)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,16 +11,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
+from autopar.mesh import MICROBATCHES
+from autopar.microbatches import summed
 from autopar.program import Input, Output
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.interpreter import RankState, execute
 from autopar.runtime.transport import Transport
-from autopar.runtime.world import Parts, World
-from autopar.schedule import Pause
+from autopar.runtime.world import Held, Parts, World, local_of
+from autopar.schedule import Schedule, microbatch_of
 
 
 class Call:
-    """Runs `compiled.schedule` up to PAUSE (`forward`) and to its end (`backward`), once each.
+    """Runs the schedules of this process's ranks up to PAUSE (`forward`) and to their end (`backward`), once each.
+
+    A pipelined program has no PAUSE: `forward` runs it all, and `backward` scales the gradients that are there.
 
     tensors  parameters and buffers of the model by name
     batch    the leaves of the call by flat index
@@ -37,16 +42,18 @@ class Call:
         key: int,
         device: torch.device,
     ) -> None:
-        self.schedule, self.mesh, self.constants = compiled.schedule, compiled.local.mesh, compiled.local.constants
-        self.signature = compiled.schedule.signature
+        self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
+        self.signature = compiled.local.signature
+        self.is_pipelined = compiled.is_pipelined
         self._world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self._key, self._device = batch, key, device
-        self._transports: tuple[Transport, ...] = world.transports(self.mesh)
+        self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
+        self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
 
     @property
     def has_backward(self) -> bool:
-        return any(isinstance(instruction, Pause) for instruction in self.schedule.instructions)
+        return bool(self.signature.inputs_of("tangent"))
 
     @property
     def results(self) -> tuple[Output, ...]:
@@ -55,37 +62,61 @@ class Call:
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Run to PAUSE; the results by flat index. Buffers that the model changes are written back."""
-        self._fill([item for item in self.signature.inputs if item.kind != "tangent"])
+        self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self.is_pipelined])
         self._run()
         for item in self.signature.outputs_of("buffer"):
-            self._tensors[item.name].copy_(self._world.whole(self._held(item), item, self.mesh))
-        return {item.name: self._world.whole(self._held(item), item, self.mesh) for item in self.results}
+            held = self.held(item)
+            if held.parts:
+                self._tensors[item.name].copy_(self._world.whole(*held))
+        return {item.name: self._world.whole(*self.held(item)) for item in self.results}
 
     def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result."""
-        for item in self.signature.inputs_of("tangent"):
-            self._put(item, self._world.parts(tangents[item.name], item, self.mesh))
-        self._run()
-        gradients = self.signature.outputs_of("gradient")
-        owned = _Owned(tensor for state in self.states.values() for tensor in self._inputs_of(state))
+        given = {item.name: self._world.parts(tangents[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
+        if not self.is_pipelined:
+            for item in self.signature.inputs_of("tangent"):
+                self._put(item, given[item.name])
+            self._run()
+        owned = _Owned(tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state))
         found = {}
-        for item in gradients:
-            parts = {rank: owned.own(part) for rank, part in self._held(item).items()}
-            found[item.name] = self._world.gradient(parts, item, self.mesh, self._tensors[item.name])
+        for item in self.signature.outputs_of("gradient"):
+            held = self.held(item)
+            if held.parts:
+                parts = {rank: owned.own(part) for rank, part in held.parts.items()}
+                found[item.name] = self._world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
+        if self.is_pipelined:
+            (scale,) = (next(iter(parts.values())) for parts in given.values())
+            torch._foreach_mul_([local_of(gradient) for gradient in found.values()], scale)
         return found
 
-    def parts_of(self, item: Output) -> Parts:
-        """What each rank of this process holds of a result or gradient, while this call is kept."""
-        return self._held(item)
+    def held(self, item: Output) -> Held:
+        """What the ranks of this process hold of a result or gradient, while this call is kept.
 
-    def _inputs_of(self, state: RankState) -> list[torch.Tensor]:
-        return [state.buffers[name] for name in self.schedule.inputs if name in state.buffers]
+        In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
+        """
+        buffers = {rank: _buffers_of(item, schedule) for rank, schedule in self.schedules.items()}
+        holders = {rank: names for rank, names in buffers.items() if names}
+        item = replace(item, sharding=item.sharding and summed(item.sharding)) if self.is_pipelined else item
+        if not holders:
+            return Held({}, item, self.mesh.ranks)
+        first = next(iter(holders))
+        stage = self.mesh.ranks.index(first, self.mesh.parts("pp"))
+        one_stage = self.mesh.without("pp") if len(holders[first]) > 1 else self.mesh.without("pp", MICROBATCHES)
+        parts: Parts = {}
+        for rank, names in holders.items():
+            if self.mesh.ranks.index(rank, self.mesh.parts("pp")) == stage:
+                place = self.mesh.ranks.project(rank, one_stage.ranks) * len(names)
+                parts |= {place + number: self.states[rank].buffers[name] for number, name in enumerate(names)}
+        return Held(parts, item, one_stage)
+
+    def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:
+        return [state.buffers[name] for name in self.schedules[rank].inputs if name in state.buffers]
 
     def _run(self) -> None:
         kind = self._device.type
         executions = [
-            execute(self.schedule, state, self._fragments, transport)
-            for state, transport in zip(self.states.values(), self._transports, strict=True)
+            execute(self.schedules[rank], state, self._fragments, transport)
+            for (rank, state), transport in zip(self.states.items(), self._transports, strict=True)
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.
         with torch.no_grad(), torch.autocast(kind, enabled=False):
@@ -96,18 +127,24 @@ class Call:
             self._put(item, self._parts(item))
 
     def _put(self, item: Input, parts: Parts) -> None:
-        buffer = self.schedule.inputs[self.signature.inputs.index(item)]
-        for rank, part in parts.items():
-            self.states[rank].buffers[buffer] = part
+        """`parts` are by rank, and by microbatch where there are several."""
+        each = self.mesh.num_microbatches
+        for rank, schedule in self.schedules.items():
+            for name in _buffers_of(item, schedule):
+                self.states[rank].buffers[name] = parts[rank * each + microbatch_of(name)]
 
     def _parts(self, item: Input) -> Parts:
-        ranks, world = self._world.ranks, self._world
+        world, each = self._world, self.mesh.num_microbatches
+        ranks = [rank * each + number for rank in world.ranks for number in range(each)]
         if item.kind == "parameter":
-            return world.parameter_parts(self._tensors[item.name], item, self.mesh)
+            tensor = self._tensors.get(item.name)  # another stage's, on a real mesh
+            return {} if tensor is None else world.parameter_parts(tensor, item, self.mesh)
         if item.kind == "coordinate":
             return {rank: self._scalar(self.mesh.index(rank, item.name.split(","))) for rank in ranks}
         if item.kind == "random_key":
             return dict.fromkeys(ranks, self._scalar(self._key))
+        if item.kind == "tangent":
+            return dict.fromkeys(ranks, torch.ones(item.shape, dtype=item.dtype, device=self._device))
         values: dict[str, Callable[[], torch.Tensor]] = {
             "buffer": lambda: self._tensors[item.name],
             "batch": lambda: self._batch[int(item.name)],
@@ -118,9 +155,10 @@ class Call:
     def _scalar(self, value: int) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.int64, device=self._device)
 
-    def _held(self, item: Output) -> Parts:
-        buffer = self.schedule.outputs[self.signature.outputs.index(item)]
-        return {rank: state.buffers[buffer] for rank, state in self.states.items()}
+
+def _buffers_of(item: Input | Output, schedule: Schedule) -> tuple[str, ...]:
+    """The buffers that hold `item`; none where the rank has no use for it."""
+    return (schedule.fed if isinstance(item, Input) else schedule.left).get((item.kind, item.name), ())
 
 
 class _Owned:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -11,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import MeshError
+from autopar.errors import MeshError, PeerError
 from autopar.mesh import Mesh
 from autopar.runtime._torch import all_gather_flat, has_distributed, reduce_scatter_flat
-from autopar.schedule import Launch
+from autopar.schedule import Channel, Launch, Layout, Receive, Send
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class Group:
 
 
 class ProcessGroups:
-    """The process groups of a mesh: one for each set of ranks that communicates.
+    """The process groups of a mesh: one for each set of ranks that communicates, and one for each channel.
 
-    Creating one is collective: `create` must be called by all ranks with the same axes. `timeout`, in
-    seconds, bounds every wait in these groups; None keeps torch's default.
+    Creating one is collective: `create` must be called by all ranks with the same axes, `create_channels` with the
+    same channels. `timeout`, in seconds, bounds every wait in these groups; None keeps torch's default.
     """
 
     def __init__(self, device_mesh: DeviceMesh, timeout: float | None = None) -> None:
@@ -47,8 +49,10 @@ class ProcessGroups:
                 f"rank {dist.get_rank()} of the world is not on the mesh ({self.mesh}), which has ranks {list(self.global_ranks)}"
             )
         self.rank = self.global_ranks.index(dist.get_rank())
+        self.device_type = device_mesh.device_type
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        self._channels: dict[Channel, dist.ProcessGroup] = {}
         self.create(self.mesh, [self.mesh.names])
 
     def create(self, mesh: Mesh, axes_sets: Iterable[tuple[str, ...]]) -> None:
@@ -61,6 +65,33 @@ class ProcessGroups:
                     group = dist.new_group(ranks, timeout=self._timeout)
                     # A rank outside the group gets a mark instead; it never asks for the group.
                     self._groups[frozenset(members)] = group  # type: ignore[assignment]
+
+    def create_channels(self, channels: Iterable[Channel]) -> None:
+        """Create what is missing of the groups of `channels`, pairs of ranks of the mesh: (sender, receiver)."""
+        for channel in sorted(set(channels)):
+            if channel not in self._channels:
+                group = dist.new_group([self.global_ranks[rank] for rank in channel], timeout=self._timeout)
+                # A rank outside the channel gets a mark instead; it never asks for the group.
+                self._channels[channel] = group  # type: ignore[assignment]
+                self._connect(channel)
+
+    def _connect(self, channel: Channel) -> None:
+        """Send one byte. NCCL blocks both ranks at their first transfer, so two that sent to each other first would never meet."""
+        source, target = channel
+        if self.rank == source:
+            dist.send(torch.zeros(1, dtype=torch.uint8, device=self.device), self.global_ranks[target], self._channels[channel])
+        elif self.rank == target:
+            dist.recv(torch.zeros(1, dtype=torch.uint8, device=self.device), self.global_ranks[source], self._channels[channel])
+
+    def channel(self, channel: Channel) -> dist.ProcessGroup:
+        """The group of one of this rank's channels. Raises `KeyError` unless it was created."""
+        return self._channels[channel]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        kind = self.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def along(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank along `axes`; it must have been created."""
@@ -79,7 +110,7 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class Flight:
-    """A launched collective: `finish` turns what arrived in `arriving` into the result; `source` must live until then."""
+    """One tensor under way: `finish` turns what arrived in `arriving` into the result; `source` must live until then."""
 
     work: dist.Work
     arriving: torch.Tensor
@@ -87,8 +118,17 @@ class Flight:
     finish: Callable[[torch.Tensor], torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A collective, with its one flight, or a transfer, with a flight for each buffer. `peers` are the other ranks."""
+
+    instruction: Launch | Send | Receive
+    peers: tuple[int, ...]
+    flights: tuple[Flight, ...]
+
+
 class DistributedTransport:
-    """This process's end of the mesh. Waits block; a peer that is lost or late raises torch's own error."""
+    """This process's end of the mesh. Waits block; a peer that is lost or late raises `PeerError`."""
 
     def __init__(self, groups: ProcessGroups, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -96,30 +136,89 @@ class DistributedTransport:
         self._process_groups = groups
         self._groups: dict[tuple[str, ...], Group] = {}
 
-    def launch(self, instruction: Launch, tensor: torch.Tensor) -> Flight:
-        if instruction.axes not in self._groups:
-            self._groups[instruction.axes] = self._process_groups.along(self.mesh, instruction.axes)
-        return _START[instruction.collective](self._groups[instruction.axes], instruction, tensor)
+    def launch(self, instruction: Launch, tensor: torch.Tensor) -> Launched:
+        axes = instruction.axes
+        if axes not in self._groups:
+            self._groups[axes] = self._process_groups.along(self.mesh, axes)
+        flight = _START[instruction.collective](self._groups[axes], instruction, tensor)
+        peers = tuple(rank for rank in self.mesh.group(self.rank, axes) if rank != self.rank)
+        return Launched(instruction, peers, (flight,))
 
-    def is_ready(self, handle: Flight) -> bool:
+    def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Launched:
+        channel = instruction.channel(self.mesh, self.rank)
+        flights: list[Flight] = []
+        for tensor in tensors:
+            carried = _carried(tensor)
+            work = self._transfer(dist.isend, instruction, carried, channel, channel[1])
+            flights.append(Flight(work, carried, carried, _restore(tensor.dtype, tensor.shape)))
+        return Launched(instruction, channel[1:], tuple(flights))
+
+    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> Launched:
+        channel = instruction.channel(self.mesh, self.rank)
+        flights: list[Flight] = []
+        for shape, dtype in layouts:
+            arriving = torch.empty(math.prod(shape), dtype=_carrier(dtype), device=self._process_groups.device)
+            work = self._transfer(dist.irecv, instruction, arriving, channel, channel[0])
+            flights.append(Flight(work, arriving, arriving, _restore(dtype, shape)))
+        return Launched(instruction, channel[:1], tuple(flights))
+
+    def _transfer(
+        self, start: Callable[..., dist.Work | None], instruction: Send | Receive, tensor: torch.Tensor, channel: Channel, peer: int
+    ) -> dist.Work:
+        groups = self._process_groups
+        with self._naming(instruction, (peer,)):
+            work = start(tensor, groups.global_ranks[peer], groups.channel(channel))
+        assert work is not None
+        return work
+
+    def is_ready(self, handle: Launched) -> bool:
         return True
 
-    def wait(self, handle: Flight) -> torch.Tensor:
-        handle.work.wait()
-        return handle.finish(handle.arriving)
+    def wait(self, handle: Launched) -> torch.Tensor:
+        (result,) = self._landed(handle)
+        return result
+
+    def complete(self, handle: Launched) -> tuple[torch.Tensor, ...]:
+        landed = self._landed(handle)
+        return landed if isinstance(handle.instruction, Receive) else ()
+
+    def _landed(self, handle: Launched) -> tuple[torch.Tensor, ...]:
+        # The group's timeout bounds each wait.
+        with self._naming(handle.instruction, handle.peers):
+            for flight in handle.flights:
+                flight.work.wait()
+        return tuple(flight.finish(flight.arriving) for flight in handle.flights)
+
+    @contextmanager
+    def _naming(self, instruction: Launch | Send | Receive, peers: tuple[int, ...]) -> Generator[None]:
+        """Turn torch's error, which names no rank, into a `PeerError`."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            others = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+            raise PeerError(
+                f"rank {self.rank} got no answer from {others} for {instruction}: {error}\n"
+                f"Look at the output of {others} first: a rank died, is stuck or left early; if it is only slow, raise `timeout`"
+            ) from error
+
+
+def _carrier(dtype: torch.dtype) -> torch.dtype:
+    """As what values travel: bools as bytes, since not every backend carries them."""
+    return torch.uint8 if dtype == torch.bool else dtype
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` flat and contiguous; bools travel as bytes, since not every backend carries them."""
-    tensor = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-    return tensor.contiguous().view(-1)
+    """`tensor` flat and contiguous, as it travels."""
+    return tensor.to(_carrier(tensor.dtype)).contiguous().view(-1)
 
 
-def _restore(tensor: torch.Tensor, shape: Iterable[int]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How a result comes back into the dtype of `tensor` and into `shape`."""
+def _restore(dtype: torch.dtype, shape: Iterable[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """How a result comes back into `dtype` and `shape`."""
 
     def finish(arrived: torch.Tensor) -> torch.Tensor:
-        return (arrived != 0 if tensor.dtype == torch.bool else arrived).view(tuple(shape))
+        return (arrived != 0 if dtype == torch.bool else arrived).view(tuple(shape))
 
     return finish
 
@@ -140,21 +239,21 @@ def _all_reduce(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flig
     maximum = instruction.kind == "max" or tensor.dtype == torch.bool
     work = dist.all_reduce(arriving, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group.group, async_op=True)
     assert work is not None
-    return Flight(work, arriving, arriving, _restore(tensor, tensor.shape))
+    return Flight(work, arriving, arriving, _restore(tensor.dtype, tensor.shape))
 
 
 def _all_gather(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     source = _carried(tensor)
     arriving = source.new_empty(group.size * source.numel())
     work = all_gather_flat(arriving, source, group.group)
-    return Flight(work, arriving, source, _from_places(group, _restore(tensor, (group.size, *tensor.shape))))
+    return Flight(work, arriving, source, _from_places(group, _restore(tensor.dtype, (group.size, *tensor.shape))))
 
 
 def _reduce_scatter(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     assert instruction.kind == "sum", instruction
     source = _carried(_to_places(tensor, group))
     arriving = source.new_empty(source.numel() // group.size)
-    return Flight(reduce_scatter_flat(arriving, source, group.group), arriving, source, _restore(tensor, tensor.shape[1:]))
+    return Flight(reduce_scatter_flat(arriving, source, group.group), arriving, source, _restore(tensor.dtype, tensor.shape[1:]))
 
 
 def _all_to_all(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
@@ -162,7 +261,7 @@ def _all_to_all(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flig
     arriving = torch.empty_like(source)
     work = dist.all_to_all_single(arriving, source, group=group.group, async_op=True)
     assert work is not None
-    return Flight(work, arriving, source, _from_places(group, _restore(tensor, tensor.shape)))
+    return Flight(work, arriving, source, _from_places(group, _restore(tensor.dtype, tensor.shape)))
 
 
 _START: dict[str, Callable[[Group, Launch, torch.Tensor], Flight]] = {

@@ -84,7 +84,9 @@ def _covers(given: str, name: str) -> bool:
     return name == given or name.startswith((f"{given}[", f"{given}."))
 
 
-def check_inputs(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, device: torch.device, *, is_virtual: bool) -> None:
+def check_inputs(
+    inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, device: torch.device, *, is_virtual: bool, num_microbatches: int | None = None
+) -> None:
     """Raise `InputError` with every reason why these inputs cannot run: device, batch size, gradients asked for."""
     num_shares = mesh.size_of(mesh.parts("dp"))
     problems = []
@@ -95,6 +97,9 @@ def check_inputs(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, device
             problems.append(f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach()")
         if index in dims and is_virtual:
             problems += _batch_problem(name, tensor.shape[dims[index]], num_shares)
+        if index in dims and num_microbatches and not problems:
+            share = tensor.shape[dims[index]] // (num_shares if is_virtual else 1)
+            problems += _microbatch_problem(name, share, num_microbatches)
     if problems:
         raise InputError("the inputs of this call cannot run on the mesh:\n  " + "\n  ".join(problems))
 
@@ -106,6 +111,13 @@ def _batch_problem(name: str, size: int, num_shares: int) -> list[str]:
         lower = size // num_shares * num_shares
         return [f"{name!r} has a batch of {size}, not divisible by dp = {num_shares}: pass {lower} or {lower + num_shares} samples"]
     return []
+
+
+def _microbatch_problem(name: str, share: int, number: int) -> list[str]:
+    if share % number == 0:
+        return []
+    divisors = ", ".join(str(each) for each in range(1, share + 1) if share % each == 0)
+    return [f"a rank's share of {name!r} is {share} samples, which num_microbatches={number} does not divide: use one of {divisors}"]
 
 
 def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: Callable[[Any], Sequence[Any]]) -> None:

@@ -31,7 +31,7 @@ logger = logging.getLogger("autopar")
 MAX_QUIET_CAPTURES = 8
 # What a parallel module keeps on itself, beside the dicts that it shares with the model.
 _PUBLIC_NAMES = ("mesh", "step", "seed", "plan", "compiled")
-_PRIVATE_NAMES = ("_model", "_capture", "_backend", "_batch_dims", "_world", "_captures", "_placements", "_latest")
+_PRIVATE_NAMES = ("_model", "_capture", "_backend", "_batch_dims", "_num_microbatches", "_world", "_captures", "_placements", "_latest")
 Capture = Callable[..., Compiled]
 
 
@@ -59,6 +59,7 @@ class ParallelModule(nn.Module):
     backend     "eager", the name of any torch.compile backend, or such a backend itself
     batch_dims  see `autopar.runtime.inputs.batch_dims_of`
     timeout     seconds that a real rank waits for its peers; None keeps torch's default
+    num_microbatches  which must divide every rank's share of the batch; None where the capture chooses it
 
     A call raises `InputError` for inputs that cannot run and `MeshError`, `ScheduleError` or what the compiler raises.
     """
@@ -75,6 +76,7 @@ class ParallelModule(nn.Module):
         device_mesh: DeviceMesh | None = None,
         batch_dims: BatchDims = None,
         timeout: float | None = None,
+        num_microbatches: int | None = None,
     ) -> None:
         super().__init__()
         _check_names(model)
@@ -86,7 +88,7 @@ class ParallelModule(nn.Module):
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
-        self._capture, self._backend, self._batch_dims = capture, backend, batch_dims
+        self._capture, self._backend, self._batch_dims, self._num_microbatches = capture, backend, batch_dims, num_microbatches
         self._world: World = VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout)
         self._captures: dict[Any, _Captured] = {}
         self._placements: dict[str, Placement] = {}
@@ -97,13 +99,13 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output structure; see the class."""
         call, compiled = self.start(args, kwargs)
-        trainable = {item.name for item in compiled.schedule.signature.outputs_of("gradient")}
+        trainable = {item.name for item in compiled.local.signature.outputs_of("gradient")}
         if call.has_backward and trainable and torch.is_grad_enabled():
             tensors = differentiate(call, {name: parameter for name, parameter in self.named_parameters() if name in trainable})
         else:
             with torch.no_grad():
                 tensors = call.forward()
-        return build_output(compiled.schedule.signature, tensors)
+        return build_output(compiled.local.signature, tensors)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """Capture and compile for such a call and place the parameters, without running it. Inputs as in a call."""
@@ -140,7 +142,8 @@ class ParallelModule(nn.Module):
 
     def _check(self, inputs: CallInputs) -> None:
         dims = batch_dims_of(inputs, self._batch_dims)
-        check_inputs(inputs, dims, self.mesh, self._world.device(self._model), is_virtual=self._world.is_virtual)
+        device, number = self._world.device(self._model), self._num_microbatches
+        check_inputs(inputs, dims, self.mesh, device, is_virtual=self._world.is_virtual, num_microbatches=number)
 
     def _before_run(self, inputs: CallInputs, captured: _Captured) -> None:
         if self.seed is None:
@@ -175,10 +178,10 @@ class ParallelModule(nn.Module):
         with global_parameters(self._model):
             compiled = self._capture(args, kwargs, pins=dict(self._placements) or None)
         self._world.prepare(compiled)
-        placements = placements_of(compiled.schedule.signature, compiled.local.mesh)
+        placements = placements_of(compiled.local.signature, compiled.local.mesh.ranks)
         if not self._captures:
             self._world.place(self._model, compiled)
-            placements = all_placements(self._model, compiled.schedule.signature, compiled.local.mesh)
+            placements = all_placements(self._model, compiled.local.signature, compiled.local.mesh.ranks)
         elif not self._world.is_virtual:
             self._check_placements(placements)
         self._placements = placements | self._placements

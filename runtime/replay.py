@@ -17,13 +17,13 @@ from torch.fx import Interpreter, Node
 
 from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
 from autopar.keys import ORIGIN
-from autopar.mesh import Mesh
 from autopar.padding import padded, unpadded
 from autopar.program import Form, Input, Program, Signature
 from autopar.runtime._torch import flatten
 from autopar.runtime.parameters import assemble, local_shard, replica_difference
 from autopar.runtime.report import floor_of, norm
 from autopar.runtime.virtual import collect
+from autopar.runtime.world import Held
 from autopar.schedule import Collective, Launch
 from autopar.traced import as_traced
 
@@ -218,16 +218,17 @@ def run_local(program: Program, case: Case, watch: Watch = lambda node, values: 
             needed[operand] -= 1
             if not needed[operand]:
                 del values[operand]
-    return assembled(program.signature, mesh, [dict(enumerate(values[node])) for node in program.results], case)
+    held = [Held(dict(enumerate(values[node])), item, mesh) for item, node in program.named_outputs()]
+    return assembled(program.signature, held, case)
 
 
-def assembled(signature: Signature, mesh: Mesh, parts: Sequence[Mapping[int, torch.Tensor]], case: Case) -> Results:
+def assembled(signature: Signature, results: Sequence[Held], case: Case) -> Results:
     """The results of a LOCAL program from what every rank holds of each, and how far replicas are apart."""
     found, gaps = [], dict[str, float]()
-    for item, held in zip(signature.outputs, parts, strict=True):
+    for parts, item, mesh in results:
         assert item.sharding is not None, item
-        found.append(unpadded(assemble(held, item.dims, item.sharding, mesh), item.padding))
-        gaps[f"{item.kind} {item.name}"] = replica_difference(held, item.sharding, mesh)[0]
+        found.append(unpadded(assemble(parts, item.dims, item.sharding, mesh), item.padding))
+        gaps[f"{item.kind} {item.name}"] = replica_difference(parts, item.sharding, mesh)[0]
     largest = max((norm(value) for value in found), default=0.0)
     scales = [max(norm(value), floor_of(value.dtype) * largest) for value in found]
     scaled = {name: gap / scale if gap else 0.0 for (name, gap), scale in zip(gaps.items(), scales, strict=True)}

@@ -22,7 +22,8 @@ from autopar.runtime.parameters import local_shard
 from autopar.runtime.replay import Case, Results, assembled, run_local
 from autopar.runtime.report import Difference, Report, error_of
 from autopar.runtime.watch import difference_at
-from autopar.runtime.world import Parts
+from autopar.runtime.world import Held, Parts
+from autopar.schedule import microbatch_of
 from autopar.sharding import Sharding
 
 if TYPE_CHECKING:
@@ -89,10 +90,10 @@ class _OwnRun:
         buffers = {name: tensor.clone() for name, tensor in self.tensors.items()}
         call = Call(compiled, fragments, self.world, buffers, self.leaves, case.key, self.device)
         self._run(call, compiled, case)
-        signature, mesh = compiled.schedule.signature, compiled.local.mesh
-        parts = [self._everyones(call.parts_of(item)) for item in signature.outputs]
+        signature = compiled.local.signature
+        results = [self._everyones(call.held(item)) for item in signature.outputs]
         misplaced = self._first(self._misplaced(call, compiled, case))
-        if agrees(assembled(signature, mesh, parts, case)) and misplaced is None:
+        if agrees(assembled(signature, results, case)) and misplaced is None:
             return None
         return misplaced or self._locate(compiled, case)
 
@@ -101,7 +102,7 @@ class _OwnRun:
         if not call.has_backward:
             return
         tangents = {}
-        for item in compiled.schedule.signature.inputs_of("tangent"):
+        for item in compiled.local.signature.inputs_of("tangent"):
             whole = case.value(item, compiled.local)
             tangents[item.name] = whole.to(self.device) if self.world.is_virtual else self._share(whole, item, compiled.local.mesh)
         call.backward(tangents)
@@ -112,11 +113,11 @@ class _OwnRun:
         along = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in item.sharding.splits))
         return local_shard(tangent, item.dims, along, mesh, self.world.ranks[0]).to(self.device)
 
-    def _everyones(self, parts: Parts) -> Parts:
+    def _everyones(self, held: Held) -> Held:
         gathered: Parts = {}
-        for held in self.world.gather({rank: part.cpu() for rank, part in parts.items()}):
-            gathered |= held
-        return gathered
+        for parts in self.world.gather({rank: part.cpu() for rank, part in held.parts.items()}):
+            gathered |= parts
+        return held._replace(parts=gathered)
 
     def _first(self, difference: Difference | None) -> Difference | None:
         """The difference of the first rank that has one."""
@@ -124,14 +125,16 @@ class _OwnRun:
 
     def _misplaced(self, call: Call, compiled: Compiled, case: Case) -> Difference | None:
         """The first input of which a rank holds something else than its part: a stale parameter, a wrong slice."""
-        mesh, schedule = compiled.local.mesh, compiled.schedule
-        for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True):
-            if item.kind not in ("parameter", "buffer", "constant", "batch"):
-                continue
-            assert item.sharding is not None, item
-            whole = case.value(item, compiled.local)
-            for rank, state in call.states.items():
-                error = error_of(state.buffers[name].cpu(), local_shard(whole, item.dims, item.sharding, mesh, rank))
+        mesh = compiled.local.mesh
+        for rank, state in call.states.items():
+            schedule = compiled.schedule_of(rank)
+            for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True):
+                if item.kind not in ("parameter", "buffer", "constant", "batch"):
+                    continue
+                assert item.sharding is not None, item
+                place = rank * mesh.num_microbatches + microbatch_of(name)
+                wanted = local_shard(case.value(item, compiled.local), item.dims, item.sharding, mesh, place)
+                error = error_of(state.buffers[name].cpu(), wanted)
                 if error:
                     return Difference(name, "", "runtime", error, f"rank {rank} holds another value of {item.kind} {item.name!r}")
         return None
@@ -154,14 +157,19 @@ class _OwnRun:
             state.buffers = _Kept()
         self._run(call, compiled, case)
         found: list[Difference] = []
+        each = compiled.local.mesh.num_microbatches
 
         def watch(node: Node, values: Sequence[Any]) -> None:
             for rank, state in call.states.items():
-                kept = state.buffers.history.get(node.name) if isinstance(state.buffers, _Kept) else None
-                if kept is not None and isinstance(values[rank], torch.Tensor) and not found:
-                    error = error_of(kept.cpu(), values[rank])
-                    if error > (1e-9 if self.promoted else 1e-3):
-                        found.append(difference_at(node, error, f"on rank {rank}"))
+                kept = state.buffers.history if isinstance(state.buffers, _Kept) else {}
+                for number in range(each):
+                    buffer = kept.get(f"{node.name}@{number}", kept.get(node.name))
+                    value = values[rank * each + number]
+                    if buffer is not None and isinstance(value, torch.Tensor) and not found:
+                        error = error_of(buffer.cpu(), value)
+                        if error > (1e-9 if self.promoted else 1e-3):
+                            of_microbatch = f", microbatch {number}" if each > 1 else ""
+                            found.append(difference_at(node, error, f"on rank {rank}{of_microbatch}"))
 
         run_local(compiled.local, case, watch)
         first = self._first(found[0] if found else None)

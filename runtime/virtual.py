@@ -16,8 +16,9 @@ import torch
 
 from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
+from autopar.runtime.crossing import Crossing
 from autopar.runtime.interpreter import Blocked, Execution
-from autopar.schedule import Launch
+from autopar.schedule import Channel, Launch, Layout, Receive, Send
 
 
 @dataclass(eq=False)
@@ -41,6 +42,10 @@ class Meeting:
             parts = [self._brought[member] for member in self.members]
             self.results = dict(zip(self.members, collect(launch, parts), strict=True))
             self._brought.clear()
+
+    def wanted(self) -> str:
+        """What is launched, and who did not launch it."""
+        return f"{next(iter(self.launches.values()))}: {_ranks(self.missing)} did not launch it"
 
     def _compare(self) -> None:
         """Raise `ScheduleError` unless all members ask for the same thing."""
@@ -87,30 +92,58 @@ def _reduce(kind: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Switchboard:
-    """Matches the launches of all ranks: one channel per group of ranks, in issue order."""
+    """Matches what all ranks launch, in issue order: collectives for each group of ranks, transfers for each channel."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self._channels: dict[frozenset[int], list[Meeting]] = {}
+        # Those that some ranks have yet to launch.
+        self._meetings: dict[frozenset[int], list[Meeting]] = {}
+        self._crossings: dict[Channel, list[Crossing]] = {}
+        self._counts: dict[Channel, int] = {}
 
     def launch(self, rank: int, launch: Launch, tensor: torch.Tensor) -> Meeting:
         members = self.mesh.group(rank, launch.axes)
-        channel = self._channels.setdefault(frozenset(members), [])
-        meeting = next((meeting for meeting in channel if rank not in meeting.launches), None)
+        meetings = self._meetings.setdefault(frozenset(members), [])
+        meeting = next((meeting for meeting in meetings if rank not in meeting.launches), None)
         if meeting is None:
             meeting = Meeting(members)
-            channel.append(meeting)
+            meetings.append(meeting)
         meeting.join(rank, launch, tensor)
         if not meeting.missing:
-            channel.remove(meeting)
+            meetings.remove(meeting)
         return meeting
 
+    def send(self, rank: int, instruction: Send, tensors: Sequence[torch.Tensor]) -> Crossing:
+        crossing = self._next(instruction.channel(self.mesh, rank), rank)
+        crossing.send(instruction, tensors)
+        return crossing
+
+    def receive(self, rank: int, instruction: Receive, layouts: Sequence[Layout]) -> Crossing:
+        crossing = self._next(instruction.channel(self.mesh, rank), rank)
+        crossing.receive(instruction, layouts)
+        return crossing
+
+    def _next(self, channel: Channel, rank: int) -> Crossing:
+        """The first transfer of `channel` that `rank` has not launched; when the other rank has, it is taken off the board."""
+        crossings = self._crossings.setdefault(channel, [])
+        if crossings and rank in crossings[0].missing:
+            return crossings.pop(0)
+        number = self._counts.get(channel, 0)
+        self._counts[channel] = number + 1
+        crossings.append(Crossing(channel, number))
+        return crossings[-1]
+
     def check_empty(self) -> None:
-        """Raise `ScheduleError` for a collective that only some ranks of its group launched."""
-        for channel in self._channels.values():
-            for meeting in channel:
+        """Raise `ScheduleError` for a collective that only some ranks of its group launched, or a transfer with one end."""
+        for meetings in self._meetings.values():
+            for meeting in meetings:
                 rank, launch = next(iter(meeting.launches.items()))
                 raise ScheduleError(f"rank {rank} launched {launch}, but {_ranks(meeting.missing)} never did")
+        for channel, crossings in self._crossings.items():
+            for crossing in crossings:
+                (missing,) = crossing.missing
+                rank = next(end for end in channel if end != missing)
+                raise ScheduleError(f"rank {rank} launched {crossing.wanted()}")
 
 
 @dataclass(frozen=True)
@@ -127,11 +160,20 @@ class VirtualTransport:
     def launch(self, instruction: Launch, tensor: torch.Tensor) -> Meeting:
         return self.board.launch(self.rank, instruction, tensor)
 
-    def is_ready(self, handle: Meeting) -> bool:
+    def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Crossing:
+        return self.board.send(self.rank, instruction, tensors)
+
+    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> Crossing:
+        return self.board.receive(self.rank, instruction, layouts)
+
+    def is_ready(self, handle: Meeting | Crossing) -> bool:
         return not handle.missing
 
     def wait(self, handle: Meeting) -> torch.Tensor:
         return handle.results.pop(self.rank)
+
+    def complete(self, handle: Crossing) -> tuple[torch.Tensor, ...]:
+        return handle.arrived(self.rank)
 
 
 def drive(ranks: Sequence[Execution]) -> None:
@@ -157,8 +199,7 @@ def drive(ranks: Sequence[Execution]) -> None:
 
 
 def _describe(rank: int, blocked: Blocked) -> str:
-    missing = blocked.handle.missing if isinstance(blocked.handle, Meeting) else ()
-    return f"  rank {rank} waits at instruction {blocked.number} for {blocked.launch}: {_ranks(missing)} did not launch it"
+    return f"  rank {rank} waits at instruction {blocked.number} for {blocked.handle.wanted()}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, PlanError, ScheduleError
-from autopar.mesh import Mesh, parent
+from autopar.mesh import MICROBATCHES, Mesh, parent
 from autopar.padding import Padding, padded, unpadded
 from autopar.program import Input, Output
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
@@ -27,8 +27,23 @@ from autopar.sharding import Sharding
 Parts = dict[int, torch.Tensor]
 
 
+class Held(NamedTuple):
+    """What the ranks of one stage hold of a result; `parts` are by rank of `mesh`, which is that stage's."""
+
+    parts: Parts
+    item: Output
+    mesh: Mesh
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 class World(Protocol):
     """What differs between virtual and real ranks. `Parts` are tensors by rank, for the ranks of this process.
+
+    Where a mesh counts microbatches, each rank has a part for every one of them: `rank * num_microbatches + microbatch`.
 
     Values that cross the border to the user are global on a virtual mesh; on a real one batch inputs, outputs
     and tangents are this rank's share along dp, and parameters are DTensors.
@@ -106,7 +121,7 @@ class VirtualWorld:
         """Copies made anew at every call, since `parameter.data.copy_` leaves no trace; a whole parameter is not copied."""
         assert item.sharding is not None, item
         if item.sharding.is_replicated and parameter.is_contiguous() and item.padding is None:
-            return dict.fromkeys(self.ranks, parameter.detach())
+            return dict.fromkeys(range(mesh.size), parameter.detach())
         return self.parts(padded(parameter, item.padding), item, mesh)
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
@@ -140,29 +155,31 @@ class DistributedWorld:
         self.ranks = (self.rank,)
         self.placements: dict[str, Placement] = {}
         self._transports: dict[Mesh, DistributedTransport] = {}
+        self._refined = self.mesh
 
     def device(self, model: nn.Module) -> torch.device:
         kind = self.device_mesh.device_type
         return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
     def prepare(self, compiled: Compiled) -> None:
-        fingerprints = self.gather(compiled.schedule.fingerprint)
+        fingerprints = self.gather(compiled.fingerprint)
         for rank, fingerprint in enumerate(fingerprints):
             if fingerprint != fingerprints[0]:
                 raise ScheduleError(
                     f"ranks 0 and {rank} compiled different programs ({fingerprints[0][:12]} and {fingerprint[:12]}): "
                     "model, inputs' shapes, options and versions must be equal on all ranks"
                 )
-        mesh = compiled.local.mesh
-        axes_sets = [step.axes for step in compiled.schedule.instructions if isinstance(step, Launch)]
-        tangents = [_dp_axes_beside(item, mesh) for item in compiled.schedule.signature.inputs_of("tangent")]
-        self.groups.create(mesh, axes_sets + [axes for axes in tangents if axes])
+        mesh = self._refined = compiled.local.mesh.ranks
+        launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
+        tangents = [_dp_axes_beside(item, mesh) for item in compiled.local.signature.inputs_of("tangent")]
+        self.groups.create(mesh, [step.axes for step in launches] + [axes for axes in tangents if axes])
+        self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
 
     def place(self, model: nn.Module, compiled: Compiled) -> None:
         check_equal_models(model, self.gather)
-        mesh = compiled.local.mesh
+        mesh = compiled.local.mesh.ranks
         self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
-        self.placements = all_placements(model, compiled.schedule.signature, mesh)
+        self.placements = all_placements(model, compiled.local.signature, mesh)
         place_parameters(model, self.placements, self.device_mesh, self.rank, self.device(model))
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
@@ -178,9 +195,18 @@ class DistributedWorld:
     def gather(self, value: Any) -> list[Any]:
         return self.groups.gather(value)
 
+    def _place(self, mesh: Mesh) -> int:
+        """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""
+        return mesh.rank_at({MICROBATCHES: 0, **self._refined.coordinates(self.rank)})
+
+    def _places(self, mesh: Mesh) -> range:
+        """This rank's places on a mesh that may count microbatches."""
+        each = mesh.num_microbatches
+        return range(self.rank * each, self.rank * each + each)
+
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        return {self.rank: padded(parameter.to_local().detach(), self._local_padding(item, mesh))}
+        return dict.fromkeys(self._places(mesh), padded(parameter.to_local().detach(), self._local_padding(item, mesh)))
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert item.sharding is not None, item
@@ -188,8 +214,10 @@ class DistributedWorld:
         if item.kind in ("batch", "tangent"):
             placement = _within_share(placement)
         if item.kind == "tangent":
-            value = self._summed(value, _dp_axes_beside(item, mesh), mesh) / mesh.size_of(mesh.parts("dp"))  # the mean of the ranks' losses
-        return {self.rank: local_shard(value, placement.dims, placement.sharding, mesh, self.rank)}
+            ranks = mesh.ranks
+            # Each rank's own loss has a tangent of its own; what is differentiated is their mean.
+            value = self._summed(value, _dp_axes_beside(item, ranks), ranks) / ranks.size_of(ranks.parts("dp"))
+        return {place: local_shard(value, placement.dims, placement.sharding, mesh, place) for place in self._places(mesh)}
 
     def _summed(self, value: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
         if not axes:
@@ -200,16 +228,20 @@ class DistributedWorld:
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
         assert item.sharding is not None, item
         share = _within_share(Placement(item.dims, item.sharding, mesh))
+        if len(parts) > 1:
+            over_time = Mesh(((MICROBATCHES, mesh.num_microbatches),))
+            return assemble(dict(enumerate(parts[place] for place in sorted(parts))), share.dims, share.sharding, over_time)
         assert share.sharding.is_replicated, f"{item.kind} {item.name} must leave split by dp at most, not {item.sharding}"
-        return parts[self.rank].clone()
+        return next(iter(parts.values())).clone()
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        return like(parameter, unpadded(parts[self.rank], self._local_padding(item, mesh)))
+        (part,) = parts.values()
+        return like(parameter, unpadded(part, self._local_padding(item, mesh)))
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
         assert item.sharding is not None, item
-        return Placement(item.dims, item.sharding, mesh, item.padding).local_padding(self.rank)
+        return Placement(item.dims, item.sharding, mesh, item.padding).local_padding(self._place(mesh))
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         assert isinstance(parameter, DTensor)

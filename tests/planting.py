@@ -74,7 +74,7 @@ def compile_tiny(dropout: float = 0.0, faulty: Any = None, after: type | None = 
         passes += [each, faulty] if after is not None and isinstance(each, after) else [each]
     local = run_passes(capture(model(dropout), (), dict(batch()), MESH), passes, [history])
     last = {step.program.form: step.program for step in history.steps}
-    return Compiled(last[Form.FORWARD], last[Form.GLOBAL], local, cut_fragments(local), steps=tuple(history.steps))
+    return Compiled(last[Form.FORWARD], last[Form.GLOBAL], local, (cut_fragments(local),), steps=tuple(history.steps))
 
 
 def verified(compiled: Compiled, dropout: float = 0.0) -> Report:

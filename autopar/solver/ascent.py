@@ -5,8 +5,7 @@ cost of every assignment stays what it was, while the sum of all minima, a lower
 order, forwards and backwards: each collects what its transports would cost it, candidate by candidate, and hands on shares
 to those ahead (sequential reweighted message passing: V. Kolmogorov, "A New Look at Reweighted Message Passing", PAMI 2015).
 
-A transport pays for a state once, however many readers need it: the exact minimum over one shared state and any number of
-states for one reader each. Values with four or more readers, which might share two, are bounded from below.
+Candidates that no assignment can have are left out beforehand, so that all potentials are finite.
 """
 
 from __future__ import annotations
@@ -15,75 +14,69 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autopar.solver.tables import IS_NO_WAY, NO_WAY, Array, Tables, Transport
+from autopar.solver.least import Parts, Table, least_of
+from autopar.solver.tables import IS_NO_WAY, NO_WAY, Array, Tables
 
 
 class _Port:
-    """A transport as seen from one node: the potentials of all its ports are shared with the transport's other ports."""
+    """A transport as seen from one node. `states[k]` is the state of its candidate k among the `num_states` of this port.
 
-    def __init__(self, transport: Transport, potentials: list[Array], port: int) -> None:
-        self.transport = transport
+    The potentials of all ports are shared with the transport's other ports; an array of them is replaced, never written into.
+    """
+
+    def __init__(self, way: Table | Parts, potentials: list[Array], port: int, states: Array, nodes: tuple[int, ...]) -> None:
+        self.way = way
         self.potentials = potentials
         self.port = port
-        self.states = transport.states[port]
-        self._direct = np.minimum(transport.price, transport.cuts)
-        self.last = max(transport.nodes)
-        self.first = min(transport.nodes)
+        self.states = states
+        self.num_states = len(potentials[port])
+        self._order = np.argsort(states, kind="stable")
+        self._starts = np.searchsorted(states[self._order], np.arange(self.num_states))
+        self.first, self.last = min(nodes), max(nodes)
 
     def least(self) -> Array:
-        """For each state at this port the least that the transport costs with it, potentials included."""
-        if len(self.potentials) == 2:
-            return self._least_of_one_reader()
-        return self._least_of_many_readers()
+        """For each state at this port the least that the transport costs with it, its own potentials left out."""
+        return self.way.least(self.potentials, self.port)
 
-    def _least_of_one_reader(self) -> Array:
-        if self.port == 0:
-            return self.potentials[0] + (self._direct + self.potentials[1]).min(1)
-        return self.potentials[1] + (self._direct + self.potentials[0][:, None]).min(0)
+    def by_state(self, potentials: Array) -> Array:
+        """The least of a node's potentials for each state."""
+        return np.minimum.reduceat(potentials[self._order], self._starts)
 
-    def _least_of_many_readers(self) -> Array:
-        given, price, cuts, slices = self.potentials[0], self.transport.price, self.transport.cuts, self.transport.slices
-        num_readers = len(self.potentials) - 1
-        # Three readers share at most one state among them. More might share two: then nobody pays less than this part.
-        alone_price = price / (num_readers - 2 if num_readers > 3 else 1)
-        shared, apart = price, np.zeros(len(given))
-        for reader in range(1, num_readers + 1):
-            if reader == self.port:
-                continue
-            own = self.potentials[reader]
-            from_shared = (own + slices).min(1)
-            alone = np.minimum((own + cuts).min(1), (alone_price + from_shared).min(1))
-            shared = shared + np.minimum(alone[:, None], from_shared)
-            apart = apart + alone
-        others = np.minimum(apart, shared.min(1))
-        if self.port == 0:
-            return given + others
-        from_given = (given + others)[:, None]
-        from_brought = np.minimum((given[:, None] + shared).min(0), (from_given + alone_price).min(0))
-        return self.potentials[self.port] + np.minimum((from_given + cuts).min(0), (from_brought[:, None] + slices).min(0))
+    def only(self, state: int) -> None:
+        """Every other state is out of the running."""
+        potentials = np.full(self.num_states, NO_WAY)
+        potentials[state] = self.potentials[self.port][state]
+        self.potentials[self.port] = potentials
 
 
 class Ascent:
-    """The dual of `tables`. `sweep` raises `bound`; `assignment` reads off an answer."""
+    """The dual of `tables`. `sweep` raises `bound`; `assignment` reads off an answer.
 
-    def __init__(self, tables: Tables) -> None:
-        self.nodes = [seconds.copy() for seconds in tables.seconds]
+    `positions[n]` are the candidates of class n that an assignment can have; where a class has none, none is possible.
+    Potentials are by these, assignments by the candidates of `tables`.
+    """
+
+    def __init__(self, tables: Tables, allowed: Sequence[Array] | None = None) -> None:
+        """`allowed`: by class a boolean mask of the candidates to begin with."""
+        masks = [np.ones(len(each), dtype=bool) for each in tables.seconds] if allowed is None else [each.copy() for each in allowed]
+        ways = _possible(tables, masks)
+        self.positions = [np.flatnonzero(mask) for mask in masks]
+        self.is_impossible = not all(map(len, self.positions))
+        self.nodes = [seconds[kept] for seconds, kept in zip(tables.seconds, self.positions, strict=True)]
         self._constant = 0.0
         self._ports: list[list[_Port]] = [[] for _ in self.nodes]
         self._transports: list[_Port] = []
-        for transport in tables.transports:
-            sizes = [transport.price.shape[0], *[transport.price.shape[1]] * (len(transport.nodes) - 1)]
-            potentials = [np.zeros(size) for size in sizes]
-            ports = [_Port(transport, potentials, port) for port in range(len(transport.nodes))]
+        for transport, (way, states) in zip(tables.transports, ways, strict=True) if not self.is_impossible else ():
+            potentials = [np.zeros(int(each.max()) + 1) for each in states]
+            ports = [_Port(way, potentials, port, each, transport.nodes) for port, each in enumerate(states)]
             for port, node in zip(ports, transport.nodes, strict=True):
                 self._ports[node].append(port)
             self._transports.append(ports[0])
 
     def bound(self) -> float:
         """No assignment costs less."""
-        return (
-            self._constant + sum(float(node.min()) for node in self.nodes) + sum(float(first.least().min()) for first in self._transports)
-        )
+        transports = sum(float((first.least() + first.potentials[0]).min()) for first in self._transports)
+        return self._constant + sum(float(node.min()) for node in self.nodes) + transports
 
     def sweep(self, forwards: bool) -> None:
         """Visit every node once."""
@@ -97,12 +90,10 @@ class Ascent:
         potentials = self.nodes[number]
         for port in self._ports[number]:
             least = port.least()
-            dead = least > IS_NO_WAY
-            least[dead] = NO_WAY
-            port.potentials[port.port] = np.where(dead, NO_WAY, port.potentials[port.port] - least)
-            potentials = np.minimum(potentials + least[port.states], NO_WAY)
-        lowest = float(potentials.min())
-        self._constant += lowest
+            potentials = potentials + (least + port.potentials[port.port])[port.states]
+            port.potentials[port.port] = -least
+        lowest = np.minimum.reduce(potentials)
+        self._constant += float(lowest)
         self.nodes[number] = potentials - lowest
         return self.nodes[number]
 
@@ -113,37 +104,28 @@ class Ascent:
         shares = max(len(ahead), len(ports) - len(ahead))
         potentials = self.nodes[number]
         for port in ahead:
-            given = np.full(len(port.potentials[port.port]), NO_WAY)
-            np.minimum.at(given, port.states, potentials)
-            dead = given > IS_NO_WAY
-            given = np.where(dead, 0.0, given / shares)
-            port.potentials[port.port] = np.where(dead, NO_WAY, port.potentials[port.port] + given)
+            given = port.by_state(potentials) / shares
+            port.potentials[port.port] = port.potentials[port.port] + given
             potentials = potentials - given[port.states]
             shares -= 1
         self.nodes[number] = potentials
 
     def add(self, prices: Sequence[Array]) -> None:
-        """Make every candidate dearer (or cheaper) by so much."""
-        self.nodes = [np.minimum(node + price, NO_WAY) for node, price in zip(self.nodes, prices, strict=True)]
-
-    def forbid(self, number: int, candidates: Array) -> None:
-        """Take candidates (a boolean mask) of a class out of the running."""
-        self.nodes[number] = np.where(candidates, NO_WAY, self.nodes[number])
+        """Make every candidate of `tables` dearer (or cheaper) by so much."""
+        self.nodes = [node + price[kept] for node, price, kept in zip(self.nodes, prices, self.positions, strict=True)]
 
     def assignment(self, order: Iterable[int]) -> list[int]:
         """A candidate for every class: one class after the other takes its best, given what those before it took."""
-        kept = [[potential.copy() for potential in first.potentials] for first in self._transports]
+        kept = [list(first.potentials) for first in self._transports]
         picks = [0] * len(self.nodes)
         for number in order:
             potentials = self.nodes[number]
             for port in self._ports[number]:
-                potentials = potentials + np.minimum(port.least(), NO_WAY)[port.states]
-            picks[number] = int(np.argmin(potentials))
+                potentials = potentials + (port.least() + port.potentials[port.port])[port.states]
+            pick = int(np.argmin(potentials))
+            picks[number] = int(self.positions[number][pick])
             for port in self._ports[number]:
-                state = port.states[picks[number]]
-                only = np.full(len(port.potentials[port.port]), NO_WAY)
-                only[state] = port.potentials[port.port][state]
-                port.potentials[port.port] = only
+                port.only(port.states[pick])
         for first, potentials in zip(self._transports, kept, strict=True):
             first.potentials[:] = potentials
         return picks
@@ -152,3 +134,31 @@ class Ascent:
         """From the first class on, and from the last."""
         order = range(len(self.nodes))
         return self.assignment(order), self.assignment(reversed(order))
+
+
+def _possible(tables: Tables, masks: list[Array]) -> list[tuple[Table | Parts, list[Array]]]:
+    """Take out of `masks` the candidates whose states cannot be brought to, or from, any that is left, until all can.
+
+    For each transport its least with what is left, and per port the numbers of the states of the candidates that are left.
+    """
+    found: dict[int, tuple[Table | Parts, list[Array]]] = {}
+    touching: list[set[int]] = [set() for _ in masks]
+    for number, transport in enumerate(tables.transports):
+        for node in transport.nodes:
+            touching[node].add(number)
+    waiting = set(range(len(tables.transports)))
+    while waiting and all(mask.any() for mask in masks):
+        now, waiting = sorted(waiting), set[int]()
+        for number in now:
+            transport = tables.transports[number]
+            kept = [np.flatnonzero(masks[node]) for node in transport.nodes]
+            own, states = zip(*(np.unique(each[left], return_inverse=True) for each, left in zip(transport.states, kept, strict=True)))
+            way = least_of(transport, own)
+            found[number] = way, list(states)
+            zeros = [np.zeros(len(each)) for each in own]
+            for port, node in enumerate(transport.nodes):
+                is_dead = (way.least(zeros, port) > IS_NO_WAY)[states[port]]
+                if is_dead.any():
+                    masks[node][kept[port][is_dead]] = False
+                    waiting |= touching[node]
+    return [found[number] for number in range(len(found))]

@@ -21,7 +21,7 @@ from autopar.solver.evaluation import Evaluation
 from autopar.solver.folding import Folded
 from autopar.solver.integer_program import IntegerProgram
 from autopar.solver.mixing import Mixture, mix
-from autopar.solver.tables import IS_NO_WAY, NO_WAY, Array, Tables
+from autopar.solver.tables import NO_WAY, Array, Tables
 
 # Sweeps both ways between two looks at the answer.
 _SWEEPS = 4
@@ -60,18 +60,16 @@ class Hunt:
         self.mixture: Mixture | None = None
         self._ends: tuple[list[int], list[int]] | None = None
         self.is_infeasible = self.tables.least_bytes > self.tables.capacity_bytes
-        self._ascent = Ascent(self.tables)
         most_working = self.tables.capacity_bytes - (self.tables.least_bytes - self.tables.least_working_bytes)
-        for number, each in enumerate(self.tables.working_bytes):
-            if (each > most_working).any():
-                self._ascent.forbid(number, each > most_working)
+        self._ascent = Ascent(self.tables, [each <= most_working for each in self.tables.working_bytes])
 
     def run(self) -> None:
         if self.is_infeasible:
             return
-        found = self._ascend()
-        if self.lower > IS_NO_WAY:
+        if self._ascent.is_impossible:
+            self.lower = NO_WAY
             return
+        found = self._ascend()
         if found is not None and self.tables.num_bytes(found) > self.tables.capacity_bytes:
             self._price_bytes(found)
             if self._ends is not None and not self._is_done():
@@ -106,7 +104,7 @@ class Hunt:
             missing = cheapest[0] - bound
             if missing <= self.tolerance * abs(bound) or bound - before <= progress * missing < math.inf or self._is_done():
                 return cheapest[1] if cheapest[0] < math.inf else None
-            if before == bound or bound > IS_NO_WAY:
+            if before == bound:
                 return None
             before = bound
 
@@ -206,10 +204,11 @@ class Hunt:
             return remaining
         bound = self._ascent.bound() - self.seconds_per_byte * self._spare_bytes()
         for number in numbers:
+            positions = self._ascent.positions[number]
             dearer = self._ascent.collect(number)  # which only raises the bound
-            remaining[number] &= bound + dearer <= self.upper * (1 + 1e-9)
+            remaining[number][:] = False
+            remaining[number][positions] = bound + dearer <= self.upper * (1 + 1e-9)
             remaining[number][self.picks[number]] = True
-            self._ascent.forbid(number, ~remaining[number])
             self._ascent.hand_on(number, True)
         return remaining
 

@@ -85,7 +85,10 @@ def _edit(old: str, new: str) -> str:
         (_edit("WAIT loss\nFREE total\n", ""), "loss '0' (buffer loss) is not there"),
         (_edit("RUN f1 (tangent) -> (gradient)\n", ""), "gradient 'w' (buffer gradient) is not there"),
         (_edit("PAUSE\n", "PAUSE\nPAUSE\n"), "PAUSE comes twice"),
-        (_edit("PAUSE\nRUN f1 (tangent)", "RUN f1 (tangent)"), "buffer tangent is read before anything wrote it"),
+        (
+            _edit("PAUSE\nRUN f1 (tangent) -> (gradient)\n", "RUN f1 (tangent) -> (gradient)\nPAUSE\n"),
+            "buffer tangent is read before anything wrote it",
+        ),
         (_edit("RUN f1 (r)", "RUN f9 (r)"), "there is no fragment f9"),
         (_edit("RUN f1 (r)", "RUN f0 (r)"), "the fragment takes another number of inputs"),
         (_edit("sum tp", "sum ep"), "unknown axis 'ep'"),

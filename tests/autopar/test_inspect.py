@@ -119,7 +119,7 @@ def compiled(changed: Program | None = None, search: Search | None = None) -> Co
         given,
         given,
         replace(given, form=Form.LOCAL),
-        schedule,
+        (schedule,),
         Plan.of(given, search),
         steps,
         search,

@@ -16,7 +16,7 @@ from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.cut_fragments import cut_fragments
 from autopar.program import Form, Program
-from autopar.promote import Promoting, copy_model, default_float64, promote, promote_schedule, promote_tensor, promoted_dtype
+from autopar.promote import Promoting, copy_model, default_float64, promote, promote_schedules, promote_tensor, promoted_dtype
 
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -138,7 +138,7 @@ def test_a_copied_model_keeps_ties_and_flags_and_leaves_the_original_alone() -> 
 
 def test_a_promoted_schedule_has_the_same_instructions(forms: dict[Form, Program]) -> None:
     schedule = cut_fragments(forms[Form.LOCAL])
-    promoted = promote_schedule(schedule)
+    (promoted,) = promote_schedules([schedule])
     assert promoted.instructions == schedule.instructions
     assert not {dtype for _, dtype in promoted.shapes.values()} & set(LOWER)
     for name, fragment in promoted.fragments.items():

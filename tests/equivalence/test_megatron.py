@@ -115,4 +115,4 @@ def compiled(result: Planned) -> Compiled:
     """What `explain` reads; nothing is lowered."""
     schedule = Schedule((), {}, (), (), result.program.signature)
     plan = Plan.of(result.program, result.decision)
-    return Compiled(result.program, result.program, result.program, schedule, plan, search=result.decision, cost=result.cost)
+    return Compiled(result.program, result.program, result.program, (schedule,), plan, search=result.decision, cost=result.cost)

@@ -114,4 +114,4 @@ def mlp_compiled(mesh: Mesh, training: bool = True) -> Compiled:
         backward=mlp_backward,
     )
     program = Program(Graph(), mesh, signature, Form.LOCAL)
-    return Compiled(program, program, program, schedule)
+    return Compiled(program, program, program, (schedule,))

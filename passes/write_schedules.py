@@ -1,0 +1,258 @@
+"""What every rank of a pipeline executes: its actions in order, each the instructions of one stage for one microbatch.
+
+    RUN f0 (input_ids@2, w) -> (h@2)     a value of microbatch 2; what has no @ there is one of a step
+    SEND 0F2>1 pp=1 (h@2)                what stage 0's forward of microbatch 2 made for stage 1
+    ADD w_grad.sum (w_grad@2)            a gradient so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch.fx import Node
+
+from autopar.keys import STAGE
+from autopar.mesh import MICROBATCHES
+from autopar.passes.cut_fragments import FragmentCutter, buffer_of, shapes_of, touched, with_frees
+from autopar.passes.cut_stages import Stages, Sum, cut_stages, differs
+from autopar.pipeline import program as pipeline
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.check import check_pipeline
+from autopar.pipeline.expand import expand
+from autopar.program import Input, Output, Program
+from autopar.schedule import Add, Instruction, Launch, Receive, Run, Schedule, Send, Wait
+
+AXIS = "pp"
+Rename = Callable[[str], str]
+
+
+def write_schedules(stages: Stages, order: pipeline.PipelineProgram, device: str = "cpu") -> tuple[Schedule, ...]:
+    """The schedule of each rank along `pp`; fragments are shared. `device` is as for `cut_fragments`."""
+    cutter = FragmentCutter(stages.program, torch.device(device))
+    writers = [_Writer(stages, order, rank, cutter) for rank in range(len(order.ranks))]
+    for writer in writers:
+        writer.write()
+    return tuple(writer.schedule() for writer in writers)
+
+
+def pipeline_schedules(program: Program, order: PipelineSchedule, device: str) -> tuple[Schedule, ...]:
+    """What the ranks along `pp` execute, proved to run to the end. Raises `ScheduleError` naming every fault of `order`."""
+    stages = cut_stages(program, order.num_stages)
+    return write_schedules(stages, _expanded(order, stages), device)
+
+
+def _expanded(order: PipelineSchedule, stages: Stages) -> pipeline.PipelineProgram:
+    """The instructions of all ranks; of a program without gradients its forwards alone."""
+    if stages.program.signature.outputs_of("gradient"):
+        return check_pipeline(order, edges=stages.edges)
+    forwards = tuple(tuple(action for action in row if action.kind == "F") for row in order.orders)
+    return expand(replace(order, orders=forwards), stages.edges)
+
+
+@dataclass
+class _Writer:
+    stages: Stages
+    order: pipeline.PipelineProgram
+    rank: int
+    cutter: FragmentCutter
+    instructions: list[Instruction] = field(default_factory=list[Instruction])
+    finished: set[int] = field(default_factory=set[int])
+
+    # ---- names
+
+    @cached_property
+    def per_step(self) -> frozenset[str]:
+        """The buffers of which there is one a step."""
+        calls = {buffer_of(node) for node in self.stages.per_step}
+        changing = self.per_microbatch_inputs | set(self.carried)
+        return frozenset(calls | {node.name for node in self.stages.program.placeholders if node.name not in changing})
+
+    @cached_property
+    def per_microbatch_inputs(self) -> frozenset[str]:
+        return frozenset(node.name for item, node in self.stages.program.named_inputs() if differs(item))
+
+    @cached_property
+    def carried(self) -> dict[str, str]:
+        """The buffers that each microbatch finds as the one before left them, with where that is."""
+        inputs = {item.name: node.name for item, node in self.stages.program.named_inputs() if item.kind == "buffer"}
+        return {inputs[item.name]: buffer_of(node) for item, node in self.stages.program.named_outputs() if item.kind == "buffer"}
+
+    def of_microbatch(self, number: int) -> Rename:
+        def rename(name: str) -> str:
+            if name in self.per_step:
+                return name
+            if name in self.carried:
+                return f"{self.carried[name]}@{number - 1}" if number else name
+            return f"{name}@{number}"
+
+        return rename
+
+    def of_step(self, name: str) -> str:
+        return name if name in self.per_step else sum_of(name)
+
+    # ---- what is written
+
+    @property
+    def mine(self) -> list[int]:
+        return [stage for stage, rank in enumerate(self.order.stages) if rank == self.rank]
+
+    @property
+    def microbatches(self) -> range:
+        return range(self.order.num_microbatches)
+
+    def write(self) -> None:
+        for stage in self.mine:
+            self.ahead(stage)
+        for instruction in self.order.ranks[self.rank]:
+            if isinstance(instruction, pipeline.Compute):
+                self.compute(instruction)
+            elif isinstance(instruction, pipeline.ReduceGradients):
+                self.reduce(instruction.stage)
+            else:
+                self.instructions += self.transport(instruction)
+        for stage in self.mine:
+            self.reduce(stage)
+        self.tie()
+        self.share()
+
+    def ahead(self, stage: int) -> None:
+        for number in self.microbatches:
+            self.add(self.cutter.section(self.stages.ahead[stage]), self.of_microbatch(number))
+            for source, total in self.stages.counted[stage]:
+                self.instructions.append(Add(total.name, self.of_microbatch(number)(buffer_of(source))))
+        self.add(self.cutter.section(self.stages.once[stage]), self.of_step)
+
+    def compute(self, instruction: pipeline.Compute) -> None:
+        stage, kind, number = instruction.action
+        nodes = self.stages.actions[stage, kind]
+        rename = self.of_microbatch(number)
+        self.add(self.cutter.section(nodes), rename)
+        made = set(nodes)
+        for part in dict.fromkeys(part for each in self.stages.sums for part in each.parts if part in made):
+            self.instructions.append(Add(sum_of(buffer_of(part)), rename(buffer_of(part))))
+
+    def reduce(self, stage: int) -> None:
+        """Finish what this stage alone sums, once: after its last backward, or at the end where there is none."""
+        if stage not in self.finished:
+            self.finished.add(stage)
+            self.finish(each for each in self.stages.sums if each.stages == (stage,))
+
+    def finish(self, sums: Iterable[Sum]) -> None:
+        after = {node for each in sums for node in each.after}
+        ordered = [node for node in self.stages.program.graph.nodes if node in after]
+        self.add(self.cutter.section(ordered), self.of_step)
+
+    def transport(self, instruction: pipeline.Send | pipeline.Receive | pipeline.Wait) -> Iterator[Instruction]:
+        launched = instruction.launched if isinstance(instruction, pipeline.Wait) else instruction
+        source, target, direction, number = launched.transfer
+        values = self.stages.transfers.get((source, target, direction), ())
+        name = f"{source}{direction}{number}>{target}"
+        if not values:
+            return
+        if isinstance(instruction, pipeline.Wait):
+            yield Wait(name)
+            return
+        kind = Send if isinstance(instruction, pipeline.Send) else Receive
+        yield kind(name, AXIS, launched.peer, tuple(self.of_microbatch(number)(buffer_of(value)) for value in values))
+
+    def tie(self) -> None:
+        """Exchange and add up the gradients of parameters that several stages use."""
+        ties = [each for each in self.stages.sums if len(each.parts) > 1 and set(each.stages).intersection(self.mine)]
+        transfers: list[Instruction] = []
+        for each in ties:
+            peers = sorted({self.order.stages[stage] for stage in each.stages} - {self.rank})
+            for part in each.parts:
+                holder, buffers = self.order.stages[STAGE[part]], (sum_of(buffer_of(part)),)
+                if holder == self.rank:
+                    transfers += [Send(f"tied_{part.name}>{peer}", AXIS, peer, buffers) for peer in peers]
+                else:
+                    transfers.append(Receive(f"tied_{part.name}>{self.rank}", AXIS, holder, buffers))
+        self.launch(transfers)
+        for each in ties:
+            total = sum_of(buffer_of(each.target))
+            self.instructions += [Add(total, sum_of(buffer_of(part))) for part in each.parts]
+        self.finish(ties)
+
+    def share(self) -> None:
+        """What the caller gets, on every rank."""
+        transfers: list[Instruction] = []
+        for output, node in self.stages.program.named_outputs():
+            if output.kind in ("loss", "output"):
+                owner, buffers = self.order.stages[self.owners(output, node)[0]], self.buffers(output, node)
+                peers = [rank for rank in range(len(self.order.ranks)) if rank != owner]
+                if owner == self.rank:
+                    transfers += [Send(f"{output.kind}_{output.name}>{peer}", AXIS, peer, buffers) for peer in peers]
+                else:
+                    transfers.append(Receive(f"{output.kind}_{output.name}>{self.rank}", AXIS, owner, buffers))
+        self.launch(transfers)
+
+    def launch(self, transfers: list[Instruction]) -> None:
+        self.instructions += transfers
+        self.instructions += [Wait(each.transfer) for each in transfers if isinstance(each, (Send, Receive))]
+
+    def add(self, section: Iterable[Instruction], rename: Rename) -> None:
+        self.instructions += [_renamed(instruction, rename) for instruction in section]
+
+    # ---- results
+
+    def owners(self, output: Output, node: Node) -> tuple[int, ...]:
+        """The stages that hold a result."""
+        found = next((each.stages for each in self.stages.sums if each.output is output), None)
+        return found or (STAGE.get(node) or 0,)
+
+    def buffers(self, output: Output, node: Node) -> tuple[str, ...]:
+        """The buffers that a result is left in, one a microbatch where it is split over them."""
+        name = buffer_of(node)
+        if output.kind == "buffer":
+            return (self.of_microbatch(self.order.num_microbatches - 1)(name),)
+        found = next((each for each in self.stages.sums if each.output is output), None)
+        if found is not None:
+            return (name if found.after else sum_of(name),)
+        if name in self.per_step:
+            return (name,)
+        numbers = self.microbatches if output.sharding is not None and MICROBATCHES in output.sharding.axes else self.microbatches[-1:]
+        return tuple(self.of_microbatch(number)(name) for number in numbers)
+
+    def schedule(self) -> Schedule:
+        program, signature = self.stages.program, self.stages.program.signature
+        outputs = [
+            (output, name)
+            for output, node in program.named_outputs()
+            if output.kind in ("loss", "output") or any(self.order.stages[stage] == self.rank for stage in self.owners(output, node))
+            for name in self.buffers(output, node)
+        ]
+        read = {name for instruction in self.instructions for name in touched(instruction)}
+        inputs = [(item, name) for item, node in program.named_inputs() for name in self.fed(item, node) if name in read]
+        shapes = shapes_of(program)
+        shapes |= {sum_of(name): shape for name, shape in shapes.items()}
+        return Schedule(
+            with_frees(self.instructions, {name for _, name in (*inputs, *outputs)}),
+            self.cutter.fragments,
+            tuple(name for _, name in inputs),
+            tuple(name for _, name in outputs),
+            replace(signature, inputs=tuple(item for item, _ in inputs), outputs=tuple(output for output, _ in outputs)),
+            shapes,
+        )
+
+    def fed(self, item: Input, node: Node) -> tuple[str, ...]:
+        return tuple(f"{node.name}@{number}" for number in self.microbatches) if differs(item) else (node.name,)
+
+
+def sum_of(name: str) -> str:
+    """The buffer that adds up buffer `name` over the microbatches."""
+    return f"{name}.sum"
+
+
+def _renamed(instruction: Instruction, rename: Rename) -> Instruction:
+    def all_of(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(map(rename, names))
+
+    if isinstance(instruction, Run):
+        return Run(instruction.fragment, all_of(instruction.inputs), all_of(instruction.outputs))
+    if isinstance(instruction, Launch):
+        return replace(instruction, source=rename(instruction.source), target=rename(instruction.target))
+    assert isinstance(instruction, Wait), instruction
+    return Wait(rename(instruction.target))
