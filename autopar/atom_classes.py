@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 
 from torch.fx import Graph, Node
 
 from autopar.program import operands
-from autopar.strategies import Factor, factors_of
+from autopar.strategies import Factor, factors_of, signature_of
 
 # (node, which of its results, position among the atoms of that result)
 Atom = tuple[Node, int, int]
@@ -23,10 +24,13 @@ class AtomClasses:
     def of(graph: Graph) -> AtomClasses:
         """The classes in a graph whose nodes have DIMS."""
         classes = AtomClasses()
+        known: dict[Hashable, tuple[Factor, ...]] = {}
         for node in graph.nodes:
             if node.op == "call_function":
-                sources = read_by(node)
-                for factor in factors_of(node):
+                sources, signature = read_by(node), signature_of(node)
+                if signature not in known:
+                    known[signature] = factors_of(node)
+                for factor in known[signature]:
                     atoms = atoms_of(node, factor, sources)
                     for atom in atoms[1:]:
                         classes.join(atoms[0], atom)

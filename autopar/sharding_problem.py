@@ -23,7 +23,7 @@ from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
 from autopar.sharding import Dims, Sharding, Strategy
 from autopar.solver.assignment import Candidate, Choice, Problem, State, ValueIndex
-from autopar.strategies import operand_dims, placeholder_strategies, space_of, strategies_of
+from autopar.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
 
 # The result that is read by the input of this kind and name: where it must be left.
 HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
@@ -103,8 +103,9 @@ class _Builder:
     _of_index: list[Node] = field(default_factory=list[Node])
     _moved: dict[ValueIndex, tuple[float, bool]] = field(default_factory=dict[ValueIndex, tuple[float, bool]])
     _ahead: frozenset[Node] = frozenset()
-    _inputs: dict[Hashable, tuple[Candidate, ...]] = field(default_factory=dict)
-    _priced: dict[Hashable, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
+    _inputs: dict[tuple[int, tuple[Strategy, ...]], tuple[Candidate, ...]] = field(default_factory=dict)
+    _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    _priced: dict[int, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
 
     def build(self) -> None:
         calls = [node for node in self.program.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
@@ -152,7 +153,7 @@ class _Builder:
         strategies = placeholder_strategies(item.kind, dims, mesh, BATCH[node][0], self.program.freedom)
         strategies = (self.pinned[node.name],) if node.name in self.pinned else whole_axes(strategies, (), (dims,), mesh)
         reads = () if left is None else (self.value_of(left),)
-        kind = ("input", item.kind, dims, item.dtype, item.requires_grad)
+        kind = self._number(("input", item.kind, dims, item.dtype, item.requires_grad))
         if (kind, strategies) not in self._inputs:
             candidates = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
             self._inputs[kind, strategies] = candidates
@@ -178,8 +179,12 @@ class _Builder:
         held = self.budget.optimizer.held_bytes(item, self.cost.local_bytes(dims, item.dtype, sharding))
         return Candidate((sharding,) * num_reads, (sharding,), seconds, held)
 
+    def _number(self, kind: Hashable) -> int:
+        """Kinds as numbers: they are compared and hashed a hundred thousand times."""
+        return self._kinds.setdefault(kind, len(self._kinds))
+
     def _add_call(self, node: Node) -> None:
-        kind = _kind(node)
+        kind = self._number(("call", signature_of(node), PHASE.get(node)))
         if node.name in self.pinned:
             strategies = (self.pinned[node.name],)
             candidates = self._candidates(node, strategies)
@@ -209,7 +214,7 @@ class _Builder:
     def _add_result(self, output: Output, node: Node) -> None:
         """A result without an input that it belongs to."""
         target = required_sharding(output, node, self.program)
-        kind = ("result", output.kind, DIMS[node][0])
+        kind = self._number(("result", output.kind, DIMS[node][0]))
         phase = PHASE.get(node) or "forward"
         strategies, candidates = self._or_summed_later((Strategy((target,), ()),), (Candidate((target,), (), 0.0),))
         self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), candidates, kind, phase=phase))
@@ -223,16 +228,6 @@ def required_sharding(output: Output, node: Node, program: Program) -> Sharding:
     return placeholder_strategies("tangent", dims, program.mesh, batch, program.freedom)[0].results[0]
 
 
-def _kind(node: Node) -> Hashable:
-    """Equal for calls that have equal strategies at equal cost, and do the same in the same phase."""
-    reads = operands(node)
-    numbers = {operand: number for number, operand in enumerate(dict.fromkeys(reads))}
-    literals = repr(_plain((node.args, node.kwargs), numbers))
-    dtypes = tuple(value.dtype if value is not None else None for each in (*reads, node) for value in results_of(each))
-    shapes = tuple(DIMS[each] for each in (*reads, node))
-    return str(node.target), literals, dtypes, shapes, space_of(node), PHASE.get(node)
-
-
 def _keeps_bytes(node: Node) -> bool:
     """Whether `node` is a view of all of its one operand. What is saved or pinned may lie otherwise than what it is made of."""
     return (
@@ -241,14 +236,3 @@ def _keeps_bytes(node: Node) -> bool:
         and len(operands(node)) == 1
         and math.prod(map(math.prod, DIMS[node][0])) == math.prod(map(math.prod, operand_dims(node)[0]))
     )
-
-
-def _plain(value: object, numbers: Mapping[Node, int]) -> object:
-    """Arguments with nodes as numbers."""
-    if isinstance(value, Node):
-        return f"%{numbers[value]}"
-    if isinstance(value, (tuple, list)):
-        return tuple(_plain(item, numbers) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _plain(item, numbers)) for key, item in value.items())
-    return value

@@ -51,7 +51,9 @@ def assign_stages(program: Program, forward: Mapping[Node, int], num_stages: int
         if node.op != "call_function" or node in everywhere:
             continue
         sources = [stages[operand] for operand in node.all_input_nodes if operand in stages]
-        if PHASE[node] == "forward":
+        if node.target is operator.getitem:
+            stages[node] = sources[0]
+        elif PHASE[node] == "forward":
             stages[node] = max([forward.get(node, 0), *sources])
             sequence = node.meta.get("seq_nr")
             partners[sequence] = max(partners.get(sequence, 0), stages[node])
@@ -64,9 +66,8 @@ def _backward_stage(node: Node, stages: Mapping[Node, int], partners: Mapping[ob
     gradients = [stages[each] for each in node.all_input_nodes if each in stages and PHASE.get(each) == "backward"]
     saved = [stages[each] for each in node.all_input_nodes if each in stages and PHASE.get(each) == "forward"]
     latest = min(gradients, default=num_stages - 1)
-    is_moved = node.target in (reshard, operator.getitem)
     is_accumulation = node.target is aten.add.Tensor and len(gradients) > 1
-    if gradients and (is_moved or is_accumulation):
+    if gradients and (node.target is reshard or is_accumulation):
         return latest
     partner = partners.get(node.meta.get("seq_nr"))
     if partner is None:
