@@ -46,6 +46,7 @@ class Compiled:
     forward   FORWARD, after the forward passes
     program   GLOBAL, every node with its sharding
     local     LOCAL, one rank's program
+    separated LOCAL, each microbatch with its own estimate of what several mix; None where nothing does
     schedules what ranks execute, by their place on `pp`; one where there is none
     plan      `autopar.plan.Plan`: the decisions with their reasons
     steps     every pass that ran, in order
@@ -63,6 +64,7 @@ class Compiled:
     search: Any = None
     cost: Any = None
     decide_again: Callable[[Any], tuple[Program, Any]] | None = None
+    separated: Program | None = None
 
     @property
     def schedule(self) -> Schedule:

@@ -22,6 +22,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
 from autopar.mesh import RESERVED_AXES, Mesh
+from autopar.microbatches import mixing
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.copy_to_stages import CopyToStages
 from autopar.passes.cut_fragments import cut_fragments
@@ -236,6 +237,7 @@ def compile_call(
         forward=history.program(KeyRandom),
         program=program,
         local=local,
+        separated=history.program(SeparateMicrobatches) if mixing(local) else None,
         schedules=schedules,
         plan=Plan.of(program, decision),
         steps=tuple(history.steps),

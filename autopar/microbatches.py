@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
+from autopar.collectives import is_launch
 from autopar.mesh import MICROBATCHES
 from autopar.program import Program
 from autopar.sharding import Sharding
@@ -31,6 +32,12 @@ def known_ahead(program: Program) -> frozenset[Node]:
         if node.op == "call_function" and all(operand in known for operand in node.all_input_nodes):
             known.add(node)
     return frozenset(known)
+
+
+def mixing(program: Program) -> tuple[Node, ...]:
+    """The collectives of a LOCAL program that join what the network made of several microbatches."""
+    ahead = known_ahead(program)
+    return tuple(node for node in program.graph.nodes if is_launch(node) and MICROBATCHES in node.args[1] and node not in ahead)
 
 
 def is_summed_later(sharding: Sharding) -> bool:

@@ -81,6 +81,7 @@ def promote_compiled(compiled: Compiled) -> Compiled:
         forward=promote(compiled.forward),
         program=promote(compiled.program),
         local=promote(compiled.local),
+        separated=compiled.separated and promote(compiled.separated),
         schedules=promote_schedules(compiled.schedules),
     )
 

@@ -194,11 +194,8 @@ def _operand(node: Node) -> Node:
 
 
 def _is_moved(node: Node) -> bool:
-    """Whether `node` moves the elements of a call that nothing else reads."""
-    if node.target not in _MOVES or len(node.users) > 1:
-        return False
-    source = node.args[0]
-    return isinstance(source, Node) and source.op == "call_function" and len(source.users) == 1
+    """Whether `node`, which nothing else reads, moves the elements of a call."""
+    return node.target in _MOVES and len(node.users) == 1 and _operand(node).op == "call_function"
 
 
 def _parts(node: Node) -> Iterator[Node]:

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 from autopar.keys import DIMS
-from autopar.mesh import parent
+from autopar.mesh import MICROBATCHES, parent
 from autopar.program import Program
 
-BATCH_AXIS = "dp"
+# What splits the batch, stages or time is no smaller than it is.
+_WHOLE = ("dp", "pp", MICROBATCHES)
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class RefineMesh:
     """Break tp = 4 into 2 × 2 where a parameter has 2 key-value heads: two ranks split heads, two something else.
 
     Only the outermost atom of a parameter's dim that shares a factor with the axis is looked at: the inner ones
-    are reached anyway, and every sub-axis multiplies the strategies of an op. The batch axis stays whole.
+    are reached anyway, and every sub-axis multiplies the strategies of an op. The axes of the batch stay whole.
 
     Reads: DIMS. Writes: the program's mesh. Ensures: the same ranks in the same order.
     """
@@ -28,7 +29,7 @@ class RefineMesh:
         mesh = program.mesh
         for axis, size in program.mesh.axes:
             divisors = {found for found in _divisors(program, size) if 1 < found < size}
-            if axis == parent(axis) != BATCH_AXIS and divisors:  # an axis that an earlier capture refined stays as it is
+            if axis == parent(axis) and axis not in _WHOLE and divisors:  # an axis that an earlier capture refined stays as it is
                 part = max(divisors)
                 mesh = mesh.refine(axis, (part, size // part))
         return replace(program, mesh=mesh)

@@ -8,16 +8,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from autopar.collectives import all_reduce, is_launch, wait
+from autopar.collectives import all_reduce, wait
 from autopar.emit import Emitter
 from autopar.errors import PlanError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE
 from autopar.mesh import MICROBATCHES
-from autopar.microbatches import is_summed_later, known_ahead, summed_later
+from autopar.microbatches import is_summed_later, known_ahead, mixing, summed_later
+from autopar.printing import op_name
 from autopar.program import Output, Program
 
 logger = logging.getLogger("autopar")
 aten = torch.ops.aten
+
+# So many places are named in the warning.
+_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -38,39 +42,18 @@ class SeparateMicrobatches:
         if number == 1:
             return program
         program = program.copy()
-        ahead = known_ahead(program)
-        mixing = []
-        for node in list(program.graph.nodes):
-            if is_launch(node) and MICROBATCHES in node.args[1] and node not in ahead:
-                mixing.append(self._estimate(node, program, number))
-        if mixing:
+        places = [_estimate(node, program, number) for node in mixing(program)]
+        if places:
+            first = list(dict.fromkeys(places))
+            more = f"; and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
             logger.warning(
-                "%d values mix microbatches; each of the %d microbatches takes its own (batch norm: its own statistics): %s",
-                len(mixing),
+                "%d values mix microbatches; each of the %d microbatches takes its own (batch norm: its own statistics): %s%s",
+                len(places),
                 number,
-                "; ".join(dict.fromkeys(mixing)),
+                "; ".join(first[:_SHOWN]),
+                more,
             )
         return self._averaged(program, number)
-
-    def _estimate(self, launch: Node, program: Program, number: int) -> str:
-        (completed,) = launch.users
-        place = SOURCE.get(launch)
-        if launch.target is not all_reduce or launch.args[1] != (MICROBATCHES,):
-            raise PlanError(
-                f"{place}: the value of {ORIGIN.get(completed, launch.name)!r} joins samples of different microbatches in a way that a "
-                f"microbatch cannot estimate ({launch.target.__name__} over {MICROBATCHES}); use num_microbatches=1"  # type: ignore[union-attr]
-            )
-        operand, _, kind = launch.args
-        assert isinstance(operand, Node) and completed.target is wait
-        own = Emitter(program.graph, launch).call(aten.mul.Tensor, operand, number) if kind == "sum" else operand
-        if own is not operand:
-            for key in (ORIGIN, DIMS, SHARDING):
-                if completed in key:
-                    key[own] = key[completed]  # type: ignore[literal-required]
-        completed.replace_all_uses_with(own)
-        program.graph.erase_node(completed)
-        program.graph.erase_node(launch)
-        return str(place)
 
     def _averaged(self, program: Program, number: int) -> Program:
         """Losses and gradients that all microbatches have alike become sums of equal parts."""
@@ -86,3 +69,23 @@ class SeparateMicrobatches:
             outputs.append(output)
         program.graph.output_node().args = (tuple(results),)
         return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))
+
+
+def _estimate(launch: Node, program: Program, number: int) -> str:
+    """Replace a collective over the microbatches by what one of them makes of it; returns where the user wrote it."""
+    (completed,) = launch.users
+    operand, kind, place = launch.args[0], launch.args[-1], str(SOURCE.get(launch))
+    if launch.target is not all_reduce or launch.args[1] != (MICROBATCHES,):
+        raise PlanError(
+            f"{place}: this op needs all samples of the batch at once ({op_name(launch.target)} over {number} microbatches), and no "
+            "microbatch can make up its part alone; use num_microbatches=1"
+        )
+    assert isinstance(operand, Node) and completed.target is wait
+    own = operand
+    if kind == "sum":
+        own = Emitter(program.graph, launch).call(aten.mul.Tensor, operand, number)
+        ORIGIN[own], DIMS[own], SHARDING[own] = ORIGIN[completed], DIMS[completed], SHARDING[completed]
+    completed.replace_all_uses_with(own)
+    program.graph.erase_node(completed)
+    program.graph.erase_node(launch)
+    return place

@@ -191,7 +191,7 @@ class _Reading:
 
 
 def _name(nodes: list[Node]) -> str:
-    """Of the first op that is no view: its module in the user's model, and what it is."""
-    chosen = next((node for node in nodes if not is_view(node)), nodes[0])
+    """Of the first forward op that is no view, if there is one: its module in the user's model, and what it is."""
+    chosen = min(nodes, key=lambda node: (PHASE.get(node) == "backward", is_view(node)))
     module = SOURCE[chosen].module if chosen in SOURCE else ""
     return f"{module} {op_name(chosen.target)}".strip()

@@ -10,7 +10,7 @@ Candidates that no assignment can have are left out beforehand, so that all pote
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -114,12 +114,11 @@ class Ascent:
         """Make every candidate of `tables` dearer (or cheaper) by so much."""
         self.nodes = [node + price[kept] for node, price, kept in zip(self.nodes, prices, self.positions, strict=True)]
 
-    def assignment(self, order: Iterable[int]) -> list[int]:
+    def assignment(self) -> list[int]:
         """A candidate for every class: one class after the other takes its best, given what those before it took."""
         kept = [list(first.potentials) for first in self._transports]
         picks = [0] * len(self.nodes)
-        for number in order:
-            potentials = self.nodes[number]
+        for number, potentials in enumerate(self.nodes):
             for port in self._ports[number]:
                 potentials = potentials + (port.least() + port.potentials[port.port])[port.states]
             pick = int(np.argmin(potentials))
@@ -129,11 +128,6 @@ class Ascent:
         for first, potentials in zip(self._transports, kept, strict=True):
             first.potentials[:] = potentials
         return picks
-
-    def assignments(self) -> tuple[list[int], list[int]]:
-        """From the first class on, and from the last."""
-        order = range(len(self.nodes))
-        return self.assignment(order), self.assignment(reversed(order))
 
 
 def _possible(tables: Tables, masks: list[Array]) -> list[tuple[Table | Parts, list[Array]]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 
-from autopar.solver.assignment import Problem, transport_seconds
+from autopar.solver.assignment import Problem, State, ValueIndex, transport_seconds
 from autopar.solver.folding import Folded, FoldedValue, fold
 
 
@@ -19,6 +20,7 @@ class Evaluation:
         self.problem = problem
         self.folded = folded or fold(problem, None)
         self.nodes = [problem.nodes[member] for member in self.folded.members]
+        self._prices: dict[tuple[Hashable, State, State], float] = {}
         self._touching: list[list[FoldedValue]] = [[] for _ in self.nodes]
         for value in self.folded.values:
             for number in {value.producer, *(reader for reader, _ in value.readers)}:
@@ -26,8 +28,7 @@ class Evaluation:
 
     def seconds(self, picks: Sequence[int]) -> float:
         """What the whole problem costs."""
-        work = sum(size * node.candidates[pick].seconds for size, node, pick in zip(self.folded.sizes, self.nodes, picks, strict=True))
-        return work + sum(value.count * self.transport(value, picks) for value in self.folded.values)
+        return sum(map(self._work, range(len(picks)), picks)) + sum(value.count * self.transport(value, picks) for value in self.folded.values)
 
     def num_bytes(self, picks: Sequence[int]) -> float:
         """What the whole problem holds, and the most that a node needs on top while it runs."""
@@ -38,12 +39,25 @@ class Evaluation:
         """Seconds to bring one of the values to its readers."""
         source = self.nodes[value.producer].candidates[picks[value.producer]].results[value.result]
         targets = [self.nodes[number].candidates[picks[number]].operands[slot] for number, slot in value.readers]
-        return transport_seconds(source, targets, self.problem.slices, lambda a, b: self.problem.price(value.example, a, b))
+        return transport_seconds(source, targets, self.problem.slices, partial(self._price, value.example))
+
+    def _price(self, value: ValueIndex, source: State, target: State) -> float:
+        key = self.problem.price_class(value), source, target
+        if key not in self._prices:
+            self._prices[key] = self.problem.price(value, source, target)
+        return self._prices[key]
 
     def local_seconds(self, number: int, picks: Sequence[int]) -> float:
         """The part of the cost that depends on one class: its work, and the transport of what it reads and gives."""
-        work = self.folded.sizes[number] * self.nodes[number].candidates[picks[number]].seconds
-        return work + sum(value.count * self.transport(value, picks) for value in self._touching[number])
+        return self._work(number, picks[number]) + sum(value.count * self.transport(value, picks) for value in self._touching[number])
+
+    def saved_seconds(self, changed: Iterable[int], picks: Sequence[int], wanted: Sequence[int]) -> float:
+        """What `picks` cost more than the same with these classes as in `wanted`."""
+        mixed = dict.fromkeys(changed)
+        after = [wanted[number] if number in mixed else pick for number, pick in enumerate(picks)]
+        values = {id(value): value for number in mixed for value in self._touching[number]}.values()
+        moved = sum(value.count * (self.transport(value, picks) - self.transport(value, after)) for value in values)
+        return moved + sum(self._work(number, picks[number]) - self._work(number, wanted[number]) for number in mixed)
 
     def runner_up(self, number: int, picks: Sequence[int], allowed: Sequence[int] | None = None) -> tuple[int, float] | None:
         """The next-best candidate of a class (among `allowed`), everything else as it is, and the seconds it adds; None without another."""
@@ -73,6 +87,9 @@ class Evaluation:
             if not changed:
                 break
         return found
+
+    def _work(self, number: int, pick: int) -> float:
+        return self.folded.sizes[number] * self.nodes[number].candidates[pick].seconds
 
     def _held_bytes(self, number: int, pick: int) -> float:
         return self.folded.sizes[number] * self.nodes[number].candidates[pick].held_bytes

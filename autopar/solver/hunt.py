@@ -9,6 +9,7 @@ solve       what remains, as an integer program                                 
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from dataclasses import replace
 import highspy
 import numpy as np
 
+from autopar.solver.answers import Answer, Answers
 from autopar.solver.ascent import Ascent
 from autopar.solver.evaluation import Evaluation
 from autopar.solver.folding import Folded
@@ -29,13 +31,16 @@ _SWEEPS = 4
 _PROGRESS = 0.02
 # The same at a price of a byte that is only passed through.
 _PROGRESS_IN_PASSING = 0.1
+# Looks without any answer, after which the integer program has its turn.
+_MAX_LOOKS_IN_VAIN = 25
 # What the integer program gets where the user set no limit.
 _PATIENCE_SECONDS = 5.0
-# Prices of a byte that are tried, those of them that may bring nothing new, and what counts as the same cost.
+# Prices of a byte that are tried, and those of them that may bring nothing new.
 _MAX_PRICES, _MAX_STALE = 40, 2
-_SAME = 1e-7
-# In steps per capacity: who saves no more at this price saves no more at any.
-_HIGHEST_PRICE = 1e6
+# Prices are good enough once none can raise the bound by more than this share of the tolerance; of the bound, where that is more.
+_SHARE_OF_TOLERANCE, _SAME = 0.1, 1e-7
+# The first price: so many steps for the whole capacity. It is doubled up to the highest: who saves no more at that, saves no more at any.
+_FIRST_PRICE, _HIGHEST_PRICE = 0.25, 1e6
 # The integer program is left alone where so many columns remain: it would not come far in its time.
 _MAX_COLUMNS = 60_000
 
@@ -58,7 +63,7 @@ class Hunt:
         self.byte_price = 0.0
         self.num_bounded = 0
         self.mixture: Mixture | None = None
-        self._ends: tuple[list[int], list[int]] | None = None
+        self._answers = Answers()
         self.is_infeasible = self.tables.least_bytes > self.tables.capacity_bytes
         most_working = self.tables.capacity_bytes - (self.tables.least_bytes - self.tables.least_working_bytes)
         self._ascent = Ascent(self.tables, [each <= most_working for each in self.tables.working_bytes])
@@ -69,11 +74,12 @@ class Hunt:
         if self._ascent.is_impossible:
             self.lower = NO_WAY
             return
-        found = self._ascend()
-        if found is not None and self.tables.num_bytes(found) > self.tables.capacity_bytes:
-            self._price_bytes(found)
-            if self._ends is not None and not self._is_done():
-                self.mixture = mix(self.evaluation, *self._ends)
+        self._ascend()
+        if not self._is_done() and self._is_capacity_binding():
+            self._price_bytes()
+            ends = self._answers.ends(self.byte_price)
+            if ends is not None and not self._is_done():
+                self.mixture = mix(self.evaluation, ends[0].picks, ends[1].picks)
         if not self._is_done():
             self._solve_rest()
 
@@ -86,26 +92,27 @@ class Hunt:
         is_proved = self.seconds < math.inf and self.seconds - self.lower <= self.tolerance * self.seconds
         return is_proved or time.perf_counter() > self.deadline
 
-    def _ascend(self, progress: float = _PROGRESS) -> list[int] | None:
-        """Raise the bound until it meets an answer or stands still. The cheapest assignment seen at this price of a byte."""
-        cheapest: tuple[float, list[int]] | None = None
+    def _is_capacity_binding(self) -> bool:
+        """Whether what costs least with bytes for nothing does not fit."""
+        known = self._answers.known
+        return bool(known) and not min(known, key=lambda answer: answer.seconds).fits
+
+    def _ascend(self) -> None:
+        """Raise the bound at this price of a byte until it meets an answer or stands still."""
         before = -math.inf
-        while True:
+        for look in itertools.count():
             for _ in range(_SWEEPS):
                 self._ascent.sweep(True)
                 self._ascent.sweep(False)
-            bound = self._ascent.bound()
-            self._raise(bound - self.seconds_per_byte * self._spare_bytes())
-            for picks in self._ascent.assignments():
-                priced = self._consider(picks)
-                if cheapest is None or priced < cheapest[0]:
-                    cheapest = (priced, picks)
-            assert cheapest is not None
-            missing = cheapest[0] - bound
+            bound = self._ascent.bound() - self.seconds_per_byte * self._spare_bytes()
+            self._raise(bound)
+            self._consider(self._ascent.assignment())
+            missing = self._answers.cheapest(self.seconds_per_byte) - bound
+            progress = _PROGRESS_IN_PASSING if self._is_capacity_binding() else _PROGRESS
             if missing <= self.tolerance * abs(bound) or bound - before <= progress * missing < math.inf or self._is_done():
-                return cheapest[1] if cheapest[0] < math.inf else None
-            if before == bound:
-                return None
+                return
+            if before == bound or (missing == math.inf and look >= _MAX_LOOKS_IN_VAIN):
+                return
             before = bound
 
     def _raise(self, bound: float) -> None:
@@ -118,50 +125,35 @@ class Hunt:
         capacity = self.tables.capacity_bytes
         return capacity - self.tables.least_working_bytes if capacity < math.inf else 0.0
 
-    def _consider(self, picks: list[int]) -> float:
-        """Keep `picks` if they are the best that fits. What they cost with held bytes at their present price."""
+    def _consider(self, picks: list[int]) -> None:
+        """Keep `picks`, by themselves if they are the best that fits."""
         seconds = self.evaluation.seconds(picks)
-        if seconds < self.upper and self.tables.num_bytes(picks) <= self.tables.capacity_bytes:
+        fits = self.tables.num_bytes(picks) <= self.tables.capacity_bytes
+        if seconds < self.upper and fits:
             self.picks, self.upper = picks, seconds
-        return seconds + self.seconds_per_byte * self._held_bytes(picks)
+        self._answers.add(Answer(tuple(picks), seconds, self.tables.held(picks) - self._spare_bytes(), fits))
 
-    def _held_bytes(self, picks: list[int]) -> float:
-        return sum(float(each[pick]) for each, pick in zip(self.tables.held_bytes, picks, strict=True))
+    def _price_bytes(self) -> None:
+        """Find the price of a byte with the best bound: there an answer that fits costs no more than one that does not.
 
-    def _priced(self, picks: list[int]) -> float:
-        return self.evaluation.seconds(picks) + self.seconds_per_byte * self._held_bytes(picks)
-
-    def _price_bytes(self, large: list[int]) -> None:
-        """Find the price of a byte at which an answer that fits costs no more than one that does not: the best Lagrangian bound.
-
-        `large` does not fit. Two answers meet at the price (seconds of the small - seconds of the large) / (bytes of the large -
-        bytes of the small); where none is cheaper there, none is left between the two, and a mixture takes a part of each.
+        Where none is cheaper there than these two, none is left between them, and a mixture takes a part of each.
         """
-        small: list[int] | None = None
-        price, low, high = self.lower / self.tables.capacity_bytes / 8, 0.0, math.inf
-        num_stale = 0
+        num_stale, step = 0, self.lower / self.tables.capacity_bytes
+        next_price = _FIRST_PRICE * step
         for _ in range(_MAX_PRICES):
-            self._set_price(price)
-            found = self._ascend(_PROGRESS_IN_PASSING)
-            if found is None or self._is_done() or price > _HIGHEST_PRICE * self.lower / self.tables.capacity_bytes:
-                break
-            if self.tables.num_bytes(found) <= self.tables.capacity_bytes:
-                high, is_new = min(high, price), small is None or self._priced(found) < self._priced(small) * (1 - _SAME)
-                small = found if is_new else small
-            else:
-                low, is_new = max(low, price), self._priced(found) < self._priced(large) * (1 - _SAME)
-                large = found if is_new else large
-            num_stale += small is not None and not is_new
-            if num_stale > _MAX_STALE or high <= low * (1 + 1e-3):
-                break
-            price = 4 * price if small is None else self._meeting(small, large)
-            if high < math.inf and not low < price < high:
-                price = (low + high) / 2
-        self._ends = None if small is None else (small, large)
-
-    def _meeting(self, small: list[int], large: list[int]) -> float:
-        saved = self._held_bytes(large) - self._held_bytes(small)
-        return (self.evaluation.seconds(small) - self.evaluation.seconds(large)) / saved if saved > 0 else 2 * self.seconds_per_byte
+            if self._answers.has_fitting:
+                next_price = self._answers.best_price()
+            reachable, lower = self._answers.cheapest(next_price), self.lower
+            enough = max(self.tolerance * _SHARE_OF_TOLERANCE, _SAME) * abs(reachable)
+            if self._answers.has_fitting and reachable - self.lower <= enough:
+                return
+            self._set_price(next_price)
+            self._ascend()
+            is_new = self._answers.cheapest(next_price) < reachable - enough or self.lower > lower + enough
+            num_stale = 0 if is_new else num_stale + 1
+            if self._is_done() or num_stale > _MAX_STALE or next_price > _HIGHEST_PRICE * step:
+                return
+            next_price *= 2
 
     def _set_price(self, seconds_per_byte: float) -> None:
         added = seconds_per_byte - self.seconds_per_byte
@@ -170,7 +162,7 @@ class Hunt:
 
     def _solve_rest(self) -> None:
         """Leave out what no better assignment can have, and solve the rest exactly, as far as time allows."""
-        if self.picks is not None:
+        if self.picks is not None and self.mixture is None:
             self._consider(self.evaluation.descend(self.picks))
         remaining = self._remaining()
         self.num_bounded = sum(int((~each).sum()) for each in remaining)
@@ -192,6 +184,8 @@ class Hunt:
         values = np.asarray(solver.getSolution().col_value)
         if len(values) and program.is_integral(values):
             self._consider([int(each[pick]) for each, pick in zip(positions, program.picks(values), strict=True)])
+        if self.mixture is not None and len(self.evaluation.nodes) < len(self.evaluation.problem.nodes):
+            return  # a mixture decides equal layers apart: the bound of a program in which they are one is none of it
         bound = solver.getInfo().mip_dual_bound / program.scale
         if math.isfinite(bound):
             self.lower = max(self.lower, min(bound, self.upper))
@@ -207,7 +201,7 @@ class Hunt:
             positions = self._ascent.positions[number]
             dearer = self._ascent.collect(number)  # which only raises the bound
             remaining[number][:] = False
-            remaining[number][positions] = bound + dearer <= self.upper * (1 + 1e-9)
+            remaining[number][positions] = bound + dearer <= self.seconds * (1 + 1e-9)
             remaining[number][self.picks[number]] = True
             self._ascent.hand_on(number, True)
         return remaining

@@ -6,7 +6,7 @@ together (a layer's, say) change together, and as many of these parts are change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.solver.assignment import Problem
@@ -29,28 +29,22 @@ def mix(evaluation: Evaluation, small: Sequence[int], large: Sequence[int]) -> M
     alone = Evaluation(problem, fold(problem, None))
     picks, wanted = ([answer[number] for number in folded.class_of] for answer in (small, large))
     parts = _parts(problem, [index for index, pick in enumerate(picks) if pick != wanted[index]])
-    start = alone.seconds(picks)
     known: dict[tuple[int, ...], tuple[float, float]] = {}
     priced: list[tuple[float, float, list[int]]] = []
     for part in parts:
         kind = tuple(sorted(folded.class_of[index] for index in part))
         if kind not in known:
-            changed = _changed(picks, wanted, part)
-            known[kind] = (start - alone.seconds(changed), _held(problem, changed) - _held(problem, picks))
+            known[kind] = alone.saved_seconds(part, picks, wanted), _held(problem, wanted, part) - _held(problem, picks, part)
         priced.append((*known[kind], part))
-    found = list(picks)
-    for saved, _, part in sorted(priced, key=lambda each: -each[0] / max(each[1], 1.0)):
-        changed = _changed(found, wanted, part)
-        if saved > 0 and _num_bytes(problem, changed) <= problem.capacity_bytes:
-            found = changed
+    everything = range(len(picks))
+    found, held, working = list(picks), _held(problem, picks, everything), _working(problem, picks, everything)
+    for saved, more, part in sorted(priced, key=lambda each: -each[0] / max(each[1], 1.0)):
+        most = max(working, _working(problem, wanted, part))
+        if saved > 0 and held + more + most <= problem.capacity_bytes:
+            held, working = held + more, most
+            for index in part:
+                found[index] = wanted[index]
     return Mixture(alone, found, alone.seconds(found)) if found != picks else None
-
-
-def _changed(picks: list[int], wanted: list[int], part: list[int]) -> list[int]:
-    changed = list(picks)
-    for index in part:
-        changed[index] = wanted[index]
-    return changed
 
 
 def _parts(problem: Problem, nodes: list[int]) -> list[list[int]]:
@@ -73,10 +67,9 @@ def _parts(problem: Problem, nodes: list[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _held(problem: Problem, picks: Sequence[int]) -> float:
-    return sum(node.candidates[pick].held_bytes for node, pick in zip(problem.nodes, picks, strict=True))
+def _held(problem: Problem, picks: Sequence[int], nodes: Iterable[int]) -> float:
+    return sum(problem.nodes[index].candidates[picks[index]].held_bytes for index in nodes)
 
 
-def _num_bytes(problem: Problem, picks: Sequence[int]) -> float:
-    working = max(node.candidates[pick].working_bytes for node, pick in zip(problem.nodes, picks, strict=True))
-    return _held(problem, picks) + working
+def _working(problem: Problem, picks: Sequence[int], nodes: Iterable[int]) -> float:
+    return max(problem.nodes[index].candidates[picks[index]].working_bytes for index in nodes)

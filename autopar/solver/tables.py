@@ -69,8 +69,10 @@ class Tables:
 
     def num_bytes(self, picks: Sequence[int]) -> float:
         """What an assignment holds, and the most that a node needs on top while it runs."""
-        held = sum(float(each[pick]) for each, pick in zip(self.held_bytes, picks, strict=True))
-        return held + max(float(each[pick]) for each, pick in zip(self.working_bytes, picks, strict=True))
+        return self.held(picks) + max(float(each[pick]) for each, pick in zip(self.working_bytes, picks, strict=True))
+
+    def held(self, picks: Sequence[int]) -> float:
+        return sum(float(each[pick]) for each, pick in zip(self.held_bytes, picks, strict=True))
 
     @property
     def least_bytes(self) -> float:
