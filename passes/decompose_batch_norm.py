@@ -42,7 +42,7 @@ class DecomposeBatchNorm:
         for node in list(program.graph.nodes):
             lower = _LOWERED.get(str(node.target)) if node.op == "call_function" else None
             if lower is not None:
-                _replace_results(node, lower(Emitter(program.graph, before=node), node))
+                _replace_results(node, lower(Emitter(program.graph, before=node), node, program.mesh.num_microbatches))
         program.graph.eliminate_dead_code()
         return program
 
@@ -103,17 +103,20 @@ class _Channels:
         return deviation if weight is None else self.emit.call(aten.mul.Tensor, deviation, weight)
 
 
-def _with_buffers(emit: Emitter, node: Node) -> list[Node | None]:
-    """(input, weight?, bias?, mean, variance, training, momentum, eps) → (output, mean, deviation, new mean, new variance)."""
+def _with_buffers(emit: Emitter, node: Node, number: int) -> list[Node | None]:
+    """(input, weight?, bias?, mean, variance, training, momentum, eps) → (output, mean, deviation, new mean, new variance).
+
+    The running variance is that of a microbatch, whose samples are a part of the batch: `number` of them.
+    """
     x, weight, bias, old_mean, old_variance, training, momentum, eps = node.args
     assert training, "in evaluation autograd calls another op"
     output, mean, deviation, variance = _normalised(emit, x, weight, bias, eps)  # type: ignore[arg-type]
-    count = _Channels.of(emit, x).count  # type: ignore[arg-type]
+    count = _Channels.of(emit, x).count // number  # type: ignore[arg-type]
     unbiased = emit.call(aten.mul.Tensor, variance, count / (count - 1)) if count > 1 else variance
     return [output, mean, deviation, _moved(emit, old_mean, mean, momentum), _moved(emit, old_variance, unbiased, momentum)]  # type: ignore[arg-type]
 
 
-def _without_buffers(emit: Emitter, node: Node) -> list[Node | None]:
+def _without_buffers(emit: Emitter, node: Node, number: int) -> list[Node | None]:
     """(input, weight?, bias?, training, momentum, eps) → (output, mean, deviation)."""
     x, weight, bias, _, _, eps = node.args
     return list(_normalised(emit, x, weight, bias, eps)[:3])  # type: ignore[arg-type]
@@ -138,7 +141,7 @@ def _moved(emit: Emitter, old: Node, new: Node, momentum: float) -> Node:
     return emit.call(aten.add.Tensor, kept, emit.call(aten.mul.Tensor, emit.cast(new, old.meta["val"].dtype), momentum))
 
 
-def _backward(emit: Emitter, node: Node) -> list[Node | None]:
+def _backward(emit: Emitter, node: Node, number: int) -> list[Node | None]:
     """(gradient, input, weight?, mean?, variance?, saved mean?, saved deviation?, training, eps, mask) → three gradients."""
     gradient, x, weight, fixed_mean, fixed_variance, mean, deviation, training, eps, _ = node.args
     channels = _Channels.of(emit, x)  # type: ignore[arg-type]

@@ -196,7 +196,7 @@ def test_a_rank_that_dies_is_named_long_before_the_timeout(tmp_path: Path) -> No
     assert processes[1].returncode == 0
     assert "receiving: rank 1 got no answer from rank 0 for RECV 0F1>1 pp=0 (h@1): " in told
     assert "on rank 1, instruction 3: WAIT 0F1>1" in told
-    assert "sending: rank 1 got no answer from rank 0 for SEND 1B0>0 pp=0 (x): " in told
+    assert "sending: rank 1 got no answer from rank 0 for SEND 1B0>0 pp=0 (h@0): " in told
 
 
 if __name__ == "__main__":
