@@ -95,7 +95,8 @@ def _exported(
         with _explained(model), caches_kept_clean(), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
             exported = torch.export.export(_Captured(model, loss), args, kwargs, strict=True)
-        return forward_program(exported, mesh, trainable, spec.structure, spec.leaves, spec.loss_index if loss else None)
+        loss_index = spec.loss_index if spec.loss is not None else None
+        return forward_program(exported, mesh, trainable, spec.structure, spec.leaves, loss_index, loss is not None)
 
 
 def _refuse_autocast(model: nn.Module) -> None:

@@ -30,6 +30,7 @@ from autopar.passes.decide_once import DecideOnce, FromFirst
 from autopar.passes.decompose_batch_norm import DecomposeBatchNorm
 from autopar.passes.decompose_convolutions import DecomposeConvolutions
 from autopar.passes.decompose_losses import DecomposeLosses
+from autopar.passes.detach_outputs import DetachOutputs
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.insert_reshards import InsertReshards
@@ -172,6 +173,7 @@ def default_passes(
     )
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
+        *((DetachOutputs(training),) if num_stages else ()),  # before the trace, as all here
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
         KeyRandom(),  # draws become a function of position: the same on any mesh

@@ -35,12 +35,18 @@ _KINDS: dict[ExportedKind, InputKind] = {
 
 
 def forward_program(
-    exported: ExportedProgram, mesh: Mesh, trainable: frozenset[str], structure: Any, leaves: tuple[Any, ...], loss_index: int | None
+    exported: ExportedProgram,
+    mesh: Mesh,
+    trainable: frozenset[str],
+    structure: Any,
+    leaves: tuple[Any, ...],
+    loss_index: int | None,
+    loss_alone: bool,
 ) -> Program:
     """The FORWARD program of what was exported.
 
     `trainable` names the parameters that get gradients; `structure` and `leaves` describe the user's output, in which the
-    loss is leaf `loss_index` (None: every tensor of the output is exported). Raises `CaptureError` for what has no place.
+    loss is leaf `loss_index` (None: there is none), and `loss_alone` says that nothing else is exported. Raises `CaptureError` for what has no place.
     """
     graph, mapping = Graph(), dict[Node, Node]()
     constants: dict[str, torch.Tensor] = {}
@@ -51,7 +57,7 @@ def forward_program(
         if item.kind == "constant":
             constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
     _copy_calls(exported.graph_module, graph, mapping)
-    outputs = _copy_outputs(exported, graph, mapping, loss_index)
+    outputs = _copy_outputs(exported, graph, mapping, loss_index, loss_alone)
     program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
     _refake(program)
     return program
@@ -152,8 +158,10 @@ def _region_source(module: GraphModule, args: list[Any]) -> Source:
     return source_of(calls[0], _PREFIX) if calls else Source()
 
 
-def _copy_outputs(exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None) -> tuple[Output, ...]:
-    """Outputs of the graph; with `loss_index` the only user output is the loss, which is that leaf of the user's structure."""
+def _copy_outputs(
+    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None, alone: bool
+) -> tuple[Output, ...]:
+    """Outputs of the graph; the loss, where there is one, is the leaf `loss_index` of the user's structure, and `alone` the only one."""
     outputs: list[Output] = []
     nodes: list[Node] = []
     position = 0
@@ -162,8 +170,9 @@ def _copy_outputs(exported: ExportedProgram, graph: Graph, mapping: dict[Node, N
         mutation = entry.kind == ExportedOutput.BUFFER_MUTATION
         if isinstance(node, Node):
             value = node.meta["val"]
-            kind = "buffer" if mutation else "output" if loss_index is None else "loss"
-            name = (entry.target or "").removeprefix(_PREFIX) if mutation else str(loss_index or position)
+            place = loss_index if alone and loss_index is not None else position
+            kind = "buffer" if mutation else "loss" if place == loss_index else "output"
+            name = (entry.target or "").removeprefix(_PREFIX) if mutation else str(place)
             outputs.append(Output(kind, name, tuple(value.shape), value.dtype, not mutation and value.is_floating_point()))
             nodes.append(mapping[node])
         position += not mutation

@@ -21,6 +21,7 @@ from autopar.mesh import Mesh, parent
 from autopar.microbatches import known_ahead, summed_later
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
+from autopar.reshard_prices import ReshardPrices
 from autopar.sharding import Dims, Sharding, Strategy
 from autopar.solver.assignment import Candidate, Choice, Problem, State, ValueIndex
 from autopar.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
@@ -107,6 +108,9 @@ class _Builder:
     _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     _priced: dict[int, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._reshards = ReshardPrices(self.cost)
+
     def build(self) -> None:
         calls = [node for node in self.program.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
         self._of_index = [*self.program.placeholders, *calls]
@@ -136,7 +140,7 @@ class _Builder:
     def price(self, value: ValueIndex, source: State, target: State) -> float:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
         num_bytes, is_ahead = self.price_class(value)
-        return self.cost.reshard(num_bytes, source, target, is_ahead)
+        return self._reshards.seconds(num_bytes, source, target, is_ahead)
 
     def price_class(self, value: ValueIndex) -> tuple[float, bool]:
         """The bytes of a value, and whether it is known ahead of the microbatches: what it costs to move it depends on nothing else."""

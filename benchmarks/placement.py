@@ -14,7 +14,7 @@ import argparse
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from autopar.manager import run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.insert_reshards import InsertReshards
 from autopar.pipeline.line import line_of
-from autopar.pipeline.placement import Devices, Line, StagePlacement, place, placed_at
+from autopar.pipeline.placement import Devices, Line, StagePlacement, Value, place, placed_at
 from autopar.pipeline.placement_rules import equal_layers, equal_parameters, weighted_layers
 from autopar.program import Program
 from benchmarks.planning import GPT2_MEDIUM, LLAMA_3_8B, Shape, default_dtype
@@ -43,6 +43,7 @@ RESULTS = Path(__file__).parent / "results" / "placement.md"
 # The module path of a layer: `model.layers.3` of `model.layers.3.mlp.down_proj`.
 _LAYER = re.compile(r"(?:.*?\.)??(?:layers|h)\.\d+(?=[. ])")
 _MIB = 1 << 20
+MANY = 9000
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,23 @@ def compare(case: Case, line: Line, num_stages: int) -> tuple[dict[str, Any], di
 _RULES = ("equal layers", "equal parameters", "torchtitan")
 
 
+def measure_long(case: Case, line: Line) -> dict[str, Any]:
+    """The model behind itself until there are so many units, on sixteen stages."""
+    times, step = -(-MANY // len(line.units)), len(line.units)
+    values = [
+        value._replace(producer=value.producer + shift, readers=tuple(reader + shift for reader in value.readers))
+        for shift in range(0, times * step, step)
+        for value in line.values
+    ]
+    links = [Value(shift - 1, (shift,), line.values[0].bytes) for shift in range(step, times * step, step)]
+    whole = Line(line.units * times, (*values, *links))
+    start = time.perf_counter()
+    found = place(whole, replace(devices(16), capacity_bytes=(times * CAPACITY_BYTES,) * 16), range(16, 0, -1))
+    seconds = time.perf_counter() - start
+    share = sum(stage.communication_seconds for stage in found.stages) / sum(found.seconds)
+    return {"model": case.name, "units": len(whole.units), "pp": 16, "sends %": 100 * share, "search s": seconds}
+
+
 def _ideal(line: Line, on: Devices) -> float:
     """Compute alone, divided without remainder."""
     return sum(unit.forward_seconds + unit.backward_seconds for unit in line.units) / sum(on.speeds)
@@ -174,7 +192,13 @@ def _markdown(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join(f'{cell:.4g}' if isinstance(cell, float) else str(cell) for cell in row.values())} |"
 
 
-def report(cases: Sequence[Case], rows: Sequence[dict[str, Any]], two: Sequence[dict[str, Any]], shown: Sequence[str]) -> str:
+def report(
+    cases: Sequence[Case],
+    rows: Sequence[dict[str, Any]],
+    two: Sequence[dict[str, Any]],
+    long: Sequence[dict[str, Any]],
+    shown: Sequence[str],
+) -> str:
     where = machine()
     microbatches = ", ".join(f"{case.name}: {case.microbatch}" for case in cases)
     lines = [
@@ -189,6 +213,10 @@ def report(cases: Sequence[Case], rows: Sequence[dict[str, Any]], two: Sequence[
         "Half of the stages, the later ones, on devices of half the speed:",
         "",
         *_markdown(two),
+        "",
+        "How long the search takes on lines of 9,000 units and more, each model several times behind itself:",
+        "",
+        *_markdown(long),
     ]
     for each in shown:
         lines += ["", "```", each, "```"]
@@ -202,18 +230,19 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="write the tables here")
     options = parser.parse_args()
     cases = [CASES[name] for name in options.models]
-    rows, two, shown = list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
+    rows, two, long, shown = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
     for case in cases:
         program = case.program()
         line = line_of(program, CostModel(CLUSTER, program.mesh)).line
-        for num_stages in options.pp:
-            row, other, found = compare(case, line, num_stages)
-            rows.append(row)
-            two.append(other)
-            shown.append(f"{case.name}, pp = {num_stages}\n{found}")
+        compared = [compare(case, line, num_stages) for num_stages in options.pp]
+        rows += [row for row, _, _ in compared]
+        two += [row for _, row, _ in compared]
+        long += [measure_long(case, line)]
+        shown.append(f"{case.name}, pp = {options.pp[-1]}\n{compared[-1][2]}")
         print_table(case.name, rows[-len(options.pp) :])
     print_table("two speeds", two)
-    options.results.write_text(report(cases, rows, two, shown), encoding="utf-8")
+    print_table("long lines", long)
+    options.results.write_text(report(cases, rows, two, long, shown), encoding="utf-8")
 
 
 if __name__ == "__main__":

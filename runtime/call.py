@@ -84,7 +84,7 @@ class Call:
             if held.parts:
                 parts = {rank: owned.own(part) for rank, part in held.parts.items()}
                 found[item.name] = self._world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
-        if self.is_pipelined:
+        if self.is_pipelined:  # they are those of the loss itself
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             torch._foreach_mul_([local_of(gradient) for gradient in found.values()], scale)
         return found

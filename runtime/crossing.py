@@ -44,14 +44,15 @@ class Crossing:
         assert not self.missing, self
         return self.tensors if rank == self.channel[1] else ()
 
-    def wanted(self) -> str:
-        """`RECV 0F2>1 from rank 0: rank 0 never launched SEND 0F2>1 (…)`: what is launched, and what is not."""
+    def wanted_by(self, rank: int) -> str:
+        """`RECV 0F2>1 from rank 0: rank 0 never launched SEND 0F2>1 (…)`: what `rank` launched, and what the other did not."""
         source, target = self.channel
         which = f"(transfer {self.number + 1} from rank {source} to rank {target})"
-        if self.sent is not None:
-            return f"SEND {self.sent.transfer} to rank {target}: rank {target} never launched RECV {self.sent.transfer} {which}"
-        assert self.received is not None
-        return f"RECV {self.received.transfer} from rank {source}: rank {source} never launched SEND {self.received.transfer} {which}"
+        launched = self.sent if rank == source else self.received
+        assert launched is not None, self
+        if rank == source:
+            return f"SEND {launched.transfer} to rank {target}: rank {target} never launched RECV {launched.transfer} {which}"
+        return f"RECV {launched.transfer} from rank {source}: rank {source} never launched SEND {launched.transfer} {which}"
 
     def _compare(self) -> None:
         """Raise `ScheduleError` unless the two ends ask for the same thing."""

@@ -134,15 +134,16 @@ class DistributedTransport:
         self.mesh = mesh
         self.rank = groups.rank
         self._process_groups = groups
-        self._groups: dict[tuple[str, ...], Group] = {}
+        # With the other ranks of each group.
+        self._groups: dict[tuple[str, ...], tuple[Group, tuple[int, ...]]] = {}
 
     def launch(self, instruction: Launch, tensor: torch.Tensor) -> Launched:
         axes = instruction.axes
         if axes not in self._groups:
-            self._groups[axes] = self._process_groups.along(self.mesh, axes)
-        flight = _START[instruction.collective](self._groups[axes], instruction, tensor)
-        peers = tuple(rank for rank in self.mesh.group(self.rank, axes) if rank != self.rank)
-        return Launched(instruction, peers, (flight,))
+            peers = tuple(rank for rank in self.mesh.group(self.rank, axes) if rank != self.rank)
+            self._groups[axes] = self._process_groups.along(self.mesh, axes), peers
+        group, peers = self._groups[axes]
+        return Launched(instruction, peers, (_START[instruction.collective](group, instruction, tensor),))
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Launched:
         channel = instruction.channel(self.mesh, self.rank)

@@ -91,7 +91,7 @@ def run_original(
     outputs = {item.name: leaves[int(item.name)] for item in signature.outputs if item.kind in ("loss", "output")}
     changed = _changed(dict(model.named_buffers()), case)
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = _gradients(outputs, parameters, case) if training else {}
+    gradients = _gradients(_differentiated(outputs, signature), parameters, case) if training else {}
     return Results(_detached(outputs), gradients, changed)
 
 
@@ -112,7 +112,13 @@ def run_forward(program: Program, case: Case, training: bool) -> Results:
     outputs = {item.name: value for item, value in named if item.kind in ("loss", "output")}
     # A buffer changes in place, or its new value is a result.
     buffers |= {item.name: value for item, value in named if item.kind == "buffer"}
-    return Results(_detached(outputs), _gradients(outputs, parameters, case) if training else {}, _changed(buffers, case))
+    gradients = _gradients(_differentiated(outputs, program.signature), parameters, case) if training else {}
+    return Results(_detached(outputs), gradients, _changed(buffers, case))
+
+
+def _differentiated(outputs: Mapping[str, torch.Tensor], signature: Signature) -> dict[str, torch.Tensor]:
+    wanted = {item.name for item in signature.outputs if item.requires_grad}
+    return {name: value for name, value in outputs.items() if name in wanted}
 
 
 def _changed(buffers: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:

@@ -43,9 +43,9 @@ class Meeting:
             self.results = dict(zip(self.members, collect(launch, parts), strict=True))
             self._brought.clear()
 
-    def wanted(self) -> str:
-        """What is launched, and who did not launch it."""
-        return f"{next(iter(self.launches.values()))}: {_ranks(self.missing)} did not launch it"
+    def wanted_by(self, rank: int) -> str:
+        """What `rank` launched, and who did not."""
+        return f"{self.launches[rank]}: {_ranks(self.missing)} did not launch it"
 
     def _compare(self) -> None:
         """Raise `ScheduleError` unless all members ask for the same thing."""
@@ -143,7 +143,7 @@ class Switchboard:
             for crossing in crossings:
                 (missing,) = crossing.missing
                 rank = next(end for end in channel if end != missing)
-                raise ScheduleError(f"rank {rank} launched {crossing.wanted()}")
+                raise ScheduleError(f"rank {rank} launched {crossing.wanted_by(rank)}")
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def drive(ranks: Sequence[Execution]) -> None:
 
 
 def _describe(rank: int, blocked: Blocked) -> str:
-    return f"  rank {rank} waits at instruction {blocked.number} for {blocked.handle.wanted()}"
+    return f"  rank {rank} waits at instruction {blocked.number} for {blocked.handle.wanted_by(rank)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -40,7 +40,7 @@ class _Port:
 
     def by_state(self, potentials: Array) -> Array:
         """The least of a node's potentials for each state."""
-        return np.minimum.reduceat(potentials[self._order], self._starts)
+        return np.minimum.reduceat(potentials.take(self._order), self._starts)
 
     def only(self, state: int) -> None:
         """Every other state is out of the running."""
@@ -90,7 +90,7 @@ class Ascent:
         potentials = self.nodes[number]
         for port in self._ports[number]:
             least = port.least()
-            potentials = potentials + (least + port.potentials[port.port])[port.states]
+            potentials = potentials + (least + port.potentials[port.port]).take(port.states)
             port.potentials[port.port] = -least
         lowest = np.minimum.reduce(potentials)
         self._constant += float(lowest)
@@ -106,7 +106,7 @@ class Ascent:
         for port in ahead:
             given = port.by_state(potentials) / shares
             port.potentials[port.port] = port.potentials[port.port] + given
-            potentials = potentials - given[port.states]
+            potentials = potentials - given.take(port.states)
             shares -= 1
         self.nodes[number] = potentials
 
@@ -120,8 +120,8 @@ class Ascent:
         picks = [0] * len(self.nodes)
         for number, potentials in enumerate(self.nodes):
             for port in self._ports[number]:
-                potentials = potentials + (port.least() + port.potentials[port.port])[port.states]
-            pick = int(np.argmin(potentials))
+                potentials = potentials + (port.least() + port.potentials[port.port]).take(port.states)
+            pick = int(potentials.argmin())
             picks[number] = int(self.positions[number][pick])
             for port in self._ports[number]:
                 port.only(port.states[pick])

@@ -64,9 +64,16 @@ class Evaluation:
         changed = list(picks)
         now = self.local_seconds(number, picks)
         best: tuple[int, float] | None = None
+        # Many candidates need and give the same states of a value.
+        known: list[dict[tuple[State, ...], float]] = [{} for _ in self._touching[number]]
         for pick in range(len(self.nodes[number].candidates)) if allowed is None else allowed:
             changed[number] = pick
-            extra = self.local_seconds(number, changed) - now
+            extra = self._work(number, pick) - now
+            for value, seen in zip(self._touching[number], known, strict=True):
+                states = self._states(value, number, pick)
+                if states not in seen:
+                    seen[states] = value.count * self.transport(value, changed)
+                extra += seen[states]
             if pick != picks[number] and extra < math.inf and (best is None or extra < best[1]):
                 best = (pick, extra)
         return best
@@ -87,6 +94,12 @@ class Evaluation:
             if not changed:
                 break
         return found
+
+    def _states(self, value: FoldedValue, number: int, pick: int) -> tuple[State, ...]:
+        """What a candidate of a class gives and needs of a value."""
+        candidate = self.nodes[number].candidates[pick]
+        needed = [candidate.operands[slot] for reader, slot in value.readers if reader == number]
+        return (candidate.results[value.result], *needed) if value.producer == number else tuple(needed)
 
     def _work(self, number: int, pick: int) -> float:
         return self.folded.sizes[number] * self.nodes[number].candidates[pick].seconds

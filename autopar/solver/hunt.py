@@ -79,7 +79,8 @@ class Hunt:
             self._price_bytes()
             ends = self._answers.ends(self.byte_price)
             if ends is not None and not self._is_done():
-                self.mixture = mix(self.evaluation, ends[0].picks, ends[1].picks)
+                small, large = ends
+                self.mixture = mix(self.evaluation, small.picks, large.picks)
         if not self._is_done():
             self._solve_rest()
 

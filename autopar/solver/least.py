@@ -22,14 +22,18 @@ class Table:
 
     def __init__(self, transport: Transport, own: Sequence[Array]) -> None:
         costs = _combined(transport, own)
-        # Per port its states by the combinations of all others, these major first.
-        self._costs = [np.ascontiguousarray(np.moveaxis(costs, port, 0).reshape(costs.shape[port], -1)) for port in range(costs.ndim)]
+        # Per port its states by the combinations of all others; the longer dim is the inner one, for speed.
+        by_port = [np.moveaxis(costs, port, 0).reshape(costs.shape[port], -1) for port in range(costs.ndim)]
+        self._costs = [np.ascontiguousarray(each if each.shape[0] <= each.shape[1] else each.T) for each in by_port]
+        self._is_turned = [each.shape[0] > each.shape[1] for each in by_port]
 
     def least(self, potentials: Sequence[Array], port: int) -> Array:
         others = [potential for number, potential in enumerate(potentials) if number != port]
         total = others[0]
         for potential in others[1:]:
             total = np.add.outer(total, potential).ravel()
+        if self._is_turned[port]:
+            return np.minimum.reduce(self._costs[port] + total[:, None], axis=0)
         return np.minimum.reduce(self._costs[port] + total, axis=1)
 
 

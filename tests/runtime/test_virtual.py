@@ -160,3 +160,13 @@ def test_transfers_that_differ_at_their_ends_are_refused() -> None:
 def test_a_transfer_with_one_end_is_named(texts: list[str], expected: str) -> None:
     with pytest.raises(ScheduleError, match=expected):
         run(texts, [{"a": two(1)}, {"a": two(2)}], STAGES)
+
+
+def test_a_blocked_rank_is_described_by_its_own_launch() -> None:
+    """Stages name their buffers differently."""
+    mesh = Mesh((("tp", 3),))
+    texts = ["LAUNCH all_reduce sum tp (a) -> mine\nWAIT mine", "LAUNCH all_reduce sum tp (b) -> yours\nWAIT yours", "FREE a"]
+    with pytest.raises(ScheduleError) as caught:
+        run(texts, [{"a": two(1), "b": two(1)} for _ in range(3)], mesh)
+    assert "rank 0 waits at instruction 1 for LAUNCH all_reduce sum tp (a) -> mine: rank 2 did not" in str(caught.value)
+    assert "rank 1 waits at instruction 1 for LAUNCH all_reduce sum tp (b) -> yours: rank 2 did not" in str(caught.value)

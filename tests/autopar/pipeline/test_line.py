@@ -132,13 +132,6 @@ def test_activations_flow_to_later_units_and_gradients_to_earlier_ones() -> None
                 assert unit_of[operand] >= unit, f"{node} reads {operand}"
 
 
-def test_the_backward_of_a_product_is_in_its_unit() -> None:
-    """Also that of its weight, which reads the product's operand as a view made anew."""
-    _, _, found = decoder()
-    (unit,) = (n for n, unit in enumerate(found.line.units) if unit.name == "layers.1.down aten.mm")
-    assert sum(str(node.target) == "aten.mm.default" for node in found.nodes[unit]) == 3
-
-
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,43 @@
+"""In a pipeline the backward starts inside the call: from the loss, and from nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from autopar.emit import Emitter
+from autopar.errors import CaptureError
+from autopar.program import Form, Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class DetachOutputs:
+    """Let no gradient come back through the outputs beside the loss.
+
+    Reads: a FORWARD program. Writes: `detach` on its outputs. Ensures: with `training`, the loss alone is differentiated.
+    Raises `CaptureError` when there is none.
+    """
+
+    training: bool = True
+    name: str = "detach outputs"
+
+    def apply(self, program: Program) -> Program:
+        if not self.training:
+            return program
+        if not program.signature.outputs_of("loss"):
+            raise CaptureError(
+                "several microbatches or pipeline stages run their backward inside the call, which needs a loss to start from, and this "
+                "model returns none: let it return a scalar or .loss, or use pp = 1 and num_microbatches=1"
+            )
+        program = program.copy()
+        results: list[Node] = []
+        for output, node in program.named_outputs():
+            emit = Emitter(program.graph, program.graph.output_node(), node)
+            results.append(emit.call(aten.detach.default, node) if output.kind == "output" else node)
+        program.graph.output_node().args = (tuple(results),)
+        outputs = tuple(replace(each, requires_grad=each.requires_grad and each.kind == "loss") for each in program.signature.outputs)
+        return replace(program, signature=replace(program.signature, outputs=outputs))
