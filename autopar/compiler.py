@@ -47,9 +47,9 @@ from autopar.passes.trace_joint import TraceJoint
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.passes.views_of_chunks import ViewsOfChunks
 from autopar.passes.views_of_strides import ViewsOfStrides
+from autopar.passes.write_schedules import pipeline_schedules
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.order import default_number, pipeline_order
-from autopar.passes.write_schedules import pipeline_schedules
 from autopar.plan import Pins, Plan, PlannedInput
 from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of

@@ -204,7 +204,8 @@ def report(
     lines = [
         "# Placement of pipeline stages",
         "",
-        f"{where['date']}, `python -m benchmarks.placement`, torch {where['torch']}. Predicted seconds of forward and backward of one",
+        f"{where['date']}, `python -m benchmarks.placement`, torch {where['torch']}; the searches on {where['cores']} cores with a load of",
+        f"{where['load']}. Predicted seconds of forward and backward of one",
         "microbatch on the slowest stage, sends included; every stage is a GPU of another node of H100s. bf16, Adam, 80 GB, 1F1B.",
         f"A microbatch: {microbatches}. Ideal is compute alone, divided evenly.",
         "",

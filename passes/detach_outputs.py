@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar.emit import Emitter
 from autopar.errors import CaptureError
-from autopar.program import Form, Program
+from autopar.program import Program
 
 aten = torch.ops.aten
 

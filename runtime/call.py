@@ -48,6 +48,7 @@ class Call:
         self._world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self._key, self._device = batch, key, device
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
+        self._everyones = compiled.schedules
         self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
 
@@ -86,7 +87,8 @@ class Call:
                 found[item.name] = self._world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
         if self.is_pipelined:  # they are those of the loss itself
             (scale,) = (next(iter(parts.values())) for parts in given.values())
-            torch._foreach_mul_([local_of(gradient) for gradient in found.values()], scale)
+            for gradient in found.values():
+                local_of(gradient).mul_(scale)
         return found
 
     def held(self, item: Output) -> Held:
@@ -94,19 +96,14 @@ class Call:
 
         In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
         """
-        buffers = {rank: _buffers_of(item, schedule) for rank, schedule in self.schedules.items()}
-        holders = {rank: names for rank, names in buffers.items() if names}
         item = replace(item, sharding=item.sharding and summed(item.sharding)) if self.is_pipelined else item
-        if not holders:
-            return Held({}, item, self.mesh.ranks)
-        first = next(iter(holders))
-        stage = self.mesh.ranks.index(first, self.mesh.parts("pp"))
-        one_stage = self.mesh.without("pp") if len(holders[first]) > 1 else self.mesh.without("pp", MICROBATCHES)
+        names = next(_buffers_of(item, schedule) for schedule in self._everyones if _buffers_of(item, schedule))
+        one_stage = self.mesh.without("pp") if len(names) > 1 else self.mesh.without("pp", MICROBATCHES)
         parts: Parts = {}
-        for rank, names in holders.items():
-            if self.mesh.ranks.index(rank, self.mesh.parts("pp")) == stage:
-                place = self.mesh.ranks.project(rank, one_stage.ranks) * len(names)
-                parts |= {place + number: self.states[rank].buffers[name] for number, name in enumerate(names)}
+        for rank, schedule in self.schedules.items():
+            place = self.mesh.ranks.project(rank, one_stage.ranks) * len(names)
+            for number, name in enumerate(_buffers_of(item, schedule)):
+                parts.setdefault(place + number, self.states[rank].buffers[name])
         return Held(parts, item, one_stage)
 
     def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:

@@ -100,6 +100,14 @@ class ProcessGroups:
         order = tuple(ranks.index(self.global_ranks[member]) for member in members)
         return Group(self._groups[frozenset(members)], len(members), order)
 
+    def broadcast(self, tensor: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> torch.Tensor:
+        """`tensor` of the rank with index `root` along `axes`, on all of them; it is written into. Collective."""
+        if mesh.size_of(axes) > 1:
+            members = mesh.group(self.rank, axes)
+            tensor = tensor.contiguous()
+            dist.broadcast(tensor, self.global_ranks[members[root]], group=self._groups[frozenset(members)])
+        return tensor
+
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in the mesh's order; any picklable object. Collective."""
         group = self.along(self.mesh, self.mesh.names)

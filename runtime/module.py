@@ -211,13 +211,16 @@ class ParallelModule(nn.Module):
     # ---- parameters and state
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's parameters under its names. On a real mesh `MeshError` before the first capture, which places them."""
+        """The model's parameters under its names; on a real mesh those of this process's stage. There it is a `MeshError` before the first
+        capture, which places them."""
         if not self._world.is_virtual and not self._captures:
             raise MeshError(
                 "parameters() on a real mesh before the first capture: until then it is not known which part of each this process holds. "
                 "Pass example_inputs to autopar.compile, or call the module once, before making the optimizer"
             )
-        return super().named_parameters(prefix, recurse, remove_duplicate)
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if self._world.is_virtual or not parameter.is_meta:
+                yield name, parameter
 
     def train(self, mode: bool = True) -> ParallelModule:
         self._model.train(mode)
@@ -226,7 +229,11 @@ class ParallelModule(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's: DTensors on a real mesh. Seed and step travel in the dict's metadata, so that a plain model loads it too."""
-        return with_random_state(super().state_dict(*args, **kwargs), self.seed, self.step)
+        state = super().state_dict(*args, **kwargs)
+        if not self._world.is_virtual:
+            for name in [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]:
+                del state[name]
+        return with_random_state(state, self.seed, self.step)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """The model's state with every parameter whole, on every rank. Collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -112,6 +112,17 @@ def _pieces(placement: Placement) -> Iterator[list[tuple[int, str | None]]]:
         yield pieces
 
 
+def stage_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The part of `device_mesh` that holds this rank's stage, with the axes of `mesh`; collective."""
+    names = device_mesh.mesh_dim_names
+    assert names is not None
+    if "pp" not in names:
+        return device_mesh
+    if not set(mesh.names) <= set(names):  # there is nothing beside pp
+        device_mesh = DeviceMesh(device_mesh.device_type, device_mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, *mesh.names))
+    return device_mesh[mesh.names]
+
+
 def refined_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
     """`device_mesh` with its axes broken into those of `mesh`; collective. The mesh itself when they agree."""
     if Mesh.of(device_mesh) == mesh:
@@ -166,10 +177,11 @@ def check_equal_models(model: nn.Module, gather: Callable[[Any], Sequence[Any]])
 
 
 def place_parameters(
-    model: nn.Module, placements: Mapping[str, Placement], device_mesh: DeviceMesh, rank: int, device: torch.device
+    model: nn.Module, placements: Mapping[str, Placement], device_mesh: DeviceMesh, rank: int, device: torch.device, held: Container[str]
 ) -> None:
     """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties.
 
+    Those that are not `held`, because only another stage has a use for them, keep their shape and have no values (meta).
     `check_equal_models` comes before it.
     """
     ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
@@ -180,9 +192,10 @@ def place_parameters(
     replaced: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in replaced:
-            placement = placements[name]
-            part = held_part(parameter, placement, rank).to(device)
-            replaced[id(parameter)] = nn.Parameter(wrap(part, placement, device_mesh), requires_grad=parameter.requires_grad)
+            here = parameter.detach().to("meta")
+            if name in held:
+                here = wrap(held_part(parameter, placements[name], rank).to(device), placements[name], device_mesh)
+            replaced[id(parameter)] = nn.Parameter(here, requires_grad=parameter.requires_grad)
         _set(model, name, replaced[id(parameter)])
 
 
@@ -194,7 +207,10 @@ def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
 @contextmanager
 def global_parameters(model: nn.Module) -> Generator[None]:
     """While this is entered a sharded `model` has parameters of global shape, without values, so that it can be captured again."""
-    sharded = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False) if isinstance(parameter, DTensor)]
+    named = model.named_parameters(remove_duplicate=False)
+    sharded = [(name, parameter) for name, parameter in named if isinstance(parameter, DTensor) or parameter.is_meta]
+    if not any(isinstance(parameter, DTensor) for _, parameter in sharded):
+        sharded = []  # a model that was built on meta to be planned
     buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if sharded and buffer.device.type != "cpu"]
     stands_in: dict[int, torch.Tensor] = {}
     for name, parameter in sharded:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import PlanError
-from autopar.runtime.placement import held_part, like, torch_can_gather_tensor, whole_placement
+from autopar.runtime.placement import like, torch_can_gather_tensor
 from autopar.runtime.world import DistributedWorld, World
 
 
@@ -36,9 +36,8 @@ def full_state(state: Any, world: World, parameters: Mapping[str, torch.Tensor])
     result._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
     for key, value in state.items():
         if id(value) in names and id(value) not in full:
-            full[id(value)] = (
-                world.full(value, names[id(value)]) if isinstance(value, DTensor) or world.is_virtual else value.detach().clone()
-            )
+            is_placed = world.is_virtual or isinstance(value, DTensor) or value.is_meta
+            full[id(value)] = world.full(value, names[id(value)]) if is_placed else value.detach().clone()
         fallback = value.detach().clone() if isinstance(value, torch.Tensor) else value
         result[key] = full.get(id(value), fallback)
     return result
@@ -56,6 +55,8 @@ def sharded_state(
         target = current.get(key)
         if isinstance(target, DTensor) and isinstance(value, torch.Tensor):
             result[key] = _sharded(value, target, world, names[id(target)])
+    # What only another stage holds has no place here.
+    result.update((key, target) for key, target in current.items() if isinstance(target, torch.Tensor) and target.is_meta)
     return result
 
 
@@ -71,9 +72,8 @@ def _sharded(value: torch.Tensor, target: DTensor, world: DistributedWorld, name
         value = value.full_tensor()
     if value.shape != target.shape:
         return value  # nn.Module names both shapes
-    placement = world.placements.get(name) or whole_placement(value, world.mesh)
     local = target.to_local()
-    return like(target, held_part(value, placement, world.rank).to(local.device, local.dtype))
+    return like(target, world.part(value, name).to(local.device, local.dtype))
 
 
 def clip_grad_norm(
@@ -98,19 +98,12 @@ def _joint_norm(gradients: Mapping[str, torch.Tensor], world: DistributedWorld, 
     is_maximum = norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=next((_local(g).device for g in gradients.values()), torch.device("cpu")))
     for name, gradient in gradients.items():
-        if _is_counted_here(name, world):
+        if world.is_first(name):
             norm = torch.linalg.vector_norm(_local(gradient), norm_type).double()
             total = torch.maximum(total, norm) if is_maximum else total + norm**norm_type
     everyone = world.groups.along(world.mesh, world.mesh.names)
     dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
     return (total if is_maximum else total ** (1 / norm_type)).float()
-
-
-def _is_counted_here(name: str, world: DistributedWorld) -> bool:
-    """Whether this rank is the first of those that hold its part of the parameter."""
-    placement = world.placements.get(name)
-    mesh, used = (placement.mesh, placement.sharding.axes) if placement else (world.mesh, ())
-    return all(index == 0 for axis, index in mesh.coordinates(world.rank).items() if axis not in used)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

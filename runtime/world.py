@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +18,16 @@ from autopar.program import Input, Output
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.interpreter import Execution
 from autopar.runtime.parameters import Placement, assemble, local_shard, replicas
-from autopar.runtime.placement import all_placements, check_equal_models, like, place_parameters, refined_device_mesh, whole_placement
+from autopar.runtime.placement import (
+    all_placements,
+    check_equal_models,
+    held_part,
+    like,
+    place_parameters,
+    refined_device_mesh,
+    stage_device_mesh,
+    whole_placement,
+)
 from autopar.runtime.transport import Transport
 from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
 from autopar.schedule import Launch
@@ -156,10 +165,11 @@ class DistributedWorld:
         self.placements: dict[str, Placement] = {}
         self._transports: dict[Mesh, DistributedTransport] = {}
         self._refined = self.mesh
+        # By parameter the places on `pp` that hold it.
+        self.holders: dict[str, tuple[int, ...]] = {}
 
     def device(self, model: nn.Module) -> torch.device:
-        kind = self.device_mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return self.groups.device
 
     def prepare(self, compiled: Compiled) -> None:
         fingerprints = self.gather(compiled.fingerprint)
@@ -172,15 +182,20 @@ class DistributedWorld:
         mesh = self._refined = compiled.local.mesh.ranks
         launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
         tangents = [_dp_axes_beside(item, mesh) for item in compiled.local.signature.inputs_of("tangent")]
-        self.groups.create(mesh, [step.axes for step in launches] + [axes for axes in tangents if axes])
+        axes_sets = [step.axes for step in launches] + tangents + [mesh.parts("pp"), mesh.without("pp").names]
+        self.groups.create(mesh, [axes for axes in axes_sets if axes])
         self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
 
     def place(self, model: nn.Module, compiled: Compiled) -> None:
         check_equal_models(model, self.gather)
         mesh = compiled.local.mesh.ranks
+        stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))
         self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
-        self.placements = all_placements(model, compiled.local.signature, mesh)
-        place_parameters(model, self.placements, self.device_mesh, self.rank, self.device(model))
+        self.placements = all_placements(model, compiled.local.signature, stage)
+        self.holders = _holders(self.placements, compiled)
+        held = {name for name, stages in self.holders.items() if self._stage in stages}
+        device_mesh = stage_device_mesh(self.device_mesh, stage)
+        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held)
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:
@@ -197,7 +212,19 @@ class DistributedWorld:
 
     def _place(self, mesh: Mesh) -> int:
         """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""
-        return mesh.rank_at({MICROBATCHES: 0, **self._refined.coordinates(self.rank)})
+        return mesh.rank_at({MICROBATCHES: 0, "dp": 0, **self._refined.coordinates(self.rank)})
+
+    @property
+    def _stage(self) -> int:
+        """This rank's place on `pp`."""
+        return self._refined.index(self.rank, self._refined.parts("pp"))
+
+    def is_first(self, name: str) -> bool:
+        """Whether this rank is the first of those that hold its part of the parameter."""
+        placement = self.placements.get(name)
+        mesh, used = (placement.mesh, placement.sharding.axes) if placement else (self.mesh, ())
+        at = mesh.coordinates(self._place(mesh))
+        return self.holders.get(name, (0,))[0] == self._stage and all(index == 0 for axis, index in at.items() if axis not in used)
 
     def _places(self, mesh: Mesh) -> range:
         """This rank's places on a mesh that may count microbatches."""
@@ -243,15 +270,36 @@ class DistributedWorld:
         assert item.sharding is not None, item
         return Placement(item.dims, item.sharding, mesh, item.padding).local_padding(self._place(mesh))
 
+    def part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
+        """What this rank holds of a parameter."""
+        placement = self.placements.get(name) or whole_placement(whole, self.mesh)
+        return held_part(whole, placement, self._place(placement.mesh))
+
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        assert isinstance(parameter, DTensor)
-        placement = self.placements.get(name) or whole_placement(parameter, self.mesh)
-        mesh = placement.mesh
-        (transport,) = self.transports(mesh)
-        launch = Launch("all_gather", "copy", mesh.names, name, name)
-        local = padded(parameter.to_local().detach(), placement.local_padding(self.rank))
-        gathered = transport.wait(transport.launch(launch, local))
+        placement = self.placements.get(name) or whole_placement(parameter, self.mesh.without("pp"))
+        holder = self.holders.get(name, (0,))[0]
+        if self._stage == holder:
+            whole = self._gathered(parameter, placement, name)
+        else:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.groups.device)
+        return self.groups.broadcast(whole, self._refined, self._refined.parts("pp"), holder)
+
+    def _gathered(self, parameter: torch.Tensor, placement: Placement, name: str) -> torch.Tensor:
+        assert isinstance(parameter, DTensor), name
+        mesh, local = placement.mesh, padded(parameter.to_local().detach(), placement.local_padding(self._place(placement.mesh)))
+        axes = tuple(axis for axis in mesh.names if axis in self._refined.names)
+        if not axes:
+            return unpadded(local, placement.padding)
+        (transport,) = self.transports(self._refined)
+        gathered = transport.wait(transport.launch(Launch("all_gather", "copy", axes, name, name), local))
         return unpadded(assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh), placement.padding)
+
+
+def _holders(placements: Mapping[str, Placement], compiled: Compiled) -> dict[str, tuple[int, ...]]:
+    """By parameter the places on `pp` whose ranks read it; all of them where nobody does."""
+    stages = range(len(compiled.schedules))
+    reads = [{item.name for item in schedule.signature.inputs_of("parameter")} for schedule in compiled.schedules]
+    return {name: tuple(stage for stage in stages if name in reads[stage]) or tuple(stages) for name in placements}
 
 
 def from_first(world: World, make: Callable[[], str]) -> str:

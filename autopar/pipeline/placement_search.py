@@ -30,6 +30,7 @@ Objective = Literal["seconds", "excess"]
 _FEW = 256
 # Entries of a tile: few enough for a core's cache, enough to be worth a numpy call.
 _ENTRIES = 1 << 17
+_MIN_ROWS = 16
 # What counts as equal: sums are exact, but not their quotients by a device's speed.
 _EQUAL = 1e-9
 
@@ -186,7 +187,7 @@ class _Search:
                 begin = min((place.start for place in places[:-1] if place.start > begin), default=self.tables.last)
                 continue
             ends = range(max(places[stages[0] + 1].start, begin + 1), places[stages[-1] + 1].stop)
-            begins = range(begin, min(begin + max(_ENTRIES // len(ends), 16), self.tables.last))
+            begins = range(begin, min(begin + max(_ENTRIES // len(ends), _MIN_ROWS), self.tables.last))
             yield from self._of_tile(begins, ends, places)
             begin = begins.stop
 

@@ -30,7 +30,7 @@ _SWEEPS = 4
 # Ascent stands still once a look gains less than this share of what is missing.
 _PROGRESS = 0.02
 # The same at a price of a byte that is only passed through.
-_PROGRESS_IN_PASSING = 0.1
+_PROGRESS_IN_PASSING = 0.2
 # Looks without any answer, after which the integer program has its turn.
 _MAX_LOOKS_IN_VAIN = 25
 # What the integer program gets where the user set no limit.

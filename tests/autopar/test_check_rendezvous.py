@@ -69,6 +69,11 @@ def test_other_shapes_and_dtypes_are_named_with_both_values(layout: tuple[tuple[
     assert violations[0].got == "f32[4, 4] for d@1" and violations[0].where.startswith("rank 0, instruction 10: RECV 1B1>0")
 
 
+def test_replicas_that_share_their_schedules_are_told_of_once() -> None:
+    one, other = first(), last(LAST, **{"d@1": ((4, 2), torch.float32)})
+    assert [each.what[:15] for each in check_schedule({0: one, 1: one, 2: other, 3: other}, MESH)] == ["send and receiv"]
+
+
 def test_another_number_of_buffers_is_named() -> None:
     more = first(edited(FIRST, ("SEND 0F1>1 pp=1 (h@1)", "SEND 0F1>1 pp=1 (h@1, w)")))
     violations = found(more, last())

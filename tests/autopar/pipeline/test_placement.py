@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from autopar.errors import MemoryBudgetError, PlanError
+from autopar.pipeline import placement_search
 from autopar.pipeline.placement import Devices, Line, Shared, Unit, Value, place, placed_at
 
 INFINITY = math.inf
@@ -75,12 +76,17 @@ def random_devices(draw: random.Random, num_stages: int) -> Devices:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_it_is_the_best_of_all(seed: int) -> None:
+@pytest.mark.parametrize("as_if_long", [False, True])
+def test_it_is_the_best_of_all(seed: int, as_if_long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`as_if_long`: with a few cuts first, windows from them, and tables in pieces, as long lines are."""
+    if as_if_long:
+        for name, size in (("_FEW", 1), ("_ENTRIES", 8), ("_MIN_ROWS", 2)):
+            monkeypatch.setattr(placement_search, name, size)
     draw = random.Random(seed)
     refused = 0
     for _ in range(60):
         num_stages = draw.randint(1, 4)
-        line, devices = random_line(draw, draw.randint(max(num_stages, 2), 10)), random_devices(draw, num_stages)
+        line, devices = random_line(draw, draw.randint(max(num_stages, 2), 11)), random_devices(draw, num_stages)
         live = [draw.randint(1, num_stages) for _ in range(num_stages)]
         best = by_trying_all(line, devices, live)
         if best is None:
