@@ -140,15 +140,15 @@ def compare(case: Case, line: Line, num_stages: int) -> tuple[dict[str, Any], di
     live = [num_stages - stage for stage in range(num_stages)]
     even, half = devices(num_stages), num_stages // 2
     mixed = devices(num_stages, (1.0,) * half + (0.5,) * (num_stages - half))
-    start = time.perf_counter()
+    start = time.process_time()
     found = place(line, even, live)
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     rules = by_rules(line, even, live)
     best = min(rules, key=lambda name: rules[name].slowest_seconds)
     row: dict[str, Any] = {"model": case.name, "pp": num_stages, "units": len(line.units), "placed ms": 1e3 * found.slowest_seconds}
     row |= {f"{name} ms": 1e3 * rules[name].slowest_seconds if name in rules else "refuses" for name in _RULES}
     row |= {"best rule / placed": rules[best].slowest_seconds / found.slowest_seconds}
-    row |= {"ideal / placed": _ideal(line, even) / found.slowest_seconds, "search s": seconds}
+    row |= {"ideal / placed": _ideal(line, even) / found.slowest_seconds, "search CPU s": seconds}
     uneven, counted = place(line, mixed, live), by_rules(line, mixed, live)["equal layers"]
     two = {
         "model": case.name,
@@ -173,11 +173,11 @@ def measure_long(case: Case, line: Line) -> dict[str, Any]:
     ]
     links = [Value(shift - 1, (shift,), line.values[0].bytes) for shift in range(step, times * step, step)]
     whole = Line(line.units * times, (*values, *links))
-    start = time.perf_counter()
+    start = time.process_time()
     found = place(whole, replace(devices(16), capacity_bytes=(times * CAPACITY_BYTES,) * 16), range(16, 0, -1))
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     share = sum(stage.communication_seconds for stage in found.stages) / sum(found.seconds)
-    return {"model": case.name, "units": len(whole.units), "pp": 16, "sends %": 100 * share, "search s": seconds}
+    return {"model": case.name, "units": len(whole.units), "pp": 16, "sends %": 100 * share, "search CPU s": seconds}
 
 
 def _ideal(line: Line, on: Devices) -> float:

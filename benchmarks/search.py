@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import resource
 import time
 from collections.abc import Iterator
@@ -92,11 +93,12 @@ SIZES = {
 def measure(size: Size, num_layers: int, budget: str, has_bound: bool, program: Program) -> dict[str, Any]:
     """One search: seconds from the program with atoms to the decision."""
     choose = ChooseShardings(CLUSTER, budget=MemoryBudget.of(budget))
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     decision = choose.decide(program)
-    seconds, solution = time.perf_counter() - start, decision.solution
+    seconds, cpu_seconds, solution = time.perf_counter() - start, time.process_time() - start_cpu, decision.solution
     row = {
         "model": size.name, "layers": num_layers, "mesh": str(size.mesh), "budget": budget, "ops": program.num_nodes, "seconds": seconds,
+        "CPU s": cpu_seconds, "solve s": solution.search_seconds, "load": os.getloadavg()[0],
         "step ms": 1e3 * solution.seconds, "gap %": 100 * solution.gap, "GB": solution.num_bytes / 1e9,
         "strategies": solution.num_variables, "dominated": solution.num_dominated, "bounded": solution.num_bounded,
     }  # fmt: skip
@@ -122,16 +124,17 @@ def whole_bound(program: Program, seconds_per_byte: float, budget: MemoryBudget)
 
 def whole_compile(size: Size) -> dict[str, Any]:
     """From meta parameters to the Plan."""
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     program = size.program(size.num_layers)
-    traced = time.perf_counter() - start
+    traced, traced_cpu = time.perf_counter() - start, time.process_time() - start_cpu
     choose = ChooseShardings(CLUSTER, budget=MemoryBudget.of(DEVICE_MEMORY))
     decision = choose.decide(program)
     plan = Plan.of(choose.apply(program, decision), decision)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
-        "model": size.name, "layers": size.num_layers, "ops": len(plan.strategies), "to atoms s": traced,
-        "whole s": time.perf_counter() - start, "peak GB": peak / 1e9, "gap %": 100 * decision.gap,
+        "model": size.name, "layers": size.num_layers, "ops": len(plan.strategies), "to atoms s": traced, "of CPU": traced_cpu,
+        "whole s": time.perf_counter() - start, "of CPU ": time.process_time() - start_cpu, "peak GB": peak / 1e9,
+        "gap %": 100 * decision.gap, "load": os.getloadavg()[0],
     }  # fmt: skip
 
 

@@ -51,17 +51,20 @@ _MOVES = frozenset(
 class Sum:
     """A result that is summed over the microbatches: `parts` are its addends of one microbatch, each of another stage.
 
-    `after` is what follows, done by every stage that has a part. `target` is the node whose value the sum takes the place of.
+    `stages` are where it is wanted: those that hold the parameter whose gradient it is. `after` is what follows there.
+    `target` is the node whose value the sum takes the place of.
     """
 
     output: Output
     target: Node
     parts: tuple[Node, ...]
     after: tuple[Node, ...]
+    stages: tuple[int, ...]
 
     @property
-    def stages(self) -> tuple[int, ...]:
-        return tuple(STAGE[part] for part in self.parts)
+    def is_local(self) -> bool:
+        """Whether one stage makes it, and wants it alone."""
+        return len({*self.stages, *(STAGE[part] for part in self.parts)}) == 1
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,17 @@ class _Cut:
         # The chain from the end to what is moved, with whatever else its calls read (a rank's index).
         helpers = [each for call in after for each in call.all_input_nodes[1:] if each.op == "call_function"]
         ordered = [each for each in self.calls if each in set(after) | set(helpers)]
-        return Sum(output, node, tuple(_parts(node)), tuple(ordered))
+        parts = tuple(_parts(node))
+        stages = self._readers(output) or {STAGE[part] for part in parts}
+        return Sum(output, node, parts, tuple(ordered), tuple(sorted(stages)))
+
+    def _readers(self, output: Output) -> set[int]:
+        """The stages that read the parameter of a gradient."""
+        if output.kind != "gradient":
+            return set()
+        inputs = self.program.named_inputs()
+        parameter = next(node for item, node in inputs if (item.kind, item.name) == ("parameter", output.name))
+        return {STAGE[user] for user in parameter.users if user.op == "call_function"}
 
     def _transfers(self, loop: list[Node], sums: tuple[Sum, ...]) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
         found: dict[tuple[int, int, Direction], dict[Node, None]] = {}

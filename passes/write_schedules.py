@@ -138,7 +138,7 @@ class _Writer:
         """Finish what this stage alone sums, once: after its last backward, or at the end where there is none."""
         if stage not in self.finished:
             self.finished.add(stage)
-            self.finish(each for each in self.stages.sums if each.stages == (stage,))
+            self.finish(each for each in self.stages.sums if each.is_local and each.stages == (stage,))
 
     def finish(self, sums: Iterable[Sum]) -> None:
         after = {node for each in sums for node in each.after}
@@ -159,21 +159,22 @@ class _Writer:
         yield kind(name, AXIS, launched.peer, tuple(self.of_microbatch(number)(buffer_of(value)) for value in values))
 
     def tie(self) -> None:
-        """Exchange and add up the gradients of parameters that several stages use."""
-        ties = [each for each in self.stages.sums if len(each.parts) > 1 and set(each.stages).intersection(self.mine)]
+        """Exchange and add up the gradients of parameters that several stages hold, or another than the one that makes them."""
+        ties = [each for each in self.stages.sums if not each.is_local]
         transfers: list[Instruction] = []
         for each in ties:
-            peers = sorted({self.order.stages[stage] for stage in each.stages} - {self.rank})
+            wanting = sorted({self.order.stages[stage] for stage in each.stages})
             for part in each.parts:
-                holder, buffers = self.order.stages[STAGE[part]], (sum_of(buffer_of(part)),)
-                if holder == self.rank:
-                    transfers += [Send(f"tied_{part.name}>{peer}", AXIS, peer, buffers) for peer in peers]
-                else:
-                    transfers.append(Receive(f"tied_{part.name}>{self.rank}", AXIS, holder, buffers))
+                maker, buffers = self.order.stages[STAGE[part]], (sum_of(buffer_of(part)),)
+                if maker == self.rank:
+                    transfers += [Send(f"tied_{part.name}>{peer}", AXIS, peer, buffers) for peer in wanting if peer != maker]
+                elif self.rank in wanting:
+                    transfers.append(Receive(f"tied_{part.name}>{self.rank}", AXIS, maker, buffers))
         self.launch(transfers)
+        ties = [each for each in ties if set(each.stages).intersection(self.mine)]
         for each in ties:
             total = sum_of(buffer_of(each.target))
-            self.instructions += [Add(total, sum_of(buffer_of(part))) for part in each.parts]
+            self.instructions += [Add(total, sum_of(buffer_of(part))) for part in each.parts if part is not each.target]
         self.finish(ties)
 
     def share(self) -> None:
