@@ -160,20 +160,21 @@ def default_passes(
     training: bool,
     placements: Mapping[str, Placement] | None = None,
     from_first: FromFirst | None = None,
-    num_stages: int = 0,
+    order: PipelineSchedule | None = None,
 ) -> tuple[Pass | DecidingPass, ...]:
-    """The passes in order, each with the reason for its place. `num_stages` is 0 where one microbatch runs through one stage."""
+    """The passes in order, each with the reason for its place. `order` is None where one microbatch runs through one stage."""
     choose = ChooseShardings(
         options.cluster,
         plan=options.plan,
         pins=options.pins,
         placements=placements,
-        budget=options.budget,
+        # The stages of a pipeline share what the graph holds; each is held to the budget when they are placed.
+        budget=options.budget if order is None else options.budget.times(len(order.orders)),
         timeout=options.search_timeout,
     )
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
-        *((DetachOutputs(training),) if num_stages else ()),  # before the trace, as all here
+        *((DetachOutputs(training),) if order is not None else ()),  # before the trace, as all here
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
         KeyRandom(),  # draws become a function of position: the same on any mesh
@@ -192,10 +193,10 @@ def default_passes(
         RefineMesh(),  # needs atoms; the search needs the final axes
         choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
-        *((PlaceStages(num_stages),) if num_stages else ()),  # needs shardings: what a stage costs follows from them
+        *((PlaceStages(order, options.cluster, options.budget),) if order is not None else ()),  # needs shardings: what a stage costs follows from them
         # LOCAL
         Lower(),
-        *((SeparateMicrobatches(), CopyToStages()) if num_stages else ()),  # needs local shapes, and collectives as nodes
+        *((SeparateMicrobatches(), CopyToStages()) if order is not None else ()),  # needs local shapes, and collectives as nodes
     )
 
 
@@ -230,8 +231,7 @@ def compile_call(
     forward = capture(model, args, kwargs, mesh, options.outputs, dims)
     forward = replace(forward, freedom=options.freedom)
     seconds = time.perf_counter() - start
-    num_stages = order.num_stages if order is not None else 0
-    passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, num_stages)
+    passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, order)
     last = run_passes(forward, passes, observers, seconds)
     schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
     decision, program, local = history.decision(ChooseShardings.name), history.program(InsertReshards), history.program(Lower)

@@ -41,6 +41,8 @@ KEEP_PASSES = 1
 # What mixes microbatches is no collective but another meaning of the program (each microbatch for itself): as dear as it takes
 # to be the last resort.
 MIXING_SECONDS = 1.0
+# A send so large that its latency is lost in it.
+_LARGE_BYTES = 2.0**30
 # The share of its traffic that a view is charged: it breaks ties towards small local values, which are what stays saved.
 _VIEW_SHARE = 1e-3
 
@@ -123,6 +125,14 @@ class CostModel:
         seconds = transfer_seconds(collective, route, num_input_bytes, num_output_bytes)
         sent = bytes_sent(collective, route.num_ranks, num_input_bytes, num_output_bytes)
         return Cost(seconds + self.cluster.device.launch_seconds, sent)
+
+    def send(self) -> tuple[float, float]:
+        """Seconds of an empty send to the next stage of a pipeline, and seconds a byte."""
+        if not self.mesh.parts("pp"):
+            return 0.0, 0.0
+        empty = self.collective("send", self.mesh.parts("pp"), 0.0, 0.0).seconds
+        large = self.collective("send", self.mesh.parts("pp"), _LARGE_BYTES, _LARGE_BYTES).seconds
+        return empty, max(large - empty, 0.0) / _LARGE_BYTES
 
     def step(self, step: Step, itemsize: int) -> Cost:
         """One step of a reshard of a value whose elements have `itemsize` bytes. Slices are free."""

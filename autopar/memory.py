@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -52,6 +52,10 @@ class MemoryBudget:
 
     capacity_bytes: float = float("inf")
     optimizer: OptimizerKind = field(default_factory=OptimizerKind)
+
+    def times(self, number: int) -> MemoryBudget:
+        """That of so many ranks together."""
+        return replace(self, capacity_bytes=self.capacity_bytes * number)
 
     @staticmethod
     def of(budget: str | float | None, optimizer: Any = None) -> MemoryBudget:

@@ -19,7 +19,9 @@ class ReshardPrices:
 
     def seconds(self, num_bytes: float, source: Sharding, target: Sharding, known_ahead: bool = False) -> float:
         """As `CostModel.reshard`. What is split alike before and after stays where it is, whatever atom it is."""
-        kept = math.prod(map(self.cost.mesh.size_of, [have for have, want in zip(source.splits, target.splits, strict=True) if have == want]))
+        kept = math.prod(
+            map(self.cost.mesh.size_of, [have for have, want in zip(source.splits, target.splits, strict=True) if have == want])
+        )
         changed = tuple(pair for pair in zip(source.splits, target.splits, strict=True) if pair[0] != pair[1])
         key = num_bytes / kept, changed, source.unreduced, target.unreduced, known_ahead
         if key not in self._known:

@@ -2,44 +2,75 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from autopar.keys import PHASE, STAGE
+from autopar.cost import CostModel
+from autopar.hardware.cluster import Cluster
+from autopar.keys import STAGE
+from autopar.memory import MemoryBudget
+from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.assign import assign_stages
+from autopar.pipeline.line import line_of
+from autopar.pipeline.placement import StagePlacement, place
+from autopar.pipeline.placement_problem import Devices
 from autopar.program import Program
 
 
 @dataclass(frozen=True)
 class StageDecision:
-    """`stages` are by name of a forward node."""
+    """`stages` are by name of a forward node; those that every stage computes for itself have none."""
 
+    placement: StagePlacement
     stages: Mapping[str, int]
-    num_stages: int
 
     def __str__(self) -> str:
-        return f"{self.num_stages} stages"
+        return str(self.placement)
 
 
 @dataclass(frozen=True)
 class PlaceStages:
-    """Cut the forward into `num_stages` contiguous stages so that the slowest one is as fast as can be.
+    """Cut the forward into the stages of `order` so that the slowest one is as fast as can be on `cluster`, within `budget`.
 
     Reads: PHASE, STRATEGY, SHARDING. Writes: STAGE of every call but those that each stage makes for itself.
     Ensures: activations flow to later stages, gradients to earlier ones.
     """
 
-    num_stages: int
+    order: PipelineSchedule
+    cluster: Cluster
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     name: str = "place stages"
 
     def decide(self, program: Program) -> StageDecision:
-        calls = [node for node in program.graph.nodes if node.op == "call_function" and PHASE[node] == "forward"]
-        stages = {node.name: index * self.num_stages // len(calls) for index, node in enumerate(calls)}
-        return StageDecision(stages, self.num_stages)
+        """Raises `PlanError` for more stages than there is work, and `MemoryBudgetError` when no placement fits."""
+        cost = CostModel(self.cluster, program.mesh, self.budget.optimizer)
+        found = line_of(program, cost)
+        placement = place(found.line, self._devices(cost), live_microbatches(self.order))
+        stages = found.forward_stages(placement.stage_of)
+        return StageDecision(placement, {node.name: stage for node, stage in stages.items()})
 
     def apply(self, program: Program, decision: StageDecision) -> Program:
         program = program.copy()
         forward = {node: decision.stages[node.name] for node in program.graph.nodes if node.name in decision.stages}
-        for node, stage in assign_stages(program, forward, decision.num_stages).items():
+        for node, stage in assign_stages(program, forward, self.order.num_stages).items():
             STAGE[node] = stage
         return program
+
+    def _devices(self, cost: CostModel) -> Devices:
+        """What stages run on; those of one rank share its memory."""
+        latency, seconds_per_byte = cost.send()
+        sharing = Counter(self.order.stages)
+        speeds = tuple(self.cluster.speed(rank) for rank in self.order.stages)
+        return Devices(speeds, tuple(self.budget.capacity_bytes / sharing[rank] for rank in self.order.stages), seconds_per_byte, latency)
+
+
+def live_microbatches(order: PipelineSchedule) -> tuple[int, ...]:
+    """Of how many microbatches each stage holds saved values at most."""
+    most, live = Counter[int](), Counter[int]()
+    for row in order.orders:
+        for action in row:
+            live[action.stage] += action.kind == "F"
+            most[action.stage] = max(most[action.stage], live[action.stage])
+            live[action.stage] -= action.kind in ("B", "W")
+    return tuple(most[stage] for stage in range(order.num_stages))

@@ -58,6 +58,12 @@ class Cluster:
     outer: Link
     ranks_per_node: int
     links: tuple[tuple[str, Link], ...] = ()
+    # How fast the devices at each place on `pp` are, 1.0 for `device`; all alike where nothing is said.
+    stage_speeds: tuple[float, ...] = ()
+
+    def speed(self, place: int) -> float:
+        """Of the devices at a place on `pp`, 1.0 for `device`."""
+        return self.stage_speeds[place] if place < len(self.stage_speeds) else 1.0
 
     @staticmethod
     def ideal() -> Cluster:

@@ -28,7 +28,9 @@ class Evaluation:
 
     def seconds(self, picks: Sequence[int]) -> float:
         """What the whole problem costs."""
-        return sum(map(self._work, range(len(picks)), picks)) + sum(value.count * self.transport(value, picks) for value in self.folded.values)
+        return sum(map(self._work, range(len(picks)), picks)) + sum(
+            value.count * self.transport(value, picks) for value in self.folded.values
+        )
 
     def num_bytes(self, picks: Sequence[int]) -> float:
         """What the whole problem holds, and the most that a node needs on top while it runs."""
