@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from autopar.pipeline.actions import PipelineSchedule
 from autopar.program import Program
 from autopar.schedule import Schedule
 
@@ -44,7 +45,7 @@ class Compiled:
     """One captured call, compiled. Shared by the runtime, which runs `schedule`, and by inspection, which reads the rest.
 
     forward   FORWARD, after the forward passes
-    program   GLOBAL, every node with its sharding
+    program   GLOBAL, every node with its sharding, and its stage where there are stages
     local     LOCAL, one rank's program
     separated LOCAL, each microbatch with its own estimate of what several mix; None where nothing does
     schedules what ranks execute, by their place on `pp`; one where there is none
@@ -53,6 +54,8 @@ class Compiled:
     search    the result of the sharding search; None where a plan fixed every decision
     cost      the `CostModel` that priced it
     decide_again  `pins -> (program, decision)`: the search with other pins, from the program before them on
+    order     which stage runs which microbatch when; None where one microbatch runs through one stage
+    stages    the `StageDecision`: where the forward is cut, and what each stage takes; None as above
     """
 
     forward: Program
@@ -65,6 +68,8 @@ class Compiled:
     cost: Any = None
     decide_again: Callable[[Any], tuple[Program, Any]] | None = None
     separated: Program | None = None
+    order: PipelineSchedule | None = None
+    stages: Any = None
 
     @property
     def schedule(self) -> Schedule:

@@ -234,7 +234,8 @@ def compile_call(
     passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, order)
     last = run_passes(forward, passes, observers, seconds)
     schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
-    decision, program, local = history.decision(ChooseShardings.name), history.program(InsertReshards), history.program(Lower)
+    decision, local = history.decision(ChooseShardings.name), history.program(Lower)
+    program = history.program(InsertReshards if order is None else PlaceStages)
     compiled = Compiled(
         forward=history.program(KeyRandom),
         program=program,
@@ -245,19 +246,23 @@ def compile_call(
         steps=tuple(history.steps),
         search=decision,
         cost=CostModel(options.cluster, local.mesh, options.budget.optimizer),
-        decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model)),
+        decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model), order),
+        order=order,
+        stages=None if order is None else history.decision(PlaceStages),
     )
     check_compiled(compiled)
     return compiled
 
 
-def _decide_again(program: Program, options: Options, pins: Pins | Plan | None) -> tuple[Program, ShardingDecision]:
-    """What `program`, which no pins have touched yet, is with `pins` and no plan: with reshards, and what was decided."""
+def _decide_again(
+    program: Program, options: Options, pins: Pins | Plan | None, order: PipelineSchedule | None = None
+) -> tuple[Program, ShardingDecision]:
+    """What `program`, which no pins have touched yet, is with `pins` and no plan: with reshards and stages, and what was decided."""
     freedom = _freedom(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
-    passes = default_passes(replace(options, plan=None, pins=_shardings(pins)), training=True)
-    first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, InsertReshards))
+    passes = default_passes(replace(options, plan=None, pins=_shardings(pins)), training=True, order=order)
+    first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()
-    return run_passes(program.copy(freedom=freedom), passes[first : last + 1], (history,)), history.decision(ChooseShardings)
+    return run_passes(program.copy(freedom=freedom), passes[first:last], (history,)), history.decision(ChooseShardings)
 
 
 def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:

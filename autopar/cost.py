@@ -26,7 +26,7 @@ from autopar.keys import DIMS
 from autopar.memory import OptimizerKind
 from autopar.mesh import MICROBATCHES, Mesh
 from autopar.program import operands, results_of
-from autopar.reshard import Step, moves, reachable
+from autopar.reshard import Move, Step, moves, reachable
 from autopar.rule import rule_of
 from autopar.sharding import Dims, Sharding, Strategy, flat
 
@@ -56,6 +56,11 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes)
+
+
+def is_mixing(move: Move, known_ahead: bool) -> bool:
+    """Whether a step of a reshard joins what the network made of several microbatches."""
+    return MICROBATCHES in move.axes and move.collective != "slice" and not (known_ahead and move.collective == "all_reduce")
 
 
 def is_view(node: Node) -> bool:
@@ -135,10 +140,18 @@ class CostModel:
         return empty, max(large - empty, 0.0) / _LARGE_BYTES
 
     def step(self, step: Step, itemsize: int) -> Cost:
-        """One step of a reshard of a value whose elements have `itemsize` bytes. Slices are free."""
-        if step.collective == "slice":
+        """One step of a reshard of a value whose elements have `itemsize` bytes. Slices are free.
+
+        So is what joins microbatches: they run on the same rank. Of a step over `mb` and other axes those alone are priced.
+        """
+        axes = tuple(axis for axis in step.axes if axis != MICROBATCHES)
+        if step.collective == "slice" or not axes:
             return Cost(0.0)
-        return self.collective(step.collective, step.axes, step.num_input * itemsize, step.num_output * itemsize)
+        num_output = step.num_output
+        if axes != step.axes and step.collective in ("all_gather", "reduce_scatter"):
+            share = self.mesh.size_of(axes)
+            num_output = step.num_input * share if step.collective == "all_gather" else step.num_input // share
+        return self.collective(step.collective, axes, step.num_input * itemsize, num_output * itemsize)
 
     def reshard(self, num_bytes: float, source: Sharding, target: Sharding, known_ahead: bool = False) -> float:
         """Seconds of a change of sharding of a value of `num_bytes` in all: the sum of its steps, infinite where there is no way.
@@ -154,8 +167,7 @@ class CostModel:
             there = {"all_gather": here * size, "slice": here / size, "reduce_scatter": here / size}.get(move.collective, here)
             if move.collective != "slice":
                 axes = tuple(axis for axis in move.axes if axis != MICROBATCHES)
-                is_mixing = len(axes) < len(move.axes) and not (known_ahead and move.collective == "all_reduce")
-                total += MIXING_SECONDS * is_mixing
+                total += MIXING_SECONDS * is_mixing(move, known_ahead)
                 total += self._collective_seconds(move.collective, axes, here, there) if axes else 0.0
             here = there
         return total

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -19,13 +18,14 @@ class ReshardPrices:
 
     def seconds(self, num_bytes: float, source: Sharding, target: Sharding, known_ahead: bool = False) -> float:
         """As `CostModel.reshard`. What is split alike before and after stays where it is, whatever atom it is."""
-        kept = math.prod(
-            map(self.cost.mesh.size_of, [have for have, want in zip(source.splits, target.splits, strict=True) if have == want])
-        )
-        changed = tuple(pair for pair in zip(source.splits, target.splits, strict=True) if pair[0] != pair[1])
-        key = num_bytes / kept, changed, source.unreduced, target.unreduced, known_ahead
+        changed: list[tuple[str, ...]] = []
+        for have, want in zip(source.splits, target.splits, strict=True):
+            if have != want:
+                changed += (have, want)
+            elif have:
+                num_bytes /= self.cost.mesh.size_of(have)
+        key = num_bytes, *changed, source.unreduced, target.unreduced, known_ahead
         if key not in self._known:
-            before, after = (tuple(pair[side] for pair in changed) for side in (0, 1))
-            reduced = Sharding(before, source.unreduced), Sharding(after, target.unreduced)
-            self._known[key] = self.cost.reshard(num_bytes / kept, *reduced, known_ahead)
+            before, after = Sharding(tuple(changed[::2]), source.unreduced), Sharding(tuple(changed[1::2]), target.unreduced)
+            self._known[key] = self.cost.reshard(num_bytes, before, after, known_ahead)
         return self._known[key]

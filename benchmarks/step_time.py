@@ -91,15 +91,24 @@ def seconds_of(step: Step, num_steps: int) -> list[float]:
 
 def serve(rank: int, folder: str, options: argparse.Namespace, pipe: Connection) -> None:
     """Answer (name of a step, number of steps) with the seconds of each, until None comes."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(WORLD_SIZE), "LOCAL_RANK": str(rank)}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
+    join(rank, WORLD_SIZE, folder)
     batch, steps = global_batch(options), dict[str, Step]()
     for dp, tp in options.meshes:
         mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
         steps[ranks_name(dp, tp)] = autopar_step(build(options), mesh, share(batch, rank // tp, dp), options.backend)
     replica = DistributedDataParallel(build(options))
     steps["DDP, 4 gloo ranks"] = torch_step(replica, share(batch, rank, WORLD_SIZE), options.backend)
+    answer(steps, pipe)
+
+
+def join(rank: int, world_size: int, folder: str) -> None:
+    """Become one of the gloo ranks that meet in `folder`, on one thread."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+
+
+def answer(steps: dict[str, Step], pipe: Connection) -> None:
     pipe.send(list(steps))
     while (order := pipe.recv()) is not None:
         name, num_steps = order
@@ -112,14 +121,14 @@ def ranks_name(dp: int, tp: int) -> str:
 
 
 class Ranks:
-    """Four processes that sleep until they are asked for steps."""
+    """Processes that sleep until they are asked for steps; each runs `serve`."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, world_size: int = WORLD_SIZE, serve: Callable[..., None] = serve) -> None:
         self._folder = tempfile.TemporaryDirectory()
         context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
-        for rank in range(WORLD_SIZE):
+        for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(rank, self._folder.name, options, theirs), daemon=True)
             process.start()

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from torch.fx import Node
@@ -17,6 +18,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh
+from autopar.penalties import FairRunnersUp, without_penalties
 from autopar.pins import resolve
 from autopar.plan import Pins, Plan
 from autopar.program import Program
@@ -55,7 +57,7 @@ class ShardingDecision:
     """A strategy for every input and call, by node name, what the step costs with them, and how that was found.
 
     `cost_seconds` adds up one rank's ops, changes of sharding and optimizer update, without overlap. `fixed` names the nodes
-    that had been decided beforehand.
+    that had been decided beforehand. Of `num_microbatches` seconds are those of one; in a pipeline, through all stages.
     """
 
     strategies: Mapping[str, Strategy]
@@ -63,6 +65,12 @@ class ShardingDecision:
     solution: Solution
     sharding_problem: ShardingProblem
     fixed: frozenset[str] = frozenset()
+    num_microbatches: int = 1
+
+    @property
+    def per(self) -> str:
+        """What seconds are counted by."""
+        return "a step" if self.num_microbatches == 1 else "a microbatch"
 
     @property
     def cost_seconds(self) -> float:
@@ -79,8 +87,12 @@ class ShardingDecision:
     def runner_up(self, node: str) -> RunnerUp | None:
         """What else the node named `node` could do, everything else as it is; None where it has no choice."""
         index = self.sharding_problem.index[node]
-        found = self.solution.runner_up(index)
+        found = self.solution.runner_up(index) if self.num_microbatches == 1 else self._apart.of(index)
         return found and RunnerUp(self.sharding_problem.strategies[index][found.pick], found.extra_seconds, found.num_nodes)
+
+    @cached_property
+    def _apart(self) -> FairRunnersUp:
+        return FairRunnersUp(self.solution)
 
     def __str__(self) -> str:
         found = self.solution
@@ -88,7 +100,7 @@ class ShardingDecision:
         stopped = ", stopped by search_timeout" if found.is_timed_out else ""
         return (
             f"{len(self.strategies)} nodes in {found.num_classes} classes, {found.num_variables} variables: "
-            f"{1e3 * found.seconds:.3f} ms a step, {known}, found in {found.search_seconds:.2f} s{stopped}"
+            f"{1e3 * found.seconds:.3f} ms {self.per}, {known}, found in {found.search_seconds:.2f} s{stopped}"
         )
 
 
@@ -126,12 +138,13 @@ class ChooseShardings:
         for node in program.graph.nodes:
             if node.target is operator.getitem:
                 strategies[node.name] = _getitem_strategy(node, strategies, program)
-        decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned))
+        decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned), program.mesh.num_microbatches)
         return replace(decision, reasons={**_reasons(program, decision), **reasons})
 
     def _search(self, made: ShardingProblem) -> Solution:
         tolerance = _TOLERANCE_IN_BUDGET if self.budget.capacity_bytes < math.inf else _TOLERANCE
-        return search(made.problem, rounds=ROUNDS if self.fold else None, timeout=self.timeout, tolerance=tolerance)
+        found = search(made.problem, rounds=ROUNDS if self.fold else None, timeout=self.timeout, tolerance=tolerance)
+        return without_penalties(found, made)
 
     def apply(self, program: Program, decision: ShardingDecision) -> Program:
         program = program.copy()
@@ -209,5 +222,5 @@ def _reasons(program: Program, decision: ShardingDecision) -> dict[str, str]:
         else:
             described = other.strategy.results[0].describe(DIMS[node][0])
             alike = f" (all {other.num_nodes} alike)" if other.num_nodes > 1 else ""
-            found[item.name] = f"next best {described}: {1e6 * other.extra_seconds:+.1f} µs a step{alike}"
+            found[item.name] = f"next best {described}: {1e6 * other.extra_seconds:+.1f} µs {decision.per}{alike}"
     return found

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from autopar.keys import PHASE, STAGE
 from autopar.program import Form, Program
 
+aten = torch.ops.aten
+
+# Views that show all of their operand.
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.reshape.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
+
 
 @dataclass(frozen=True)
 class CopyToStages:
-    """Give every call one stage: a call without one is copied to each stage that reads it.
+    """Give every call one stage: a call without one is copied to each stage that reads it, and so is a view that another stage reads.
 
-    A copy is computed in the forward where the forward of its stage reads it, and kept; else in the backward.
+    A copy is computed in the forward where the forward of its stage reads it, and kept; else in the backward. Of a value and
+    its views one is sent, since the others are views again where they arrive.
 
     Reads: STAGE, PHASE of a LOCAL program. Writes: copies with both. Ensures: every call has a stage.
     """
@@ -25,26 +44,36 @@ class CopyToStages:
         assert program.form is Form.LOCAL
         program = program.copy()
         for node in reversed(list(program.graph.nodes)):
-            if node.op == "call_function" and node not in STAGE:
+            if node.op == "call_function" and (node not in STAGE or _is_view(node)):
                 _place(node)
         program.graph.lint()
         return program
 
 
+def _is_view(node: Node) -> bool:
+    return node.target in _VIEWS and node.args[0].op == "call_function"  # type: ignore[union-attr]
+
+
 def _place(node: Node) -> None:
-    """`node` for the first stage that reads it, and a copy for each other one. What only the caller reads is the first stage's."""
+    """`node` for its own stage, or the first that reads it, and a copy for each other one that does. What only the caller reads is
+    the first stage's."""
+    own = STAGE.get(node)
     readers: dict[int, list[Node]] = {}
     for user in node.users:
-        readers.setdefault(STAGE.get(user) or 0, []).append(user)
-    first, *others = sorted(readers) or [0]
-    for stage in others:
+        stage = STAGE.get(user)  # none where the caller reads it
+        readers.setdefault(stage if stage is not None else own or 0, []).append(user)
+    first = own if own is not None else min(readers, default=0)
+    for stage in sorted(set(readers) - {first}):
         with node.graph.inserting_after(node):
             copy = node.graph.node_copy(node)
         copy.name = f"{node.name}_stage{stage}"
         for user in readers[stage]:
             user.replace_input_with(node, copy)
         _settle(copy, stage)
-    _settle(node, first)
+    if own is None:
+        _settle(node, first)
+    elif not node.users:
+        node.graph.erase_node(node)
 
 
 def _settle(node: Node, stage: int) -> None:

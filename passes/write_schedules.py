@@ -19,7 +19,7 @@ from autopar.mesh import MICROBATCHES
 from autopar.passes.cut_fragments import FragmentCutter, buffer_of, shapes_of, touched, with_frees
 from autopar.passes.cut_stages import Stages, Sum, cut_stages, differs
 from autopar.pipeline import program as pipeline
-from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.actions import Action, PipelineSchedule
 from autopar.pipeline.check import check_pipeline
 from autopar.pipeline.expand import expand
 from autopar.program import Input, Output, Program
@@ -148,7 +148,7 @@ class _Writer:
     def transport(self, instruction: pipeline.Send | pipeline.Receive | pipeline.Wait) -> Iterator[Instruction]:
         launched = instruction.launched if isinstance(instruction, pipeline.Wait) else instruction
         source, target, direction, number = launched.transfer
-        values = self.stages.transfers.get((source, target, direction), ())
+        values = self.brought(launched.transfer)
         name = f"{source}{direction}{number}>{target}"
         if not values:
             return
@@ -157,6 +157,26 @@ class _Writer:
             return
         kind = Send if isinstance(instruction, pipeline.Send) else Receive
         yield kind(name, AXIS, launched.peer, tuple(self.of_microbatch(number)(buffer_of(value)) for value in values))
+
+    def brought(self, transfer: pipeline.Transfer) -> list[Node]:
+        """The values of a transfer, less what an earlier one brings: one rank may hold several stages that read a value."""
+        rank = self.order.stages[transfer.target]
+        to_rank = {
+            pipeline.Transfer(source, target, direction, transfer.microbatch): values
+            for (source, target, direction), values in self.stages.transfers.items()
+            if source == transfer.source and self.order.stages[target] == rank
+        }
+        before = [each for each in to_rank if self.read_at(rank, each) < self.read_at(rank, transfer)]
+        return [value for value in to_rank.get(transfer, ()) if not any(value in to_rank[each] for each in before)]
+
+    def read_at(self, rank: int, transfer: pipeline.Transfer) -> int:
+        """Where among its instructions `rank` reads what `transfer` brings."""
+        return next(self.positions[rank][action] for action in transfer.readers if action in self.positions[rank])
+
+    @cached_property
+    def positions(self) -> tuple[dict[Action, int], ...]:
+        """By rank, where its actions stand."""
+        return tuple({each.action: i for i, each in enumerate(row) if isinstance(each, pipeline.Compute)} for row in self.order.ranks)
 
     def tie(self) -> None:
         """Exchange and add up the gradients of parameters that several stages hold, or another than the one that makes them."""

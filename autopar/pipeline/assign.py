@@ -1,7 +1,8 @@
 """From the stages of the forward to those of every node: a backward node runs where its forward partner ran.
 
 Partners share autograd's sequence number. What it says wrongly is mended along the data: gradients flow from later stages
-to earlier ones, and the sum of two of them is taken where both have arrived.
+to earlier ones, and the sum of two of them is taken where both have arrived. What the backward makes anew of saved values
+(views, for the most part) descends from no gradient and holds none back: it is made where it is read.
 
     stage 0   f0 ── f1 ──┐                     ┌─► b1 ── b0
                          ▼                     │
@@ -43,33 +44,56 @@ def copied(program: Program) -> frozenset[Node]:
 
 
 def assign_stages(program: Program, forward: Mapping[Node, int], num_stages: int) -> dict[Node, int]:
-    """The stage of every call of a GLOBAL program, given those of the forward's; `copied` calls have none."""
-    everywhere = copied(program)
+    """The stage of every call of a GLOBAL program, given those of the forward's; `copied` calls have none.
+
+    It goes by sequence numbers, maxima and minima alone: first by units of work, then from units to stages, gives the same.
+    """
+    everywhere, gradients = copied(program), _gradients(program)
+    calls = [node for node in program.graph.nodes if node.op == "call_function" and node not in everywhere]
     stages: dict[Node, int] = {}
-    partners: dict[object, int] = {}
-    for node in program.graph.nodes:
-        if node.op != "call_function" or node in everywhere:
-            continue
-        sources = [stages[operand] for operand in node.all_input_nodes if operand in stages]
-        if node.target is operator.getitem:
-            stages[node] = sources[0]
-        elif PHASE[node] == "forward":
-            stages[node] = max([forward.get(node, 0), *sources])
-            sequence = node.meta.get("seq_nr")
-            partners[sequence] = max(partners.get(sequence, 0), stages[node])
-        else:
-            stages[node] = _backward_stage(node, stages, partners, num_stages)
+    for node in calls:
+        if PHASE[node] == "forward":
+            sources = [stages[operand] for operand in node.all_input_nodes if operand in stages]
+            stages[node] = sources[0] if node.target is operator.getitem else max([forward.get(node, 0), *sources])
+    partners = _partners(program, stages)
+    for node in calls:
+        if node in gradients and node not in stages:
+            is_result = node.target is operator.getitem
+            stages[node] = stages[node.all_input_nodes[0]] if is_result else _backward_stage(node, stages, partners, num_stages)
+    for node in reversed(calls):
+        if node not in stages:
+            stages[node] = max((stages[user] for user in node.users if user in stages), default=0)
     return stages
+
+
+def _partners(program: Program, stages: Mapping[Node, int]) -> dict[object, int]:
+    """Where the forward of each sequence number is last computed; of what stages copy, where it is last read."""
+    found: dict[object, int] = {}
+    for node, stage in stages.items():
+        found[node.meta.get("seq_nr")] = max(found.get(node.meta.get("seq_nr"), 0), stage)
+    own, readers = frozenset(found), dict(stages)
+    for node in reversed(program.graph.nodes):
+        last = [readers[user] for user in node.users if user in readers]
+        if node.op == "call_function" and PHASE[node] == "forward" and node not in stages and last:
+            readers[node] = max(last)
+            if (sequence := node.meta.get("seq_nr")) not in own:
+                found[sequence] = max(found.get(sequence, 0), readers[node])
+    return found
+
+
+def _gradients(program: Program) -> frozenset[Node]:
+    """The calls of the backward that descend from what the loss's gradient is given as."""
+    found = {node for item, node in program.named_inputs() if item.kind == "tangent"}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
 
 
 def _backward_stage(node: Node, stages: Mapping[Node, int], partners: Mapping[object, int], num_stages: int) -> int:
     gradients = [stages[each] for each in node.all_input_nodes if each in stages and PHASE.get(each) == "backward"]
-    saved = [stages[each] for each in node.all_input_nodes if each in stages and PHASE.get(each) == "forward"]
     latest = min(gradients, default=num_stages - 1)
     is_accumulation = node.target is aten.add.Tensor and len(gradients) > 1
     if gradients and (node.target is reshard or is_accumulation):
         return latest
-    partner = partners.get(node.meta.get("seq_nr"))
-    if partner is None:
-        return min(latest, max(saved)) if saved and not gradients else latest
-    return min(latest, partner)
+    return min(latest, partners.get(node.meta.get("seq_nr"), latest))

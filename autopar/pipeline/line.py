@@ -31,6 +31,7 @@ from autopar.markers import save
 from autopar.mesh import MICROBATCHES
 from autopar.pipeline.assign import assign_stages, copied
 from autopar.pipeline.placement_problem import Line, Shared, Unit, Value
+from autopar.pipeline.work import Work
 from autopar.printing import op_name
 from autopar.program import Program, results_of
 from autopar.reshard import steps
@@ -70,7 +71,7 @@ class _Reading:
 
     def __post_init__(self) -> None:
         self.calls = [node for node in self.program.graph.nodes if node.op == "call_function"]
-        self.copied = copied(self.program)
+        self.copied, self.work = copied(self.program), Work(self.program)
         forward = self._units()
         self.num_units = max(forward.values(), default=0) + 1
         self.unit_of = assign_stages(self.program, forward, self.num_units)
@@ -125,7 +126,7 @@ class _Reading:
     def seconds(self, node: Node) -> float:
         if node.target is not reshard:
             return self.cost.node(node, STRATEGY[node]).seconds
-        if all(user.op == "output" for user in node.users):
+        if node in self.work.finishing:
             return 0.0
         total, value, source = 0.0, results_of(node)[0], node.all_input_nodes[0]
         assert value is not None

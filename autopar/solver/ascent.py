@@ -133,7 +133,8 @@ class Ascent:
 def _possible(tables: Tables, masks: list[Array]) -> list[tuple[Table | Parts, list[Array]]]:
     """Take out of `masks` the candidates whose states cannot be brought to, or from, any that is left, until all can.
 
-    For each transport its least with what is left, and per port the numbers of the states of the candidates that are left.
+    For each transport its least with what is left, and per port the numbers of the states of the candidates that are left;
+    nothing where a class has no candidate left.
     """
     found: dict[int, tuple[Table | Parts, list[Array]]] = {}
     touching: list[set[int]] = [set() for _ in masks]
@@ -141,14 +142,16 @@ def _possible(tables: Tables, masks: list[Array]) -> list[tuple[Table | Parts, l
         for node in transport.nodes:
             touching[node].add(number)
     waiting = set(range(len(tables.transports)))
-    while waiting and all(mask.any() for mask in masks):
+    while waiting:
         now, waiting = sorted(waiting), set[int]()
         for number in now:
             transport = tables.transports[number]
             kept = [np.flatnonzero(masks[node]) for node in transport.nodes]
-            own, states = zip(*(np.unique(each[left], return_inverse=True) for each, left in zip(transport.states, kept, strict=True)))
+            if not all(map(len, kept)):
+                return []
+            own, states = _used([each[left] for each, left in zip(transport.states, kept, strict=True)])
             way = least_of(transport, own)
-            found[number] = way, list(states)
+            found[number] = way, states
             zeros = [np.zeros(len(each)) for each in own]
             for port, node in enumerate(transport.nodes):
                 is_dead = (way.least(zeros, port) > IS_NO_WAY)[states[port]]
@@ -156,3 +159,9 @@ def _possible(tables: Tables, masks: list[Array]) -> list[tuple[Table | Parts, l
                     masks[node][kept[port][is_dead]] = False
                     waiting |= touching[node]
     return [found[number] for number in range(len(found))]
+
+
+def _used(states: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    """Per port the numbers of the states in use, in order, and by candidate the position of its state among them."""
+    pairs = [np.unique(each, return_inverse=True) for each in states]
+    return [own for own, _ in pairs], [positions for _, positions in pairs]

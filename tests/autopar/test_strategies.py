@@ -10,8 +10,9 @@ from autopar.keys import BATCH, DIMS
 from autopar.mesh import Mesh
 from autopar.program import operands
 from autopar.prove import instance, prove, prove_strategy
+from autopar.rule import rule_of
 from autopar.sharding import Dims, Sharding, Strategy, shape_of
-from autopar.strategies import factors_of, placeholder_strategies, strategies_of
+from autopar.strategies import factors_of, placeholder_strategies, signature_of, space_of, strategies_of
 
 aten = torch.ops.aten
 DP, TP = Mesh((("dp", 2),)), Mesh((("tp", 2),))
@@ -197,3 +198,36 @@ def test_placeholders() -> None:
     assert splits("batch", (0,)) == [(("dp",), ())]
     assert splits("tangent", (0,)) == [(("dp",), ())]
     assert splits("batch") == splits("buffer") == splits("random_key") == [((), ())]
+
+
+def test_the_signature_of_a_call_tells_apart_what_its_space_depends_on() -> None:
+    def product(rows: tuple[int, ...] = (4, 2)) -> Node:
+        return mark_batch(on_atoms(aten.mm.default, [(rows, (6,)), ((6,), (3,))], (rows, (3,))), (0,), (), (0,))
+
+    calls = [
+        product(),
+        product((2, 4)),
+        mark_batch(product(), (1,), (), (1,)),
+        on_atoms(aten.sum.dim_IntList, [((4,), (6,))], ((4,),), [1]),
+        on_atoms(aten.sum.dim_IntList, [((4,), (6,))], ((6,),), [0]),
+        on_atoms(aten.mul.Scalar, [((4,),)], ((4,),), 2),
+        on_atoms(aten.mul.Scalar, [((4,),)], ((4,),), 2.0),
+    ]
+    assert len({signature_of(node) for node in calls}) == len(calls)
+    assert signature_of(product()) == signature_of(product())
+    assert space_of(product()) == space_of(product())
+
+
+def test_the_signature_of_a_call_tells_zeros_from_other_operands() -> None:
+    graph = Graph()
+    ids, values = graph.placeholder("ids"), graph.placeholder("values")
+    zeros = graph.call_function(aten.zeros.default, ([4, 3],))
+    ones = graph.call_function(aten.ones.default, ([4, 3],))
+    onto_zeros, onto_ones = (graph.call_function(aten.index_add.default, (start, 0, ids, values)) for start in (zeros, ones))
+    ids.meta["val"], values.meta["val"] = torch.zeros(5, dtype=torch.int64), torch.zeros(5, 3)
+    DIMS[ids], DIMS[values] = (((5,),),), (((5,), (3,)),)
+    for node in (zeros, ones, onto_zeros, onto_ones):
+        node.meta["val"], DIMS[node] = torch.zeros(4, 3), (((4,), (3,)),)
+    first, second = rule_of(onto_zeros), rule_of(onto_ones)
+    assert first is not None and second is not None and first.linear != second.linear
+    assert signature_of(onto_zeros) != signature_of(onto_ones)

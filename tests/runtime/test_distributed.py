@@ -98,7 +98,7 @@ def full_tensors_are_whole() -> tuple[list[str], int]:
     logging.getLogger("torch").setLevel(logging.ERROR)  # it advises to flatten meshes
     for axes, refined in (({"dp": 2, "tp": 2}, None), ({"tp": 4}, [2, 2])):
         world = DistributedWorld(cpu_mesh(**axes))
-        mesh = world.mesh.refine("tp", refined) if refined else world.mesh
+        mesh = world._refined = world.mesh.refine("tp", refined) if refined else world.mesh
         fine = refined_device_mesh(world.device_mesh, mesh)
         for _ in range(60):
             placement = random_placement(generator, mesh)

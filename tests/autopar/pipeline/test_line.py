@@ -179,3 +179,11 @@ def test_where_it_is_cut_changes_what_a_stage_takes_and_not_the_sum() -> None:
     number = len(found.line.units)
     totals = {sum(placed_at(found.line, Devices.equal(2), [1, 1], (0, cut)).seconds) for cut in (1, number // 2, number - 1)}
     assert max(totals) == pytest.approx(min(totals))
+
+
+# goes into tests/autopar/pipeline/test_line.py once assign.py is mended
+def test_the_backward_of_a_product_is_in_its_unit() -> None:
+    """Also that of its weight, which reads the product's operand as a view made anew."""
+    _, _, found = decoder()
+    (unit,) = (n for n, unit in enumerate(found.line.units) if unit.name == "layers.1.down aten.mm")
+    assert sum(str(node.target) == "aten.mm.default" for node in found.nodes[unit]) == 3
