@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch.fx import GraphModule
@@ -171,6 +171,14 @@ class Fragment:
     num_uses: int = 1
 
 
+class Span(NamedTuple):
+    """The instructions from `begin` up to `end` are those of a pipeline action, `2F0`."""
+
+    action: str
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Schedule:
     """The instructions of one rank, or of all that run the same ones, and the fragments they run.
@@ -180,7 +188,7 @@ class Schedule:
     are left at the end (loss and user outputs: at PAUSE), in the order of `signature.outputs`. What differs from microbatch
     to microbatch is listed once for each, and only what the rank has to do with is listed.
     Tangents are there after PAUSE only, or from the start where there is none. `shapes` has what is known of buffers: those
-    that RECV fills must be there, since nothing else says how large they are.
+    that RECV fills must be there, since nothing else says how large they are. `spans` are the actions of a pipeline, in order.
     """
 
     instructions: tuple[Instruction, ...]
@@ -189,6 +197,7 @@ class Schedule:
     outputs: tuple[str, ...]
     signature: Signature
     shapes: dict[str, Layout] = field(default_factory=dict)
+    spans: tuple[Span, ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(str(instruction) for instruction in self.instructions)

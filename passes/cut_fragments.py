@@ -69,7 +69,7 @@ class FragmentCutter:
             self.complete(node)
         names = tuple(node.name for node in program.placeholders)
         outputs = tuple(buffer_of(node) for node in program.results)
-        instructions = with_frees(self.instructions, set(names) | set(outputs))
+        instructions, _ = with_frees(self.instructions, set(names) | set(outputs))
         return Schedule(instructions, self.fragments, names, outputs, program.signature, shapes_of(program))
 
     def section(self, nodes: Sequence[Node]) -> tuple[Instruction, ...]:
@@ -209,10 +209,11 @@ def shapes_of(program: Program) -> dict[str, tuple[tuple[int, ...], torch.dtype]
     return shapes
 
 
-def with_frees(instructions: list[Instruction], kept: set[str]) -> tuple[Instruction, ...]:
+def with_frees(instructions: list[Instruction], kept: set[str]) -> tuple[tuple[Instruction, ...], list[int]]:
     """Free every intermediate buffer right after the last instruction that reads it (or makes it, if none does).
 
-    The operand of a collective is in use until its WAIT, and so is what is sent.
+    The operand of a collective is in use until its WAIT, and so is what is sent. Also returns where each instruction is then,
+    and, last, their number.
     """
     last: dict[str, int] = {}
     under_way: dict[str, tuple[str, ...]] = {}
@@ -229,11 +230,13 @@ def with_frees(instructions: list[Instruction], kept: set[str]) -> tuple[Instruc
         if name not in kept:
             ends.setdefault(position, []).append(name)
     result: list[Instruction] = []
+    places: list[int] = []
     for position, instruction in enumerate(instructions):
+        places.append(len(result))
         result.append(instruction)
         if position in ends:
             result.append(Free(tuple(ends[position])))
-    return tuple(result)
+    return tuple(result), [*places, len(result)]
 
 
 def touched(instruction: Instruction) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from autopar.pipeline.actions import Action, PipelineSchedule
 from autopar.pipeline.check import check_pipeline
 from autopar.pipeline.expand import expand
 from autopar.program import Input, Output, Program
-from autopar.schedule import Add, Instruction, Launch, Receive, Run, Schedule, Send, Wait
+from autopar.schedule import Add, Instruction, Launch, Receive, Run, Schedule, Send, Span, Wait
 
 AXIS = "pp"
 Rename = Callable[[str], str]
@@ -60,6 +60,9 @@ class _Writer:
     cutter: FragmentCutter
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     finished: set[int] = field(default_factory=set[int])
+    # What was done to sums so far: equal gradients of several parameters are one.
+    moved: set[Node] = field(default_factory=set[Node])
+    spans: list[Span] = field(default_factory=list[Span])
 
     # ---- names
 
@@ -128,11 +131,12 @@ class _Writer:
     def compute(self, instruction: pipeline.Compute) -> None:
         stage, kind, number = instruction.action
         nodes = self.stages.actions[stage, kind]
-        rename = self.of_microbatch(number)
+        rename, begin = self.of_microbatch(number), len(self.instructions)
         self.add(self.cutter.section(nodes), rename)
         made = set(nodes)
         for part in dict.fromkeys(part for each in self.stages.sums for part in each.parts if part in made):
             self.instructions.append(Add(sum_of(buffer_of(part)), rename(buffer_of(part))))
+        self.spans.append(Span(str(instruction.action), begin, len(self.instructions)))
 
     def reduce(self, stage: int) -> None:
         """Finish what this stage alone sums, once: after its last backward, or at the end where there is none."""
@@ -141,7 +145,8 @@ class _Writer:
             self.finish(each for each in self.stages.sums if each.is_local and each.stages == (stage,))
 
     def finish(self, sums: Iterable[Sum]) -> None:
-        after = {node for each in sums for node in each.after}
+        after = {node for each in sums for node in each.after} - self.moved
+        self.moved |= after
         ordered = [node for node in self.stages.program.graph.nodes if node in after]
         self.add(self.cutter.section(ordered), self.of_step)
 
@@ -190,24 +195,26 @@ class _Writer:
                     transfers += [Send(f"tied_{part.name}>{peer}", AXIS, peer, buffers) for peer in wanting if peer != maker]
                 elif self.rank in wanting:
                     transfers.append(Receive(f"tied_{part.name}>{self.rank}", AXIS, maker, buffers))
-        self.launch(transfers)
+        self.launch(list(dict.fromkeys(transfers)))  # equal gradients of several parameters are one
         ties = [each for each in ties if set(each.stages).intersection(self.mine)]
-        for each in ties:
-            total = sum_of(buffer_of(each.target))
-            self.instructions += [Add(total, sum_of(buffer_of(part))) for part in each.parts if part is not each.target]
+        pairs = dict.fromkeys((each.target, part) for each in ties for part in each.parts if part is not each.target)
+        self.instructions += [Add(sum_of(buffer_of(target)), sum_of(buffer_of(part))) for target, part in pairs]
         self.finish(ties)
 
     def share(self) -> None:
-        """What the caller gets, on every rank."""
-        transfers: list[Instruction] = []
+        """What every rank has at the end: what the caller gets, and the buffers of the model, since all ranks hold all of them."""
+        held: dict[int, list[str]] = {}
         for output, node in self.stages.program.named_outputs():
-            if output.kind in ("loss", "output"):
-                owner, buffers = self.order.stages[self.owners(output, node)[0]], self.buffers(output, node)
-                peers = [rank for rank in range(len(self.order.ranks)) if rank != owner]
-                if owner == self.rank:
-                    transfers += [Send(f"{output.kind}_{output.name}>{peer}", AXIS, peer, buffers) for peer in peers]
-                else:
-                    transfers.append(Receive(f"{output.kind}_{output.name}>{self.rank}", AXIS, owner, buffers))
+            if output.kind != "gradient":
+                held.setdefault(self.order.stages[self.owners(output, node)[0]], []).extend(self.buffers(output, node))
+        transfers: list[Instruction] = []
+        for owner, names in sorted(held.items()):
+            buffers = tuple(dict.fromkeys(names))
+            peers = [rank for rank in range(len(self.order.ranks)) if rank != owner]
+            if owner == self.rank:
+                transfers += [Send(f"results_{owner}>{peer}", AXIS, peer, buffers) for peer in peers]
+            else:
+                transfers.append(Receive(f"results_{owner}>{self.rank}", AXIS, owner, buffers))
         self.launch(transfers)
 
     def launch(self, transfers: list[Instruction]) -> None:
@@ -242,20 +249,22 @@ class _Writer:
         outputs = [
             (output, name)
             for output, node in program.named_outputs()
-            if output.kind in ("loss", "output") or any(self.order.stages[stage] == self.rank for stage in self.owners(output, node))
+            if output.kind != "gradient" or any(self.order.stages[stage] == self.rank for stage in self.owners(output, node))
             for name in self.buffers(output, node)
         ]
         read = {name for instruction in self.instructions for name in touched(instruction)}
         inputs = [(item, name) for item, node in program.named_inputs() for name in self.fed(item, node) if name in read]
         shapes = shapes_of(program)
         shapes |= {sum_of(name): shape for name, shape in shapes.items()}
+        instructions, places = with_frees(self.instructions, {name for _, name in (*inputs, *outputs)})
         return Schedule(
-            with_frees(self.instructions, {name for _, name in (*inputs, *outputs)}),
+            instructions,
             self.cutter.fragments,
             tuple(name for _, name in inputs),
             tuple(name for _, name in outputs),
             replace(signature, inputs=tuple(item for item, _ in inputs), outputs=tuple(output for output, _ in outputs)),
             shapes,
+            tuple(Span(each.action, places[each.begin], places[each.end]) for each in self.spans),
         )
 
     def fed(self, item: Input, node: Node) -> tuple[str, ...]:

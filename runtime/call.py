@@ -45,7 +45,7 @@ class Call:
         self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
         self.signature = compiled.local.signature
         self.is_pipelined = compiled.is_pipelined
-        self._world, self._fragments, self._tensors = world, fragments, tensors
+        self.world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self._key, self._device = batch, key, device
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
         self._everyones = compiled.schedules
@@ -68,12 +68,12 @@ class Call:
         for item in self.signature.outputs_of("buffer"):
             held = self.held(item)
             if held.parts:
-                self._tensors[item.name].copy_(self._world.whole(*held))
-        return {item.name: self._world.whole(*self.held(item)) for item in self.results}
+                self._tensors[item.name].copy_(self.world.whole(*held))
+        return {item.name: self.world.whole(*self.held(item)) for item in self.results}
 
     def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result."""
-        given = {item.name: self._world.parts(tangents[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
+        given = {item.name: self.world.parts(tangents[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
         if not self.is_pipelined:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
@@ -84,7 +84,7 @@ class Call:
             held = self.held(item)
             if held.parts:
                 parts = {rank: owned.own(part) for rank, part in held.parts.items()}
-                found[item.name] = self._world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
+                found[item.name] = self.world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
         if self.is_pipelined:  # they are those of the loss itself
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             for gradient in found.values():
@@ -117,7 +117,7 @@ class Call:
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            self._world.run(executions, self._transports)
+            self.world.run(executions, self._transports)
 
     def _fill(self, items: Sequence[Input]) -> None:
         for item in items:
@@ -131,7 +131,7 @@ class Call:
                 self.states[rank].buffers[name] = parts[rank * each + microbatch_of(name)]
 
     def _parts(self, item: Input) -> Parts:
-        world, each = self._world, self.mesh.num_microbatches
+        world, each = self.world, self.mesh.num_microbatches
         ranks = [rank * each + number for rank in world.ranks for number in range(each)]
         if item.kind == "parameter":
             tensor = self._tensors.get(item.name)  # another stage's, on a real mesh

@@ -28,6 +28,8 @@ class RankState:
     flights: dict[str, tuple[Launched, Any]] = field(default_factory=dict)
     sums: set[str] = field(default_factory=set)
     position: int = 0
+    # Called with the number of each instruction when it begins and when it is over.
+    watch: Callable[[int, bool], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,15 @@ def execute(schedule: Schedule, state: RankState, fragments: CompiledFragments, 
         try:
             if isinstance(instruction, Pause):
                 return
+            if state.watch is not None:
+                state.watch(number, False)
             if isinstance(instruction, Wait):
                 launch, handle = rank.flight(instruction)
                 if not transport.is_ready(handle):
                     yield Blocked(number, launch, handle, transport)
             _ACTIONS[type(instruction)](rank, instruction)
+            if state.watch is not None:
+                state.watch(number, True)
         except Exception as error:
             error.add_note(f"on rank {transport.rank}, instruction {number}: {instruction}")
             raise

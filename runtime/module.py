@@ -303,6 +303,15 @@ class ParallelModule(nn.Module):
 
         return autopar.inspect.diff(self.compiled, before, after)
 
+    def timeline(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of a pipeline on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.
+
+        Nothing changes: no gradient is kept, no buffer written. Collective.
+        """
+        from autopar.runtime import timeline
+
+        return timeline.timeline(self, args, kwargs)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
+
     def verify(self, *args: Any, promote: bool = False, tolerance: float | None = None, **kwargs: Any) -> Any:
         """Run original and rewritten program side by side on these inputs; the report is truthy when they agree.
 

@@ -10,7 +10,8 @@ stages: it goes by sequence numbers, maxima and minima alone, so that stages and
                 Their seconds are the first reader's.
     saved       bytes are the producer's. A stage that reads the value of another one in its backward has received it.
     parameters  that one unit reads are its own; those of several units, be it through copied ops, are shared.
-    gradients   are reduced over replicas once a step, not for each microbatch: that reshard has no seconds here.
+    gradients   are reduced over replicas once a step, not for each microbatch: that reshard has no seconds here, nor has what
+                else runs once a step.
 """
 
 from __future__ import annotations
@@ -124,6 +125,8 @@ class _Reading:
         return ProgramLine(line, tuple(map(tuple, nodes)), self.copied)
 
     def seconds(self, node: Node) -> float:
+        if node in self.work.once:
+            return 0.0
         if node.target is not reshard:
             return self.cost.node(node, STRATEGY[node]).seconds
         if node in self.work.finishing:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.collectives import reshard
-from autopar.cost import CostModel, is_view
+from autopar.cost import CostModel
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.pipeline.actions import Edge
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
@@ -81,8 +81,8 @@ class _Pricing:
             input_gradient_seconds=seconds["I"],
             weight_gradient_seconds=seconds["W"],
             reduce_seconds=sum(self.seconds(node) / speed for node in once),
-            saved_bytes=sum(value_bytes(node, self.cost) for node in self.saved(stage)),
-            weight_saved_bytes=sum(value_bytes(node, self.cost) for node in self.saved(stage, without=waited)),
+            saved_bytes=sum(value_bytes(node, self.cost) for node in self.work.saved(stage)),
+            weight_saved_bytes=sum(value_bytes(node, self.cost) for node in self.work.saved(stage, without=waited)),
             working_bytes=working,
             held_bytes=self.held_bytes(stage),
         )
@@ -94,20 +94,6 @@ class _Pricing:
         if node.target is reshard:
             return value_bytes(node, self.cost) + value_bytes(operands(node)[0], self.cost)
         return self.cost.traffic_bytes(node, STRATEGY[node])
-
-    def saved(self, stage: int, without: frozenset[Node] = frozenset()) -> dict[Node, None]:
-        """The forward's values that the backward of a stage reads; those that only calls of `without` read left out."""
-        found: dict[Node, None] = {}
-        for node, phase in self.work.calls_at(stage):
-            for operand in node.all_input_nodes if phase == "backward" and node not in without else ():
-                if operand in self.work.stages and operand not in self.work.once and self.is_kept(operand, stage):
-                    found[operand] = None
-        return found
-
-    def is_kept(self, node: Node, stage: int) -> bool:
-        """Whether a value that the backward of a stage reads is there since the forward. A view of an input needs no memory."""
-        phases = self.work.stages[node]
-        return phases.get(stage, next(iter(phases.values()))) == "forward" and not _shows_input(node)
 
     def held_bytes(self, stage: int) -> float:
         total = 0.0
@@ -126,9 +112,3 @@ class _Pricing:
             seconds = latency * len(self.work.crossing[ends]) + seconds_per_byte * sent[ends]
             found[Edge(*pair, back in sent)] = EdgeCost(seconds, sent[ends])
         return found
-
-
-def _shows_input(node: Node) -> bool:
-    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node.op == "placeholder"

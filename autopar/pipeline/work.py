@@ -1,7 +1,7 @@
 """Where and how often each call of a GLOBAL program runs in a step.
 
     stages   a call with a STAGE runs there; one without is computed by every stage that reads it, in the forward where a
-             forward call of that stage reads it
+             forward call of that stage reads it, and so is a view of what another stage has sent
     once     calls that run once a step, not for each microbatch: what follows from sums over the microbatches that are known
              ahead (a count of tokens), and what is done to the sums of losses and gradients at the end
     crossing values that one stage sends another, each microbatch
@@ -20,7 +20,9 @@ import torch
 from torch.fx import Node
 
 from autopar.collectives import reshard
+from autopar.cost import is_view
 from autopar.keys import PHASE, SHARDING, STAGE, Phase
+from autopar.markers import pinned, save
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import known_ahead
 from autopar.pipeline.program import Direction
@@ -28,10 +30,9 @@ from autopar.program import Program
 
 aten = torch.ops.aten
 
-# Ops that only move elements: at the end of a gradient's way they are done to the sum over the microbatches.
-_MOVES = frozenset(
+# Views that show all of their operand, and marks.
+_VIEWS = frozenset(
     {
-        reshard,
         aten.view.default,
         aten._unsafe_view.default,
         aten.reshape.default,
@@ -41,9 +42,11 @@ _MOVES = frozenset(
         aten.unsqueeze.default,
         aten.squeeze.dim,
         aten.squeeze.dims,
-        aten.clone.default,
     }
 )
+_MARKS = frozenset({save, pinned})
+# Ops that only move elements: at the end of a gradient's way they are done to the sum over the microbatches.
+_MOVES = _VIEWS | {reshard, aten.clone.default}
 
 
 @dataclass(frozen=True)
@@ -62,17 +65,20 @@ class Work:
         is_placed = any(node in STAGE for node in self.calls)
         found: dict[Node, dict[int, Phase]] = {}
         for node in reversed(self.calls):
-            phase = PHASE.get(node) or "forward"
-            found[node] = {STAGE.get(node) or 0: phase} if node in STAGE or not is_placed else self._readers(node, found)
+            own = STAGE.get(node) if is_placed else 0
+            moves = is_placed and node.target in _VIEWS | _MARKS and _operand(node).op == "call_function"
+            found[node] = {own: PHASE.get(node) or "forward"} if own is not None and not moves else self._readers(node, own, found)
         return found
 
-    def _readers(self, node: Node, known: dict[Node, dict[int, Phase]]) -> dict[int, Phase]:
+    def _readers(self, node: Node, own: int | None, known: dict[Node, dict[int, Phase]]) -> dict[int, Phase]:
         found: dict[int, Phase] = {}
         for user in node.users:
             for stage, phase in known.get(user, {}).items():
                 found[stage] = "forward" if phase == "forward" else found.get(stage, phase)
         if not found or any(user.op == "output" for user in node.users):
-            found.setdefault(0, "forward")  # what only the caller reads is the first stage's
+            found.setdefault(own or 0, "forward")  # what only the caller reads is the first stage's
+        if own in found:
+            found[own] = PHASE.get(node) or "forward"
         return dict(sorted(found.items()))
 
     @cached_property
@@ -91,8 +97,21 @@ class Work:
             if stage in self.stages[node] and node not in self.once:
                 yield node, self.stages[node][stage]
 
-    def is_forward(self, node: Node, stage: int) -> bool:
-        return self.stages[node].get(stage) == "forward"
+    def saved(self, stage: int, without: frozenset[Node] = frozenset()) -> tuple[Node, ...]:
+        """The forward's values that the backward of a stage reads, its own or what came in; those that only calls of `without`
+        read left out."""
+        found: dict[Node, None] = {}
+        for node, phase in self.calls_at(stage):
+            for operand in node.all_input_nodes if phase == "backward" and node not in without else ():
+                value = _unmarked(operand)
+                if value in self.stages and value not in self.once and self._is_kept(value, stage):
+                    found[value] = None
+        return tuple(found)
+
+    def _is_kept(self, node: Node, stage: int) -> bool:
+        """Whether what the backward of a stage reads is there since the forward. A view of an input needs no memory."""
+        phases = self.stages[node]
+        return phases.get(stage, next(iter(phases.values()))) == "forward" and not _shows_input(node)
 
     @cached_property
     def crossing(self) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
@@ -102,7 +121,7 @@ class Work:
             for operand in node.all_input_nodes if node not in self.once else ():
                 source = STAGE.get(operand)
                 for stage in self.stages[node] if source is not None and operand not in self.once else ():
-                    if stage != source:
+                    if stage not in self.stages[operand]:
                         direction: Direction = "F" if source < stage else "B"
                         found.setdefault((source, stage, direction), {})[operand] = None
         return {ends: tuple(values) for ends, values in found.items()}
@@ -182,6 +201,18 @@ def _before(result: Node) -> Node:
 
 def _operand(node: Node) -> Node:
     return node.all_input_nodes[0]
+
+
+def _unmarked(node: Node) -> Node:
+    while node.target in _MARKS:
+        node = _operand(node)
+    return node
+
+
+def _shows_input(node: Node) -> bool:
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        node = _operand(node)
+    return node.op == "placeholder"
 
 
 def _joins_stages(node: Node) -> bool:
