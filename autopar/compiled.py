@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.held import holders_of
 from autopar.program import Program
 from autopar.schedule import Schedule
 
@@ -80,6 +81,11 @@ class Compiled:
     def is_pipelined(self) -> bool:
         """Whether one call runs forward and backward, several microbatches or stages among them."""
         return len(self.schedules) > 1 or self.local.mesh.num_microbatches > 1
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """By parameter the stages that read it; none without a pipeline."""
+        return holders_of(self.program) if self.order is not None else {}
 
     @property
     def fingerprint(self) -> str:

@@ -49,7 +49,7 @@ from autopar.passes.views_of_chunks import ViewsOfChunks
 from autopar.passes.views_of_strides import ViewsOfStrides
 from autopar.passes.write_schedules import pipeline_schedules
 from autopar.pipeline.actions import PipelineSchedule
-from autopar.pipeline.order import default_number, pipeline_order
+from autopar.pipeline.order import best_order, default_number, pipeline_order
 from autopar.plan import Pins, Plan, PlannedInput
 from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
@@ -115,8 +115,8 @@ def compile(
     timeout         seconds that a real rank waits for its peers
     num_microbatches  how many slices every rank's share of the batch runs in, one after another; it must divide the share. By
                     default 1, and with pp > 1 the largest divisor of the share up to 4 · pp
-    schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", or a
-                    `PipelineSchedule`
+    schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto" (found
+                    by cost within the memory budget), or a `PipelineSchedule`
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
@@ -172,6 +172,7 @@ def default_passes(
         budget=options.budget if order is None else options.budget.times(len(order.orders)),
         timeout=options.search_timeout,
     )
+    held = {name: each.stages for name, each in (placements or {}).items() if each.stages}
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         *((DetachOutputs(training),) if order is not None else ()),  # before the trace, as all here
@@ -193,7 +194,8 @@ def default_passes(
         RefineMesh(),  # needs atoms; the search needs the final axes
         choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
-        *((PlaceStages(order, options.cluster, options.budget),) if order is not None else ()),  # needs shardings: what a stage costs follows from them
+        # Needs shardings: what a stage costs follows from them.
+        *((PlaceStages(order, options.cluster, options.budget, held),) if order is not None else ()),
         # LOCAL
         Lower(),
         *((SeparateMicrobatches(), CopyToStages()) if order is not None else ()),  # needs local shapes, and collectives as nodes
@@ -233,9 +235,12 @@ def compile_call(
     seconds = time.perf_counter() - start
     passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, order)
     last = run_passes(forward, passes, observers, seconds)
-    schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
     decision, local = history.decision(ChooseShardings.name), history.program(Lower)
     program = history.program(InsertReshards if order is None else PlaceStages)
+    cost = CostModel(options.cluster, local.mesh, options.budget.optimizer)
+    if order is not None and options.schedule == "auto":
+        order = best_order(program, cost, order, options.budget.capacity_bytes)
+    schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
     compiled = Compiled(
         forward=history.program(KeyRandom),
         program=program,
@@ -245,7 +250,7 @@ def compile_call(
         plan=Plan.of(program, decision),
         steps=tuple(history.steps),
         search=decision,
-        cost=CostModel(options.cluster, local.mesh, options.budget.optimizer),
+        cost=cost,
         decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model), order),
         order=order,
         stages=None if order is None else history.decision(PlaceStages),

@@ -1,14 +1,15 @@
 """What a compiled program costs, as a dict that goes to JSON: FLOPs, replicated work, communication, memory, seconds.
 
 Everything is read off the GLOBAL program: strategies say how work is split, reshard nodes what is sent.
-Bytes are those that one rank holds or sends; seconds are the cost model's.
+Bytes are those that one rank holds or sends; seconds are the cost model's. Both are of a whole step: what a microbatch takes
+counts as often as there are microbatches. Of a pipeline they are the rank's that holds, sends or takes most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from torch.fx import Node
 
@@ -18,8 +19,13 @@ from autopar.cost import CostModel, is_view
 from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.markers import save
-from autopar.mesh import Mesh, parent
+from autopar.mesh import MICROBATCHES, Mesh, parent
 from autopar.pattern import pattern_of
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.order import live_microbatches
+from autopar.pipeline.priced import value_bytes
+from autopar.pipeline.report import pipeline_summary
+from autopar.pipeline.work import Work
 from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
 from autopar.reshard import steps
@@ -39,12 +45,14 @@ def summary(compiled: Compiled) -> dict[str, Any]:
     replicated     ops that some axis does not split: what, over which axes, how many, seconds and bytes on a rank, and whose rule they
                    have ("written", "inferred by probing", "none"); dearest first
     inferred       ops that are split by a rule inferred by probing: what, where, how many
-    communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step
+    communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step; "pp" → "send" from stage
+                   to stage
     memory         bytes of a rank: parameters, gradients, optimizer state, buffers, saved activations
-    seconds        of a step: compute, memory traffic, communication by axis, total
+    seconds        of a step: compute, memory traffic, communication by axis, total; nothing overlapped
+    pipeline       its stages and its step, see `pipeline_summary`; None without stages and microbatches
     search         how the plan was found, see `search_report`; None where nothing was searched
     """
-    program, cost = compiled.program, cost_of(compiled)
+    program, cost, places = compiled.program, cost_of(compiled), places_of(compiled)
     original, executed = flops(program)
     return {
         "mesh": dict(program.mesh.axes),
@@ -52,9 +60,10 @@ def summary(compiled: Compiled) -> dict[str, Any]:
         "flops": {"original": original, "executed": executed},
         "replicated": replicated(program, cost),
         "inferred": inferred(program),
-        "communication": _communication(program, cost),
-        "memory": memory(program, cost),
-        "seconds": seconds(program, cost),
+        "communication": _communication(program, cost, places),
+        "memory": memory(program, cost, compiled.order),
+        "seconds": seconds(program, cost, places),
+        "pipeline": pipeline_summary(compiled, cost) if compiled.order is not None else None,
         "search": search_summary(compiled.search),
     }
 
@@ -64,13 +73,19 @@ def cost_of(compiled: Compiled) -> CostModel:
     return compiled.cost or CostModel(Cluster.ideal(), compiled.program.mesh)
 
 
+def places_of(compiled: Compiled) -> tuple[int, ...]:
+    """The rank along `pp` that each stage lies on."""
+    return compiled.order.stages if compiled.order is not None else (0,)
+
+
 def flops(program: Program) -> tuple[float, float]:
-    """FLOPs of all contractions: the model's, and the sum over all ranks, padding included."""
+    """FLOPs of all contractions: the model's, and the sum over all ranks and microbatches, padding included."""
     original = executed = 0.0
+    work, num_ranks = Work(program), program.mesh.without("pp", MICROBATCHES).size
     for node in contractions(program):
         count = flops_of(node)
         original += count * program.logical_share
-        executed += count / STRATEGY[node].num_shards * program.mesh.size
+        executed += count / STRATEGY[node].num_shards * num_ranks * work.runs(node) * len(work.stages[node])
     return original, executed
 
 
@@ -111,11 +126,14 @@ def _result_bytes(node: Node, cost: CostModel) -> Iterator[float]:
 
 
 def replicated(program: Program, cost: CostModel) -> list[dict[str, Any]]:
-    """Ops whose work some axis does not split, equal ones of repeated layers as one entry."""
+    """Ops whose work some axis does not split, equal ones of repeated layers as one entry.
+
+    Among the axes `mb` says that every microbatch computes the same, `pp` that several stages do.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    work = Work(program)
     for node in calls(program):
-        used = split_axes(STRATEGY[node])
-        axes = [axis for axis, size in program.mesh.axes if size > 1 and axis not in used]
+        axes = _repeating_axes(node, work)
         if not axes or is_view(node):
             continue
         module = pattern_of(SOURCE[node].module) if node in SOURCE else ""
@@ -126,10 +144,17 @@ def replicated(program: Program, cost: CostModel) -> list[dict[str, Any]]:
             | {"seconds": 0.0, "bytes": 0.0, "flops": 0.0},
         )
         entry["count"] += 1
-        entry["seconds"] += cost.node(node, STRATEGY[node]).seconds
-        entry["bytes"] += num_bytes(node, cost)
-        entry["flops"] += flops_of(node) / STRATEGY[node].num_shards
+        entry["seconds"] += cost.node(node, STRATEGY[node]).seconds * work.runs(node)
+        entry["bytes"] += num_bytes(node, cost) * work.runs(node)
+        entry["flops"] += flops_of(node) / STRATEGY[node].num_shards * work.runs(node)
     return sorted(found.values(), key=lambda entry: -entry["seconds"])
+
+
+def _repeating_axes(node: Node, work: Work) -> list[str]:
+    """The axes along which all compute the same for `node`."""
+    used = split_axes(STRATEGY[node])
+    is_repeated = {MICROBATCHES: work.runs(node) > 1, "pp": len(work.stages[node]) > 1}
+    return [axis for axis, size in work.program.mesh.axes if size > 1 and axis not in used and is_repeated.get(axis, True)]
 
 
 def rule_kind(node: Node) -> str:
@@ -150,56 +175,103 @@ def inferred(program: Program) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective of a step: the reshard it belongs to, the user's axes, the bytes a rank sends, the seconds."""
+    """One collective or send: of which reshard or value, over which of the user's axes; bytes that a rank sends and seconds, each time.
+
+    It happens `runs` times a step, on each of `stages`.
+    """
 
     node: Node
     axes: str
-    collective: Collective
+    collective: Collective | Literal["send"]
     phase: str
     bytes: float
     seconds: float
+    runs: int = 1
+    stages: tuple[int, ...] = (0,)
 
 
 def transfers(program: Program, cost: CostModel) -> Iterator[Transfer]:
-    """Every collective of the program, in order."""
-    for node in program.graph.nodes:
-        yield from transfers_of(node, program.mesh, cost)
+    """Every collective of the program, in order; then what stages send each other."""
+    work = Work(program)
+    for node in work.calls:
+        for transfer in transfers_of(node, program.mesh, cost):
+            yield replace(transfer, runs=work.runs(node), stages=tuple(work.stages[node]))
+    latency, seconds_per_byte = cost.send()
+    for (source, _, direction), values in work.crossing.items():
+        for value in values:
+            size, phase = value_bytes(value, cost), "forward" if direction == "F" else "backward"
+            yield Transfer(value, "pp", "send", phase, size, latency + seconds_per_byte * size, work.runs(value), (source,))
 
 
 def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Transfer]:
-    """The collectives of a reshard; none of any other node."""
+    """The collectives of a reshard; none of any other node, and none between microbatches."""
     value = results_of(node)[0]
     if node.target is not reshard or value is None:
         return
     source = operands(node)[0]
     for step in steps(DIMS[node][0], SHARDING[source][0], SHARDING[node][0], mesh):
-        if step.collective != "slice":
+        axes = "·".join(dict.fromkeys(parent(axis) for axis in step.axes if axis != MICROBATCHES))
+        if step.collective != "slice" and axes:
             price = cost.step(step, value.dtype.itemsize)
-            axes = "·".join(dict.fromkeys(parent(axis) for axis in step.axes))
             yield Transfer(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
 
 
-def _communication(program: Program, cost: CostModel) -> dict[str, dict[str, dict[str, float]]]:
+class Sent(NamedTuple):
+    """What a rank sends in a step by one collective of one phase: how often, bytes, seconds."""
+
+    count: int
+    bytes: float
+    seconds: float
+
+
+def sent(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> dict[tuple[str, str, str], Sent]:
+    """By axes, phase and collective what the rank sends that sends most; `places` are the ranks of the stages along `pp`."""
+    ranks: dict[tuple[str, str, str], dict[int, Sent]] = {}
+    for each in transfers(program, cost):
+        rows = ranks.setdefault((each.axes, each.phase, each.collective), {})
+        for stage in each.stages:
+            before = rows.get(places[stage], Sent(0, 0.0, 0.0))
+            rows[places[stage]] = Sent(*(old + each.runs * new for old, new in zip(before, (1, each.bytes, each.seconds), strict=True)))
+    return {key: max(rows.values(), key=lambda row: row.bytes) for key, rows in ranks.items()}
+
+
+def _communication(program: Program, cost: CostModel, places: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for transfer in transfers(program, cost):
-        entry = found.setdefault(transfer.axes, {}).setdefault(transfer.collective, {"forward": 0.0, "backward": 0.0, "count": 0})
-        entry[transfer.phase] += transfer.bytes
-        entry["count"] += 1
+    for (axes, phase, collective), row in sent(program, cost, places).items():
+        entry = found.setdefault(axes, {}).setdefault(collective, {"forward": 0.0, "backward": 0.0, "count": 0})
+        entry[phase] += row.bytes
+        entry["count"] += row.count
     return found
 
 
-def memory(program: Program, cost: CostModel) -> dict[str, float]:
-    """Bytes of one rank. Saved activations are what the forward keeps for the backward, each value once."""
-    found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "optimizer_state": 0.0, "saved_activations": 0.0}
+def memory(program: Program, cost: CostModel, order: PipelineSchedule | None = None) -> dict[str, float]:
+    """Bytes of one rank, in a pipeline of the one that holds most. Saved activations are what the forward keeps for the backward,
+    each value once, of all microbatches that are under way at a time."""
+    if order is None:
+        saved = (node for node in program.graph.nodes if node.target is save)
+        return _held(program, cost, None) | {"saved_activations": sum(sum(_result_bytes(node, cost)) for node in saved)}
+    live, work = live_microbatches(order), Work(program)
+    found: list[dict[str, float]] = []
+    for rank in range(order.num_ranks):
+        stages = [stage for stage, place in enumerate(order.stages) if place == rank]
+        saved_bytes = sum(live[stage] * value_bytes(node, cost) for stage in stages for node in work.saved(stage))
+        found.append(_held(program, cost, frozenset(stages)) | {"saved_activations": saved_bytes})
+    return max(found, key=lambda each: sum(each.values()))
+
+
+def _held(program: Program, cost: CostModel, stages: frozenset[int] | None) -> dict[str, float]:
+    """Bytes of what the calls of `stages` read (None: of all) and of what belongs to it."""
+    found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "optimizer_state": 0.0}
+    work, names = Work(program), set[str]()
     for item, node in program.named_inputs():
-        if item.kind in ("parameter", "buffer"):
+        if item.kind in ("parameter", "buffer") and (stages is None or stages.intersection(work.reading(node) or {0})):
             held = sum(_result_bytes(node, cost))
             found[f"{item.kind}s"] += held
             found["optimizer_state"] += cost.optimizer.state_bytes(item, held)
+            names.add(item.name)
     for item, node in program.named_outputs():
-        if item.kind == "gradient":
+        if item.kind == "gradient" and item.name in names:
             found["gradients"] += sum(_result_bytes(node, cost))
-    found["saved_activations"] = sum(sum(_result_bytes(node, cost)) for node in program.graph.nodes if node.target is save)
     return found
 
 
@@ -211,14 +283,37 @@ def seconds_of(node: Node, cost: CostModel) -> tuple[float, float]:
     return min(rate, price), price - min(rate, price)
 
 
-def seconds(program: Program, cost: CostModel) -> dict[str, Any]:
-    """Of one step on one rank, nothing overlapped: compute, memory traffic and launches, collectives by axis, their total."""
-    compute = traffic = 0.0
+def seconds(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> dict[str, Any]:
+    """Of one step on one rank, nothing overlapped: compute, memory traffic and launches, collectives by axis, their total.
+
+    In a pipeline that of the slowest, which is then named: `rank` is its place along `pp`.
+    """
+    work = Work(program)
+    ranks = [_Time() for _ in range(max(places) + 1)]
     for node in calls(program):
         own, rest = seconds_of(node, cost)
-        compute += own
-        traffic += rest
-    sent: dict[str, float] = {}
+        for stage in work.stages[node]:
+            ranks[places[stage]].compute += own * work.runs(node)
+            ranks[places[stage]].traffic += rest * work.runs(node)
     for transfer in transfers(program, cost):
-        sent[transfer.axes] = sent.get(transfer.axes, 0.0) + transfer.seconds
-    return {"compute": compute, "memory": traffic, "communication": sent, "total": compute + traffic + sum(sent.values())}
+        for stage in transfer.stages:
+            ranks[places[stage]].add(transfer)
+    slowest = max(ranks, key=lambda each: each.total)
+    found = {"compute": slowest.compute, "memory": slowest.traffic, "communication": slowest.sent, "total": slowest.total}
+    return found | ({"rank": ranks.index(slowest)} if len(ranks) > 1 else {})
+
+
+@dataclass
+class _Time:
+    """Seconds of one rank."""
+
+    compute: float = 0.0
+    traffic: float = 0.0
+    sent: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.traffic + sum(self.sent.values())
+
+    def add(self, transfer: Transfer) -> None:
+        self.sent[transfer.axes] = self.sent.get(transfer.axes, 0.0) + transfer.runs * transfer.seconds

@@ -1,10 +1,10 @@
 """A LOCAL program of a pipeline in pieces: what each action computes, what stages send, what is summed over the microbatches.
 
-    ahead    for every microbatch, before the first: what the sums over the microbatches that the network reads are made of
-    once     what follows from those sums alone (a token count, summed over dp)
-    F B I W  one microbatch through one stage: forward; backward, whole or as the gradients that other stages wait for
-             and the rest
-    after    what is done to the sums of losses and gradients: changes of sharding, once a step
+ahead    for every microbatch, before the first: what the sums over the microbatches that the network reads are made of
+once     what follows from those sums alone (a token count, summed over dp)
+F B I W  one microbatch through one stage: forward; backward, whole or as the gradients that other stages wait for
+         and the rest
+after    what is done to the sums of losses and gradients: changes of sharding, once a step
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ from autopar.keys import STAGE
 from autopar.memory import MemoryBudget
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.assign import assign_stages
+from autopar.pipeline.held import Held, starts_where
 from autopar.pipeline.line import line_of
-from autopar.pipeline.placement import StagePlacement, place
+from autopar.pipeline.order import live_microbatches
+from autopar.pipeline.placement import StagePlacement, place, placed_at
 from autopar.pipeline.placement_problem import Devices
 from autopar.program import Program
 
@@ -33,6 +35,8 @@ class StageDecision:
 class PlaceStages:
     """Cut the forward into the stages of `order` so that the slowest one is as fast as can be on `cluster`, within `budget`.
 
+    Where `held` says which stages hold the parameters already, the cuts are those that leave them there.
+
     Reads: PHASE, STRATEGY, SHARDING. Writes: STAGE of every call but those that each stage makes for itself.
     Ensures: activations flow to later stages, gradients to earlier ones.
     """
@@ -40,13 +44,18 @@ class PlaceStages:
     order: PipelineSchedule
     cluster: Cluster
     budget: MemoryBudget = field(default_factory=MemoryBudget)
+    held: Held | None = None
     name: str = "place stages"
 
     def decide(self, program: Program) -> StageDecision:
         """Raises `PlanError` for more stages than there is work, and `MemoryBudgetError` when no placement fits."""
         cost = CostModel(self.cluster, program.mesh, self.budget.optimizer)
         found = line_of(program, cost)
-        placement = place(found.line, self._devices(cost), live_microbatches(self.order))
+        devices, live = self._devices(cost), live_microbatches(self.order)
+        if self.held:
+            placement = placed_at(found.line, devices, live, starts_where(found, program, self.held, self.order.num_stages))
+        else:
+            placement = place(found.line, devices, live)
         stages = found.forward_stages(placement.stage_of)
         return StageDecision(placement, {node.name: stage for node, stage in stages.items()})
 
@@ -63,14 +72,3 @@ class PlaceStages:
         sharing = Counter(self.order.stages)
         speeds = tuple(self.cluster.speed(rank) for rank in self.order.stages)
         return Devices(speeds, tuple(self.budget.capacity_bytes / sharing[rank] for rank in self.order.stages), seconds_per_byte, latency)
-
-
-def live_microbatches(order: PipelineSchedule) -> tuple[int, ...]:
-    """Of how many microbatches each stage holds saved values at most."""
-    most, live = Counter[int](), Counter[int]()
-    for row in order.orders:
-        for action in row:
-            live[action.stage] += action.kind == "F"
-            most[action.stage] = max(most[action.stage], live[action.stage])
-            live[action.stage] -= action.kind in ("B", "W")
-    return tuple(most[stage] for stage in range(order.num_stages))

@@ -1,8 +1,8 @@
 """What every rank of a pipeline executes: its actions in order, each the instructions of one stage for one microbatch.
 
-    RUN f0 (input_ids@2, w) -> (h@2)     a value of microbatch 2; what has no @ there is one of a step
-    SEND 0F2>1 pp=1 (h@2)                what stage 0's forward of microbatch 2 made for stage 1
-    ADD w_grad.sum (w_grad@2)            a gradient so far
+RUN f0 (input_ids@2, w) -> (h@2)     a value of microbatch 2; what has no @ there is one of a step
+SEND 0F2>1 pp=1 (h@2)                what stage 0's forward of microbatch 2 made for stage 1
+ADD w_grad.sum (w_grad@2)            a gradient so far
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -184,6 +184,8 @@ class ParallelModule(nn.Module):
             placements = all_placements(self._model, compiled.local.signature, compiled.local.mesh.ranks)
         elif not self._world.is_virtual:
             self._check_placements(placements)
+        holders = compiled.holders
+        placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements
         return _Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend))
 

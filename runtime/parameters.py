@@ -21,12 +21,16 @@ from autopar.sharding import Dims, Sharding, flat, shape_of
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a value of `dims` lies on `mesh`; `padding` is in `dims`, and in nothing that the user sees."""
+    """Where a value of `dims` lies on `mesh`; `padding` is in `dims`, and in nothing that the user sees.
+
+    `stages` are those of a pipeline that hold it.
+    """
 
     dims: Dims
     sharding: Sharding
     mesh: Mesh
     padding: Padding | None = None
+    stages: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:

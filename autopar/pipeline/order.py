@@ -1,13 +1,18 @@
-"""How many microbatches a call runs in, and in which order."""
+"""How many microbatches a call runs in, in which order, and how many of them are alive at once."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
+from autopar.cost import CostModel
 from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
 from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.auto_schedule import auto_schedule
+from autopar.pipeline.priced import price_pipeline
 from autopar.pipeline.schedules import generate
+from autopar.program import Program
 
 
 def default_number(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
@@ -19,13 +24,38 @@ def default_number(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
 
 
 def pipeline_order(schedule: str | PipelineSchedule, mesh: Mesh) -> PipelineSchedule:
-    """The order of the actions of every rank along `pp`. Raises `ScheduleError` for one that is made for other numbers."""
+    """The order of the actions of every rank along `pp`; of "auto" the one that stages are placed for, before `best_order` knows them.
+
+    Raises `ScheduleError` for one that is made for other numbers.
+    """
     num_ranks, number = mesh.size_of(mesh.parts("pp")), mesh.num_microbatches
     if isinstance(schedule, str):
-        return generate(schedule, num_ranks, number)
+        return generate("1f1b" if schedule == "auto" else schedule, num_ranks, number)
     if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, number):
         raise ScheduleError(
             f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches; this call "
             f"runs on pp = {num_ranks} with {number}: pass num_microbatches={schedule.num_microbatches}, or another schedule"
         )
     return schedule
+
+
+def live_microbatches(order: PipelineSchedule) -> tuple[int, ...]:
+    """Of how many microbatches each stage holds saved values at most."""
+    most, live = Counter[int](), Counter[int]()
+    for row in order.orders:
+        for action in row:
+            live[action.stage] += action.kind == "F"
+            most[action.stage] = max(most[action.stage], live[action.stage])
+            live[action.stage] -= action.kind in ("B", "W")
+    return tuple(most[stage] for stage in range(order.num_stages))
+
+
+def best_order(program: Program, cost: CostModel, order: PipelineSchedule, capacity_bytes: float) -> PipelineSchedule:
+    """The order that takes least time for the stages of `program`, with every rank within `capacity_bytes`; `order` gives the ranks.
+
+    A program without gradients keeps `order`. Raises `ScheduleError` where nothing fits.
+    """
+    if not program.signature.outputs_of("gradient"):
+        return order
+    prices = price_pipeline(program, cost, order.num_stages)
+    return auto_schedule(prices, order.num_microbatches, order.stages, capacity_bytes, objective="step")
