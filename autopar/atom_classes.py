@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 from torch.fx import Graph, Node
 
@@ -21,8 +21,8 @@ class AtomClasses:
         self._parent: dict[Atom, Atom] = {}
 
     @staticmethod
-    def of(graph: Graph) -> AtomClasses:
-        """The classes in a graph whose nodes have DIMS."""
+    def of(graph: Graph, apart: Collection[Node] = ()) -> AtomClasses:
+        """The classes in a graph whose nodes have DIMS. Through what is `apart` nothing else is joined."""
         classes = AtomClasses()
         known: dict[Hashable, tuple[Factor, ...]] = {}
         for node in graph.nodes:
@@ -31,7 +31,7 @@ class AtomClasses:
                 if signature not in known:
                     known[signature] = factors_of(node)
                 for factor in known[signature]:
-                    atoms = atoms_of(node, factor, sources)
+                    atoms = [atom for atom in atoms_of(node, factor, sources) if node in apart or atom[0] not in apart]
                     for atom in atoms[1:]:
                         classes.join(atoms[0], atom)
         return classes

@@ -18,6 +18,7 @@ from autopar.compiled import Compiled
 from autopar.cost import CostModel
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.freedom import Freedom
+from autopar.garbage import collection_paused
 from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
@@ -49,7 +50,7 @@ from autopar.passes.views_of_chunks import ViewsOfChunks
 from autopar.passes.views_of_strides import ViewsOfStrides
 from autopar.passes.write_schedules import pipeline_schedules
 from autopar.pipeline.actions import PipelineSchedule
-from autopar.pipeline.order import best_order, default_number, pipeline_order
+from autopar.pipeline.order import best_order, chosen_schedule, pipeline_order
 from autopar.plan import Pins, Plan, PlannedInput
 from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
@@ -73,7 +74,7 @@ class Options:
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     freedom: Freedom = Freedom()
     num_microbatches: int | None = None
-    schedule: str | PipelineSchedule = "1f1b"
+    schedule: str | PipelineSchedule | None = None
     device: str = "cpu"
     is_real: bool = False
 
@@ -126,7 +127,7 @@ def compile(
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
     budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
-    options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule or "1f1b")
+    options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule)
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
         here = replace(
@@ -195,7 +196,7 @@ def default_passes(
         choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
         # Needs shardings: what a stage costs follows from them.
-        *((PlaceStages(order, options.cluster, options.budget, held),) if order is not None else ()),
+        *((PlaceStages(order, options.cluster, options.budget, held, options.plan),) if order is not None else ()),
         # LOCAL
         Lower(),
         *((SeparateMicrobatches(), CopyToStages()) if order is not None else ()),  # needs local shapes, and collectives as nodes
@@ -208,6 +209,7 @@ def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Map
     return {name: placed for plan in plans for name, placed in plan.parameters.items()} | dict(placements or {})
 
 
+@collection_paused()
 def compile_call(
     model: nn.Module,
     mesh: Mesh,
@@ -224,9 +226,10 @@ def compile_call(
     if placements:
         mesh = next(iter(placements.values())).mesh
     batch_sizes = [tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims]
-    number = options.num_microbatches or default_number(mesh, batch_sizes)
+    planned = options.plan.schedule if options.plan is not None else None
+    schedule, number = chosen_schedule(options.schedule, options.num_microbatches, planned, mesh, batch_sizes)
     mesh = mesh.with_microbatches(number)
-    order = pipeline_order(options.schedule, mesh) if mesh.size_of(mesh.parts("pp")) * number > 1 else None
+    order = pipeline_order(schedule, mesh) if mesh.size_of(mesh.parts("pp")) * number > 1 else None
     history = History()
     observers = (Checker(), Log(), history)
     start = time.perf_counter()
@@ -238,22 +241,26 @@ def compile_call(
     decision, local = history.decision(ChooseShardings.name), history.program(Lower)
     program = history.program(InsertReshards if order is None else PlaceStages)
     cost = CostModel(options.cluster, local.mesh, options.budget.optimizer)
-    if order is not None and options.schedule == "auto":
+    if order is not None and schedule == "auto":
         order = best_order(program, cost, order, options.budget.capacity_bytes)
     schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
+    plan, stages = Plan.of(program, decision), None
+    if order is not None:
+        stages = history.decision(PlaceStages)
+        plan = plan.with_stages(program, order, stages)
     compiled = Compiled(
         forward=history.program(KeyRandom),
         program=program,
         local=local,
         separated=history.program(SeparateMicrobatches) if mixing(local) else None,
         schedules=schedules,
-        plan=Plan.of(program, decision),
+        plan=plan,
         steps=tuple(history.steps),
         search=decision,
         cost=cost,
         decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model), order),
         order=order,
-        stages=None if order is None else history.decision(PlaceStages),
+        stages=stages,
     )
     check_compiled(compiled)
     return compiled

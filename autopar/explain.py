@@ -7,7 +7,7 @@ parameters on dp=2 × tp=2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,14 +19,16 @@ from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.markers import pinned
-from autopar.mesh import Mesh, parent
+from autopar.mesh import MICROBATCHES, Mesh, parent
 from autopar.pattern import folded, pattern_of
+from autopar.pipeline.report import pipeline_lines
 from autopar.printing import op_name
 from autopar.program import Input, Program, operands
 from autopar.rule import rule_of
 from autopar.search_report import search_lines
 from autopar.sharding import Dims, Sharding, Strategy
-from autopar.summary import contractions, cost_of, flops, inferred, memory, replicated, seconds, transfers
+from autopar.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
+from autopar.transfers import sent
 from autopar.units import in_bytes, in_seconds
 
 
@@ -59,16 +61,17 @@ def explain(compiled: Compiled) -> str:
         f"{program.mesh}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
         *([f"search: {compiled.search}"] if compiled.search is not None else []),
         *(f"  {line}" for line in search_lines(compiled.search)),
+        *_section("pipeline", pipeline_lines(compiled, cost) if compiled.order is not None else ()),
         *_section("parameters", fold_rows(parameter_rows(compiled))),
         *_section(
             "contractions (tp:n: axis tp splits factor n; a split of one that the result lacks, k, leaves partial sums)",
             fold_rows(contraction_rows(compiled)),
         ),
         *_section("what modules return, pinned by the user", fold_rows(pinned_rows(program))),
-        *_section("not split", _unsplit(program, cost)),
+        *_section("not split", _unsplit(program, cost, places_of(compiled))),
         *_section("rules inferred by probing, not written by hand", _inferred(program)),
-        *_section("communication, bytes a rank sends in a step", _sent(program, cost)),
-        *_section("predicted", _totals(program, cost)),
+        *_section("communication, bytes a rank sends in a step", _sent(compiled, cost)),
+        *_section("predicted", _totals(compiled, cost)),
     ]
     return "\n".join(lines)
 
@@ -175,7 +178,7 @@ def alternative(compiled: Compiled, node: Node) -> Iterator[str]:
         return
     written = other.strategy.results[0].describe(DIMS[node][0]) if node.op == "placeholder" else str(other.strategy)
     alike = f" (all {other.num_nodes} alike)" if other.num_nodes > 1 else ""
-    yield f"instead: {written} {in_seconds(other.extra_seconds, sign=True)} a step{alike}"
+    yield f"instead: {written} {in_seconds(other.extra_seconds, sign=True)} {getattr(compiled.search, 'per', 'a step')}{alike}"
 
 
 def indivisible(dims: Dims, sharding: Sharding, mesh: Mesh) -> Iterator[str]:
@@ -187,7 +190,7 @@ def indivisible(dims: Dims, sharding: Sharding, mesh: Mesh) -> Iterator[str]:
     for index, dim in enumerate(dims):
         used = {axis for _ in dim for axis in next(splits)}
         for axis, size in mesh.axes:
-            if axis not in used and parent(axis) not in ("dp", "pp") and dim and all(atom % size for atom in dim):
+            if axis not in used and parent(axis) not in ("dp", "pp", MICROBATCHES) and dim and all(atom % size for atom in dim):
                 written = " × ".join(f"{atom}{_factored(atom)}" for atom in dim)
                 yield f"dim {index}: {written} does not divide by {axis} = {size}"
 
@@ -214,20 +217,27 @@ def described(node: Node) -> str:
     return SHARDING[node][0].describe(DIMS[node][0])
 
 
-def _unsplit(program: Program, cost: CostModel) -> Iterator[str]:
+def _unsplit(program: Program, cost: CostModel, places: Sequence[int]) -> Iterator[str]:
     """Ops that an axis does not split, dearest first, as far as they take a hundredth of the whole."""
     entries = replicated(program, cost)
-    total = seconds(program, cost)["total"]
+    total = seconds(program, cost, places)["total"]
     shown = [entry for entry in entries if entry["seconds"] >= 0.01 * total or entry["flops"] > 0]
     for entry in shown:
         where = f" in {entry['module']}" if entry["module"] else ""
         yield (
-            f"{entry['phase']} {entry['op']}{where} × {entry['count']}: the same on every rank along {', '.join(entry['axes'])}, "
+            f"{entry['phase']} {entry['op']}{where} × {entry['count']}: {_repeated(entry['axes'])}, "
             f"{in_seconds(entry['seconds'])}, {in_bytes(entry['bytes'])}{_whose(entry['rule'])}"
         )
     rest = [entry for entry in entries if entry not in shown]
     if rest:
         yield f"{sum(entry['count'] for entry in rest)} small ops: {in_seconds(sum(entry['seconds'] for entry in rest))}"
+
+
+def _repeated(axes: list[str]) -> str:
+    """`the same on every rank along dp, tp`."""
+    ranks = [axis for axis in axes if axis != MICROBATCHES]
+    parts = [f"on every rank along {', '.join(ranks)}"] if ranks else []
+    return f"the same {' and '.join([*parts, *(['in every microbatch'] if MICROBATCHES in axes else [])])}"
 
 
 def _whose(rule: str) -> str:
@@ -245,21 +255,18 @@ def pinned_rows(program: Program) -> Iterator[Row]:
     return (Row(SOURCE[node].module, described(node)) for node in program.graph.nodes if node.target is pinned)
 
 
-def _sent(program: Program, cost: CostModel) -> Iterator[str]:
-    found: dict[tuple[str, str, str], list[float]] = {}
-    for transfer in transfers(program, cost):
-        entry = found.setdefault((transfer.axes, transfer.phase, transfer.collective), [0, 0.0, 0.0])
-        for index, value in enumerate((1, transfer.bytes, transfer.seconds)):
-            entry[index] += value
-    for (axes, phase, collective), (count, sent, time) in sorted(found.items()):
-        yield f"{axes:<6} {phase:<8} {collective:<14} {int(count):4} ×  {in_bytes(sent):>10}  {in_seconds(time):>9}"
+def _sent(compiled: Compiled, cost: CostModel) -> Iterator[str]:
+    for (axes, phase, collective), row in sorted(sent(compiled.program, cost, places_of(compiled)).items()):
+        yield f"{axes:<6} {phase:<8} {collective:<14} {row.runs:4} ×  {in_bytes(row.bytes):>10}  {in_seconds(row.seconds):>9}"
 
 
-def _totals(program: Program, cost: CostModel) -> Iterator[str]:
-    time = seconds(program, cost)
+def _totals(compiled: Compiled, cost: CostModel) -> Iterator[str]:
+    program, places = compiled.program, places_of(compiled)
+    time = seconds(program, cost, places)
     parts = [f"compute {in_seconds(time['compute'])}", f"memory traffic {in_seconds(time['memory'])}"]
     parts += [f"communication {axes} {in_seconds(value)}" for axes, value in time["communication"].items()]
-    yield f"step {in_seconds(time['total'])} = {' + '.join(parts)}, nothing overlapped"
-    yield "bytes a rank: " + ", ".join(
-        f"{name.replace('_', ' ')} {in_bytes(value)}" for name, value in memory(program, cost).items() if value
-    )
+    whose = f" of the slowest rank, at pp {time['rank']}," if "rank" in time else ""
+    yield f"step{whose} {in_seconds(time['total'])} = {' + '.join(parts)}, nothing overlapped"
+    held = memory(program, cost, compiled.order)
+    most = " that holds most" if len(set(places)) > 1 else ""
+    yield f"bytes a rank{most}: " + ", ".join(f"{name.replace('_', ' ')} {in_bytes(value)}" for name, value in held.items() if value)

@@ -46,7 +46,7 @@ def forward_program(
     """The FORWARD program of what was exported.
 
     `trainable` names the parameters that get gradients; `structure` and `leaves` describe the user's output, in which the
-    loss is leaf `loss_index` (None: there is none); with `loss_alone` nothing else is exported. Raises `CaptureError` for what has no place.
+    loss is leaf `loss_index` (None: there is none); with `loss_alone` it is the only output. Raises `CaptureError` for what has no place.
     """
     graph, mapping = Graph(), dict[Node, Node]()
     constants: dict[str, torch.Tensor] = {}

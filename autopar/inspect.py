@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from torch.fx import Node
@@ -11,8 +12,10 @@ from autopar.compiled import Compiled
 from autopar.errors import AutoparError
 from autopar.explain import explain
 from autopar.keys import ORIGIN, SOURCE
+from autopar.pipeline.actions import PipelineSchedule
 from autopar.printing import op_name
 from autopar.program import Form, Program
+from autopar.schedule import Schedule
 from autopar.summary import summary
 from autopar.what_if import what_if
 from autopar.why import why
@@ -23,30 +26,71 @@ __all__ = ["diff", "explain", "print_program", "print_schedule", "summary", "wha
 def print_program(compiled: Compiled, after: str | None = None, rank: int = 0) -> str:
     """The program after the pass `after` as text; without, `rank`'s LOCAL program and its schedule.
 
-    Every rank of a dp × tp mesh runs one program; `rank` says with which coordinates.
+    Every rank of a dp × tp mesh runs one program; `rank` says with which coordinates. Of a pipeline a rank has the calls of its
+    stages, and its row of the grid says in which order.
     Raises `AutoparError` for a pass that did not run or a rank that is not on the mesh.
     """
     if after is not None:
         return printing.print_program(_after(compiled, after))
-    mesh = compiled.local.mesh
+    mesh = compiled.local.mesh.ranks
     if not 0 <= rank < mesh.size:
         raise AutoparError(f"rank {rank} is not on the mesh ({mesh}): ranks are 0 to {mesh.size - 1}")
     coordinates = ", ".join(f"{axis} {index}" for axis, index in mesh.coordinates(rank).items())
-    return "\n\n".join((f"rank {rank} at {coordinates}", printing.print_program(compiled.local), print_schedule(compiled)))
+    place = mesh.index(rank, mesh.parts("pp"))
+    order, stages = compiled.order, None
+    parts = [f"rank {rank} at {coordinates}"]
+    if order is not None and order.num_ranks > 1:
+        stages = {stage for stage, home in enumerate(order.stages) if home == place}
+        parts.append("\n".join(_row(order, place)))
+    program = printing.print_program(_local(compiled), stages=stages)
+    return "\n\n".join((*parts, program, print_schedule(compiled, rank)))
 
 
-def print_schedule(compiled: Compiled) -> str:
-    """The instructions, numbered as errors number them, with the user's modules that each fragment computes."""
-    lines = [f"schedule: {len(compiled.schedule.instructions)} instructions, {len(compiled.schedule.fragments)} fragments"]
-    places = {node.name: SOURCE[node].module for node in compiled.local.graph.nodes if node in SOURCE}
+def _row(order: PipelineSchedule, place: int) -> Iterator[str]:
+    """The line of one rank in the grid, with the line above it that names the schedule."""
+    header, *lines = str(order).splitlines()
+    yield header
+    yield from (line for line in lines if re.match(rf"rank +{place} ", line))
+
+
+def print_schedule(compiled: Compiled, rank: int = 0) -> str:
+    """The instructions, numbered as errors number them, with the user's modules that each fragment computes.
+
+    Of a pipeline they are grouped: a comment before those of each action (`# 0F2`), of what goes on between two, and at the ends.
+    """
+    schedule = compiled.schedule_of(rank)
+    lines = [f"schedule: {len(schedule.instructions)} instructions, {len(schedule.fragments)} fragments"]
+    places = {node.name: SOURCE[node].module for node in _local(compiled).graph.nodes if node in SOURCE}
+    headings = _headings(schedule)
     previous = ""
-    for number, instruction in enumerate(compiled.schedule.instructions):
+    for number, instruction in enumerate(schedule.instructions):
+        lines += [f"  # {heading}" for heading in headings.get(number, ())]
         outputs = getattr(instruction, "outputs", ())
-        module = next((places[name] for name in outputs if places.get(name)), "")
+        module = next((found for name in outputs if (found := places.get(name.partition("@")[0]))), "")
         note = f"   # {module}" if module and module != previous else ""
         previous = module or previous
         lines.append(f"  {number:5}  {instruction}{note}")
     return "\n".join(lines)
+
+
+def _headings(schedule: Schedule) -> dict[int, list[str]]:
+    """By the number of an instruction what begins there: actions, and what stands between them."""
+    found: dict[int, list[str]] = {}
+    spans, end = [span for span in schedule.spans if span.begin < span.end], 0
+    for span in spans:
+        if span.begin > end:
+            found[end] = ["between actions" if end else "before the first microbatch"]
+        found[span.begin] = [span.action]
+        end = span.end
+    if spans and end < len(schedule.instructions):
+        found[end] = ["after the last microbatch"]
+    return found
+
+
+def _local(compiled: Compiled) -> Program:
+    """The last program, which schedules are written from."""
+    last = compiled.steps[-1].program if compiled.steps else compiled.local
+    return last if last.form is Form.LOCAL else compiled.local
 
 
 def diff(compiled: Compiled, before: str, after: str) -> str:

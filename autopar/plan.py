@@ -9,7 +9,8 @@
       "parameters": {"h.0.fc.weight": {"dims": [[32], [64]], "splits": [[], ["tp"]]}},
       "inputs": {"batch 0": {…}},
       "strategies": {"forward h.0.fc aten.mm 0": {"operands": […], "results": […], "factors": {"dp": "m", "tp": "n"}, "num_shards": 4}},
-      "kernels": {}, "schedule": {},
+      "kernels": {},
+      "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
       "reasons": {"h.0.fc.weight": "split dim 1 over tp (column)"}
     }
 
@@ -20,6 +21,7 @@ ordinal, parameters by their original names; the fingerprint says for which grap
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -31,13 +33,25 @@ from typing import Any, Protocol
 from torch.fx import Node
 
 from autopar.collectives import reshard
-from autopar.errors import PlanError
+from autopar.errors import PlanError, ScheduleError
 from autopar.freedom import Freedom
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.markers import pinned
 from autopar.mesh import Mesh
 from autopar.padding import Padding, carried_over
+from autopar.pipeline.actions import PipelineSchedule
 from autopar.plan_diff import PlanDiff, changes
+from autopar.plan_json import (
+    from_schedule,
+    from_sharding,
+    from_strategy,
+    indented,
+    to_dims,
+    to_freedom,
+    to_schedule,
+    to_sharding,
+    to_strategy,
+)
 from autopar.printing import op_name, short_dtype
 from autopar.program import Program, results_of
 from autopar.sharding import Dims, Sharding, Strategy
@@ -56,6 +70,13 @@ class Reasoned(Protocol):
 
     @property
     def reasons(self) -> Mapping[str, str]: ...
+
+
+class Staged(Reasoned, Protocol):
+    """Where the stages of a pipeline begin: the first op of each but the first, by node name."""
+
+    @property
+    def cuts(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -78,7 +99,8 @@ class Plan:
     parameters   placements by original name; `inputs` those of batch, buffers and the rest, by kind and name
     strategies   the strategy of every node, by `node_keys`; valid on the graph with `fingerprint` only
     kernels      which kernel runs which op, by module path and op
-    schedule     what the scheduling passes decided
+    schedule     which rank of a pipeline runs which microbatch of which stage when; None where there is nothing to order
+    cuts         the first op of each stage but the first, by `node_keys`, reshards included
     reasons      why, in words, by parameter name or node key
     freedom      which axes were let split the batch, and whether its axes were let split parameters
     pinned       the modules whose outputs were pinned: the graph has a node for each
@@ -90,14 +112,18 @@ class Plan:
     strategies: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
     fingerprint: str = ""
     kernels: Mapping[str, str] = field(default_factory=dict[str, str])
-    schedule: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    schedule: PipelineSchedule | None = None
+    cuts: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     freedom: Freedom = Freedom()
     pinned: tuple[str, ...] = ()
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None) -> Plan:
-        """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards; reasons from the search's `decision`."""
+        """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards; reasons from the search's `decision`.
+
+        Of a pipeline see `with_stages`.
+        """
         placements = {
             (item.kind, item.name): PlannedInput(DIMS[node][0], SHARDING[node][0], item.padding) for item, node in program.named_inputs()
         }
@@ -111,6 +137,29 @@ class Plan:
             freedom=program.freedom,
             pinned=tuple(dict.fromkeys(SOURCE[node].module for node in program.graph.nodes if node.target is pinned)),
         )
+
+    def with_stages(self, program: Program, schedule: PipelineSchedule, decision: Staged) -> Plan:
+        """The same with the order of a pipeline, and where `program` was cut into its stages."""
+        keys = {node.name: key for node, key in node_keys(program, with_reshards=True).items()}
+        reasons = {**self.reasons, **decision.reasons}
+        return replace(self, schedule=schedule, cuts=tuple(keys[name] for name in decision.cuts), reasons=reasons)
+
+    def starts_on(self, program: Program, units: Sequence[Sequence[Node]], num_stages: int) -> tuple[int, ...] | None:
+        """The first of `units`, the calls of a line, of each stage of the plan; None where it has none, or others than fit here.
+
+        Says in the log what does not fit.
+        """
+        if self.schedule is None:
+            return None
+        numbers = {node: number for number, nodes in enumerate(units) for node in nodes}
+        nodes = {key: node for node, key in node_keys(program, with_reshards=True).items() if node in numbers}
+        starts = (0, *(numbers[nodes[key]] for key in self.cuts if key in nodes))
+        if len(starts) == num_stages and all(one < other for one, other in itertools.pairwise(starts)):
+            return starts
+        missing = next((key for key in self.cuts if key not in nodes), None)
+        why = f"there is no {missing!r}" if missing else f"it has {len(self.cuts) + 1} stages, this call {num_stages}"
+        logger.warning("the plan's stages do not fit: %s; they are placed anew", why)
+        return None
 
     def pins(self) -> Plan:
         """The parameters' placements alone: what may be carried to another graph of the same model."""
@@ -187,12 +236,12 @@ class Plan:
             "fingerprint": self.fingerprint,
             "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},
             "inputs": {name: _from_placement(placement) for name, placement in self.inputs.items()},
-            "strategies": {key: _from_strategy(strategy) for key, strategy in self.strategies.items()},
+            "strategies": {key: from_strategy(strategy) for key, strategy in self.strategies.items()},
             "kernels": dict(self.kernels),
-            "schedule": dict(self.schedule),
+            "schedule": from_schedule(self.schedule, self.cuts),
             "reasons": dict(self.reasons),
         }
-        return _indented(content)
+        return indented(content)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -207,17 +256,18 @@ class Plan:
         try:
             return Plan(
                 mesh=Mesh(tuple(content["mesh"].items())),
-                freedom=_to_freedom(content.get("freedom", {})),
+                freedom=to_freedom(content.get("freedom", {})),
                 pinned=tuple(content.get("pinned", ())),
                 parameters={name: _to_placement(entry) for name, entry in content["parameters"].items()},
                 inputs={name: _to_placement(entry) for name, entry in content.get("inputs", {}).items()},
-                strategies={key: _to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
+                strategies={key: to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
                 fingerprint=content.get("fingerprint", ""),
                 kernels=content.get("kernels", {}),
-                schedule=content.get("schedule", {}),
+                schedule=to_schedule(content.get("schedule") or {}),
+                cuts=tuple((content.get("schedule") or {}).get("cuts", ())),
                 reasons=content.get("reasons", {}),
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, ScheduleError) as error:
             raise PlanError(f"the plan is malformed: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | Path) -> None:
@@ -231,19 +281,23 @@ class Plan:
     def __str__(self) -> str:
         width = max((len(name) for name in self.parameters), default=0)
         lines = [f"plan on {self.mesh}: {len(self.parameters)} parameters, {len(self.strategies)} ops"]
-        return "\n".join([*lines, *(f"  {name:<{width}}  {placement}" for name, placement in self.parameters.items())])
+        lines += [f"  {name:<{width}}  {placement}" for name, placement in self.parameters.items()]
+        if self.schedule is not None:
+            lines += [f"  {line}" for line in str(self.schedule).splitlines()]
+            lines += [f"  stage {number} begins with {cut}" for number, cut in enumerate(self.cuts, 1)]
+        return "\n".join(lines)
 
 
-def node_keys(program: Program) -> dict[Node, str]:
+def node_keys(program: Program, with_reshards: bool = False) -> dict[Node, str]:
     """A name for each call that does not depend on node names: `backward h.0.fc aten.mm 1`.
 
-    The ordinal counts equal phase, module and op in graph order. Reshards are not counted, so that the names
+    The ordinal counts equal phase, module and op in graph order. Reshards have none unless asked for, so that the names
     are the same before and after they are inserted.
     """
     counts: dict[str, int] = {}
     found: dict[Node, str] = {}
     for node in program.graph.nodes:
-        if node.op != "call_function" or node.target is reshard:
+        if node.op != "call_function" or (node.target is reshard and not with_reshards):
             continue
         source = SOURCE.get(node)
         place = " ".join((PHASE.get(node) or "forward", source.module if source and source.module else "-", op_name(node.target)))
@@ -284,56 +338,11 @@ def _plain(dims: Dims) -> str:
     return Sharding.replicated(dims).describe(dims)
 
 
-def _from_sharding(sharding: Sharding) -> dict[str, Any]:
-    found: dict[str, Any] = {"splits": [list(split) for split in sharding.splits]}
-    if sharding.unreduced:
-        found["unreduced"] = dict(sharding.unreduced)
-    return found
-
-
-def _to_sharding(entry: dict[str, Any]) -> Sharding:
-    return Sharding(tuple(tuple(split) for split in entry["splits"]), tuple(entry.get("unreduced", {}).items()))
-
-
-def _to_freedom(entry: dict[str, Any]) -> Freedom:
-    return Freedom(tuple(entry.get("batch", ("dp",))), tuple(entry.get("free", ())), bool(entry.get("stored", False)))
-
-
 def _from_placement(placement: PlannedInput) -> dict[str, Any]:
     unpadded = {"unpadded": [list(dim) for dim in placement.padding.before]} if placement.padding else {}
-    return {"dims": [list(dim) for dim in placement.dims], **unpadded, **_from_sharding(placement.sharding)}
+    return {"dims": [list(dim) for dim in placement.dims], **unpadded, **from_sharding(placement.sharding)}
 
 
 def _to_placement(entry: dict[str, Any]) -> PlannedInput:
-    dims = _to_dims(entry["dims"])
-    return PlannedInput(dims, _to_sharding(entry), Padding(_to_dims(entry["unpadded"]), dims) if "unpadded" in entry else None)
-
-
-def _to_dims(entry: list[list[int]]) -> Dims:
-    return tuple(tuple(dim) for dim in entry)
-
-
-def _from_strategy(strategy: Strategy) -> dict[str, Any]:
-    return {
-        "operands": [_from_sharding(sharding) for sharding in strategy.operands],
-        "results": [_from_sharding(sharding) for sharding in strategy.results],
-        "factors": dict(strategy.factors),
-        "num_shards": strategy.num_shards,
-    }
-
-
-def _to_strategy(entry: dict[str, Any]) -> Strategy:
-    shardings = [tuple(_to_sharding(each) for each in entry[side]) for side in ("operands", "results")]
-    return Strategy(shardings[0], shardings[1], tuple(entry.get("factors", {}).items()), entry.get("num_shards", 1))
-
-
-def _indented(content: dict[str, Any]) -> str:
-    """JSON with one line for each parameter and each strategy."""
-    lines: list[str] = []
-    for name, value in content.items():
-        if isinstance(value, dict) and value:
-            entries = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry, ensure_ascii=False)}" for key, entry in value.items())
-            lines.append(f"  {json.dumps(name)}: {{\n{entries}\n  }}")
-        else:
-            lines.append(f"  {json.dumps(name)}: {json.dumps(value)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    dims = to_dims(entry["dims"])
+    return PlannedInput(dims, to_sharding(entry), Padding(to_dims(entry["unpadded"]), dims) if "unpadded" in entry else None)

@@ -13,7 +13,8 @@
         …
 
 A node's type shows its sharding where one is decided (`16@tp`: the 16 is split over axis tp; `sum@tp`:
-still to be summed over tp), its local shape in LOCAL form. Lines that move data between ranks start with `⇄`.
+still to be summed over tp), its local shape in LOCAL form. Lines that move data between ranks start with `⇄`. Before the name
+stands the stage of a pipeline that computes it, where one is decided: `stage 1`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 import difflib
 import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ import torch
 from torch.fx import Node
 
 from autopar.collectives import reshard
-from autopar.keys import DIMS, ORIGIN, PHASE, SHARDING, SOURCE, Source
+from autopar.keys import DIMS, ORIGIN, PHASE, SHARDING, SOURCE, STAGE, Source
 from autopar.program import Form, Input, Output, Program
 from autopar.sharding import Dims, Sharding
 
@@ -100,6 +101,7 @@ class _Line:
     moves: bool
     phase: str
     source: Source
+    stage: str
 
 
 class _Names:
@@ -157,29 +159,42 @@ def _before(node: Node) -> str:
     return SHARDING[source][0].describe(DIMS[source][0])
 
 
-def print_program(program: Program, by_origin: bool = False) -> str:
-    """`program` as text. With `by_origin`, LOCAL nodes bear the names of the GLOBAL nodes they came from."""
+def print_program(program: Program, by_origin: bool = False, stages: Collection[int] | None = None) -> str:
+    """`program` as text. With `by_origin`, LOCAL nodes bear the names of the GLOBAL nodes they came from.
+
+    With `stages` only the calls of these stages of a pipeline, what they read of the inputs and what they give of the outputs.
+    """
     names = _Names(program, by_origin)
     local = program.form is Form.LOCAL
-    lines = [f"{program.form.value} program on {str(program.mesh) or 'one rank'}: {program.num_nodes} nodes", "", "inputs"]
-    lines += _inputs(program, local)
-    lines += _body([_line(node, names, local) for node in program.graph.nodes if node.op not in ("placeholder", "output")])
-    lines += ["", "outputs", *_outputs(program, names, local)]
+    shown = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
+    of_all = ""
+    if stages is not None:
+        shown = [node for node in shown if STAGE.get(node) in stages]
+        which = ", ".join(map(str, sorted(stages)))
+        of_all = f", of which stage{'s' if len(stages) > 1 else ''} {which} ha{'ve' if len(stages) > 1 else 's'} {len(shown)}"
+    lines = [f"{program.form.value} program on {str(program.mesh) or 'one rank'}: {program.num_nodes} nodes{of_all}", "", "inputs"]
+    lines += _inputs(program, local, None if stages is None else {each for node in shown for each in node.all_input_nodes})
+    lines += _body([_line(node, names, local) for node in shown])
+    lines += ["", "outputs", *_outputs(program, names, local, None if stages is None else set(shown))]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _inputs(program: Program, local: bool) -> list[str]:
+def _inputs(program: Program, local: bool, shown: Collection[Node] | None) -> list[str]:
     rows = []
     for item, node in zip(program.signature.inputs, program.placeholders, strict=False):
+        if shown is not None and node not in shown:
+            continue
         rows.append(
             (f"{item.kind} {item.name}", _typed(item, node, local), "" if item.requires_grad or item.kind != "parameter" else "frozen")
         )
     return _columns(rows)
 
 
-def _outputs(program: Program, names: _Names, local: bool) -> list[str]:
+def _outputs(program: Program, names: _Names, local: bool, shown: Collection[Node] | None) -> list[str]:
     rows = []
     for item, node in zip(program.signature.outputs, program.results, strict=False):
+        if shown is not None and node not in shown:
+            continue
         value = names[node] if isinstance(node, Node) else repr(node)
         rows.append((f"{item.kind} {item.name}", _typed(item, node, local), f"= {value}"))
     return _columns(rows)
@@ -197,9 +212,9 @@ def _columns(rows: list[tuple[str, str, str]]) -> list[str]:
 
 
 def _line(node: Node, names: _Names, local: bool) -> _Line:
-    return _Line(
-        names[node], describe_node(node, local), names.call(node), moves_data(node), PHASE.get(node) or "", SOURCE.get(node) or Source()
-    )
+    stage = f"stage {STAGE[node]}" if node in STAGE else ""
+    phase, source = PHASE.get(node) or "", SOURCE.get(node) or Source()
+    return _Line(names[node], describe_node(node, local), names.call(node), moves_data(node), phase, source, stage)
 
 
 def _body(lines: Iterable[_Line]) -> Iterator[str]:
@@ -223,9 +238,12 @@ def _group(lines: list[_Line]) -> Iterator[str]:
     """The nodes of one module, names and types aligned, the user's line at the first node of each."""
     name_width = min(28, max((len(line.name) for line in lines), default=0))
     type_width = min(44, max((len(line.type) for line in lines), default=0))
+    stage_width = max((len(line.stage) + 1 for line in lines if line.stage), default=0)
     place = None
     for line in lines:
-        text = f"  {'⇄' if line.moves else ' '} {line.name:<{name_width}} : {line.type:<{type_width}} = {line.code}"
+        text = (
+            f"  {'⇄' if line.moves else ' '} {line.stage:<{stage_width}}{line.name:<{name_width}} : {line.type:<{type_width}} = {line.code}"
+        )
         here = _place(line.source)
         yield f"{text:<{_WIDTH}}  # {here}" if here and here != place else text
         place = here

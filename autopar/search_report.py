@@ -30,7 +30,8 @@ class Searched(Protocol):
 def search_summary(decision: Searched | None) -> dict[str, Any] | None:
     """As a JSON-able dict; None where nothing was searched. What has no limit is None.
 
-    seconds          a step, the optimizer's update included; lower_bound_seconds: no plan takes less
+    seconds          of a step (several microbatches: of one, through all stages), the optimizer's update included;
+                     lower_bound_seconds: no plan takes less
     gap              0.01: at most one per cent above the best plan; is_timed_out: search_timeout ended the search
     num_strategies   of all nodes together, of which num_dominated are no better than another in anything, and num_bounded (of one
                      node for each class of equal ones) cannot be in a plan as good as this
@@ -69,7 +70,11 @@ def search_lines(decision: Searched | None) -> Iterator[str]:
         yield f"holds {in_bytes(found['held_bytes'])} a rank, with gradients and optimizer state; no memory_budget"
     else:
         more = in_seconds(_GIGABYTE * found["seconds_per_byte"])
-        price = f"{in_bytes(_GIGABYTE)} more would save about {more} a step" if found["seconds_per_byte"] > 0 else "more would save nothing"
+        price = (
+            f"{in_bytes(_GIGABYTE)} more would save about {more} {getattr(decision, 'per', 'a step')}"
+            if found["seconds_per_byte"] > 0
+            else "more would save nothing"
+        )
         yield f"holds {in_bytes(found['held_bytes'])} of memory_budget={in_bytes(found['budget_bytes'])}; {price}"
 
 

@@ -8,18 +8,17 @@ counts as often as there are microbatches. Of a pipeline they are the rank's tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Node
 
-from autopar.collectives import reshard
 from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
 from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.markers import save
-from autopar.mesh import MICROBATCHES, Mesh, parent
+from autopar.mesh import MICROBATCHES
 from autopar.pattern import pattern_of
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.order import live_microbatches
@@ -28,11 +27,10 @@ from autopar.pipeline.report import pipeline_summary
 from autopar.pipeline.work import Work
 from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
-from autopar.reshard import steps
 from autopar.rule import rule_of
-from autopar.schedule import Collective
 from autopar.search_report import search_summary
 from autopar.sharding import Strategy
+from autopar.transfers import Transfer, sent, transfers
 
 INFERRED = "inferred by probing"
 
@@ -173,74 +171,12 @@ def inferred(program: Program) -> list[dict[str, Any]]:
     return [{"op": op, "module": module, "count": count} for (op, module), count in found.items()]
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """One collective or send: of which reshard or value, over which of the user's axes; bytes that a rank sends and seconds, each time.
-
-    It happens `runs` times a step, on each of `stages`.
-    """
-
-    node: Node
-    axes: str
-    collective: Collective | Literal["send"]
-    phase: str
-    bytes: float
-    seconds: float
-    runs: int = 1
-    stages: tuple[int, ...] = (0,)
-
-
-def transfers(program: Program, cost: CostModel) -> Iterator[Transfer]:
-    """Every collective of the program, in order; then what stages send each other."""
-    work = Work(program)
-    for node in work.calls:
-        for transfer in transfers_of(node, program.mesh, cost):
-            yield replace(transfer, runs=work.runs(node), stages=tuple(work.stages[node]))
-    latency, seconds_per_byte = cost.send()
-    for (source, _, direction), values in work.crossing.items():
-        for value in values:
-            size, phase = value_bytes(value, cost), "forward" if direction == "F" else "backward"
-            yield Transfer(value, "pp", "send", phase, size, latency + seconds_per_byte * size, work.runs(value), (source,))
-
-
-def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Transfer]:
-    """The collectives of a reshard; none of any other node, and none between microbatches."""
-    value = results_of(node)[0]
-    if node.target is not reshard or value is None:
-        return
-    source = operands(node)[0]
-    for step in steps(DIMS[node][0], SHARDING[source][0], SHARDING[node][0], mesh):
-        axes = "·".join(dict.fromkeys(parent(axis) for axis in step.axes if axis != MICROBATCHES))
-        if step.collective != "slice" and axes:
-            price = cost.step(step, value.dtype.itemsize)
-            yield Transfer(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
-
-
-class Sent(NamedTuple):
-    """What a rank sends in a step by one collective of one phase: how often, bytes, seconds."""
-
-    count: int
-    bytes: float
-    seconds: float
-
-
-def sent(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> dict[tuple[str, str, str], Sent]:
-    """By axes, phase and collective what the rank sends that sends most; `places` are the ranks of the stages along `pp`."""
-    ranks: dict[tuple[str, str, str], dict[int, Sent]] = {}
-    for each in transfers(program, cost):
-        rows = ranks.setdefault((each.axes, each.phase, each.collective), {})
-        for stage in each.stages:
-            before = rows.get(places[stage], Sent(0, 0.0, 0.0))
-            rows[places[stage]] = Sent(*(old + each.runs * new for old, new in zip(before, (1, each.bytes, each.seconds), strict=True)))
-    return {key: max(rows.values(), key=lambda row: row.bytes) for key, rows in ranks.items()}
-
-
 def _communication(program: Program, cost: CostModel, places: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {}
     for (axes, phase, collective), row in sent(program, cost, places).items():
         entry = found.setdefault(axes, {}).setdefault(collective, {"forward": 0.0, "backward": 0.0, "count": 0})
         entry[phase] += row.bytes
-        entry["count"] += row.count
+        entry["count"] += row.runs
     return found
 
 

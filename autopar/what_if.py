@@ -8,16 +8,20 @@ from typing import Any
 
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, PlanError
+from autopar.pipeline.report import StepOnPaper
 from autopar.plan import Plan
 from autopar.plan_diff import PlanDiff
 from autopar.program import Program
-from autopar.summary import cost_of, memory, seconds, transfers
+from autopar.summary import cost_of, memory, places_of, seconds
+from autopar.transfers import sent
 from autopar.units import in_bytes, in_seconds
 
 
 @dataclass(frozen=True)
 class Prices:
     """What a plan costs: seconds of a step (the optimizer's update included), its parts, bytes that a rank holds and sends.
+
+    Of a pipeline the parts are of the slowest rank, nothing overlapped; the seconds are of the step, with its waits.
 
     parts          compute, memory traffic and communication by axis, in seconds; nothing overlapped
     memory         bytes of parameters, gradients, buffers, saved activations
@@ -96,25 +100,28 @@ def what_if(compiled: Compiled, pins: Any) -> WhatIf:
     """
     if compiled.decide_again is None or compiled.search is None:
         raise AutoparError("this program was not made by autopar.compile: there is nothing to decide again")
-    now = _prices(compiled.program, compiled.search.cost_seconds, compiled)
+    now = _prices(compiled.program, compiled.search, compiled)
     try:
         program, decision = compiled.decide_again(pins)
     except PlanError as refusal:
         return WhatIf(now, compiled.plan, refusal=str(refusal))
     plan = Plan.of(program, decision)
-    return WhatIf(now, compiled.plan, _prices(program, decision.cost_seconds, compiled), plan, diff=compiled.plan.diff(plan))
+    return WhatIf(now, compiled.plan, _prices(program, decision, compiled), plan, diff=compiled.plan.diff(plan))
 
 
-def _prices(program: Program, step_seconds: float, compiled: Compiled) -> Prices:
-    cost = cost_of(compiled)
-    time = seconds(program, cost)
-    sent: dict[str, float] = {}
-    for transfer in transfers(program, cost):
-        name = f"{transfer.axes} {transfer.collective}"
-        sent[name] = sent.get(name, 0.0) + transfer.bytes
+def _prices(program: Program, decision: Any, compiled: Compiled) -> Prices:
+    """Of several microbatches or stages a step takes what it takes on paper; else what the search says."""
+    cost, places = cost_of(compiled), places_of(compiled)
+    order = compiled.order
+    step_seconds = decision.cost_seconds if order is None else StepOnPaper(program, cost, order).seconds
+    time = seconds(program, cost, places)
+    communication: dict[str, float] = {}
+    for (axes, _, collective), row in sent(program, cost, places).items():
+        name = f"{axes} {collective}"
+        communication[name] = communication.get(name, 0.0) + row.bytes
     parts = {"compute": time["compute"], "memory traffic": time["memory"]}
     parts |= {f"communication {axes}": value for axes, value in time["communication"].items()}
-    return Prices(step_seconds, parts, memory(program, cost), sent)
+    return Prices(step_seconds, parts, memory(program, cost, order), communication)
 
 
 def _table(now: Mapping[str, float], then: Mapping[str, float], written: Any) -> Iterator[str]:

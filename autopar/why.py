@@ -10,7 +10,7 @@ model.layers.*.mlp.down_proj forward aten.mm [(8@dp, 512), 64@tp] × [64@tp, 32]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
 
 from torch.fx import Node
@@ -20,14 +20,17 @@ from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
 from autopar.errors import AutoparError
 from autopar.explain import Row, alternative, contraction_rows, described, fold_rows, parameter_rows
-from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STAGE, STRATEGY
 from autopar.markers import pinned, save
+from autopar.mesh import MICROBATCHES
 from autopar.pattern import near_names
+from autopar.pipeline.work import Work
 from autopar.printing import op_name
 from autopar.program import Input, Program, operands, results_of
 from autopar.search_report import search_lines
 from autopar.solver.assignment import Candidate
-from autopar.summary import calls, contractions, cost_of, flops_of, rule_kind, seconds_of, transfers_of
+from autopar.summary import calls, contractions, cost_of, flops_of, rule_kind, seconds_of
+from autopar.transfers import transfers_of
 from autopar.units import in_bytes, in_seconds
 
 
@@ -47,7 +50,9 @@ def why(compiled: Compiled, pattern: str) -> str:
             f"there are {near_names(pattern, names)}; and {near_names(pattern, modules)}"
         )
     totals = _totals([node for _, node in found if node is not None], program, cost)
-    return "\n".join((*fold_rows(row for row, _ in found), *totals, *(f"search: {line}" for line in search_lines(compiled.search))))
+    number = program.mesh.num_microbatches
+    per = [f"seconds and bytes are of one microbatch of {number}, those of gradients and updates of a step"] if number > 1 else []
+    return "\n".join((*fold_rows(row for row, _ in found), *totals, *per, *(f"search: {line}" for line in search_lines(compiled.search))))
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -58,9 +63,11 @@ def _parameters(compiled: Compiled, pattern: str, cost: CostModel) -> Iterator[t
     program = compiled.program
     gradients = {item.name: node for item, node in program.named_outputs() if item.kind == "gradient"}
     inputs = {item.name: (item, node) for item, node in program.named_inputs() if item.kind == "parameter"}
+    work = Work(program)
     for row in parameter_rows(compiled):
         if _matches(row.name, pattern):
-            notes = (*_holds(*inputs[row.name], compiled, cost), *_gradient(gradients.get(row.name), program, cost))
+            stages = _stages("held by", work.reading(inputs[row.name][1]) or {0}, compiled)
+            notes = (*stages, *_holds(*inputs[row.name], compiled, cost), *_gradient(gradients.get(row.name), program, cost))
             yield Row(row.name, row.text, (*notes, *row.notes)), None
 
 
@@ -84,16 +91,19 @@ def _gradient(gradient: Node | None, program: Program, cost: CostModel) -> Itera
 
 def _calls(compiled: Compiled, pattern: str, cost: CostModel) -> Iterator[tuple[Row, Node]]:
     """Contractions, each with all that is to be said of it; then pinned outputs, and what is neither contraction nor view."""
-    products = list(contractions(compiled.program))
+    products, work = list(contractions(compiled.program)), Work(compiled.program)
     for row, node in zip(contraction_rows(compiled), products, strict=True):
         if _matches(row.name, pattern) or op_name(node.target) == pattern:
-            notes = (_takes(node, compiled.program, cost), *_flow(node, compiled.program, cost), *_considered(node, compiled))
+            stages = _stages("runs on", work.stages[node], compiled)
+            notes = (*stages, _takes(node, compiled.program, cost), *_flow(node, compiled.program, cost), *_considered(node, compiled))
             yield Row(row.name, row.text, (*notes, *row.notes)), node
     for node in calls(compiled.program):
         module = SOURCE[node].module if node in SOURCE else ""
         is_other = flops_of(node) == 0 and (node.target is pinned or not is_view(node))
         if is_other and (_matches(module, pattern) or op_name(node.target) == pattern):
-            yield Row(module or "(no module)", _other(node, cost), (*_flow(node, compiled.program, cost), *_instead(node, compiled))), node
+            stages = _stages("runs on", work.stages[node], compiled)
+            notes = (*stages, *_flow(node, compiled.program, cost), *_instead(node, compiled))
+            yield Row(module or "(no module)", _other(node, cost), notes), node
 
 
 def _other(node: Node, cost: CostModel) -> str:
@@ -115,7 +125,23 @@ def _instead(node: Node, compiled: Compiled) -> Iterator[str]:
 def _takes(node: Node, program: Program, cost: CostModel) -> str:
     compute, traffic = seconds_of(node, cost)
     parts = f"compute {in_seconds(compute)}, memory traffic and launch {in_seconds(traffic)}"
-    return f"takes {in_seconds(compute + traffic)}: {parts}; split over {STRATEGY[node].num_shards} of {program.mesh.size} ranks"
+    return f"takes {in_seconds(compute + traffic)}: {parts}; {_shares(node, program)}"
+
+
+def _shares(node: Node, program: Program) -> str:
+    """Over how many of the ranks that compute a node the work is split; a split over the microbatches is one in time."""
+    mesh = program.mesh
+    number = mesh.size_of([axis for axis, factor in STRATEGY[node].factors if factor != "sum" and axis == MICROBATCHES])
+    ranks = mesh.without("pp", MICROBATCHES) if node in STAGE else mesh.without(MICROBATCHES)
+    each = f", in {number} microbatches" if number > 1 else ""
+    return f"split over {STRATEGY[node].num_shards // number} of {ranks.size} ranks{each}"
+
+
+def _stages(verb: str, stages: Collection[int], compiled: Compiled) -> Iterator[str]:
+    """`runs on stage 1`; nothing without a pipeline."""
+    if compiled.order is not None and compiled.order.num_stages > 1:
+        named = ", ".join(map(str, sorted(stages)))
+        yield f"{verb} stage {named}" if len(stages) == 1 else f"{verb} stages {named}, each for itself"
 
 
 def _flow(node: Node, program: Program, cost: CostModel) -> Iterator[str]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from autopar.atom_classes import Atom, AtomClasses
+from torch.fx import Node
+
+from autopar.atom_classes import Atom, AtomClasses, atoms_of, read_by
 from autopar.atoms import find_atoms
 from autopar.keys import BATCH, DIMS
 from autopar.program import Program
+from autopar.strategies import factors_of
 
 
 @dataclass(frozen=True)
@@ -15,22 +19,50 @@ class FindAtoms:
     """Break every dim into atoms, and follow the batch from the inputs through all ops.
 
     Reads: val, the signature's batch dims. Writes: DIMS, BATCH. Ensures: dims with equal labels in an op's rule have
-    equal atoms; every atom that walks with an input's batch dim is marked.
+    equal atoms; every atom that walks with an input's batch dim is marked, one of a constant where all its uses are.
     """
 
     name: str = "find atoms"
 
     def apply(self, program: Program) -> Program:
         program = find_atoms(program)
-        classes = AtomClasses.of(program.graph)
-        batch = {classes.find(atom) for atom in _batch_atoms(program)}
-        for node in program.graph.nodes:
-            if node.op != "output":
-                BATCH[node] = tuple(
-                    tuple(i for i in range(sum(map(len, dims))) if classes.find((node, result, i)) in batch)
-                    for result, dims in enumerate(DIMS[node])
-                )
+        constants = _constants(program)
+        classes = AtomClasses.of(program.graph, apart=constants)
+        roots = {classes.find(atom) for atom in _batch_atoms(program)}
+        of_constants: set[Atom] = set()
+
+        def is_batch(atom: Atom) -> bool:
+            return atom in of_constants if atom[0] in constants else classes.find(atom) in roots
+
+        for node in reversed(program.graph.nodes):
+            if node.op == "output":
+                continue
+            atoms = [[(node, result, i) for i in range(sum(map(len, dims)))] for result, dims in enumerate(DIMS[node])]
+            if node in constants:
+                of_constants.update(atom for each in atoms for atom in each if _is_used_as(is_batch, atom))
+            BATCH[node] = tuple(tuple(i for i, atom in enumerate(each) if is_batch(atom)) for each in atoms)
         return program
+
+
+def _constants(program: Program) -> set[Node]:
+    """The calls that descend from no input. One of them may stand for several dims of one size: `arange(8)` for 8 samples and for
+    8 positions alike."""
+    found: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_used_as(is_batch: Callable[[Atom], bool], atom: Atom) -> bool:
+    """Whether every use of a constant's atom is the batch."""
+    uses: list[bool] = []
+    for user in atom[0].users:
+        if user.op == "call_function":
+            sources = read_by(user)
+            together = [found for factor in factors_of(user) if atom in (found := atoms_of(user, factor, sources))]
+            uses.append(any(is_batch(other) for found in together for other in found if other != atom))
+    return bool(uses) and all(uses)
 
 
 def _batch_atoms(program: Program) -> list[Atom]:

@@ -19,21 +19,27 @@ from autopar.random_key import random_key
 from autopar.runtime.call import Call
 from autopar.runtime.interpreter import RankState
 from autopar.schedule import Run, Schedule, Wait
+from autopar.schedule_memory import peak_bytes
 
 if TYPE_CHECKING:
     from autopar.runtime.module import ParallelModule
+
+
+_MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Timeline:
     """One measured step; times in seconds from its start, on all ranks, memory in bytes of tensors by rank.
 
-    On virtual ranks one thread works for all of them in turn. `predicted` is the same step on paper, where there is a pipeline.
+    On virtual ranks one thread works for all of them in turn. `predicted` is the same step on paper, `predicted_bytes` what the
+    schedules say of the memory (see `autopar.schedule_memory`).
     """
 
     events: tuple[Event, ...]
     peak_bytes: Mapping[int, int]
     peak_live_microbatches: Mapping[int, int]
+    predicted_bytes: Mapping[int, int]
     predicted: Simulation | None = None
 
     @property
@@ -58,7 +64,8 @@ class Timeline:
         if self.predicted is not None:
             lines.append(f"predicted:     {1e3 * self.predicted.step_seconds:.2f} ms, ranks idle {self.predicted.bubble_rate:.1%} of it")
         for rank, num_bytes in self.peak_bytes.items():
-            lines.append(f"  rank {rank}: at most {num_bytes / 2**20:.1f} MiB, {self.peak_live_microbatches[rank]} live microbatches")
+            predicted, live = self.predicted_bytes[rank], self.peak_live_microbatches[rank]
+            lines.append(f"  rank {rank}: at most {num_bytes / _MIB:.2f} MiB (predicted {predicted / _MIB:.2f}), {live} live microbatches")
         return "\n".join(lines)
 
 
@@ -119,7 +126,9 @@ def timeline(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, 
         compiled, captured.fragments, world, tensors, inputs.leaves, random_key(parallel.seed or 0, 0), world.device(parallel._model)
     )
     with torch.no_grad():
-        return measured(call, _predicted(compiled))
+        found = measured(call)
+    predicted = {rank: peak_bytes(compiled.schedule_of(rank)) for rank in found.peak_bytes}
+    return replace(found, predicted=_predicted(compiled), predicted_bytes=predicted)
 
 
 def _predicted(compiled: Compiled) -> Simulation | None:
@@ -128,7 +137,7 @@ def _predicted(compiled: Compiled) -> Simulation | None:
     return simulate(compiled.order, price_pipeline(compiled.program, compiled.cost, compiled.order.num_stages))
 
 
-def measured(call: Call, predicted: Simulation | None = None) -> Timeline:
+def measured(call: Call) -> Timeline:
     """Run `call`, which is a pipeline's and has not run yet, and watch it. Collective."""
     recorders = [Recorder(rank, call.schedules[rank], state) for rank, state in call.states.items()]
     for recorder in recorders:
@@ -142,7 +151,7 @@ def measured(call: Call, predicted: Simulation | None = None) -> Timeline:
         tuple(event for events, *_ in everyone for event in events),
         {rank: num_bytes for _, rank, num_bytes, _ in everyone},
         {rank: live for _, rank, _, live in everyone},
-        predicted,
+        {},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -19,8 +20,31 @@ def default_number(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
     """The microbatches of a call that nobody chose a number for: without a pipeline 1, else the largest divisor of a rank's
     share of the batch up to four for each stage: more would leave less of each to compute, fewer leave ranks idle."""
     num_ranks = mesh.size_of(mesh.parts("pp"))
-    share = min(batch_sizes, default=1) // mesh.size_of(mesh.parts("dp"))
+    share = _share(mesh, batch_sizes)
     return max((number for number in range(1, 4 * num_ranks + 1) if share % number == 0), default=1) if num_ranks > 1 else 1
+
+
+def _share(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
+    """What a number must divide so that it divides a rank's share of every input; 1 where none has a batch."""
+    num_shares = mesh.size_of(mesh.parts("dp"))
+    return max(math.gcd(*batch_sizes) // num_shares, 1)
+
+
+def chosen_schedule(
+    schedule: str | PipelineSchedule | None,
+    number: int | None,
+    planned: PipelineSchedule | None,
+    mesh: Mesh,
+    batch_sizes: Sequence[int],
+) -> tuple[str | PipelineSchedule, int]:
+    """The schedule and the number of microbatches that the user asked for; else those of a plan that is for as many ranks and
+    whose microbatches divide the batch; else the defaults."""
+    num_ranks = mesh.size_of(mesh.parts("pp"))
+    if schedule is None and planned is not None and planned.num_ranks == num_ranks:
+        share = _share(mesh, batch_sizes)
+        if number == planned.num_microbatches or (number is None and share % planned.num_microbatches == 0):
+            return planned, planned.num_microbatches
+    return schedule or "1f1b", number or default_number(mesh, batch_sizes)
 
 
 def pipeline_order(schedule: str | PipelineSchedule, mesh: Mesh) -> PipelineSchedule:

@@ -107,7 +107,8 @@ class _Pricing:
         sent = crossing_bytes(self.work, self.cost)
         found: dict[Edge, EdgeCost] = {}
         for pair in sorted({(min(source, target), max(source, target)) for source, target, _ in sent}):
-            forward, back = (*pair, "F"), (pair[1], pair[0], "B")
+            forward: tuple[int, int, Direction] = (*pair, "F")
+            back: tuple[int, int, Direction] = (pair[1], pair[0], "B")
             ends = forward if forward in sent else back
             seconds = latency * len(self.work.crossing[ends]) + seconds_per_byte * sent[ends]
             found[Edge(*pair, back in sent)] = EdgeCost(seconds, sent[ends])

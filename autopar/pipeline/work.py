@@ -73,7 +73,7 @@ class Work:
     def _readers(self, node: Node, own: int | None, known: dict[Node, dict[int, Phase]]) -> dict[int, Phase]:
         found: dict[int, Phase] = {}
         for user in node.users:
-            for stage, phase in known.get(user, {}).items():
+            for stage, phase in known[user].items() if user in known and user not in self.dropped else ():
                 found[stage] = "forward" if phase == "forward" else found.get(stage, phase)
         if not found or any(user.op == "output" for user in node.users):
             found.setdefault(own or 0, "forward")  # what only the caller reads is the first stage's
@@ -119,9 +119,9 @@ class Work:
         found: dict[tuple[int, int, Direction], dict[Node, None]] = {}
         for node in self.calls:
             for operand in node.all_input_nodes if node not in self.once else ():
-                source = STAGE.get(operand)
-                for stage in self.stages[node] if source is not None and operand not in self.once else ():
-                    if stage not in self.stages[operand]:
+                if operand in STAGE and operand not in self.once:
+                    source = STAGE[operand]
+                    for stage in set(self.stages[node]).difference(self.stages[operand]):
                         direction: Direction = "F" if source < stage else "B"
                         found.setdefault((source, stage, direction), {})[operand] = None
         return {ends: tuple(values) for ends, values in found.items()}

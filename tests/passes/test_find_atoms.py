@@ -81,3 +81,19 @@ def test_the_batch_of_the_zoo(name: str) -> None:
     with_batch = [node for node in products if batch_of(node) == [(NUM_SAMPLES,)]]
     weight_gradients = [node for node in products if batch_of(node) == [()]]
     assert with_batch and weight_gradients and len(with_batch) + len(weight_gradients) == len(products)
+
+
+def test_a_constant_that_stands_for_the_batch_and_for_another_dim_joins_neither() -> None:
+    """As many samples as positions: one `arange` counts both."""
+
+    def function(x: Tensor) -> Tensor:
+        count = aten.arange.default(8, device=torch.device("cpu"))
+        samples = aten.mul.Tensor(x, aten.view.default(aten.mul.Tensor(count, 3), [8, 1]))
+        return aten.mul.Tensor(samples, aten.mul.Tensor(count, 5))
+
+    program = program_of(function, torch.randn(8, 8))
+    (total,) = program.results
+    assert batch_of(program.placeholders[0]) == batch_of(total) == [(8,)]
+    (count,) = find(program, aten.arange.default)
+    of_samples, of_positions = count.users
+    assert batch_of(of_samples) == [(8,)] and batch_of(of_positions) == batch_of(count) == [()]
