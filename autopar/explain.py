@@ -178,7 +178,7 @@ def alternative(compiled: Compiled, node: Node) -> Iterator[str]:
         return
     written = other.strategy.results[0].describe(DIMS[node][0]) if node.op == "placeholder" else str(other.strategy)
     alike = f" (all {other.num_nodes} alike)" if other.num_nodes > 1 else ""
-    yield f"instead: {written} {in_seconds(other.extra_seconds, sign=True)} {getattr(compiled.search, 'per', 'a step')}{alike}"
+    yield f"instead: {written} {in_seconds(other.extra_seconds, sign=True)} {compiled.search.per}{alike}"
 
 
 def indivisible(dims: Dims, sharding: Sharding, mesh: Mesh) -> Iterator[str]:

@@ -25,6 +25,15 @@ class Searched(Protocol):
     def solution(self) -> Solution: ...
     @property
     def sharding_problem(self) -> ShardingProblem: ...
+    @property
+    def per(self) -> str:
+        """What seconds are counted by."""
+        ...
+
+    @property
+    def num_places(self) -> int:
+        """Along `pp`; they share what is held."""
+        ...
 
 
 def search_summary(decision: Searched | None) -> dict[str, Any] | None:
@@ -35,7 +44,7 @@ def search_summary(decision: Searched | None) -> dict[str, Any] | None:
     gap              0.01: at most one per cent above the best plan; is_timed_out: search_timeout ended the search
     num_strategies   of all nodes together, of which num_dominated are no better than another in anything, and num_bounded (of one
                      node for each class of equal ones) cannot be in a plan as good as this
-    held_bytes       what counts against budget_bytes; seconds_per_byte: what a byte more would save
+    held_bytes       what counts against budget_bytes, of all places along `pp` together; seconds_per_byte: what a byte more would save
     """
     if decision is None or not hasattr(decision, "solution"):
         return None
@@ -67,15 +76,14 @@ def search_lines(decision: Searched | None) -> Iterator[str]:
     else:
         yield f"{_proved(found['gap'], found['is_timed_out'])}; {dropped}"
     if found["budget_bytes"] is None:
-        yield f"holds {in_bytes(found['held_bytes'])} a rank, with gradients and optimizer state; no memory_budget"
+        whose = "a rank" if decision.num_places == 1 else f"on {decision.num_places} ranks of a pipeline together"
+        yield f"holds {in_bytes(found['held_bytes'])} {whose}, with gradients and optimizer state; no memory_budget"
     else:
         more = in_seconds(_GIGABYTE * found["seconds_per_byte"])
-        price = (
-            f"{in_bytes(_GIGABYTE)} more would save about {more} {getattr(decision, 'per', 'a step')}"
-            if found["seconds_per_byte"] > 0
-            else "more would save nothing"
-        )
-        yield f"holds {in_bytes(found['held_bytes'])} of memory_budget={in_bytes(found['budget_bytes'])}; {price}"
+        is_worth = found["seconds_per_byte"] > 0
+        price = f"{in_bytes(_GIGABYTE)} more would save about {more} {decision.per}" if is_worth else "more would save nothing"
+        budget = "memory_budget" if decision.num_places == 1 else f"memory_budget of {decision.num_places} stages' ranks"
+        yield f"holds {in_bytes(found['held_bytes'])} of {budget}={in_bytes(found['budget_bytes'])}; {price}"
 
 
 def _is_given(decision: Searched) -> bool:

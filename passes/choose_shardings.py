@@ -57,7 +57,8 @@ class ShardingDecision:
     """A strategy for every input and call, by node name, what the step costs with them, and how that was found.
 
     `cost_seconds` adds up one rank's ops, changes of sharding and optimizer update, without overlap. `fixed` names the nodes
-    that had been decided beforehand. Of `num_microbatches` seconds are those of one; in a pipeline, through all stages.
+    that had been decided beforehand. Of `num_microbatches` seconds are those of one. Of a pipeline seconds and bytes are those
+    of one rank at each of its `num_places` together.
     """
 
     strategies: Mapping[str, Strategy]
@@ -66,6 +67,7 @@ class ShardingDecision:
     sharding_problem: ShardingProblem
     fixed: frozenset[str] = frozenset()
     num_microbatches: int = 1
+    num_places: int = 1
 
     @property
     def per(self) -> str:
@@ -138,7 +140,9 @@ class ChooseShardings:
         for node in program.graph.nodes:
             if node.target is operator.getitem:
                 strategies[node.name] = _getitem_strategy(node, strategies, program)
-        decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned), program.mesh.num_microbatches)
+        mesh = program.mesh
+        numbers = mesh.num_microbatches, mesh.size_of(mesh.parts("pp"))
+        decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned), *numbers)
         return replace(decision, reasons={**_reasons(program, decision), **reasons})
 
     def _search(self, made: ShardingProblem) -> Solution:

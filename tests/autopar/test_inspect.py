@@ -98,6 +98,7 @@ class Search:
 
     reasons = {"table": "pinned by the user", "h.0.up.weight": "next best [6@tp, 10]: 1.2 ms"}
     fixed: frozenset[str] = frozenset()
+    per = "a step"
 
     def runner_up(self, node: str) -> Other | None:
         return Other(Strategy((), (ROW,)), 1.2e-3) if node.startswith("up") else None

@@ -20,6 +20,7 @@ from autopar.errors import PlanError
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.mesh import Mesh
 from autopar.pins import resolve
+from autopar.pipeline.schedules import generate
 from autopar.plan import Plan, PlannedInput, fingerprint, node_keys
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.sharding import Dims, Sharding, Strategy
@@ -73,7 +74,8 @@ def test_json_goes_there_and_back() -> None:
     plan = replace(
         Plan.of(program(), Reasons({"h.0.fc.weight": "split dim 0 over tp (row)"})),
         kernels={"h.0 attention": "aten"},
-        schedule={"microbatches": 2},
+        schedule=generate("1f1b", 2, 4),
+        cuts=("forward h.0.fc aten.relu 0",),
     )
     assert Plan.from_json(plan.to_json()) == plan
 
