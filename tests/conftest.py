@@ -20,14 +20,15 @@ _SERVER = Path(__file__).with_name("gloo_rank.py")
 
 
 class GlooRanks:
-    """Four processes in one gloo world, started at first use and kept.
+    """Processes in one gloo world, started at first use and kept.
 
         results = gloo_ranks.run(function, *args)     # function(*args) on every rank; the results in rank order
 
     `function` is a top-level function of a test file; it finds its rank by `torch.distributed.get_rank()`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = WORLD_SIZE) -> None:
+        self._world_size = world_size
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
@@ -35,10 +36,10 @@ class GlooRanks:
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory()
         folder = Path(self._directory.name)
-        listeners = [Listener(str(folder / f"rank{rank}"), "AF_UNIX") for rank in range(WORLD_SIZE)]
+        listeners = [Listener(str(folder / f"rank{rank}"), "AF_UNIX") for rank in range(self._world_size)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        for rank in range(WORLD_SIZE):
-            command = [sys.executable, str(_SERVER), str(rank), str(WORLD_SIZE), str(folder)]
+        for rank in range(self._world_size):
+            command = [sys.executable, str(_SERVER), str(rank), str(self._world_size), str(folder)]
             self._processes.append(subprocess.Popen(command, env=environment))
         for listener in listeners:
             self._pipes.append(listener.accept())

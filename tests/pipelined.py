@@ -15,6 +15,7 @@ from tests import zoo, zoo_language, zoo_vision
 from tests.zoo import IGNORED, Batch, Case
 
 CLASSES = 4
+SYMBOLS, WIDTH = 12, 8
 # The parameters that ops far apart read: two stages hold them.
 TIES = {"gpt2": {"transformer.wte.weight"}, "bert": {"bert.embeddings.word_embeddings.weight"}, "t5": {"shared.weight"}}
 MESHES: dict[str, dict[str, int]] = {"pp2": {"pp": 2}, "pp4": {"pp": 4}, "pp2×dp2×tp2": {"pp": 2, "dp": 2, "tp": 2}}
@@ -67,6 +68,31 @@ MODELS: dict[str, Callable[[], Case]] = {
     "resnet": zoo_vision.resnet,
     "unet": unet,
 }
+
+
+class Tagger(nn.Module):
+    """One embedding for what comes in and what goes out, so that the first stage and the last one hold it; three layers between."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(SYMBOLS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.symbols(ids)
+        for layer in self.layers:
+            x = x + self.dropout(torch.tanh(layer(x)))
+        logits = F.linear(x, self.symbols.weight)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def tagger(dropout: float = 0.0, size: int = 8) -> Case:
+    torch.manual_seed(0)
+    ids, labels = torch.randint(0, SYMBOLS, (2, size, 4))
+    return Case(Tagger(dropout).double(), {"ids": ids, "labels": labels})
 
 
 def sized(batch: Batch, size: int) -> Batch:

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 import autopar.rules  # noqa: F401  (registers the rules whose FLOPs are priced)
-from autopar.cost import CostModel, is_view
+from autopar.cost import Cost, CostModel, is_view
 from autopar.hardware.cluster import Cluster, Device, Link
 from autopar.hardware.links import bytes_sent
 from autopar.keys import DIMS
@@ -113,3 +113,33 @@ def test_a_group_over_several_nodes_uses_all_their_adapters() -> None:
     across, alone = prices.collective("all_reduce", ("dp", "tp"), size, size), prices.collective("all_reduce", ("dp",), size, size)
     assert across.bytes > alone.bytes
     assert across.seconds < alone.seconds / 3
+
+
+def test_steps_between_microbatches_are_free() -> None:
+    mesh = Mesh((("tp", 4), ("mb", 8)))
+    cost = CostModel(CLUSTER, mesh)
+    dims = ((64,), (32,))
+    over_time = Sharding(((), ()), (("mb", "sum"),))
+    (step,) = steps(dims, over_time, WHOLE, mesh)
+    assert cost.step(step, 4) == Cost(0.0)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_of_a_step_over_ranks_and_microbatches_the_ranks_are_priced(collective: str) -> None:
+    mesh = Mesh((("tp", 4), ("mb", 8)))
+    both, own = ({"tp": "sum", "mb": "sum"}, {"tp": "sum"})
+    ends = {
+        "all_reduce": (Sharding(((), ()), tuple(both.items())), WHOLE, Sharding(((), ()), tuple(own.items())), WHOLE),
+        "all_gather": (Sharding((("tp", "mb"), ())), WHOLE, Sharding((("tp",), ())), WHOLE),
+        "reduce_scatter": (
+            Sharding(((), ()), tuple(both.items())),
+            Sharding((("tp", "mb"), ())),
+            Sharding(((), ()), tuple(own.items())),
+            Sharding((("tp",), ())),
+        ),
+    }[collective]
+    (step,), (alone,) = steps(((64,), (32,)), *ends[:2], mesh), steps(((64,), (32,)), *ends[2:], mesh)
+    assert step.collective == alone.collective == collective and set(step.axes) == {"tp", "mb"}
+    priced, expected = CostModel(CLUSTER, mesh).step(step, 4), CostModel(CLUSTER, mesh).step(alone, 4)
+    scale = step.num_input / alone.num_input
+    assert priced.bytes == pytest.approx(expected.bytes * scale) and priced.bytes > 0

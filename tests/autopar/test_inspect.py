@@ -19,7 +19,7 @@ from autopar.emit import Emitter
 from autopar.errors import AutoparError
 from autopar.explain import indivisible
 from autopar.hardware.cluster import Cluster
-from autopar.inspect import diff, explain, print_program, summary, why
+from autopar.inspect import diff, explain, print_program, print_schedule, summary, why
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.markers import save
 from autopar.mesh import Mesh
@@ -29,6 +29,7 @@ from autopar.program import Form, Input, Output, Program, Signature
 from autopar.schedule import Schedule, parse
 from autopar.sharding import Sharding, Strategy
 from autopar.units import in_bytes, in_seconds
+from tests.piped import plain_pipe
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -308,3 +309,55 @@ def test_patterns_and_units() -> None:
     assert pattern_of("ln_1.weight") == "ln_1.weight"
     assert in_seconds(1.234e-3, sign=True) == "+1.23 ms" and in_seconds(-2e-6, sign=True) == "-2 µs" and in_seconds(3e-10) == "0.3 ns"
     assert in_bytes(12_600_000) == "12.6 MB" and in_bytes(12) == "12 B"
+
+
+def test_of_a_pipeline_a_rank_shows_its_row_its_stage_and_its_actions() -> None:
+    compiled = plain_pipe().compiled
+    for rank, stage in ((0, 0), (3, 1)):
+        text = print_program(compiled, rank=rank)
+        head, grid, program, *_ = text.split("\n\n")
+        assert head == f"rank {rank} at pp {stage}, dp {rank % 2}, tp 0"
+        assert grid.splitlines() == [str(compiled.order).splitlines()[0], str(compiled.order).splitlines()[1 + stage]]
+        assert program.startswith("LOCAL program on pp=2 × dp=2 × tp=1 × mb=2: ") and f", of which stage {stage} has " in program
+        assert f"stage {stage} %" in text and f"stage {1 - stage} %" not in text
+        assert ("parameter table.weight" in text) == (stage == 0) and ("parameter head.weight" in text) == (stage == 1)
+        assert ("gradient table.weight" in text) == (stage == 0) and ("loss 0" in text) == (stage == 1)
+        shown = [line for line in print_schedule(compiled, rank).splitlines()[1:] if not line.startswith("  # ")]
+        assert [line.split("   # ")[0][9:] for line in shown] == [str(each) for each in compiled.schedules[stage].instructions]
+
+
+def test_instructions_stand_under_their_actions() -> None:
+    compiled = plain_pipe().compiled
+    for rank, row in zip((0, 2), compiled.order.orders, strict=True):
+        lines = print_schedule(compiled, rank).splitlines()
+        headings = [line.removeprefix("  # ") for line in lines if line.startswith("  # ")]
+        assert [heading for heading in headings if heading[0].isdigit()] == [str(action) for action in row]
+        first = lines[lines.index(f"  # {row[0]}") + 1]
+        assert "RUN" in first and "@0" in first
+        assert headings[-1] == "after the last microbatch"
+        sends = [number for number, line in enumerate(lines) if "SEND 0F" in line or "SEND 1B" in line]
+        assert all(_heading(lines, number) == "between actions" for number in sends)
+
+
+def _heading(lines: list[str], number: int) -> str:
+    return next(line.removeprefix("  # ") for line in reversed(lines[:number]) if line.startswith("  # "))
+
+
+def test_stages_show_after_the_pass_that_places_them() -> None:
+    compiled = plain_pipe().compiled
+    assert "stage 1" not in print_program(compiled, after="insert reshards")
+    text = print_program(compiled, after="place stages")
+    assert re.search(r"^ +stage 0 %\w+ +: .* = aten.embedding", text, re.MULTILINE)
+    assert re.search(r"^ +stage 1 %\w+ +: .* = aten.mm\(", text, re.MULTILINE)
+
+
+def test_only_ranks_in_space_are_on_the_mesh() -> None:
+    with pytest.raises(AutoparError, match=r"rank 4 is not on the mesh \(pp=2 × dp=2 × tp=1\): ranks are 0 to 3"):
+        print_program(plain_pipe().compiled, rank=4)
+
+
+def test_explain_says_what_the_slowest_rank_takes() -> None:
+    text = plain_pipe().explain()
+    assert re.search(r"step of the slowest rank, at pp [01], .* communication pp .*, nothing overlapped", text)
+    assert "bytes a rank that holds most: parameters" in text
+    assert re.search(r"pp +forward +send +2 × ", text) and "mb" not in text.split("communication, bytes")[1]

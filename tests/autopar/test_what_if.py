@@ -9,6 +9,7 @@ import pytest
 from autopar.errors import AutoparError
 from autopar.runtime.module import ParallelModule
 from autopar.what_if import what_if
+from tests.piped import piped
 from tests.residual import parallel_residual
 
 PINS = {"blocks.*.mlp.up.weight": (None, "tp"), "blocks.*.mlp": (None, "tp", ...)}
@@ -64,3 +65,18 @@ def test_a_refusal_is_an_answer(parallel: ParallelModule) -> None:
 def test_a_program_that_nobody_searched_is_refused(parallel: ParallelModule) -> None:
     with pytest.raises(AutoparError, match="not made by autopar.compile"):
         what_if(replace(parallel.compiled, decide_again=None), {})
+
+
+@pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 1}])
+def test_of_a_pipeline_a_step_is_what_it_takes_on_paper(options: dict[str, int]) -> None:
+    piped_now, pins = piped(**options), {"blocks.*.mlp.up.weight": (None, "dp")}
+    found, fresh = piped_now.what_if(pins), piped(**options, pins=pins)
+    assert found.is_kept
+    for seconds, parallel in ((found.seconds, fresh), (found.seconds_now, piped_now)):
+        pipeline = parallel.summary()["pipeline"]
+        assert seconds == pytest.approx(pipeline["step_seconds"] + pipeline["update_seconds"])
+    assert found.memory == fresh.summary()["memory"]
+    assert found.communication.get("pp send", 0) == sum(
+        entry["forward"] + entry["backward"] for entry in fresh.summary()["communication"].get("pp", {}).values()
+    )
+    assert "a step takes " in str(found)

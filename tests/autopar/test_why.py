@@ -10,6 +10,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.module import ParallelModule
 from autopar.summary import contractions, cost_of, seconds_of
 from autopar.units import in_bytes, in_seconds
+from tests.piped import piped, tied_pipe
 from tests.residual import BATCH, LENGTH, WIDTH, parallel_residual
 
 MEGATRON = {"blocks.*.mlp.up.weight": ("tp", None), "blocks.*.mlp.down.weight": (None, "tp"), "blocks.*.mlp": (None, "tp", ...)}
@@ -76,3 +77,21 @@ def test_no_match_lists_what_is_near(parallel: ParallelModule) -> None:
         parallel.why("blocks.1.mlp.dwn")
     assert "there are blocks.1.mlp.down.bias, blocks.1.mlp.down.weight, " in str(caught.value)
     assert "; and blocks.1.mlp.down, " in str(caught.value)
+
+
+def test_the_stage_of_an_op_and_the_stages_of_a_parameter_are_named() -> None:
+    text = tied_pipe().why("table")
+    assert section(text, "table.weight")[1] == "held by stages 0, 1, each for itself"
+    assert section(text, "table forward aten.embedding")[1] == "runs on stage 0"
+    last = section(tied_pipe().why("head"), "head forward aten.mm")
+    assert last[1] == "runs on stage 1" and last[2].endswith("; split over 2 of 2 ranks, in 2 microbatches")
+    assert "seconds and bytes are of one microbatch of 2, those of gradients and updates of a step" in text
+
+
+def test_without_a_pipeline_no_stage_is_named(parallel: ParallelModule) -> None:
+    assert "stage" not in parallel.why("table") and "microbatch" not in parallel.why("table")
+
+
+def test_prices_of_several_microbatches_are_those_of_one() -> None:
+    text = piped(pp=1).why("blocks.1.mlp.down")
+    assert " a microbatch" in text and " a step (" not in text and "runs on" not in text

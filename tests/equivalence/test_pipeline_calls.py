@@ -14,37 +14,11 @@ import autopar
 from autopar import CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
 from autopar.pipeline.actions import parse_schedule
 from autopar.pipeline.schedules import generate
-from tests.pipelined import assert_split, compiled, parameters_of
+from tests.pipelined import assert_split, compiled, parameters_of, tagger
 from tests.zoo import IGNORED, Batch, Case
 from tests.zoo_language import mixtral
 
 PP2, PP2_DP2 = {"pp": 2}, {"pp": 2, "dp": 2}
-VOCABULARY, WIDTH = 12, 8
-
-
-class Tagger(nn.Module):
-    """One embedding for what comes in and what goes out, so that the first stage and the last one hold it; three layers between."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.symbols(ids)
-        for layer in self.layers:
-            x = x + self.dropout(torch.tanh(layer(x)))
-        logits = F.linear(x, self.symbols.weight)
-        if labels is None:
-            return {"logits": logits}
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
-
-
-def tagger(dropout: float = 0.0, size: int = 8) -> Case:
-    torch.manual_seed(0)
-    ids, labels = torch.randint(0, VOCABULARY, (2, size, 4))
-    return Case(Tagger(dropout).double(), {"ids": ids, "labels": labels})
 
 
 def assert_as_plain(parallel: autopar.ParallelModule, reference: nn.Module, batch: Batch, scale: float = 1.0) -> None:

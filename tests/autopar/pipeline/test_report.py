@@ -1,0 +1,69 @@
+"""What a person reads of a pipeline: stages, grid, step, and why it is cut there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from autopar.pipeline.report import StepOnPaper, cut_lines, pipeline_lines, shortened
+from autopar.pipeline.schedules import generate
+from autopar.pipeline.simulate import simulate
+from autopar.summary import cost_of
+from tests.piped import interleaved_pipe, piped, plain_pipe
+
+
+def test_explain_shows_stages_grid_and_step() -> None:
+    compiled = plain_pipe().compiled
+    text = plain_pipe().explain()
+    section = text[text.index("\npipeline\n") :].split("\n\n")[0]
+    for line in (*str(compiled.stages.placement).splitlines(), *str(compiled.order).splitlines()):
+        assert line.strip() in section
+    found = StepOnPaper(compiled.program, compiled.cost, compiled.order)
+    assert found.simulation.step_seconds == simulate(compiled.order, found.prices).step_seconds
+    assert re.search(r"a step takes \S+ [mµ]s on paper, of which ranks idle \d+\.\d%; the update \S+ \S+ more", section)
+    assert "it waits for 0F0 " in section
+    assert re.search(r"at most \S+ kB on rank 0, \S+ kB on rank 1", section)
+
+
+def test_the_reason_for_a_cut_is_what_another_would_cost() -> None:
+    compiled = plain_pipe().compiled
+    (line,) = cut_lines(compiled)
+    assert line.startswith("cut by cost: the slowest stage, ") and "with stage 1 from " in line
+    other = compiled.stages.next_best
+    assert other.slowest_seconds >= compiled.stages.placement.slowest_seconds
+    assert abs(other.starts[1] - compiled.stages.placement.starts[1]) == 1
+
+
+def test_microbatches_alone_need_no_grid() -> None:
+    compiled = piped(pp=1, num_microbatches=4, dp=1).compiled
+    lines = list(pipeline_lines(compiled, cost_of(compiled)))
+    assert lines[0] == "4 microbatches, one after another" and "idle" not in lines[1]
+    assert not any("rank 0 |" in line for line in lines)
+
+
+def test_a_program_without_gradients_runs_its_forwards() -> None:
+    import torch
+
+    with torch.no_grad():
+        compiled = piped().compiled
+    paper = StepOnPaper(compiled.program, compiled.cost, compiled.order)
+    assert {action.kind for row in paper.executed.orders for action in row} == {"F"}
+    assert all("B0" not in line for line in pipeline_lines(compiled, cost_of(compiled)))
+
+
+def test_wide_grids_are_cut() -> None:
+    lines = str(generate("1f1b", 8, 64)).splitlines()
+    found = list(shortened(lines))
+    assert found[:12] == lines[:12] and found[12] == f"… {len(lines) - 12} more lines: print(parallel.compiled.order)" and len(found) == 13
+    assert list(shortened(lines[:9])) == lines[:9]
+
+
+def test_the_update_is_of_the_rank_that_holds_most() -> None:
+    compiled = interleaved_pipe().compiled
+    found = StepOnPaper(compiled.program, compiled.cost, compiled.order)
+    whole = sum(
+        compiled.cost.parameter(item.dims, item.dtype, item.sharding).seconds for item in compiled.program.signature.inputs_of("parameter")
+    )
+    assert whole / 2 <= found.update_seconds < whole
+    assert found.seconds == pytest.approx(found.simulation.step_seconds + found.update_seconds)

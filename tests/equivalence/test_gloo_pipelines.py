@@ -1,0 +1,150 @@
+"""Pipelines on real ranks, over gloo: loss, gradients, training and state are those of plain torch on the global batch.
+
+Each process holds the parameters of its stage alone, as DTensors over the other axes, and feeds its share along dp.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import Cluster, ParallelModule
+from autopar.runtime.report import error_of
+from tests.conftest import GlooRanks
+from tests.pipelined import UNet, tagger
+from tests.zoo import Batch, gpt2
+
+# The loss of a float64 transformer is computed in float32.
+TOLERANCE = 1e-5
+MODELS = {"tagger": tagger, "gpt2": gpt2}
+TIED = {"symbols.weight", "transformer.wte.weight"}
+
+
+# ---- on the ranks
+
+
+def share(batch: Batch, mesh: DeviceMesh) -> Batch:
+    names = mesh.mesh_dim_names or ()
+    number, place = (mesh["dp"].size(), mesh.get_local_rank("dp")) if "dp" in names else (1, 0)
+    return {name: value.chunk(number)[place] for name, value in batch.items()}
+
+
+def compiled(model: nn.Module, mesh: DeviceMesh, number: int, schedule: str) -> ParallelModule:
+    options: dict[str, Any] = {"backend": "eager", "cluster": Cluster.ideal(), "timeout": 180}
+    return autopar.compile(model, mesh, num_microbatches=number, schedule=schedule, **options)
+
+
+def trains(name: str, axes: dict[str, int], number: int, schedule: str) -> dict[str, Any]:
+    """A clipped step of AdamW, the state after it, loaded again and from plain torch; evaluation; a batch of another shape."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    case = MODELS[name]()
+    reference, batch = copy.deepcopy(case.model), case.batch
+    mine = share(batch, mesh)
+    parallel = compiled(case.model, mesh, number, schedule)
+    loss, wanted = parallel(**mine)["loss"], reference(**batch)["loss"]
+    (2 * loss).backward()
+    (2 * wanted).backward()
+    found = {"loss": abs(float(loss.detach() - wanted.detach()))}
+    held = dict(parallel.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    floor = 1e-6 * float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+    for name, parameter in held.items():
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        found[f"gradient of {name}"] = error_of(parameter.grad.full_tensor(), gradients[name], floor)
+    optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3) for module in (parallel, reference)]
+    norm, bound = parallel.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    assert bound > 0.5, "clipping must bite"
+    found["norm"] = abs(float(norm - bound))
+    for optimizer in optimizers:
+        optimizer.step()
+    found |= state_errors(parallel, reference)
+    report = parallel.verify(promote=True, **mine)
+    found["loss in evaluation"] = in_evaluation(parallel, reference, mine, batch)
+    short, shorter = ({name: value[:, :3] for name, value in each.items()} for each in (mine, batch))
+    found["loss of a shorter batch"] = abs(float((parallel.train()(**short)["loss"] - reference.train()(**shorter)["loss"]).detach()))
+    return {"errors": found, "verified": (bool(report), report.worst), "names": set(held), "number of parameters": len(gradients)}
+
+
+def state_errors(parallel: ParallelModule, reference: nn.Module) -> dict[str, float]:
+    """Whole state after training; the sharded state and that of plain torch, loaded again."""
+    wanted = reference.state_dict()
+    full = parallel.full_state_dict()
+    assert list(full) == list(wanted)
+    found = {"full state": difference(full, wanted)}
+    sharded = {name: value.clone() for name, value in parallel.state_dict().items()}
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.zero_()
+    parallel.load_state_dict(sharded, strict=False)
+    found["sharded state loaded again"] = difference(parallel.full_state_dict(), wanted)
+    parallel.load_state_dict(wanted)
+    return found | {"plain state loaded": difference(parallel.full_state_dict(), wanted)}
+
+
+def in_evaluation(parallel: ParallelModule, reference: nn.Module, mine: Batch, batch: Batch) -> float:
+    parallel.eval()
+    reference.eval()
+    with torch.no_grad():
+        return abs(float(parallel(**mine)["loss"] - reference(**batch)["loss"]))
+
+
+def difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(float((found[name] - value).abs().max()) for name, value in wanted.items())
+
+
+def normalises() -> float:
+    """Running statistics of all stages, on every rank, after two microbatches."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    model = UNet().double()
+    reference = copy.deepcopy(model)
+    images, labels = torch.randn(4, 3, 8, 8).double(), torch.randint(0, 4, (4, 8, 8))
+    parallel = compiled(model, mesh, 2, "1f1b")
+    parallel(images, labels).backward()
+    for each in images.chunk(2):
+        reference.logits(each)
+    return difference(parallel.full_state_dict(), reference.state_dict())
+
+
+# ---- the tests
+
+
+def assert_as_plain(found: list[dict[str, Any]], stages: dict[int, list[int]]) -> None:
+    """`stages` has the ranks of each."""
+    for each in found:
+        assert max(each["errors"].values()) <= TOLERANCE, each["errors"]
+        assert each["verified"][0] and each["verified"][1] <= 1e-9
+    names = {stage: found[ranks[0]]["names"] for stage, ranks in stages.items()}
+    for stage, ranks in stages.items():
+        assert all(found[rank]["names"] == names[stage] for rank in ranks)
+    assert len(names[0] & names[1]) == 1 and names[0] & names[1] <= TIED
+    assert all(each["number of parameters"] == len(names[0] | names[1]) for each in found)
+
+
+def test_training_follows_plain_torch(gloo_ranks: Any) -> None:
+    found = gloo_ranks.run(trains, "tagger", {"pp": 2, "dp": 2}, 2, "1f1b")
+    assert_as_plain(found, {0: [0, 1], 1: [2, 3]})
+
+
+def test_every_rank_has_the_buffers_of_all_stages(gloo_ranks: Any) -> None:
+    assert max(gloo_ranks.run(normalises)) <= 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_training_on_three_axes_follows_plain_torch(schedule: str) -> None:
+    ranks = GlooRanks(8)
+    try:
+        found = ranks.run(trains, "gpt2", {"pp": 2, "dp": 2, "tp": 2}, 4, schedule, timeout=600)
+    finally:
+        ranks.close()
+    assert_as_plain(found, {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]})
