@@ -58,7 +58,7 @@ def explain(compiled: Compiled) -> str:
     original, executed = flops(program)
     share = original / executed if executed else 1.0
     lines = [
-        f"{program.mesh}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
+        f"{_where(program.mesh)}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
         *([f"search: {compiled.search}"] if compiled.search is not None else []),
         *(f"  {line}" for line in search_lines(compiled.search)),
         *_section("pipeline", pipeline_lines(compiled, cost) if compiled.order is not None else ()),
@@ -74,6 +74,12 @@ def explain(compiled: Compiled) -> str:
         *_section("predicted", _totals(compiled, cost)),
     ]
     return "\n".join(lines)
+
+
+def _where(mesh: Mesh) -> str:
+    """`pp=2 × dp=2, 4 microbatches`."""
+    number = mesh.num_microbatches
+    return f"{mesh.ranks}, {number} microbatches" if number > 1 else str(mesh)
 
 
 def _section(title: str, lines: Iterable[str]) -> Iterator[str]:

@@ -65,6 +65,17 @@ logger = logging.getLogger("autopar")
 VERSION = 1
 
 
+@dataclass(frozen=True)
+class _Order:
+    """A schedule that prints in a few words."""
+
+    schedule: PipelineSchedule
+
+    def __str__(self) -> str:
+        number = self.schedule.num_microbatches
+        return f"{self.schedule.name}, {number} microbatch{'' if number == 1 else 'es'}"
+
+
 class Reasoned(Protocol):
     """A decision that says why, by parameter name or node key."""
 
@@ -153,11 +164,12 @@ class Plan:
             return None
         numbers = {node: number for number, nodes in enumerate(units) for node in nodes}
         nodes = {key: node for node, key in node_keys(program, with_reshards=True).items() if node in numbers}
-        starts = (0, *(numbers[nodes[key]] for key in self.cuts if key in nodes))
+        missing = next((key for key in self.cuts if key not in nodes), None)
+        starts = (0, *(numbers[nodes[key]] for key in self.cuts)) if missing is None else ()
         if len(starts) == num_stages and all(one < other for one, other in itertools.pairwise(starts)):
             return starts
-        missing = next((key for key in self.cuts if key not in nodes), None)
-        why = f"there is no {missing!r}" if missing else f"it has {len(self.cuts) + 1} stages, this call {num_stages}"
+        others = f"it has {len(self.cuts) + 1} stages, this call {num_stages}" if len(starts) != num_stages else "no stage may be empty"
+        why = f"there is no {missing!r}" if missing else others
         logger.warning("the plan's stages do not fit: %s; they are placed anew", why)
         return None
 
@@ -224,7 +236,13 @@ class Plan:
         """What is otherwise in `other`: it prints, repeated layers as one line, and is truthy when something differs."""
         parameters, ops = changes(self.parameters, other.parameters), changes(self.strategies, other.strategies)
         num_parameters = len({*self.parameters, *other.parameters})
-        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, len({*self.strategies, *other.strategies}))
+        pipeline = changes(self._pipeline(), other._pipeline())
+        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, len({*self.strategies, *other.strategies}), tuple(pipeline))
+
+    def _pipeline(self) -> dict[str, object]:
+        """Its order, and where its stages begin."""
+        cuts: dict[str, object] = {f"stage {number}": cut for number, cut in enumerate(self.cuts, 1)}
+        return cuts if self.schedule is None else {"schedule": _Order(self.schedule), **cuts}
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back to an equal plan."""

@@ -1,9 +1,13 @@
-"""What differs between two plans: parameters that lie otherwise, and ops that are split otherwise, repeated layers as one line.
+"""What differs between two plans: parameters that lie otherwise, ops that are split otherwise, repeated layers as one line, and
+the pipeline.
 
 parameters
   h.*.mlp.c_fc.weight   [32, 64@tp] → [32@tp, 64]   × 12
 ops
   forward h.*.mlp.c_fc aten.mm 0   dp:m tp:n → dp:m tp:k   × 12
+pipeline
+  schedule   1f1b, 4 microbatches → zb-h1, 4 microbatches
+  stage 1   forward h.2 aten.add.Tensor 0 → forward h.3 aten.add.Tensor 0
 """
 
 from __future__ import annotations
@@ -31,9 +35,10 @@ class PlanDiff:
     ops: tuple[Change, ...]
     num_parameters: int = 0
     num_ops: int = 0
+    pipeline: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.ops)
+        return bool(self.parameters or self.ops or self.pipeline)
 
     def __str__(self) -> str:
         if not self:
@@ -41,6 +46,8 @@ class PlanDiff:
         lines = [f"{len(self.parameters)} of {self.num_parameters} parameters and {len(self.ops)} of {self.num_ops} ops differ"]
         for title, changes in (("parameters", self.parameters), ("ops", self.ops)):
             lines += [title, *(f"  {line}" for line in _folded(changes))] if changes else []
+        if self.pipeline:
+            lines += ["pipeline", *(f"  {each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in self.pipeline)]
         return "\n".join(lines)
 
 

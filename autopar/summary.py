@@ -231,7 +231,7 @@ def seconds(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> 
         for stage in work.stages[node]:
             ranks[places[stage]].compute += own * work.runs(node)
             ranks[places[stage]].traffic += rest * work.runs(node)
-    for transfer in transfers(program, cost):
+    for transfer in transfers(program, cost, places):
         for stage in transfer.stages:
             ranks[places[stage]].add(transfer)
     slowest = max(ranks, key=lambda each: each.total)

@@ -36,8 +36,9 @@ class Transfer:
     stages: tuple[int, ...] = (0,)
 
 
-def transfers(program: Program, cost: CostModel) -> Iterator[Transfer]:
-    """Every collective of the program, in order; then what stages send each other."""
+def transfers(program: Program, cost: CostModel, places: Sequence[int] = ()) -> Iterator[Transfer]:
+    """Every collective of the program, in order; then what stages send each other. `places` are the ranks of the stages along `pp`,
+    by default one for each."""
     work = Work(program)
     for node in work.calls:
         for transfer in transfers_of(node, program.mesh, cost):
@@ -47,6 +48,11 @@ def transfers(program: Program, cost: CostModel) -> Iterator[Transfer]:
         for value in values:
             size, phase = value_bytes(value, cost), "forward" if direction == "F" else "backward"
             yield Transfer(value, "pp", "send", phase, size, latency + seconds_per_byte * size, work.runs(value), (source,))
+    for part, source, targets in work.ties:
+        size, ranks = value_bytes(part, cost), {places[each] if places else each for each in targets}
+        peers = ranks - {places[source] if places else source}
+        if peers:
+            yield Transfer(part, "pp", "send", "backward", size, latency + seconds_per_byte * size, len(peers), (source,))
 
 
 def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Transfer]:
@@ -73,7 +79,7 @@ class Sent(NamedTuple):
 def sent(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> dict[tuple[str, str, str], Sent]:
     """By axes, phase and collective what the rank sends that sends most; `places` are the ranks of the stages along `pp`."""
     ranks: dict[tuple[str, str, str], dict[int, Sent]] = {}
-    for each in transfers(program, cost):
+    for each in transfers(program, cost, places):
         rows = ranks.setdefault((each.axes, each.phase, each.collective), {})
         for stage in each.stages:
             runs, size, seconds = rows.get(places[stage], Sent(0, 0.0, 0.0))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from autopar.keys import PHASE, STAGE
+from autopar.keys import PHASE, SHARDING, STAGE
+from autopar.microbatches import is_summed_later
 from autopar.program import Form, Program
 
 aten = torch.ops.aten
@@ -51,7 +52,9 @@ class CopyToStages:
 
 
 def _is_view(node: Node) -> bool:
-    return node.target in _VIEWS and node.args[0].op == "call_function"  # type: ignore[union-attr]
+    """Whether `node` is a view that may be made anew. One of a parameter's gradient stays: its sum is sent, once a step."""
+    is_gradient = node in SHARDING and any(is_summed_later(each) for each in SHARDING[node])
+    return node.target in _VIEWS and not is_gradient and node.args[0].op == "call_function"  # type: ignore[union-attr]
 
 
 def _place(node: Node) -> None:

@@ -36,23 +36,31 @@ def starts_where(line: ProgramLine, program: Program, held: Held, num_stages: in
         for unit in {unit_of[reader] for reader in _readers(node, line.copied) if reader in unit_of} if stages else ():
             allowed[unit] = tuple(stage for stage in allowed.get(unit, stages) if stage in stages)
             names[unit] = item.name
-    starts, now = [0], 0
-    for unit in sorted(allowed):
-        stage = next((stage for stage in allowed[unit] if stage >= now), None)
-        if stage is None or stage > now + 1:
+    reachable: list[set[int]] = [{0}]
+    for unit in range(len(line.nodes)):
+        before = reachable[-1] | ({stage + 1 for stage in reachable[-1]} if unit else set())
+        reachable.append(before.intersection(allowed.get(unit, range(num_stages))))
+        if not reachable[-1]:
             raise PlanError(
                 f"the first capture left {names[unit]!r} with stage {' and '.join(map(str, held[names[unit]]))} of the pipeline; this call "
-                f"reads it after parameters of stage {now}: compile the model again for calls of this kind"
+                f"reads it where stage {max(reachable[-2])} is the last that can be: compile the model again for calls of this kind"
             )
-        if stage > now:
-            starts.append(unit)
-        now = stage
-    if len(starts) < num_stages:
+    if num_stages - 1 not in reachable[-1]:
         raise PlanError(
-            f"this call reads no parameter of the last {num_stages - len(starts)} of {num_stages} pipeline stages that the first capture "
-            "placed: compile the model again for calls of this kind"
+            f"this call has work for {max(reachable[-1]) + 1} of the {num_stages} pipeline stages that the first capture placed parameters "
+            "on: compile the model again for calls of this kind"
         )
-    return tuple(starts)
+    return _latest_starts(reachable[1:], num_stages)
+
+
+def _latest_starts(reachable: list[set[int]], num_stages: int) -> tuple[int, ...]:
+    """The first unit of each stage, as late as can be; `reachable` are by unit the stages that it may be on."""
+    starts, stage = list[int](), num_stages - 1
+    for unit in range(len(reachable) - 1, 0, -1):
+        if stage - 1 in reachable[unit - 1]:
+            starts.append(unit)
+            stage -= 1
+    return (0, *reversed(starts))
 
 
 def _readers(parameter: Node, everywhere: frozenset[Node]) -> set[Node]:

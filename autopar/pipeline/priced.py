@@ -23,7 +23,8 @@ def price_pipeline(program: Program, cost: CostModel, num_stages: int, speeds: S
 
     forward            a stage's forward calls, its own copies of what every stage computes for itself included
     input gradient     the backward calls that gradients for other stages descend from; the weight gradient is the rest
-    reduce             what runs once a step: changes of sharding of losses and gradients
+    reduce             what runs once a step: changes of sharding of losses and gradients, the exchange of those that several
+                       stages want
     saved              what the backward of a stage reads of a forward, its own or what came in from another stage
     held               the parameters that the stage reads, with gradients and optimizer state, and its buffers
     edges              the values that cross, each sent by itself
@@ -75,12 +76,15 @@ class _Pricing:
             kind = "F" if phase == "forward" else "I" if node in waited else "W"
             seconds[kind] += self.seconds(node) / speed
             working = max(working, self.working_bytes(node))
-        once = (node for node in self.work.once if stage in self.work.stages[node])
+        once = [node for node in self.work.once if stage in self.work.stages[node]]
+        latency, seconds_per_byte = self.cost.send()
+        ties = [(value_bytes(tie.part, self.cost), len(tie.targets)) for tie in self.work.ties if tie.source == stage]
+        exchanged = sum(number * (latency + seconds_per_byte * size) for size, number in ties)
         return StageCost(
             forward_seconds=seconds["F"],
             input_gradient_seconds=seconds["I"],
             weight_gradient_seconds=seconds["W"],
-            reduce_seconds=sum(self.seconds(node) / speed for node in once),
+            reduce_seconds=sum(self.seconds(node) / speed for node in once) + exchanged,
             saved_bytes=sum(value_bytes(node, self.cost) for node in self.work.saved(stage)),
             weight_saved_bytes=sum(value_bytes(node, self.cost) for node in self.work.saved(stage, without=waited)),
             working_bytes=working,

@@ -19,7 +19,7 @@ from autopar.pipeline.work import Work
 from autopar.program import Program
 from autopar.units import in_bytes, in_seconds
 
-# A grid of more lines is cut: the rest of a schedule is like its middle.
+# So many lines of a grid are shown, or its first block: the rest of a schedule is like its middle.
 _MAX_LINES = 12
 _SHOWN_EVENTS = 4
 
@@ -134,10 +134,12 @@ def pipeline_lines(compiled: Compiled, cost: CostModel) -> Iterator[str]:
 
 
 def shortened(lines: list[str]) -> Iterator[str]:
-    """The first lines of a grid, and how many more there are."""
-    yield from lines[:_MAX_LINES]
-    if len(lines) > _MAX_LINES:
-        yield f"… {len(lines) - _MAX_LINES} more lines: print(parallel.compiled.order)"
+    """The first blocks of a grid, and how many lines more there are."""
+    ends = [number for number, line in enumerate(lines) if not line] + [len(lines)]
+    shown = max([end for end in ends if end <= _MAX_LINES], default=ends[0])
+    yield from lines[:shown]
+    if shown < len(lines):
+        yield f"… {len(lines) - shown} more lines: print(parallel.compiled.order)"
 
 
 def cut_lines(compiled: Compiled) -> Iterator[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -47,6 +48,14 @@ _VIEWS = frozenset(
 _MARKS = frozenset({save, pinned})
 # Ops that only move elements: at the end of a gradient's way they are done to the sum over the microbatches.
 _MOVES = _VIEWS | {reshard, aten.clone.default}
+
+
+class Tie(NamedTuple):
+    """The sum over the microbatches of a gradient's `part`, which stage `source` makes and `targets` want as well."""
+
+    part: Node
+    source: int
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,27 @@ class Work:
     def reading(self, value: Node) -> frozenset[int]:
         """The stages that read an input."""
         return frozenset(stage for user in value.users for stage in self.stages.get(user, ()))
+
+    @cached_property
+    def ties(self) -> tuple[Tie, ...]:
+        """What stages exchange once a step: gradients of parameters that several hold, or another than the one that makes them."""
+        if self.program.mesh.num_microbatches == 1:
+            return ()
+        readers = {item.name: self.reading(node) for item, node in self.program.named_inputs() if item.kind == "parameter"}
+        found: list[Tie] = []
+        for output, node in self.program.named_outputs():
+            if output.kind == "gradient" and node.op == "call_function":
+                parts = [part for part in self._parts(_before(node)) if part in STAGE]
+                wanting = readers[output.name] or {STAGE[part] for part in parts}
+                found += [Tie(part, STAGE[part], tuple(sorted(wanting - {STAGE[part]}))) for part in parts]
+        return tuple(tie for tie in found if tie.targets)
+
+    def _parts(self, node: Node) -> Iterator[Node]:
+        if node in self.dropped:
+            for source in node.all_input_nodes:
+                yield from self._parts(source)
+        else:
+            yield node
 
     def _counted(self) -> set[Node]:
         """Sums over the microbatches that are known ahead, and what follows from them alone."""

@@ -24,6 +24,8 @@ from autopar.pipeline.schedules import generate
 from autopar.plan import Plan, PlannedInput, fingerprint, node_keys
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.sharding import Dims, Sharding, Strategy
+from tests.piped import piped
+from tests.residual import batch
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -227,3 +229,65 @@ def test_a_plan_serves_as_pins() -> None:
     plan = Plan.of(program(), Reasons({"h.0.fc.weight": "row", "other": "no parameter"}))
     assert resolve(plan, program()).plan == plan.pins()
     assert plan.pins().reasons == {"h.0.fc.weight": "row"}
+
+
+def test_a_pipeline_is_in_the_plan_and_comes_back_from_it() -> None:
+    first = piped(schedule="zb-h1")
+    plan = first.plan
+    assert plan.schedule == generate("zb-h1", 2, 2) and plan.schedule.num_microbatches == 2 and len(plan.cuts) == 1
+    assert plan.cuts[0].startswith("forward ") and "stage 1" in plan.reasons
+    text = plan.to_json()
+    content = json.loads(text)["schedule"]
+    assert content["num_microbatches"] == 2 and content["text"][0].startswith("pipeline zb-h1: 2 microbatches")
+    assert Plan.from_json(text) == plan
+    again = piped(plan=Plan.from_json(text), num_microbatches=None)
+    assert again.compiled.order == first.compiled.order and again.compiled.stages.stages == first.compiled.stages.stages
+    assert again.compiled.stages.reason == "by the plan" and again.plan.reasons["stage 1"].endswith(": by the plan")
+    assert again.compiled.fingerprint == first.compiled.fingerprint
+    assert "cut by the plan: the slowest stage" in again.explain()
+    for line in (*str(plan.schedule).splitlines(), f"stage 1 begins with {plan.cuts[0]}"):
+        assert f"  {line}\n" in f"{plan}\n"
+
+
+def test_an_edited_cut_is_kept() -> None:
+    first = piped()
+    program = first.compiled.program
+    keys = node_keys(program, with_reshards=True)
+    key = next(key for key in keys.values() if key.startswith("forward blocks.0.mlp.down aten.mm"))
+    assert first.plan.cuts != (key,)
+    moved = piped(plan=replace(first.plan, cuts=(key,)), num_microbatches=None)
+    assert moved.plan.cuts == (key,) and moved.compiled.stages.placement.stages[1].first_name == "blocks.0.mlp.down aten.mm"
+    assert moved.verify(*batch())
+
+
+def test_what_is_asked_for_overrules_the_schedule_of_a_plan() -> None:
+    plan = piped(schedule="zb-h1").plan
+    again = piped(plan=plan, schedule="gpipe", num_microbatches=2)
+    assert again.compiled.order == generate("gpipe", 2, 2) and again.plan.cuts == plan.cuts
+
+
+def test_a_plan_with_a_broken_grid_is_refused() -> None:
+    text = piped().plan.to_json().replace("rank 0 |", "rank zero |")
+    with pytest.raises(PlanError, match="the plan is malformed: ScheduleError: line 2 should be"):
+        Plan.from_json(text)
+
+
+def test_reshards_have_keys_where_they_are_asked_for() -> None:
+    one = program(with_reshard=True)
+    keys = node_keys(one, with_reshards=True)
+    assert set(keys.values()) - set(node_keys(one).values()) == {"forward - reshard 0"}
+    assert all(keys[node] == key for node, key in node_keys(one).items())
+
+
+def test_the_diff_of_two_plans_has_the_pipeline() -> None:
+    one = piped().plan
+    other = replace(one, schedule=generate("gpipe", 2, 2), cuts=("forward blocks.0 aten.add.Tensor 0",))
+    found = one.diff(other)
+    assert found and not found.parameters and not found.ops
+    assert str(found).splitlines()[1:] == [
+        "pipeline",
+        "  schedule   1f1b, 2 microbatches → gpipe, 2 microbatches",
+        f"  stage 1   {one.cuts[0]} → forward blocks.0 aten.add.Tensor 0",
+    ]
+    assert "  schedule   1f1b, 2 microbatches → none" in str(one.diff(replace(one, schedule=None, cuts=())))
+    assert not one.diff(one)

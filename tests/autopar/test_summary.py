@@ -27,12 +27,12 @@ transformers = pytest.importorskip("transformers")
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16}
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "vocab_size": 64, "n_positions": 16}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
 
 
 def llama() -> nn.Module:
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64, use_cache=False))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from autopar.pipeline.work import Work
 from autopar.summary import cost_of, places_of
 from autopar.transfers import sent, transfers
-from tests.piped import interleaved_pipe, plain_pipe
+from tests.piped import interleaved_pipe, plain_pipe, tied_pipe
+from tests.residual import WIDTH, WORDS
 
 
 def test_sends_happen_for_each_microbatch_and_reductions_once() -> None:
@@ -28,3 +30,13 @@ def test_a_rank_sends_for_all_its_stages() -> None:
     row = sent(compiled.program, cost, places)["pp", "forward", "send"]
     assert row.bytes == max(by_rank) and row.seconds > 0
     assert min(by_rank) > 0
+
+
+def test_gradients_of_a_tied_table_are_exchanged_once_a_step() -> None:
+    compiled = tied_pipe().compiled
+    table = WORDS * WIDTH * 8
+    found = [each for each in transfers(compiled.program, cost_of(compiled)) if each.collective == "send" and each.runs == 1]
+    assert sorted((each.phase, each.bytes, each.stages) for each in found) == [("backward", table, (0,)), ("backward", table, (1,))]
+    on_one_rank = list(transfers(compiled.program, cost_of(compiled), (0, 0)))
+    assert not [each for each in on_one_rank if each.collective == "send" and each.runs == 1]
+    assert not Work(plain_pipe().compiled.program).ties

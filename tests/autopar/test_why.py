@@ -93,5 +93,5 @@ def test_without_a_pipeline_no_stage_is_named(parallel: ParallelModule) -> None:
 
 
 def test_prices_of_several_microbatches_are_those_of_one() -> None:
-    text = piped(pp=1).why("blocks.1.mlp.down")
+    text = piped(pp=1, tp=2).why("blocks.1.mlp.down")
     assert " a microbatch" in text and " a step (" not in text and "runs on" not in text

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import autopar
 from autopar import CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
@@ -72,6 +71,30 @@ def test_what_is_dropped_is_a_function_of_the_position() -> None:
         losses.append([float(parallel(**case.batch)["loss"].detach()) for _ in range(2)])
     assert losses[1] == pytest.approx(losses[0], rel=1e-12) and losses[2] == pytest.approx(losses[0], rel=1e-12)
     assert losses[0][0] != losses[0][1]
+
+
+class Penalised(nn.Module):
+    """A loss that is a sum over the samples, a penalty on the weights that is not, and a mean over the positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        penalty = sum(layer.weight.square().sum() for layer in self.layers)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean() + 0.1 * penalty}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_penalty_on_weights_of_all_stages_counts_once(schedule: str) -> None:
+    torch.manual_seed(0)
+    case = Case(Penalised().double(), {"x": torch.randn(8, 6).double()})
+    reference = copy.deepcopy(case.model)
+    parallel = compiled(case, PP2_DP2, 4, schedule)
+    assert_as_plain(parallel, reference, case.batch)
+    assert parallel.verify(promote=True, **case.batch)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"dp": 1}], ids=str)

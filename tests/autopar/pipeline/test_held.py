@@ -8,8 +8,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import autopar
+from autopar.cost import CostModel
 from autopar.errors import PlanError
 from autopar.hardware.cluster import Cluster
+from autopar.passes.insert_reshards import InsertReshards
+from autopar.passes.place_stages import PlaceStages
+from autopar.pipeline.held import Held, holders_of, starts_where
+from autopar.pipeline.line import line_of
+from tests.staged import passed
 
 WIDTH = 8
 
@@ -79,3 +85,69 @@ def test_slow_devices_get_less() -> None:
         return sum(stages == (0,) for stages in parallel.compiled.holders.values())
 
     assert share((1.0, 0.25)) > share((1.0, 1.0)) > share((0.25, 1.0))
+
+
+# ---- where that leaves the cuts
+
+
+class Layers(nn.Module):
+    """Three layers, each its product, its bias and a tanh; the first weight is the last one's, too, where `is_tied`."""
+
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+        if is_tied:
+            self.layers[2].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+def starts(held: Held, num_stages: int = 2, model: nn.Module | None = None) -> dict[int, str]:
+    """By stage what it begins with."""
+    program = passed(model or Layers(), (torch.randn(4, 4),), InsertReshards)
+    line = line_of(program, CostModel(Cluster.ideal(), program.mesh))
+    found = starts_where(line, program, held, num_stages)
+    assert len(found) == num_stages and list(found) == sorted(set(found))
+    return {stage: line.line.units[start].name for stage, start in enumerate(found)}
+
+
+def weights(*stages: int) -> Held:
+    return {f"layers.{number}.weight": (stage,) for number, stage in enumerate(stages)}
+
+
+def test_cuts_lie_where_the_parameters_of_the_next_stage_begin() -> None:
+    assert starts(weights(0, 0, 1))[1] == "layers.2 aten.mm"
+    assert starts(weights(0, 1, 1))[1] == "layers.1 aten.mm"
+    assert list(starts(weights(0, 1, 2), 3).values())[1:] == ["layers.1 aten.mm", "layers.2 aten.mm"]
+
+
+def test_stages_without_parameters_lie_between_the_others_or_behind_them() -> None:
+    """As a pooling layer or a loss may be."""
+    found = starts(weights(0, 0, 2), 3)
+    assert found[1] != found[2] == "layers.2 aten.mm"
+    found = starts(weights(0, 1, 1), 3)
+    assert found[1] == "layers.1 aten.mm" and "layers" not in found[2]
+
+
+def test_a_tied_parameter_may_be_read_on_any_stage_that_holds_it() -> None:
+    held = {"layers.0.weight": (0, 1), "layers.1.weight": (1,)}
+    assert starts(held, model=Layers(is_tied=True))[1] == "layers.1 aten.mm"
+
+
+def test_what_cannot_stay_is_refused_by_name() -> None:
+    with pytest.raises(
+        PlanError, match=r"the first capture left 'layers.2.weight' with stage 0 of the pipeline; this call reads it where stage 1 is"
+    ):
+        starts(weights(0, 1, 0))
+    with pytest.raises(PlanError, match=r"this call has work for \d+ of the 40 pipeline stages"):
+        starts(weights(0, 1, 1), 40)
+
+
+def test_the_holders_of_a_program_are_the_stages_that_read_it() -> None:
+    placed = passed(Layers(is_tied=True), (torch.randn(4, 4),), PlaceStages)
+    found = holders_of(placed)
+    assert found["layers.0.weight"] == (0, 1) and len(found["layers.1.weight"]) == 1
+    assert starts(found, model=Layers(is_tied=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from autopar.pipeline.report import StepOnPaper, cut_lines, pipeline_lines, shortened
 from autopar.pipeline.schedules import generate
@@ -43,8 +44,6 @@ def test_microbatches_alone_need_no_grid() -> None:
 
 
 def test_a_program_without_gradients_runs_its_forwards() -> None:
-    import torch
-
     with torch.no_grad():
         compiled = piped().compiled
     paper = StepOnPaper(compiled.program, compiled.cost, compiled.order)
@@ -54,9 +53,12 @@ def test_a_program_without_gradients_runs_its_forwards() -> None:
 
 def test_wide_grids_are_cut() -> None:
     lines = str(generate("1f1b", 8, 64)).splitlines()
-    found = list(shortened(lines))
-    assert found[:12] == lines[:12] and found[12] == f"… {len(lines) - 12} more lines: print(parallel.compiled.order)" and len(found) == 13
+    assert lines[9] == "" and len(lines) > 12
+    # The header and one row for each rank.
+    assert list(shortened(lines)) == [*lines[:9], f"… {len(lines) - 9} more lines: print(parallel.compiled.order)"]
     assert list(shortened(lines[:9])) == lines[:9]
+    two = str(generate("1f1b", 2, 64)).splitlines()
+    assert list(shortened(two))[:-1] == two[:12] and two[12] == ""
 
 
 def test_the_update_is_of_the_rank_that_holds_most() -> None:

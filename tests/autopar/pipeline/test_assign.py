@@ -1,0 +1,112 @@
+"""Stages of the forward carried over to the whole step."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from autopar.keys import PHASE
+from autopar.passes.insert_reshards import InsertReshards
+from autopar.pipeline.assign import assign_stages, copied
+from autopar.program import Program
+from tests.staged import calls, passed
+
+aten = torch.ops.aten
+
+
+class Tied(nn.Module):
+    """Two layers between an embedding and its transpose, and a mask that both layers read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = (ids > 2).unsqueeze(-1)
+        x = self.symbols(ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * mask
+        return (x @ self.symbols.weight.t()).square().sum()
+
+
+def program(model: nn.Module | None = None, *args: Tensor) -> Program:
+    return passed(model or Tied(), args or (torch.randint(0, 6, (4, 3)),), InsertReshards)
+
+
+def products(found: Program) -> list[Node]:
+    """Those of the forward."""
+    return [node for node in calls(found, aten.mm.default) if PHASE[node] == "forward"]
+
+
+def cut_at(found: Program, first: Node) -> dict[Node, int]:
+    """The stages when everything from `first` on is on the second."""
+    names = [node.name for node in found.graph.nodes]
+    forward = {
+        node: int(names.index(node.name) >= names.index(first.name))
+        for node in found.graph.nodes
+        if node.op == "call_function" and PHASE[node] == "forward"
+    }
+    return assign_stages(found, forward, 2)
+
+
+def test_what_follows_from_inputs_or_from_parameters_alone_is_made_by_every_stage() -> None:
+    found = program()
+    everywhere = copied(found)
+    assert set(calls(found, aten.gt.Scalar)) <= everywhere, "the mask"
+    assert {node for node in calls(found, aten.t.default) if PHASE[node] == "forward"} <= everywhere, "transposed weights"
+    assert not everywhere.intersection([*calls(found, aten.embedding.default), *calls(found, aten.mm.default)])
+    assert not everywhere.intersection(cut_at(found, products(found)[1]))
+
+
+def test_activations_flow_on_and_gradients_flow_back() -> None:
+    found = program()
+    for first in products(found):
+        stages = cut_at(found, first)
+        assert set(stages) == {node for node in found.graph.nodes if node.op == "call_function"} - copied(found)
+        for node, stage in stages.items():
+            for operand in node.all_input_nodes:
+                if operand in stages and PHASE[node] == "forward":
+                    assert stages[operand] <= stage
+                elif operand in stages and PHASE[operand] == "backward":
+                    assert stages[operand] >= stage
+        backward = [node for node in stages if PHASE[node] == "backward"]
+        assert {stages[node] for node in backward} == {0, 1}
+
+
+def test_a_backward_is_where_its_forward_is() -> None:
+    found = program()
+    stages = cut_at(found, products(found)[1])
+    assert {stages[node] for node in calls(found, aten.embedding_dense_backward.default)} == {0}
+    assert sorted(stages[node] for node in calls(found, aten.tanh_backward.default)) == [0, 1]
+    assert sorted(stages[node] for node in calls(found, aten.tanh.default)) == [0, 1]
+
+
+def test_a_result_stays_with_the_op_that_has_several() -> None:
+    class Norms(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for norm in self.norms:
+                x = torch.tanh(norm(x))
+            return x.sum()
+
+    found = program(Norms(), torch.randn(4, 4))
+    stages = cut_at(found, calls(found, aten.native_layer_norm.default)[1])
+    selected = calls(found, operator.getitem)
+    assert {stages[node] for node in selected} == {0, 1}
+    assert all(stages[node] == stages[node.args[0]] for node in selected if isinstance(node.args[0], Node))
+
+
+def test_the_gradients_of_a_tie_are_summed_where_both_have_arrived() -> None:
+    found = program()
+    stages = cut_at(found, products(found)[1])
+    (gradient,) = (node for item, node in found.named_outputs() if item.kind == "gradient" and item.name == "symbols.weight")
+    while gradient.target is not aten.add.Tensor:
+        gradient = gradient.all_input_nodes[0]
+    assert stages[gradient] == 0 and sorted(stages[each] for each in gradient.all_input_nodes) == [0, 1]
