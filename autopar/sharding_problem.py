@@ -18,7 +18,7 @@ from autopar.keys import BATCH, DIMS, PHASE
 from autopar.markers import pinned, save
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, parent
-from autopar.microbatches import known_ahead, summed_later
+from autopar.microbatches import is_summed_later, known_ahead, summed_later
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.reshard import is_slice
 from autopar.reshard_prices import ReshardPrices
@@ -102,7 +102,8 @@ class _Builder:
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
-    _moved: dict[ValueIndex, tuple[float, bool]] = field(default_factory=dict[ValueIndex, tuple[float, bool]])
+    _moved: dict[ValueIndex, tuple[float, bool, bool]] = field(default_factory=dict[ValueIndex, tuple[float, bool, bool]])
+    _results: frozenset[Node] = frozenset()
     _ahead: frozenset[Node] = frozenset()
     _inputs: dict[tuple[int, tuple[Strategy, ...]], tuple[Candidate, ...]] = field(default_factory=dict)
     _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
@@ -114,7 +115,9 @@ class _Builder:
     def build(self) -> None:
         calls = [node for node in self.program.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
         self._of_index = [*self.program.placeholders, *calls]
-        self._ahead = known_ahead(self.program) if self.program.mesh.num_microbatches > 1 else frozenset()
+        if self.program.mesh.num_microbatches > 1:
+            self._ahead = known_ahead(self.program)
+            self._results = frozenset(node for output, node in self.program.named_outputs() if output.kind == "gradient")
         self.index = {node.name: number for number, node in enumerate(self._of_index)}
         homes = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
         left: dict[Node, Node] = {}
@@ -139,16 +142,20 @@ class _Builder:
 
     def price(self, value: ValueIndex, source: State, target: State) -> float:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
-        num_bytes, is_ahead = self.price_class(value)
-        return self._reshards.seconds(num_bytes, source, target, is_ahead)
+        num_bytes, is_ahead, is_result = self.price_class(value)
+        seconds = self._reshards.seconds(num_bytes, source, target, is_ahead)
+        # A gradient is moved when it is summed, once for all microbatches; seconds are those of one.
+        is_shared = is_result and is_summed_later(source) and is_summed_later(target)
+        return seconds / self.program.mesh.num_microbatches if is_shared else seconds
 
-    def price_class(self, value: ValueIndex) -> tuple[float, bool]:
-        """The bytes of a value, and whether it is known ahead of the microbatches: what it costs to move it depends on nothing else."""
+    def price_class(self, value: ValueIndex) -> tuple[float, bool, bool]:
+        """The bytes of a value, whether it is known ahead of the microbatches, and whether it is a gradient that they sum: what it
+        costs to move it depends on nothing else."""
         if value not in self._moved:
             node = self._of_index[value[0]]
             tensor = results_of(node)[value[1]]
             assert tensor is not None
-            self._moved[value] = float(tensor.numel() * tensor.dtype.itemsize), node in self._ahead
+            self._moved[value] = float(tensor.numel() * tensor.dtype.itemsize), node in self._ahead, node in self._results
         return self._moved[value]
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
@@ -181,7 +188,8 @@ class _Builder:
         sharding = strategy.results[0]
         seconds = self.cost.parameter(dims, item.dtype, sharding, item.requires_grad).seconds if item.kind == "parameter" else 0.0
         held = self.budget.optimizer.held_bytes(item, self.cost.local_bytes(dims, item.dtype, sharding))
-        return Candidate((sharding,) * num_reads, (sharding,), seconds, held)
+        # What there is to do once a step is shared by all microbatches.
+        return Candidate((sharding,) * num_reads, (sharding,), seconds / self.program.mesh.num_microbatches, held)
 
     def _number(self, kind: Hashable) -> int:
         """Kinds as numbers: they are compared and hashed a hundred thousand times."""

@@ -107,7 +107,7 @@ class _Cut:
         self.calls = [node for node in self.program.graph.nodes if node.op == "call_function"]
         counted = [node for node in self.calls if is_launch(node) and node.args[1] == (MICROBATCHES,)]
         once = self._once(counted)
-        sums = tuple(self._sum(output, node) for output, node in self.program.named_outputs() if is_summed_later(_sharding(output)))
+        sums = tuple(self._sum(output, node) for output, node in self.program.named_outputs() if self._is_summed(output, node))
         ahead = _ancestors(each.all_input_nodes[0] for each in counted) - once
         aside = ahead | once | {node for each in sums for node in each.after} | _dropped(sums)
         loop = [node for node in self.calls if node not in aside]
@@ -137,6 +137,11 @@ class _Cut:
             if node in ahead and calls and all(each in found for each in calls) and not changing.intersection(operands):
                 found.add(node)
         return found
+
+    def _is_summed(self, output: Output, result: Node) -> bool:
+        """A sum over one microbatch is one, too: stages that share a parameter have parts of its gradient all the same."""
+        is_only = self.program.mesh.num_microbatches == 1 and output.kind in ("loss", "gradient") and result.op == "call_function"
+        return is_only or is_summed_later(_sharding(output))
 
     def _sum(self, output: Output, result: Node) -> Sum:
         after: list[Node] = []

@@ -12,8 +12,8 @@ import torch
 
 from autopar.compiled import Compiled
 from autopar.errors import ScheduleError
-from autopar.pipeline.priced import price_pipeline
-from autopar.pipeline.simulate import Event, Simulation, simulate
+from autopar.pipeline.report import StepOnPaper
+from autopar.pipeline.simulate import Event, Simulation
 from autopar.pipeline.trace import write_trace
 from autopar.random_key import random_key
 from autopar.runtime.call import Call
@@ -132,9 +132,9 @@ def timeline(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _predicted(compiled: Compiled) -> Simulation | None:
-    if compiled.order is None or compiled.cost is None or not compiled.local.signature.outputs_of("gradient"):
+    if compiled.order is None or compiled.cost is None:
         return None
-    return simulate(compiled.order, price_pipeline(compiled.program, compiled.cost, compiled.order.num_stages))
+    return StepOnPaper(compiled.program, compiled.cost, compiled.order).simulation
 
 
 def measured(call: Call) -> Timeline:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.captures import keep_captures
+
 WORLD_SIZE = 4
 _SERVER = Path(__file__).with_name("gloo_rank.py")
 
@@ -84,6 +86,11 @@ class GlooRanks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         self._stop()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def captures() -> None:
+    keep_captures()
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from tests.captures import keep_captures
+
 
 def serve(rank: int, world_size: int, folder: Path) -> None:
     """Call what arrives, answer with (result, error, traceback), until None arrives or the tests are gone."""
@@ -24,6 +26,7 @@ def serve(rank: int, world_size: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=180)
     )
+    keep_captures()
     modules: dict[str, ModuleType] = {}
     while (task := pickle.loads(pipe.recv_bytes())) is not None:
         code, name, args = task

@@ -81,5 +81,6 @@ def best_order(program: Program, cost: CostModel, order: PipelineSchedule, capac
     """
     if not program.signature.outputs_of("gradient"):
         return order
-    prices = price_pipeline(program, cost, order.num_stages)
+    speeds = tuple(cost.cluster.speed(rank) for rank in order.stages)
+    prices = price_pipeline(program, cost, order.num_stages, speeds)
     return auto_schedule(prices, order.num_microbatches, order.stages, capacity_bytes, objective="step")

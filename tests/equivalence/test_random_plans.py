@@ -9,15 +9,24 @@ from functools import cache
 
 import pytest
 
-from autopar.check import Checker, check_schedules
-from autopar.manager import run_passes
+from autopar.check import Checker, check_compiled, check_schedules
+from autopar.compiled import Compiled
+from autopar.compiler import Options, default_passes
+from autopar.hardware.cluster import Cluster
+from autopar.manager import History, run_passes
 from autopar.mesh import Mesh, virtual_mesh
+from autopar.passes.choose_shardings import ChooseShardings
 from autopar.passes.cut_fragments import cut_fragments
 from autopar.passes.insert_reshards import InsertReshards
+from autopar.passes.key_random import KeyRandom
 from autopar.passes.lower import Lower
+from autopar.passes.place_stages import PlaceStages
 from autopar.passes.random_shardings import RandomShardings
+from autopar.passes.write_schedules import pipeline_schedules
+from autopar.pipeline.order import pipeline_order
 from autopar.program import Program
 from autopar.promote import default_float64, promote
+from autopar.runtime.module import ParallelModule
 from tests.running import FORWARD_PASSES, Values, assert_close, forward_program, global_program, inputs_of, run_forward, run_schedule
 from tests.zoo import ZOO
 
@@ -68,3 +77,37 @@ def test_fifty_random_plans_are_exact(name: str) -> None:
         except Exception as error:
             error.add_note(f"{name}, seed {seed}, on {MESHES[seed % len(MESHES)]}")
             raise
+
+
+# ---- in pipelines: stages placed for the random plan, microbatches as an axis that splits the batch and nothing else
+
+PIPELINES = ((virtual_mesh(pp=2, tp=2), "1f1b"), (virtual_mesh(pp=2, dp=2, tp=2), "zb-v"), (virtual_mesh(pp=2, dp=2), "interleaved"))
+NUMBER = 4
+
+
+def in_pipeline(name: str, seed: int) -> ParallelModule:
+    """A module whose every call runs the random plan. Gradients may be reduced microbatch by microbatch: they are sums all the way."""
+    mesh, schedule = PIPELINES[seed % len(PIPELINES)]
+    case, in_time = ZOO[name](dropout=0.1 * (seed % 2)), mesh.with_microbatches(NUMBER)
+    order, history = pipeline_order(schedule, in_time), History()
+    passes = default_passes(Options(Cluster.ideal()), training=True, order=order)
+    chosen = [RandomShardings(seed) if isinstance(each, ChooseShardings) else each for each in passes]
+    batch = dict(sorted(case.batch.items()))  # as a call has them
+    last = run_passes(forward_program(case.model, batch, in_time), chosen, (Checker(), history))
+    programs = (history.program(kind) for kind in (KeyRandom, PlaceStages, Lower))
+    compiled = Compiled(*programs, pipeline_schedules(last, order, "cpu"), steps=tuple(history.steps))
+    check_compiled(compiled)
+    return ParallelModule(case.model, mesh, capture=lambda args, kwargs, pins=None: compiled, backend="eager", num_microbatches=NUMBER)
+
+
+CASES = [
+    pytest.param(name, seed, marks=() if (name, seed) in {("gpt2", 0), ("llama", 1), ("bert", 2)} else pytest.mark.slow)
+    for name in ZOO
+    for seed in range(12)
+]
+
+
+@pytest.mark.parametrize(("name", "seed"), CASES)
+def test_a_random_plan_is_exact_in_a_pipeline(name: str, seed: int) -> None:
+    report = in_pipeline(name, seed).verify(promote=True, **ZOO[name]().batch)
+    assert report and report.worst <= 1e-9, str(report)
