@@ -140,8 +140,9 @@ def test_output_structures(name: str) -> None:
     assert type(rebuilt) is type(make(X)) or name == "scalar"
     if name != "scalar":
         whole = of(lambda self, x: make(self.linear(x)), X, outputs="all")
-        tensors = [str(index) for index, leaf in enumerate(leaves) if leaf is TENSOR]
-        assert [(item.kind, item.name) for item in whole.signature.outputs] == [("output", index) for index in tensors]
+        tensors = [str(place) for place, leaf in enumerate(leaves) if leaf is TENSOR]
+        wanted = [("loss" if each == index else "output", each) for each in tensors]
+        assert [(item.kind, item.name) for item in whole.signature.outputs] == wanted
 
 
 def test_without_a_loss_every_tensor_is_an_output() -> None:

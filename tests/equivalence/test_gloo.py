@@ -181,6 +181,7 @@ def test_training_follows_plain_torch(gloo_ranks: Any) -> None:
         assert max(found.values()) <= 1e-5, found
 
 
+@pytest.mark.slow
 def test_the_users_own_loss_is_averaged_over_dp(gloo_ranks: Any) -> None:
     for logits_error, loss_error, errors in gloo_ranks.run(takes_a_loss_outside):
         assert logits_error <= TOLERANCE and loss_error <= TOLERANCE and max(errors.values()) <= TOLERANCE, errors

@@ -125,7 +125,7 @@ def assert_as_plain(found: list[dict[str, Any]], stages: dict[int, list[int]]) -
     names = {stage: found[ranks[0]]["names"] for stage, ranks in stages.items()}
     for stage, ranks in stages.items():
         assert all(found[rank]["names"] == names[stage] for rank in ranks)
-    assert len(names[0] & names[1]) == 1 and names[0] & names[1] <= TIED
+    assert names[0] & names[1] <= TIED and names[0] - names[1] and names[1] - names[0]
     assert all(each["number of parameters"] == len(names[0] | names[1]) for each in found)
 
 

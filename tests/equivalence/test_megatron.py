@@ -25,7 +25,13 @@ from benchmarks.planning import GPT2_MEDIUM, SHAPES, Planned, Shape, planned, tr
 
 TENSOR_PARALLEL = (2, 4, 8)
 NUM_LAYERS = 4
-CASES = [pytest.param(name, tp, id=f"{name}, tp{tp}") for name in SHAPES for tp in TENSOR_PARALLEL]
+# One shape each by default; the others at length.
+QUICK = {("gpt2-medium", 2), ("llama-3-8b", 4)}
+CASES = [
+    pytest.param(name, tp, id=f"{name}, tp{tp}", marks=() if (name, tp) in QUICK else pytest.mark.slow)
+    for name in SHAPES
+    for tp in TENSOR_PARALLEL
+]
 
 
 @cache

@@ -80,8 +80,8 @@ def test_an_unknown_axis_is_refused() -> None:
 
 
 def test_an_axis_that_nothing_splits_yet_is_refused() -> None:
-    assert "axis 'pp' has 2 ranks, but only dp and tp are split so far" in refusal(
-        MeshError, lambda: parallel(mesh=virtual_mesh(pp=2, tp=2))
+    assert "axis 'cp' has 2 ranks, but only pp, dp and tp are split so far" in refusal(
+        MeshError, lambda: parallel(mesh=virtual_mesh(cp=2, tp=2))
     )
 
 

@@ -32,6 +32,7 @@ def largest_difference(losses: list[float], expected: list[float]) -> float:
     return max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_plain_training_learns_and_repeats_itself(tmp_path: Path) -> None:
     losses, printed = run_example("train_gpt.py", tmp_path / "first", "--single", *SMALL, "--steps", "40")
     assert len(losses) == 40 and abs(losses[0] - 5.545) < 0.1  # ln 256: it knows nothing
