@@ -34,6 +34,7 @@ from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.detach_outputs import DetachOutputs
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
+from autopar.passes.fuse_attention import FuseAttention
 from autopar.passes.insert_reshards import InsertReshards
 from autopar.passes.key_random import KeyRandom
 from autopar.passes.lower import Lower
@@ -77,6 +78,7 @@ class Options:
     schedule: str | PipelineSchedule | None = None
     device: str = "cpu"
     is_real: bool = False
+    kernels: str = "auto"
 
 
 def compile(
@@ -96,6 +98,7 @@ def compile(
     timeout: float | None = None,
     num_microbatches: int | None = None,
     schedule: str | PipelineSchedule | None = None,
+    kernels: str = "auto",
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -118,6 +121,8 @@ def compile(
                     default 1, and with pp > 1 the largest divisor of the share up to 4 · pp
     schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto" (found
                     by cost within the memory budget), or a `PipelineSchedule`
+    kernels         "auto", "triton" or "aten": attention in plain ops becomes one op, where both compute the same; "off": it stays.
+                    The op itself runs in Triton on CUDA and in ATen elsewhere
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
@@ -125,9 +130,11 @@ def compile(
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
+    if kernels not in ("auto", "triton", "aten", "off"):
+        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto", "triton", "aten" or "off"')
     budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
-    options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule)
+    options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
         here = replace(
@@ -178,6 +185,8 @@ def default_passes(
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         *((DetachOutputs(training),) if order is not None else ()),  # before the trace, as all here
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
+        # Before the keys, as it leaves dropout, and before the next, which writes one attention in plain ops where the op cannot say it.
+        *((FuseAttention(),) if options.kernels != "off" else ()),
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
         KeyRandom(),  # draws become a function of position: the same on any mesh
         # GLOBAL

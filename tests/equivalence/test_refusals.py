@@ -85,6 +85,10 @@ def test_an_axis_that_nothing_splits_yet_is_refused() -> None:
     )
 
 
+def test_an_unknown_choice_of_kernels_is_refused() -> None:
+    assert "kernels='fast' is unknown" in refusal(AutoparError, lambda: parallel(kernels="fast"))
+
+
 def test_a_mesh_without_names_is_refused() -> None:
     stands_in = SimpleNamespace(mesh=torch.arange(4), mesh_dim_names=None, device_type="cpu")
     assert "the mesh needs named axes" in refusal(MeshError, lambda: parallel(mesh=stands_in))

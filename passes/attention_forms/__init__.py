@@ -1,0 +1,13 @@
+"""The ways in which people write attention, taken apart: what `FuseAttention` (`passes/fuse_attention.py`) is made of.
+
+layout.py        which label every dim carries, through views, permutes and expands, walking upwards
+contractions.py  matmul, bmm, baddbmm and einsum as one thing
+softmax.py       every spelling of a softmax
+scores.py        from the softmax up to the product of queries and keys: scales and masks
+weights.py       from the product with the values up to the softmax: dropout, casts, factors
+origins.py       what queries, keys and values were before they were scaled, repeated and moved
+constants.py     values that are known before the program runs
+masks.py         what the masks mean together: causal, bool, added
+match.py         one attention, whole; `refused.py` says why a near miss is none
+write.py         `autopar.attention` in its place
+"""

@@ -1,0 +1,124 @@
+"""`autopar.attention` in the place of what was matched."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch.fx import Node
+
+from autopar._torch import fake_mode_of
+from autopar.emit import Emitter, replace, tensor_of
+from autopar.kernels.attention import attention
+from autopar.passes.attention_forms.arrange import arranged, broadcast_layout
+from autopar.passes.attention_forms.layout import Layout
+from autopar.passes.attention_forms.match import Match
+from autopar.passes.attention_forms.origins import Origin
+from autopar.passes.attention_forms.scores import Added, Filled
+
+aten = torch.ops.aten
+
+
+def write(found: Match) -> None:
+    """Replace the match's product by the op, and erase what only led to it."""
+    emit = Emitter(found.product.graph, before=found.product)
+    _Writer(found, emit).write()
+
+
+class _Writer:
+    def __init__(self, found: Match, emit: Emitter) -> None:
+        self.found, self.emit, self.labels = found, emit, found.labels
+
+    def write(self) -> None:
+        found, emit = self.found, self.emit
+        query = self._operand(found.query, found.query_layout)
+        key, value = self._operand(found.key, found.key_layout), self._operand(found.value, found.value_layout)
+        query = self._scaled(query)
+        mask, even = self._mask()
+        if even is not None:
+            query = emit.call(aten.where.ScalarOther, even, query, 0.0)
+        result = emit.call(attention, query, key, value, mask, self._keep(query, key), is_causal=found.masks.is_causal, scale=found.scale)
+        out = arranged(emit, emit.call(operator.getitem, result, 0), found.out_layout, found.layout, self.labels)
+        if found.weights.scale != 1.0:
+            out = emit.call(aten.mul.Tensor, out, found.weights.scale)
+        shape = list(tensor_of(found.product).shape)
+        out = out if list(tensor_of(out).shape) == shape else emit.call(aten.reshape.default, out, shape)
+        out = emit.cast(out, tensor_of(found.product).dtype)
+        replace(found.product, out)
+        for node in sorted(found.interior, reverse=True):
+            if not node.users:
+                node.graph.erase_node(node)
+        lay_out_anew(out)
+
+    def _operand(self, origin: Origin, wanted: Layout) -> Node:
+        return self.emit.cast(arranged(self.emit, origin.node, origin.layout, wanted, self.labels), self.found.dtype)
+
+    def _scaled(self, query: Node) -> Node:
+        """The query times what scales the scores row by row."""
+        for factor in self.found.scores.factors:
+            wanted = broadcast_layout(factor.layout, self.found.query_layout, self.labels)
+            value = self.emit.cast(arranged(self.emit, factor.value, factor.layout, wanted, self.labels), self.found.dtype)
+            query = self.emit.call(aten.div.Tensor if factor.divides else aten.mul.Tensor, query, value)
+        return query
+
+    def _keep(self, query: Node, key: Node) -> Node | None:
+        if not self.found.weights.dropout:
+            return None
+        shape = [*tensor_of(query).shape[:3], tensor_of(key).shape[2]]
+        ones = self.emit.call(aten.ones.default, shape, dtype=tensor_of(query).dtype, device=tensor_of(query).device)
+        return self.emit.call(aten.dropout.default, ones, self.found.weights.dropout, True)
+
+    def _mask(self) -> tuple[Node | None, Node | None]:
+        """The mask, and rows that attend to something, where others are to weigh all keys alike."""
+        emit, masks = self.emit, self.found.masks
+        attends = self._attends(masks.attends)
+        even = None
+        if masks.even_rows and attends is not None:
+            even = emit.call(aten.any.dim, attends, -1, True)
+            attends = emit.call(aten.logical_or.default, attends, emit.call(aten.logical_not.default, even))
+        added = self._added(masks.added)
+        if added is not None and even is not None:
+            added = emit.call(aten.where.ScalarOther, even, added, 0.0)
+        if attends is None or added is None:
+            return attends or added, even
+        return emit.call(aten.where.ScalarOther, attends, added, -math.inf), even
+
+    def _attends(self, masks: list[Filled]) -> Node | None:
+        found: Node | None = None
+        for mask in masks:
+            value = self._broadcast(mask.condition, mask.layout)
+            value = value if mask.attends else self.emit.call(aten.logical_not.default, value)
+            found = value if found is None else self.emit.call(aten.logical_and.default, found, value)
+        return found
+
+    def _added(self, masks: list[Added]) -> Node | None:
+        found: Node | None = None
+        for mask in masks:
+            value = self._broadcast(mask.value, mask.layout)
+            value = value if tensor_of(value).is_floating_point() else self.emit.cast(value, self.found.dtype)
+            value = value if mask.factor == 1.0 else self.emit.call(aten.mul.Tensor, value, mask.factor)
+            found = value if found is None else self.emit.call(aten.add.Tensor, found, value)
+        return found
+
+    def _broadcast(self, node: Node, layout: Layout) -> Node:
+        """A mask with four dims, of size 1 where it does not vary."""
+        heads = (*self.found.query_layout[:3], self.found.key_layout[2])
+        return arranged(self.emit, node, layout, broadcast_layout(layout, heads, self.labels), self.labels)
+
+
+def lay_out_anew(node: Node) -> None:
+    """The op has a layout of its own: values below follow it, and a `view` that does not fit it becomes `reshape`."""
+    pending, mode = [node], fake_mode_of(tensor_of(node))
+    while pending:
+        for user in list(pending.pop().users):
+            before = user.meta.get("val")
+            if user.op != "call_function" or not isinstance(before, torch.Tensor):
+                continue
+            if user.target is aten.view.default:
+                user.target = aten.reshape.default
+            args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
+            with mode, torch.no_grad():
+                user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
+            if tensor_of(user).stride() != before.stride():
+                pending.append(user)
