@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import autopar
-from autopar import CaptureError, Cluster, InputError, MeshError, ParallelModule, PlanError, virtual_mesh
+from autopar import AutoparError, CaptureError, Cluster, InputError, MeshError, ParallelModule, PlanError, virtual_mesh
 
 MESH = virtual_mesh(dp=2, tp=2)
 
