@@ -1,7 +1,7 @@
 """Pipeline stages placed by price against whole layers counted: how fast is the slowest stage?
 
     python -m benchmarks.placement                                     four models at full depth; writes benchmarks/results/placement.md
-    python -m benchmarks.placement --models gpt2-medium --pp 2 4 --results /tmp/placement.md
+    python -m benchmarks.placement --models gpt2-medium --pp 2 4 --results placement.md
 
 Shapes on meta, priced on H100 of 80 GB in bf16 with Adam, one stage a node of eight and one GPU of it, 1F1B. The rules of others
 are whole layers: as many each, as many parameters each (DeepSpeed), as many with embeddings and head counted as one layer each
