@@ -121,8 +121,8 @@ def compile(
                     default 1, and with pp > 1 the largest divisor of the share up to 4 · pp
     schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto" (found
                     by cost within the memory budget), or a `PipelineSchedule`
-    kernels         "auto", "triton" or "aten": attention in plain ops becomes one op, where both compute the same; "off": it stays.
-                    The op itself runs in Triton on CUDA and in ATen elsewhere
+    kernels         "auto": attention in plain ops becomes one op, where both compute the same; "off": it stays. The op itself runs
+                    in Triton on CUDA and in ATen elsewhere
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
@@ -130,8 +130,8 @@ def compile(
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
-    if kernels not in ("auto", "triton", "aten", "off"):
-        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto", "triton", "aten" or "off"')
+    if kernels not in ("auto", "off"):
+        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto" or "off" (to choose between Triton and ATen is not there yet)')
     budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
     options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)

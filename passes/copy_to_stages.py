@@ -10,23 +10,9 @@ from torch.fx import Node
 from autopar.keys import PHASE, SHARDING, STAGE
 from autopar.microbatches import is_summed_later
 from autopar.program import Form, Program
+from autopar.views import WHOLE_VIEWS
 
 aten = torch.ops.aten
-
-# Views that show all of their operand.
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -54,7 +40,7 @@ class CopyToStages:
 def _is_view(node: Node) -> bool:
     """Whether `node` is a view that may be made anew. One of a parameter's gradient stays: its sum is sent, once a step."""
     is_gradient = node in SHARDING and any(is_summed_later(each) for each in SHARDING[node])
-    return node.target in _VIEWS and not is_gradient and node.args[0].op == "call_function"  # type: ignore[union-attr]
+    return node.target in WHOLE_VIEWS and not is_gradient and node.args[0].op == "call_function"  # type: ignore[union-attr]
 
 
 def _place(node: Node) -> None:

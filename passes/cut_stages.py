@@ -23,28 +23,12 @@ from autopar.pipeline.actions import Edge, Kind
 from autopar.pipeline.program import Direction
 from autopar.program import Input, Output, Program
 from autopar.sharding import Sharding
+from autopar.views import WHOLE_VIEWS
 
 aten = torch.ops.aten
 
 # Ops that only move the elements of their first operand: they may as well be done to a sum as to its parts.
-_MOVES = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.clone.default,
-        aten.slice.Tensor,
-        aten.index_select.default,
-        wait,
-        *LAUNCHES,
-    }
-)
+_MOVES = WHOLE_VIEWS | {aten.clone.default, aten.slice.Tensor, aten.index_select.default, wait, *LAUNCHES}
 
 
 @dataclass(frozen=True)
@@ -111,7 +95,7 @@ class _Cut:
         ahead = _ancestors(each.all_input_nodes[0] for each in counted) - once
         aside = ahead | once | {node for each in sums for node in each.after} | _dropped(sums)
         loop = [node for node in self.calls if node not in aside]
-        transfers = self._transfers(loop, sums)
+        transfers = self._transfers(loop)
         return Stages(
             self.program,
             self.num_stages,
@@ -164,7 +148,7 @@ class _Cut:
         parameter = next(node for item, node in inputs if (item.kind, item.name) == ("parameter", output.name))
         return {STAGE[user] for user in parameter.users if user.op == "call_function"}
 
-    def _transfers(self, loop: list[Node], sums: tuple[Sum, ...]) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
+    def _transfers(self, loop: list[Node]) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
         found: dict[tuple[int, int, Direction], dict[Node, None]] = {}
         inside = set(loop)
         for node in loop:
@@ -185,7 +169,7 @@ class _Cut:
             mine = [node for node in loop if STAGE[node] == stage]
             backward = [node for node in mine if PHASE[node] == "backward"]
             sent = [node for (source, _, direction), nodes in transfers.items() if source == stage and direction == "B" for node in nodes]
-            waited = _within(_ancestors(sent), backward)
+            waited = _ancestors(sent)
             found[stage, "F"] = tuple(node for node in mine if PHASE[node] == "forward")
             found[stage, "B"] = tuple(backward)
             found[stage, "I"] = tuple(node for node in backward if node in waited)
@@ -212,8 +196,9 @@ def _operand(node: Node) -> Node:
 
 
 def _is_moved(node: Node) -> bool:
-    """Whether `node`, which nothing else reads, moves the elements of a call."""
-    return node.target in _MOVES and len(node.users) == 1 and _operand(node).op == "call_function"
+    """Whether `node`, which nothing else reads, moves the elements of a call, or adds them up: a maximum of sums is no sum of maxima."""
+    is_maximum = is_launch(node) and node.args[-1] == "max"
+    return node.target in _MOVES and not is_maximum and len(node.users) == 1 and _operand(node).op == "call_function"
 
 
 def _parts(node: Node) -> Iterator[Node]:
@@ -245,7 +230,3 @@ def _ancestors(nodes: Iterable[Node], stop: frozenset[Node] = frozenset()) -> se
             found.add(node)
             stack += [] if node in stop else node.all_input_nodes
     return found
-
-
-def _within(nodes: set[Node], allowed: Iterable[Node]) -> set[Node]:
-    return nodes.intersection(allowed)

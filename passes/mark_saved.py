@@ -12,26 +12,12 @@ from autopar.emit import copy_origin
 from autopar.keys import PHASE
 from autopar.markers import save
 from autopar.program import Program, results_of
+from autopar.views import WHOLE_VIEWS
 
 aten = torch.ops.aten
 
 # Views that show all of their operand: what they show need not be saved when the operand is.
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.expand.default,
-        aten.alias.default,
-    }
-)
+_VIEWS = WHOLE_VIEWS | {aten.expand.default}
 
 
 @dataclass(frozen=True)

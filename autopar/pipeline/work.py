@@ -28,26 +28,13 @@ from autopar.mesh import MICROBATCHES
 from autopar.microbatches import known_ahead
 from autopar.pipeline.program import Direction
 from autopar.program import Program
+from autopar.views import WHOLE_VIEWS
 
 aten = torch.ops.aten
 
-# Views that show all of their operand, and marks.
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-    }
-)
 _MARKS = frozenset({save, pinned})
 # Ops that only move elements: at the end of a gradient's way they are done to the sum over the microbatches.
-_MOVES = _VIEWS | {reshard, aten.clone.default}
+_MOVES = WHOLE_VIEWS | {reshard, aten.clone.default}
 
 
 class Tie(NamedTuple):
@@ -75,7 +62,7 @@ class Work:
         found: dict[Node, dict[int, Phase]] = {}
         for node in reversed(self.calls):
             own = STAGE.get(node) if is_placed else 0
-            moves = is_placed and node.target in _VIEWS | _MARKS and _operand(node).op == "call_function"
+            moves = is_placed and node.target in WHOLE_VIEWS | _MARKS and _operand(node).op == "call_function"
             found[node] = {own: PHASE.get(node) or "forward"} if own is not None and not moves else self._readers(node, own, found)
         return found
 
