@@ -28,6 +28,7 @@ from autopar.capture import capture
 from autopar.compiler import Options, default_passes
 from autopar.cost import CostModel
 from autopar.freedom import Freedom
+from autopar.garbage import collection_paused
 from autopar.hardware.cluster import Cluster
 from autopar.manager import run_passes
 from autopar.memory import MemoryBudget
@@ -125,11 +126,12 @@ def whole_bound(program: Program, seconds_per_byte: float, budget: MemoryBudget)
 def whole_compile(size: Size) -> dict[str, Any]:
     """From meta parameters to the Plan."""
     start, start_cpu = time.perf_counter(), time.process_time()
-    program = size.program(size.num_layers)
-    traced, traced_cpu = time.perf_counter() - start, time.process_time() - start_cpu
-    choose = ChooseShardings(CLUSTER, budget=MemoryBudget.of(DEVICE_MEMORY))
-    decision = choose.decide(program)
-    plan = Plan.of(choose.apply(program, decision), decision)
+    with collection_paused():  # as `autopar.compile` does
+        program = size.program(size.num_layers)
+        traced, traced_cpu = time.perf_counter() - start, time.process_time() - start_cpu
+        choose = ChooseShardings(CLUSTER, budget=MemoryBudget.of(DEVICE_MEMORY))
+        decision = choose.decide(program)
+        plan = Plan.of(choose.apply(program, decision), decision)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "model": size.name, "layers": size.num_layers, "ops": len(plan.strategies), "atoms s": traced, "atoms CPU s": traced_cpu,

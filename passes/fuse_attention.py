@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from torch.fx import Node
 
-from autopar.keys import SOURCE, Source
-from autopar.passes.attention_forms.constants import Constants
+from autopar.constants import Constants
+from autopar.fusion import Found, FusionDecision
 from autopar.passes.attention_forms.contractions import is_contraction
 from autopar.passes.attention_forms.match import match, why_not_used
 from autopar.passes.attention_forms.refused import NotScores, Refused
 from autopar.passes.attention_forms.softmax import softmax_at
 from autopar.passes.attention_forms.write import write
 from autopar.program import Program
-
-
-@dataclass(frozen=True)
-class Found:
-    """An attention at `source`: fused, by the conditions that were found to hold, or not, for a reason. `node` is its last product."""
-
-    node: str
-    source: Source
-    conditions: tuple[str, ...] = ()
-    reason: str = ""
-
-    @property
-    def fused(self) -> bool:
-        return not self.reason
-
-    def __str__(self) -> str:
-        place = f"attention at {os.path.basename(self.source.file)}:{self.source.line}" if self.source.file else f"attention {self.node}"
-        return f"{place} fused: {'; '.join(self.conditions)}" if self.fused else f"{place} not fused: {self.reason}"
-
-
-@dataclass(frozen=True)
-class AttentionDecision:
-    """Every attention of a program, in order."""
-
-    found: tuple[Found, ...]
-
-    @property
-    def fused(self) -> tuple[Found, ...]:
-        return tuple(each for each in self.found if each.fused)
-
-    @property
-    def refused(self) -> tuple[Found, ...]:
-        return tuple(each for each in self.found if not each.fused)
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.found)) or "no attention in plain ops"
 
 
 @dataclass(frozen=True)
@@ -69,15 +32,15 @@ class FuseAttention:
 
     name: str = "fuse attention"
 
-    def decide(self, program: Program) -> AttentionDecision:
+    def decide(self, program: Program) -> FusionDecision:
         constants, found, reached = Constants(program), list[Found](), set[Node]()
         for node in program.graph.nodes:
             if node.op == "call_function" and is_contraction(node):
                 each = _looked_at(node, constants, reached)
                 found += [] if each is None else [each]
-        return AttentionDecision((*found, *_unused(program, constants, reached)))
+        return FusionDecision((*found, *_unused(program, constants, reached)))
 
-    def apply(self, program: Program, decision: AttentionDecision) -> Program:
+    def apply(self, program: Program, decision: FusionDecision) -> Program:
         program = program.copy()
         constants = Constants(program)
         for each in decision.fused:
@@ -91,18 +54,17 @@ class FuseAttention:
 
 def _looked_at(product: Node, constants: Constants, reached: set[Node]) -> Found | None:
     """What there is to say of `product`, if anything. `reached` gets the softmaxes that it speaks of."""
-    source = SOURCE.get(product) or Source()
     try:
         found = match(product, constants)
     except NotScores:
         return None
     except Refused as reason:
         reached.update(_softmaxes_above(product))
-        return Found(product.name, source, reason=str(reason))
+        return Found.at(product, "attention", reason=str(reason))
     if found is None:
         return None
     reached.add(found.weights.softmax.node)
-    return Found(product.name, source, found.conditions())
+    return Found.at(product, "attention", found.conditions())
 
 
 def _softmaxes_above(product: Node) -> set[Node]:
@@ -128,5 +90,5 @@ def _unused(program: Program, constants: Constants, reached: set[Node]) -> list[
             continue
         reason = why_not_used(node, constants) if softmax is not None else None
         if reason is not None:
-            found.append(Found(node.name, SOURCE.get(node) or Source(), reason=reason))
+            found.append(Found.at(node, "attention", reason=reason))
     return found

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from autopar.constants import Constants
 from autopar.passes.attention_forms.arrange import arranged_value, broadcast_layout
-from autopar.passes.attention_forms.constants import Constants
 from autopar.passes.attention_forms.layout import Labels, Layout
 from autopar.passes.attention_forms.refused import Refused
 from autopar.passes.attention_forms.scores import Added, Filled

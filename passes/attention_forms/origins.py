@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.constants import Constants
 from autopar.passes.attention_forms.layout import Labels, Layout, above, flat
 from autopar.passes.attention_forms.scores import PRODUCTS, QUOTIENTS, is_cast
 

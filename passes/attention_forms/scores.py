@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.constants import Constants
 from autopar.passes.attention_forms.contractions import Contraction, contraction, is_contraction
 from autopar.passes.attention_forms.layout import Labels, Layout, above, broadcast_to
 from autopar.passes.attention_forms.refused import NotScores, Refused

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.constants import Constants
 from autopar.passes.attention_forms.layout import Labels, Layout, above
 from autopar.passes.attention_forms.refused import Refused
 from autopar.passes.attention_forms.scores import DROPOUTS, PRODUCTS, QUOTIENTS, is_cast, reaches_product

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import capture
+from autopar.fusion import Found, FusionDecision
 from autopar.kernels.attention import attention
 from autopar.mesh import virtual_mesh
-from autopar.passes.fuse_attention import AttentionDecision, Found, FuseAttention
+from autopar.passes.fuse_attention import FuseAttention
 from autopar.program import Program
 from autopar.promote import default_float64, promote
 from tests.passes import attention_layouts, attention_masks, attention_near_misses  # noqa: F401  (they register theirs)
@@ -37,7 +38,7 @@ class Suite(nn.Module):
         return [getattr(self, f"suite_{position}")(*inputs[position]) for position in range(self.num_forms)]
 
 
-def fused(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Program, AttentionDecision, Program]:
+def fused(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Program, FusionDecision, Program]:
     program = capture(module, inputs, {}, MESH, outputs="all")
     decision = FuseAttention().decide(program)
     return program, decision, FuseAttention().apply(program, decision)
@@ -68,7 +69,7 @@ def ran(training: bool, dtype: torch.dtype) -> Ran:
     return Ran(by_form(decision, forms), exact, exact_after, own, own_after)
 
 
-def by_form(decision: AttentionDecision, forms: list[AttentionForm]) -> dict[str, list[Found]]:
+def by_form(decision: FusionDecision, forms: list[AttentionForm]) -> dict[str, list[Found]]:
     found: dict[str, list[Found]] = {form.name: [] for form in forms}
     for each in decision.found:
         found[forms[int(each.source.module.removeprefix("suite_"))].name].append(each)
@@ -138,7 +139,7 @@ def test_every_form_keeps_its_accuracy_in_sixteen_bits(name: str) -> None:
 
 
 @cache
-def near_misses() -> tuple[dict[str, list[Found]], AttentionDecision, bool]:
+def near_misses() -> tuple[dict[str, list[Found]], FusionDecision, bool]:
     forms = list(NEAR_MISSES.values())
     program, decision, after = fused(Suite(forms), tuple(form.inputs() for form in forms))
     return by_form(decision, forms), decision, targets(after) == targets(program)
