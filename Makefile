@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 # Tests and virtual ranks share the cores: one thread a test process is quicker than all of them in each.
 TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-# loadgroup keeps tests marked xdist_group("gloo") in one process, where they share one pool of ranks.
+# loadgroup keeps the tests of a file, and those on real ranks, in one process, where they share fixtures and one pool of ranks.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
 .PHONY: demo test test-slow test-kernels lint format clean

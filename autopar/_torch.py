@@ -12,7 +12,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._guards import TracingContext, tracing
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
@@ -23,6 +23,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "apply_custom_function",
+    "by_meta_kernel",
     "compiling",
     "custom_functions_replaced",
     "describe_input",
@@ -38,6 +39,13 @@ __all__ = [
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and strides but no storage."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def by_meta_kernel(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
+    """What the meta kernel of `target` makes of fake tensors, as one on `device`; None where that is no new tensor."""
+    with in_kernel_invocation_manager(mode):
+        found = target(*args, **kwargs)
+    return FakeTensor(mode, found, device) if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) else None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar._torch import is_fake, pytree
+from autopar._torch import is_fake
 
 _CACHE = type(functools.lru_cache(lambda: None))
 
@@ -25,15 +25,24 @@ def caches_kept_clean() -> Generator[None]:
     try:
         yield
     finally:
-        for cache in [found for found in gc.get_objects() if type(found) is _CACHE]:
+        # What refers to the type of all caches: a fifth of the time of looking at every object there is.
+        for cache in gc.get_referrers(_CACHE):
             # Ours hold no tensors, and grow large: to look through them at every capture took longer than the capture.
-            if not str(getattr(cache, "__module__", "")).startswith("autopar.") and _holds_fakes(gc.get_referents(cache)):
-                cache.cache_clear()
+            if type(cache) is _CACHE and not str(getattr(cache, "__module__", "")).startswith("autopar.") and cache.cache_info().currsize:
+                if _holds_fakes(gc.get_referents(cache)):
+                    cache.cache_clear()
 
 
 def _holds_fakes(referents: Iterable[Any]) -> bool:
-    """Results are referents of a bounded cache; an unbounded one keeps them in a dict."""
-    direct = list(referents)
-    direct += [value for each in direct if type(each) is dict for value in each.values()]
-    leaves = (leaf for each in direct if isinstance(each, (torch.Tensor, tuple, list, dict)) for leaf in pytree.tree_leaves(each))
-    return any(isinstance(leaf, torch.Tensor) and is_fake(leaf) for leaf in leaves)
+    """Results are referents of a bounded cache; an unbounded one keeps them in a dict. They may stand in tuples, lists and dicts."""
+    pending = [value for each in referents for value in (each.values() if type(each) is dict else (each,))]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, torch.Tensor):
+            if is_fake(value):
+                return True
+        elif isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, (tuple, list)):
+            pending += value
+    return False

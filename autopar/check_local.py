@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch.fx import Node
 
 from autopar.check_sharding import describe_sharding
@@ -22,6 +23,8 @@ from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
 from autopar.reshard import steps
 from autopar.violation import Violation, at
+
+aten = torch.ops.aten
 
 
 def check_local(program: Program, origin: Program | None = None) -> list[Violation]:
@@ -186,10 +189,20 @@ def _members(local: Node) -> tuple[list[Node], set[Node]]:
     return sorted(members), read
 
 
+def _kind_of(launch: Node) -> object:
+    """How a launch reduces; None where it does not. What is gathered and then goes through a logsumexp alone is reduced by that."""
+    if launch.target in (all_reduce, reduce_scatter):
+        return launch.args[2]
+    readers = [reader for end in launch.users for reader in end.users]
+    is_sum = launch.target is all_gather and bool(readers) and all(reader.target is aten.logsumexp.default for reader in readers)
+    return "logsumexp" if is_sum else None
+
+
 def _reduction(launch: Node, unreduced: dict[str, str]) -> Iterator[Violation]:
     """Take off `unreduced` what `launch` reduces; say what it reduces, or moves, wrongly."""
     name, axes = op_name(launch.target), [str(axis) for axis in launch.args[1]]  # type: ignore[union-attr]
-    reduces = launch.target in (all_reduce, reduce_scatter)
+    kind = _kind_of(launch)
+    reduces = kind is not None
     for axis in axes:
         if not reduces and axis in unreduced:
             what, fix = f"{name} over {axis}, over which its operand is unreduced", "reduce first: partial sums are no parts of the value"
@@ -200,10 +213,10 @@ def _reduction(launch: Node, unreduced: dict[str, str]) -> Iterator[Violation]:
             yield Violation(
                 what, at(launch), f"an operand unreduced over {axis}", got, "drop it, or reduce over the axes that are unreduced"
             )
-        elif reduces and launch.args[2] != unreduced.pop(axis):
+        elif reduces and kind != unreduced.pop(axis):
             yield Violation(
                 f"{name} over {axis} reduces by the wrong kind",
                 at(launch),
-                got=str(launch.args[2]),
+                got=str(kind),
                 fix="reduce by the kind in the sharding",
             )

@@ -61,20 +61,26 @@ class Layout:
 Outcome = tuple[Layout | None, ...] | str
 
 
+_MOST_KNOWN = 100_000
+_known: dict[Any, Outcome] = {}
+
+
 @dataclass
 class Values:
-    """What ops yield for given operand layouts; equal calls (80 equal layers, the next pass) run once.
+    """What ops yield for given operand layouts; equal calls (80 equal layers, the next pass, the next compile) run once.
 
-    A call is known by its op, its literals and its operands' layouts, so the cache serves every pass of a compile.
+    A call is known by its op, its literals, its operands' layouts and the default dtype, on which alone it depends: all share what is known.
     """
 
-    known: dict[Any, Outcome] = field(default_factory=dict)
+    known: dict[Any, Outcome] = field(default_factory=lambda: _known)
     mode: FakeTensorMode = field(default_factory=fake_mode)
 
     def of(self, node: Node) -> Outcome:
         """The layouts of the results of `node` (None where one is no tensor), or why it cannot run."""
-        key = (node.target, _key(node.args), _key(node.kwargs))
+        key = (node.target, _key(node.args), _key(node.kwargs), torch.get_default_dtype())
         if key not in self.known:
+            if len(self.known) >= _MOST_KNOWN:
+                self.known.clear()
             self.known[key] = self._run(node)
         return self.known[key]
 

@@ -35,6 +35,7 @@ from autopar.passes.detach_outputs import DetachOutputs
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.fuse_attention import FuseAttention
+from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.insert_reshards import InsertReshards
 from autopar.passes.key_random import KeyRandom
 from autopar.passes.lower import Lower
@@ -184,6 +185,7 @@ def default_passes(
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         *((DetachOutputs(training),) if order is not None else ()),  # before the trace, as all here
+        *((FuseCrossEntropy(),) if options.kernels != "off" else ()),  # before the next, which takes the losses that it leaves
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
         # Before the keys, as it leaves dropout, and before the next, which writes one attention in plain ops where the op cannot say it.
         *((FuseAttention(),) if options.kernels != "off" else ()),

@@ -169,7 +169,7 @@ class CostModel:
                 axes = tuple(axis for axis in move.axes if axis != MICROBATCHES)
                 total += MIXING_SECONDS * is_mixing(move, known_ahead)
                 total += self._collective_seconds(move.collective, axes, here, there) if axes else 0.0
-            here = there
+            here = here if move.kind == "logsumexp" else there
         return total
 
     def parameter(self, dims: Dims, dtype: torch.dtype, sharding: Sharding, trainable: bool = True) -> Cost:

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
+from autopar.fake_calls import fake_call
 from autopar.keys import PHASE, SOURCE, STAGE, Source
 
 _TRACE_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr")
@@ -31,8 +32,7 @@ class Emitter:
         with self.graph.inserting_before(self._before):
             node = self.graph.call_function(target, args, kwargs)
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
-        with self._mode, torch.no_grad():
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta["val"] = fake_call(self._mode, target, fake_args, fake_kwargs)  # type: ignore[arg-type]
         copy_origin(self._like, node)
         return node
 

@@ -19,7 +19,7 @@ from autopar.padding import Padding
 from autopar.program import Input, Output, Program, operands, results_of
 from autopar.rules.labels import value_of
 from autopar.sharding import Dims, ReductionKind, flat, shape_of
-from autopar.strategies import Space, operand_dims, space_of
+from autopar.strategies import Factor, Space, operand_dims, space_of
 
 
 def padded_program(program: Program, paddings: Mapping[str, Padding], classes: AtomClasses) -> Program:
@@ -143,13 +143,15 @@ class _Rewrite:
             return found
         for factor in space.factors:
             position = factor.operands[index]
-            lacking = any(place is None for place, value in zip(factor.results, results_of(node), strict=True) if value is not None)
-            if position not in sizes or not lacking or (factor.kind == "sum" and (operand, 0, position) in self.clean):
+            kinds = _reducing(node, factor)
+            if position not in sizes or not kinds or (kinds == {"sum"} and (operand, 0, position) in self.clean):
                 continue
-            key = (found, position, factor.kind, phase)
+            # An op that does several adds up what it picks, and never picks padding.
+            kind: ReductionKind = next((each for each in kinds if each != "sum"), "sum")
+            key = (found, position, kind, phase)
             if key not in self.masked:
                 padding = Padding(dims, with_atoms(dims, sizes))
-                self.masked[key] = mask(found, self._inside(padding, position, phase), padding.after, position, factor.kind, self.builder)
+                self.masked[key] = mask(found, self._inside(padding, position, phase), padding.after, position, kind, self.builder)
             found = self.masked[key]
         return found
 
@@ -223,6 +225,12 @@ class _Rewrite:
                 return
             if emitted.op == "call_function" and PHASE.get(emitted) is None:
                 copy_origin(like, emitted)
+
+
+def _reducing(node: Node, factor: Factor) -> set[ReductionKind]:
+    """How the results of `node` are reduced over `factor`."""
+    results = zip(factor.results, factor.kinds, results_of(node), strict=True) if factor.kinds else ()
+    return {kind for place, kind, value in results if place is None and value is not None}
 
 
 def _layouts(node: Node) -> list[tuple[object, ...] | None]:

@@ -123,7 +123,7 @@ def _reduce(part: torch.Tensor, group: list[torch.Tensor], sharding: Sharding, m
     stacked = torch.stack(group).reshape([mesh.size_of((axis,)) for axis, _ in sharding.unreduced] + list(part.shape))
     for _, kind in reversed(sharding.unreduced):
         dim = stacked.dim() - part.dim() - 1
-        stacked = stacked.sum(dim) if kind == "sum" else stacked.amax(dim)
+        stacked = stacked.sum(dim) if kind == "sum" else stacked.amax(dim) if kind == "max" else stacked.logsumexp(dim)
     return stacked
 
 
@@ -248,6 +248,8 @@ def _random(node: Node, index: int, generator: torch.Generator, is_positive: boo
     if value.dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.complex128)
     if not value.dtype.is_floating_point:
+        if str(node.target).startswith("autopar.cross_entropy") and operands(node)[index] is node.args[-1 if len(node.args) == 3 else 5]:
+            return torch.arange(shape[0])  # classes are consecutive
         low, high = (0, bound) if (bound := _index_bound(node, index)) else (1, 7)
         return torch.randint(low, high, shape, generator=generator).to(value.dtype)
     if is_positive:
@@ -283,7 +285,7 @@ _INDEXING: dict[str, Callable[[Node], dict[int, int]]] = {
     "embedding": lambda node: {1: shape_of(node.args[0])[0]},
     "embedding_dense_backward": lambda node: {1: shape_of(node)[0]},
     "cross_entropy": lambda node: {1: shape_of(node.args[0])[-1]},
-    "cross_entropy_backward": lambda node: {2: shape_of(node.args[1])[-1]},
+    "cross_entropy_backward": lambda node: {operands(node).index(node.args[4]): shape_of(node.args[3])[-1]},  # type: ignore[arg-type]
     "index": _by_tensors,
     "_unsafe_index": _by_tensors,
     "index_put": _by_tensors,

@@ -24,14 +24,15 @@ StepKind = Literal["slice", "all_to_all", "reduce_scatter", "all_reduce", "all_g
 class Step:
     """One collective (or a local slice) over the ranks along `axes`, the first axis major.
 
-    `gathered` is the atom that becomes whole, `split` the atom that is divided; None where there is none.
+    `gathered` is the atom that becomes whole, `split` the atom that is divided; None where there is none. A reduction by
+    "logsumexp" is an all-gather: of one number a row, it costs no more than the two all-reduces that it stands for.
     """
 
     collective: StepKind
     axes: tuple[str, ...]
     before: Sharding
     after: Sharding
-    kind: Literal["sum", "max", "copy"] = "copy"
+    kind: ReductionKind | Literal["copy"] = "copy"
     gathered: int | None = None
     split: int | None = None
     num_input: int = 0
@@ -63,7 +64,7 @@ class Move:
     axes: tuple[str, ...]
     splits: Splits
     unreduced: Unreduced
-    kind: Literal["sum", "max", "copy"] = "copy"
+    kind: ReductionKind | Literal["copy"] = "copy"
     gathered: int | None = None
     split: int | None = None
 
@@ -75,6 +76,8 @@ def steps(dims: Dims, source: Sharding, target: Sharding, mesh: Mesh) -> tuple[S
     for move in moves(source, target):
         after = Sharding(move.splits, move.unreduced)
         sizes = [math.prod(flat(each.local_dims(dims, mesh))) for each in (now, after)]
+        if move.kind == "logsumexp":
+            sizes[1] *= mesh.size_of(move.axes)
         found.append(Step(move.collective, move.axes, now, after, move.kind, move.gathered, move.split, *sizes))
         now = after
     return tuple(found)
@@ -171,7 +174,8 @@ def _all_reduce(splits: Splits, unreduced: Unreduced, target: Sharding) -> Move 
         axes = _to_reduce(unreduced, target, kind)
         if axes:
             return Move("all_reduce", axes, splits, _reduced(unreduced, axes), kind=kind)
-    return None
+    axes = _to_reduce(unreduced, target, "logsumexp")
+    return Move("all_gather", axes, splits, _reduced(unreduced, axes), kind="logsumexp") if axes else None
 
 
 def _all_gather(splits: Splits, unreduced: Unreduced, target: Sharding) -> Move | None:

@@ -10,7 +10,7 @@ are ("g", "r"), its key heads "g".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
@@ -31,7 +31,7 @@ class Rule:
 
     operands, results  labels per dim, one entry per tensor operand (see `program.operands`) and per result (`()` for None)
     blocked            labels whose dims share atoms but may not be split: the length a softmax runs along
-    reductions         how results that lack a label are reduced over it; "sum" when not named
+    reductions         how results that lack a label are reduced over it, all alike or one by one; "sum" when not named
     linear             sets of operands in which the op is jointly linear: if just those are unreduced sums,
                        the results are unreduced sums. `add(x, y)` has {0, 1}; `mul(x, y)` has {0} and {1}
     view               the op reorders nothing: its atoms are its operand's atoms in the same order; labels are ignored
@@ -43,7 +43,7 @@ class Rule:
     operands: tuple[Labels, ...]
     results: tuple[Labels, ...]
     blocked: frozenset[str] = frozenset()
-    reductions: dict[str, ReductionKind] = field(default_factory=dict[str, ReductionKind])
+    reductions: Mapping[str, ReductionKind | tuple[ReductionKind, ...]] = field(default_factory=dict[str, ReductionKind])
     linear: tuple[frozenset[int], ...] = ()
     view: bool = False
     flops: float = 0.0

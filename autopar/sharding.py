@@ -14,7 +14,7 @@ from typing import Literal
 from autopar.mesh import Mesh
 
 Dims = tuple[tuple[int, ...], ...]
-ReductionKind = Literal["sum", "max"]
+ReductionKind = Literal["sum", "max", "logsumexp"]
 
 
 def flat(dims: Dims) -> tuple[int, ...]:
@@ -30,8 +30,8 @@ def shape_of(dims: Dims) -> tuple[int, ...]:
 class Sharding:
     """For each atom the mesh axes that split it, major first, and the axes it is unreduced over.
 
-    A value *unreduced* over an axis ("Partial" in DTensor) is the sum, or maximum, of what the
-    ranks along that axis hold. An axis appears at most once in all.
+    A value *unreduced* over an axis ("Partial" in DTensor) is the sum, or the maximum, or the logarithm of the sum of
+    exponentials, of what the ranks along that axis hold. An axis appears at most once in all.
     """
 
     splits: tuple[tuple[str, ...], ...]

@@ -29,14 +29,14 @@ class Factor:
     """One atom of an op's iteration space.
 
     `operands` and `results` hold the position of the atom in each operand and result, None where it is lacking:
-    such an operand is needed whole, such a result is unreduced by `kind` when the factor is split.
+    such an operand is needed whole, such a result is unreduced by its kind of `kinds` when the factor is split.
     """
 
     name: str
     size: int
     operands: tuple[int | None, ...]
     results: tuple[int | None, ...]
-    kind: ReductionKind = "sum"
+    kinds: tuple[ReductionKind, ...] = ()
     is_batch: bool = False
 
 
@@ -45,7 +45,8 @@ class Space:
     """All that strategies depend on: equal layers have equal spaces.
 
     `operands` and `results` count atoms; a result that is None (a gradient nobody asked for) has None. One that
-    `takes_all` (a getitem) takes what it is given, split over the batch or, as a statistic of the whole batch, not.
+    `takes_all` (a getitem) takes what it is given, split over the batch or, as a statistic of the whole batch, not, and unreduced by
+    the kinds in `passes`.
     """
 
     operands: tuple[int, ...]
@@ -53,11 +54,12 @@ class Space:
     factors: tuple[Factor, ...]
     linear: tuple[frozenset[int], ...]
     takes_all: bool = False
+    passes: tuple[ReductionKind, ...] = ()
 
 
 _DEFAULT = Freedom()
-# What one axis does: split a factor, pass sums through a set of operands, or nothing.
-Choice = Factor | frozenset[int] | None
+# What one axis does: split a factor, pass sums through a set of operands, pass what is unreduced by a kind, or nothing.
+Choice = Factor | frozenset[int] | ReductionKind | None
 
 
 def operand_dims(node: Node) -> tuple[Dims, ...]:
@@ -110,7 +112,18 @@ def space_of(node: Node) -> Space:
         factors,
         rule.linear if rule else (),
         node.target is operator.getitem,
+        _passed(node) if node.target is operator.getitem else (),
     )
+
+
+def _passed(node: Node) -> tuple[ReductionKind, ...]:
+    """The kinds, other than sums, by which the result that a getitem selects may be unreduced."""
+    producer, result = node.args
+    assert isinstance(producer, Node) and isinstance(result, int)
+    rule = rule_of(producer)
+    given = rule.reductions.values() if rule is not None else ()
+    kinds: list[ReductionKind] = [kind if isinstance(kind, str) else kind[result] for kind in given]
+    return tuple(dict.fromkeys(kind for kind in kinds if kind != "sum"))
 
 
 def _view_factors(source: Dims, result: Dims) -> Iterator[Factor]:
@@ -144,7 +157,8 @@ def _label_factors(rule: Rule, sources: tuple[Dims, ...], results: tuple[Dims, .
             positions = tuple(entry[0] + i if entry else None for entry in found)
             name = label if len(sizes) == 1 else f"{label}.{i}"
             kind = rule.reductions.get(label, "sum")
-            yield Factor(name, size, positions[: len(sources)], positions[len(sources) :], kind)
+            kinds = (kind,) * len(results) if isinstance(kind, str) else kind
+            yield Factor(name, size, positions[: len(sources)], positions[len(sources) :], kinds)
 
 
 def _occurrences(labels: Labels, dims: Dims, sizes: dict[str, int]) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -219,7 +233,7 @@ def _picks(space: Space, axes: Sequence[tuple[str, int]], freedom: Freedom, used
 def _choices(space: Space, axis: str, size: int, freedom: Freedom, used: dict[Factor, int]) -> list[Choice]:
     divisible = [f for f in space.factors if f.size % (used.get(f, 1) * size) == 0]
     if space.takes_all or freedom.is_free(axis):
-        return [None, *divisible, *space.linear]
+        return [None, *divisible, *space.linear, *space.passes]
     others = [f for f in divisible if not f.is_batch]
     if not freedom.is_batch(axis):
         return [None, *others, *space.linear]
@@ -242,14 +256,21 @@ def build(space: Space, choices: Sequence[tuple[str, Choice]], mesh: Mesh) -> St
                 if position is not None:
                     splits[tensor][position] += (axis,)
                 elif tensor in results:
-                    unreduced[tensor].append((axis, choice.kind))
+                    unreduced[tensor].append((axis, choice.kinds[tensor - num_operands]))
+        elif isinstance(choice, str):
+            for tensor in (0, *results):
+                unreduced[tensor].append((axis, choice))
         elif choice is not None:
             for tensor in (*choice, *results):
                 unreduced[tensor].append((axis, "sum"))
     shardings = tuple(_one(Sharding(tuple(split), tuple(kinds))) for split, kinds in zip(splits, unreduced, strict=True))
-    named = tuple((axis, choice.name if isinstance(choice, Factor) else "sum") for axis, choice in choices if choice is not None)
+    named = tuple((axis, _name_of(choice)) for axis, choice in choices if choice is not None)
     num_shards = mesh.size_of([axis for axis, choice in choices if isinstance(choice, Factor)])
     return Strategy(shardings[:num_operands], shardings[num_operands:], named, num_shards)
+
+
+def _name_of(choice: Factor | frozenset[int] | ReductionKind) -> str:
+    return choice.name if isinstance(choice, Factor) else choice if isinstance(choice, str) else "sum"
 
 
 @cache

@@ -1,11 +1,13 @@
-"""Cross entropy of given logits, row by row, as one op of ours, with its backward as a second one.
+"""The sums over classes that every cross entropy is made of, as one op of ours, with their backward as a second one.
 
-    loss    = (1 − ε) · (log_sum_exp − x[label]) + ε · (log_sum_exp − mean(x))          0 where the label is `ignore_index`
-    dlogits = dloss · (exp(x − log_sum_exp) − (1 − ε) · onehot(label) − ε / V)
+    log_sum_exp = log Σ exp(x)        picked = x[label], 0 where the label is none of `classes`        total = Σ x
+    dx          = dlog_sum_exp · exp(x − log_sum_exp) + dpicked · [class = label] + dtotal
 
-logits are [..., V], labels [...] int64; ε is `label_smoothing`. The loss of a row, not their mean: sums and counts of rows are
-split by the rules of any sum. loss and log_sum_exp are float32, float64 for float64 logits. A label that is no column and is not
-ignored raises on a CPU and gives NaN on a GPU.
+logits x are [..., V], labels [...] int64, classes [V] int64: consecutive numbers, 0 … V − 1 of a whole vocabulary, a rank's part of
+them where it is split. The loss of a row, log_sum_exp − picked, its mean over the rows that count and label smoothing are plain
+ops on rows (`passes/decompose_losses.py`), which are split by the rules of any sum; so are these three: over the vocabulary ranks
+exchange a number a row and never a logit. Results are float32, float64 for float64 logits; a row whose gradients are 0 gets zeros
+even where its logits are not finite.
 """
 
 from __future__ import annotations
@@ -18,77 +20,111 @@ from torch import Tensor
 from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
 
 
-def cross_entropy_reference(logits: Tensor, labels: Tensor, *, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """(loss, log_sum_exp) in plain ops."""
+def cross_entropy_reference(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log_sum_exp, picked, total) in plain ops."""
     scores = logits.to(accumulation_dtype(logits))
-    log_sum_exp = scores.logsumexp(-1)
-    ignored = labels == ignore_index
-    picked = scores.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-    loss = log_sum_exp - picked
-    if label_smoothing:
-        loss = (1.0 - label_smoothing) * loss + label_smoothing * (log_sum_exp - scores.mean(-1))
-    return loss.masked_fill(ignored, 0.0), log_sum_exp.contiguous()
+    index, there = _index(labels, classes)
+    picked = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    return scores.logsumexp(-1).contiguous(), picked.masked_fill(~there, 0.0).contiguous(), scores.sum(-1).contiguous()
 
 
 def cross_entropy_backward_reference(
-    grad_loss: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, *, ignore_index: int, label_smoothing: float
+    grad_log_sum_exp: Tensor | None,
+    grad_picked: Tensor | None,
+    grad_total: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    classes: Tensor,
+    log_sum_exp: Tensor,
 ) -> Tensor:
     """The gradient of the logits in plain ops."""
     exact = accumulation_dtype(logits)
-    ignored = (labels == ignore_index).unsqueeze(-1)
-    index = labels.unsqueeze(-1).masked_fill(ignored, 0)
-    probability = (logits.to(exact) - log_sum_exp.unsqueeze(-1)).exp() - label_smoothing / logits.shape[-1]
-    difference = probability.scatter_add(-1, index, torch.full_like(index, label_smoothing - 1.0, dtype=exact))
-    return (difference * grad_loss.to(exact).unsqueeze(-1)).masked_fill(ignored, 0.0).to(logits.dtype).contiguous()
+    if grad_log_sum_exp is None:
+        grad = torch.zeros(logits.shape, dtype=exact, device=logits.device)
+    else:
+        arrives = grad_log_sum_exp.to(exact).unsqueeze(-1)
+        grad = (logits.to(exact) - log_sum_exp.unsqueeze(-1)).exp_().mul_(arrives).masked_fill_(arrives == 0, 0.0)
+    if grad_picked is not None:
+        index, there = _index(labels, classes)
+        grad.scatter_add_(-1, index.unsqueeze(-1), grad_picked.to(exact).masked_fill(~there, 0.0).unsqueeze(-1))
+    grad = grad if grad_total is None else grad.add_(grad_total.to(exact).unsqueeze(-1))
+    return grad.to(logits.dtype).contiguous()
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, *, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
+def _index(labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each label stands in `classes`, and whether it does (elsewhere the index is one that exists)."""
+    index = labels - classes[:1].view(())
+    there = (index >= 0) & (index < classes.shape[0])
+    return index.masked_fill(~there, 0), there
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_triton(logits):
-        return cross_entropy_reference(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        return cross_entropy_reference(logits, labels, classes)
     from autopar.kernels.gpu import cross_entropy as gpu
 
-    return gpu.forward(logits, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return gpu.forward(logits, labels, classes)
 
 
 def _cross_entropy_backward(
-    grad_loss: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, *, ignore_index: int, label_smoothing: float
+    grad_log_sum_exp: Tensor | None,
+    grad_picked: Tensor | None,
+    grad_total: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    classes: Tensor,
+    log_sum_exp: Tensor,
 ) -> Tensor:
-    arguments = (grad_loss, logits, labels, log_sum_exp)
+    arguments = (grad_log_sum_exp, grad_picked, grad_total, logits, labels, classes, log_sum_exp)
     if not runs_triton(logits):
-        return cross_entropy_backward_reference(*arguments, ignore_index=ignore_index, label_smoothing=label_smoothing)
+        return cross_entropy_backward_reference(*arguments)
     from autopar.kernels.gpu import cross_entropy as gpu
 
-    return gpu.backward(*arguments, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    return gpu.backward(*arguments)
 
 
-def _cross_entropy_fake(logits: Tensor, labels: Tensor, *, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    if labels.shape != logits.shape[:-1]:
-        raise ValueError(f"cross entropy takes logits [..., V] and labels [...]; got {tuple(logits.shape)} and {tuple(labels.shape)}")
-    loss, log_sum_exp = (logits.new_empty(labels.shape, dtype=accumulation_dtype(logits)) for _ in range(2))
-    return loss, log_sum_exp
+def _cross_entropy_fake(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if labels.shape != logits.shape[:-1] or classes.shape != logits.shape[-1:]:
+        shapes = f"{tuple(logits.shape)}, {tuple(labels.shape)} and {tuple(classes.shape)}"
+        raise ValueError(f"cross entropy takes logits [..., V], labels [...] and classes [V]; got {shapes}")
+    exact = accumulation_dtype(logits)
+    return (
+        logits.new_empty(labels.shape, dtype=exact),
+        logits.new_empty(labels.shape, dtype=exact),
+        logits.new_empty(labels.shape, dtype=exact),
+    )
 
 
 def _cross_entropy_backward_fake(
-    grad_loss: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, *, ignore_index: int, label_smoothing: float
+    grad_log_sum_exp: Tensor | None,
+    grad_picked: Tensor | None,
+    grad_total: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    classes: Tensor,
+    log_sum_exp: Tensor,
 ) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*inputs, output[1])
-    ctx.options = keyword_only_inputs
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, output[0])
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_loss: Tensor, _: Any) -> tuple[Tensor, None]:
-    return cross_entropy_backward(grad_loss, *ctx.saved_tensors, **ctx.options), None
+def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, None, None]:
+    if all(gradient is None for gradient in gradients):
+        return None, None, None
+    return cross_entropy_backward(*gradients, *ctx.saved_tensors), None, None
 
 
-_OPTIONS = "*, int ignore_index, float label_smoothing"
-register_op("cross_entropy", f"(Tensor logits, Tensor labels, {_OPTIONS}) -> (Tensor, Tensor)", _cross_entropy, _cross_entropy_fake)
+register_op(
+    "cross_entropy", "(Tensor logits, Tensor labels, Tensor classes) -> (Tensor, Tensor, Tensor)", _cross_entropy, _cross_entropy_fake
+)
 register_op(
     "cross_entropy_backward",
-    f"(Tensor grad_loss, Tensor logits, Tensor labels, Tensor log_sum_exp, {_OPTIONS}) -> Tensor",
+    "(Tensor? grad_log_sum_exp, Tensor? grad_picked, Tensor? grad_total, Tensor logits, Tensor labels, Tensor classes, "
+    "Tensor log_sum_exp) -> Tensor",
     _cross_entropy_backward,
     _cross_entropy_backward_fake,
 )

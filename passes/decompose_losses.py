@@ -10,6 +10,7 @@ counted apart, so unequal shares stay exact) as over the vocabulary (the label i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class DecomposeLosses:
     Reads: a FORWARD program.
     Writes: plain ATen ops in the place of `aten.<loss>`, computed in float32 for 16-bit inputs and in their dtype otherwise.
     Ensures: none of these losses is left, and every loss has the shape and dtype of torch's. A label outside [0, classes)
-        that is not `ignore_index` raises in torch when it runs; here it counts as valid and picks no logit.
+        that is not `ignore_index` raises in torch when it runs; here its loss is NaN.
     """
 
     name: str = "decompose losses"
@@ -64,13 +65,13 @@ def _cross_entropy(
     log_sum = emit.call(aten.log.default, classes.sum(emit.call(aten.exp.default, shifted)))
     if tensor_of(target).is_floating_point():
         return _soft_cross_entropy(classes, shifted, log_sum, target, reduction, label_smoothing)
-    valid, label_weight = classes.valid(target, ignore_index), classes.weight_of(target)
+    label_weight = classes.weight_of(target)
     loss = _weighted(emit, emit.call(aten.sub.Tensor, log_sum, classes.pick(shifted, target)), label_weight)
     if label_smoothing:
         even = classes.weighted_sum(shifted, log_sum, classes.weight_row)
         even = emit.call(aten.mul.Tensor, even, label_smoothing / classes.size)
         loss = emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, loss, 1.0 - label_smoothing), even)
-    return _reduce_valid(emit, loss, valid, label_weight, reduction)
+    return reduce_rows(emit, loss, target, classes.size, ignore_index, reduction, label_weight)
 
 
 def _soft_cross_entropy(classes: _Classes, shifted: Node, log_sum: Node, target: Node, reduction: int, label_smoothing: float) -> Node:
@@ -94,7 +95,7 @@ def _negative_log_likelihood(
     classes = _Classes(emit, log_probabilities, weight)
     label_weight = classes.weight_of(target)
     loss = _weighted(emit, emit.call(aten.neg.default, classes.pick(classes.values, target)), label_weight)
-    return _reduce_valid(emit, loss, classes.valid(target, ignore_index), label_weight, reduction)
+    return reduce_rows(emit, loss, target, classes.size, ignore_index, reduction, label_weight)
 
 
 class _Classes:
@@ -124,9 +125,6 @@ class _Classes:
     def weight_of(self, target: Node) -> Node | None:
         return None if self.weight_row is None else self.pick(self.weight_row, target)
 
-    def valid(self, target: Node, ignore_index: int) -> Node:
-        return self.emit.call(aten.ne.Scalar, target, ignore_index)
-
     def weighted_sum(self, shifted: Node, log_sum: Node, weight: Node | None) -> Node:
         """Σ over classes of weight · (log_sum − shifted); `weight` None is 1 everywhere."""
         log_sum = self.emit.call(aten.unsqueeze.default, log_sum, self.dim)
@@ -137,8 +135,13 @@ def _weighted(emit: Emitter, value: Node, weight: Node | None) -> Node:
     return value if weight is None else emit.call(aten.mul.Tensor, value, weight)
 
 
-def _reduce_valid(emit: Emitter, loss: Node, valid: Node, weight: Node | None, reduction: int) -> Node:
-    """The reduction over the targets that count; a mean divides by their number, or by the sum of their weights."""
+def reduce_rows(
+    emit: Emitter, loss: Node, target: Node, num_classes: int, ignore_index: int, reduction: int, weight: Node | None = None
+) -> Node:
+    """The reduction of the loss of every label over those that count; a mean divides by their number, or the sum of their weights."""
+    valid = emit.call(aten.ne.Scalar, target, ignore_index)
+    is_class = emit.call(aten.bitwise_and.Tensor, emit.call(aten.ge.Scalar, target, 0), emit.call(aten.lt.Scalar, target, num_classes))
+    loss = emit.call(aten.where.ScalarOther, is_class, loss, math.nan)
     loss = emit.call(aten.where.ScalarOther, valid, loss, 0.0)
     if reduction == _NONE:
         return loss

@@ -108,6 +108,8 @@ def emit_step(builder: LocalBuilder, x: Node, dims: Dims, step: Step, mesh: Mesh
     size = mesh.size_of(step.axes)
     if step.collective == "all_reduce":
         return _complete(builder, all_reduce, _contiguous(builder, x), step.axes, step.kind)
+    if step.kind == "logsumexp":
+        return builder.call(aten.logsumexp.default, _complete(builder, all_gather, _contiguous(builder, x), step.axes, size), [0])
     if step.collective == "slice":
         assert step.split is not None
         parts = builder.call(aten.reshape.default, x, _broken(atoms, step.split, size))

@@ -68,13 +68,15 @@ def piece(whole: torch.Tensor, dims: Dims, sharding: Sharding, mesh: Mesh, rank:
 def local_shard(tensor: torch.Tensor, dims: Dims, sharding: Sharding, mesh: Mesh, rank: int) -> torch.Tensor:
     """`rank`'s part of the global `tensor`: a contiguous copy of `sharding.local_shape(dims, mesh)`.
 
-    A value unreduced over an axis lies with the first rank along it; the others hold zeros (a sum),
+    A value unreduced over an axis lies with the first rank along it; the others hold zeros (a sum) or −inf (a logsumexp),
     or it lies with all (a maximum), so that `assemble` gives it back.
     """
     part = piece(tensor.detach().contiguous(), dims, sharding, mesh, rank)
     part = part.clone(memory_format=torch.contiguous_format).view(sharding.local_shape(dims, mesh))
     summed = tuple(axis for axis, kind in sharding.unreduced if kind == "sum")
-    return part.zero_() if mesh.index(rank, summed) else part
+    exponents = tuple(axis for axis, kind in sharding.unreduced if kind == "logsumexp")
+    part = part.zero_() if mesh.index(rank, summed) else part
+    return part.fill_(-torch.inf) if mesh.index(rank, exponents) else part
 
 
 def assemble(
@@ -82,7 +84,7 @@ def assemble(
 ) -> torch.Tensor:
     """The global tensor from every rank's part: the exact inverse of `local_shard`.
 
-    Ranks along an unreduced axis are summed, or their maximum is taken. Ranks along other unused axes hold
+    Ranks along an unreduced axis are summed, or reduced by its kind. Ranks along other unused axes hold
     copies; one is read. With `check_replicas` unequal copies are an AssertionError naming the ranks.
     """
     first = parts[0]
@@ -98,6 +100,8 @@ def assemble(
             target.copy_(part)
         elif kind == "max":
             torch.maximum(target, part, out=target)
+        elif kind == "logsumexp":
+            torch.logaddexp(target, part, out=target)
         else:
             target.add_(part)
     if check_replicas:

@@ -102,7 +102,12 @@ def gloo_ranks() -> Iterator[GlooRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One group for all users of the ranks, so that xdist (--dist loadgroup) runs them in one process. Before xdist reads the marks."""
+    """One group for all users of the ranks, and one for each file, whose tests share fixtures and caches.
+
+    xdist (--dist loadgroup) runs a group in one process. Before xdist reads the marks.
+    """
     for item in items:
-        if "gloo_ranks" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("gloo"))
+        if item.get_closest_marker("xdist_group"):
+            continue
+        group = "gloo" if "gloo_ranks" in getattr(item, "fixturenames", ()) else item.path.stem
+        item.add_marker(pytest.mark.xdist_group(group))

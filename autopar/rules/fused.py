@@ -1,6 +1,6 @@
 """Our fused ops besides attention: `autopar/kernels/softmax.py`, `normalisation.py` and their neighbours.
 
-Rows are split as one likes; the last dim, over which these ops reduce, is blocked.
+Rows are split as one likes; the last dim, over which these ops reduce, is blocked but for the classes of cross entropy.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ def _rows(x: Any) -> Labels:
 
 
 def _linear_in(node: Node, *values: Any) -> tuple[frozenset[int], ...]:
-    """One linear set: the op is linear in these operands together."""
-    return (frozenset(operands(node).index(value) for value in values if isinstance(value, Node)),)
+    """One linear set: the op is linear in these operands together. They are its first, in this order, where one stands several times."""
+    inputs, found = operands(node), list[int]()
+    for value in values:
+        if isinstance(value, Node):
+            found.append(next(place for place, each in enumerate(inputs) if each is value and place not in found))
+    return (frozenset(found),)
 
 
 @rule("autopar.softmax.default")
@@ -66,26 +70,28 @@ def norm_backward(node: Node) -> Rule:
 
 @rule("autopar.cross_entropy.default")
 def cross_entropy(node: Node) -> Rule:
-    """(logits[..., V], labels[...]) → (loss[...], log_sum_exp[...])."""
-    labels = _rows(node.args[0])
-    return Rule((labels, labels[:-1]), (labels[:-1], labels[:-1]))
+    """(logits[..., V], labels[...], classes[V]) → (log_sum_exp[...], picked[...], total[...]): numbers of rows, unreduced over V."""
+    labels = positional(len(shape_of(node.args[0])))
+    rows, classes = labels[:-1], str(labels[-1])
+    return Rule((labels, rows, (classes,)), (rows,) * 3, reductions={classes: ("logsumexp", "sum", "sum")})
 
 
 @rule("autopar.cross_entropy_backward.default")
 def cross_entropy_backward(node: Node) -> Rule:
-    """(gradient[...], logits[..., V], labels[...], log_sum_exp[...]) → gradient of the logits."""
-    gradient, logits = node.args[:2]
-    labels = _rows(logits)
-    rows = labels[:-1]
-    return Rule((rows, labels, rows, rows), (labels,), linear=_linear_in(node, gradient))
+    """(gradients of the results[...], logits[..., V], labels[...], classes[V], log_sum_exp[...]) → gradient of the logits."""
+    gradients, logits = node.args[:3], node.args[3]
+    labels = positional(len(shape_of(logits)))
+    rows, classes = labels[:-1], labels[-1]
+    pairs = [*((gradient, rows) for gradient in gradients), (logits, labels)]
+    pairs += zip(node.args[4:], (rows, (classes,), rows), strict=True)
+    return Rule(aligned(node, pairs), (labels,), linear=_linear_in(node, *gradients))
 
 
 @rule("autopar.gated.default")
 def gated(node: Node) -> Rule:
-    """(gate, up) → activation(gate) · up, element by element."""
-    gate, up = node.args
-    labels = positional(len(shape_of(gate)))
-    return Rule((labels, labels), (labels,), linear=_linear_in(node, up))
+    """(gate, up) → activation(gate) · up, element by element. Linear in the second, which may be the first, too."""
+    labels = positional(len(shape_of(node.args[0])))
+    return Rule((labels, labels), (labels,), linear=(frozenset({1}),))
 
 
 @rule("autopar.gated_backward.default")

@@ -20,13 +20,11 @@ BACKWARD_COLUMNS = 2048
 
 
 @triton.jit
-def cross_entropy_rows(
-    logits, labels, loss, log_sum_exp, columns, ignore_index, smoothing, SMOOTHED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
-):
+def cross_entropy_rows(logits, labels, classes, log_sum_exp, picked, totals, columns, BLOCK_COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * columns
     largest = tl.full([BLOCK_COLUMNS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_COLUMNS], tl.float32)
+    power = tl.zeros([BLOCK_COLUMNS], tl.float32)
     plain = tl.zeros([BLOCK_COLUMNS], tl.float32)
     for start in range(0, columns, BLOCK_COLUMNS):
         column = start + tl.arange(0, BLOCK_COLUMNS)
@@ -34,65 +32,73 @@ def cross_entropy_rows(
         score = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, score)
         base = tl.where(larger == float("-inf"), 0.0, larger)
-        total = total * tl.exp(largest - base) + tl.exp(score - base)
+        power = power * tl.exp(largest - base) + tl.exp(score - base)
         largest = larger
-        if SMOOTHED:
-            plain += tl.where(inside, score, 0.0)
+        plain += tl.where(inside, score, 0.0)
     top = tl.max(largest, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    logarithm = base + tl.log(tl.sum(total * tl.exp(largest - base), 0))
-    label = tl.load(labels + row)
-    known = (label >= 0) & (label < columns)
-    # A label that is no column and is not to be ignored: NaN, for a kernel cannot raise.
-    picked = tl.load(logits + tl.where(known, label, 0)).to(tl.float32)
-    result = tl.where(known, logarithm - picked, float("nan"))
-    if SMOOTHED:
-        result = (1.0 - smoothing) * result + smoothing * (logarithm - tl.sum(plain, 0) / columns)
-    tl.store(loss + row, tl.where(label == ignore_index, 0.0, result))
-    tl.store(log_sum_exp + row, logarithm)
+    tl.store(log_sum_exp + row, base + tl.log(tl.sum(power * tl.exp(largest - base), 0)))
+    index = tl.load(labels + row) - tl.load(classes)
+    there = (index >= 0) & (index < columns)
+    tl.store(picked + row, tl.where(there, tl.load(logits + tl.where(there, index, 0)).to(tl.float32), 0.0))
+    tl.store(totals + row, tl.sum(plain, 0))
 
 
 @triton.jit
 def cross_entropy_backward_pieces(
-    grad_loss, logits, labels, log_sum_exp, grad, columns, ignore_index, smoothing, BLOCK_COLUMNS: tl.constexpr
-):
+    grad_log_sum_exp, grad_picked, grad_total, logits, labels, classes, log_sum_exp, grad, columns,
+    HAS_POWER: tl.constexpr, HAS_PICKED: tl.constexpr, HAS_TOTAL: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < columns
-    label = tl.load(labels + row)
-    arrives = tl.where(label == ignore_index, 0.0, tl.load(grad_loss + row).to(tl.float32))
-    score = tl.load(logits + row * columns + column, mask=inside, other=float("-inf")).to(tl.float32)
-    wanted = tl.where(column == label, 1.0 - smoothing, 0.0) + smoothing / columns
-    result = arrives * (tl.exp(score - tl.load(log_sum_exp + row)) - wanted)
-    # 0 · NaN: an ignored row has no gradient even where its logits are not finite.
-    result = tl.where(label == ignore_index, 0.0, result)
+    result = tl.zeros([BLOCK_COLUMNS], tl.float32)
+    if HAS_POWER:
+        arrives = tl.load(grad_log_sum_exp + row).to(tl.float32)
+        score = tl.load(logits + row * columns + column, mask=inside, other=float("-inf")).to(tl.float32)
+        # 0 · NaN: a row that does not count has no gradient even where its logits are not finite.
+        result = tl.where(arrives == 0.0, 0.0, arrives * tl.exp(score - tl.load(log_sum_exp + row)))
+    if HAS_PICKED:
+        index = tl.load(labels + row) - tl.load(classes)
+        result += tl.where(column == index, tl.load(grad_picked + row).to(tl.float32), 0.0)
+    if HAS_TOTAL:
+        result += tl.load(grad_total + row).to(tl.float32)
     tl.store(grad + row * columns + column, result.to(grad.dtype.element_ty), mask=inside)
 
 
-def forward(logits: Tensor, labels: Tensor, *, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """(loss, log_sum_exp) of every row of logits [..., V], float32."""
+def forward(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(log_sum_exp, picked, total) of every row of logits [..., V], float32."""
     logits, labels = logits.contiguous(), labels.contiguous()
-    loss, log_sum_exp = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(2))
+    log_sum_exp, picked, total = (logits.new_empty(labels.shape, dtype=torch.float32) for _ in range(3))
     columns = logits.shape[-1]
     block = min(triton.next_power_of_2(columns), CHUNK_BYTES // logits.element_size())
     launch(
-        cross_entropy_rows, (labels.numel(),), logits, labels, loss, log_sum_exp, columns, ignore_index, label_smoothing,
-        SMOOTHED=label_smoothing != 0.0, BLOCK_COLUMNS=block, num_warps=max(min(block // 256, 8), 1),
+        cross_entropy_rows, (labels.numel(),), logits, labels, classes, log_sum_exp, picked, total, columns,
+        BLOCK_COLUMNS=block, num_warps=max(min(block // 256, 8), 1),
     )  # fmt: skip
-    return loss, log_sum_exp
+    return log_sum_exp, picked, total
 
 
 def backward(
-    grad_loss: Tensor, logits: Tensor, labels: Tensor, log_sum_exp: Tensor, *, ignore_index: int, label_smoothing: float
+    grad_log_sum_exp: Tensor | None,
+    grad_picked: Tensor | None,
+    grad_total: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    classes: Tensor,
+    log_sum_exp: Tensor,
 ) -> Tensor:
-    """The gradient of the logits."""
-    grad_loss, logits, labels, log_sum_exp = (item.contiguous() for item in (grad_loss, logits, labels, log_sum_exp))
+    """The gradient of the logits. A gradient of the results that is None is 0."""
+    logits, labels, log_sum_exp = logits.contiguous(), labels.contiguous(), log_sum_exp.contiguous()
+    # What is not there is not read; any pointer stands for it.
+    arriving = [log_sum_exp if item is None else item.contiguous() for item in (grad_log_sum_exp, grad_picked, grad_total)]
     grad = torch.empty_like(logits)
     columns = logits.shape[-1]
     block = min(triton.next_power_of_2(columns), BACKWARD_COLUMNS)
     launch(
         cross_entropy_backward_pieces, (labels.numel(), triton.cdiv(columns, block)),
-        grad_loss, logits, labels, log_sum_exp, grad, columns, ignore_index, label_smoothing,
+        *arriving, logits, labels, classes, log_sum_exp, grad, columns,
+        HAS_POWER=grad_log_sum_exp is not None, HAS_PICKED=grad_picked is not None, HAS_TOTAL=grad_total is not None,
         BLOCK_COLUMNS=block, num_warps=max(min(block // 256, 8), 1),
     )  # fmt: skip
     return grad

@@ -119,7 +119,7 @@ def test_stride_of_a_dim_of_size_one_does_not_matter() -> None:
 
 
 def test_equal_calls_are_run_once() -> None:
-    values = Values()
+    values = Values({})
     assert violations(sharded(), values) == []
     count = len(values.known)
     assert violations(sharded(), values) == []
@@ -134,7 +134,7 @@ def test_one_and_true_are_different_arguments() -> None:
     output = graph.output(())
     emit = Emitter(graph, output)
     nodes = [emit.call(aten.full_like.default, x, fill) for fill in (1, True, 1.0)]
-    values = Values()
+    values = Values({})
     for node in nodes:
         values.of(node)
     assert len(values.known) == 3

@@ -23,7 +23,8 @@ MASK, COLUMN = torch.empty(4, 6, dtype=torch.bool), torch.empty(2, 4, 1)
 PROBABILITY = {"scale": 0.5, "dtype": torch.float32}
 IDS, HEADS, ANGLES = torch.empty(2, 4, dtype=torch.int64), torch.empty(2, 4, 6, 8), torch.empty(2, 1, 6, 4)
 Q, KV, LSE, BIAS = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 4, 6), torch.empty(1, 4, 6, 10)
-LABELS, SILU = {"ignore_index": 1, "label_smoothing": 0.1}, {"activation": "silu"}
+CLASSES, SILU = torch.empty(6, dtype=torch.int64), {"activation": "silu"}
+ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 EPS: dict[str, Any] = {"eps": 1e-5, "centred": True}
 # op, arguments, options, factors that the rule must find, sets of operands in which it is linear
 INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[int]]]] = {
@@ -48,8 +49,9 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
         "d0 d1",
         [{0, 1}],
     ),
-    "cross entropy": (ops.cross_entropy.default, (X, IDS), LABELS, "d0 d1", []),
-    "cross entropy backward": (ops.cross_entropy_backward.default, (ROWS, X, IDS, ROWS), LABELS, "d0 d1", [{0}]),
+    "cross entropy": (ops.cross_entropy.default, (X, IDS, CLASSES), {}, "d0 d1 d2", []),
+    "cross entropy backward": (ops.cross_entropy_backward.default, (ROWS, ROWS, ROWS, X, IDS, CLASSES, ROWS), {}, "d0 d1 d2", [{0, 1, 2}]),
+    "cross entropy backward, less": (ops.cross_entropy_backward.default, (ROWS, None, None, X, IDS, CLASSES, ROWS), {}, "d0 d1 d2", [{0}]),
     "gated": (ops.gated.default, (X, X), SILU, "d0 d1 d2", [{1}]),
     "gated backward": (ops.gated_backward.default, (X, X, X), SILU, "d0 d1 d2", [{0}]),
     "bias and activation": (ops.bias_activation.default, (X, WEIGHT), SILU, "d0 d1 d2", []),
@@ -58,15 +60,29 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
     "rotary backward": (ops.rotary_backward.default, (HEADS, ANGLES, ANGLES), {"interleaved": True}, "d0 d1 d2", [{0}]),
     "attention's mask gradient": (
         ops.attention_mask_gradient.default,
-        (Q, Q, KV, KV, BIAS, None, Q, LSE),
-        {"is_causal": False, "scale": 0.3},
+        (Q, None, Q, KV, KV, BIAS, None, Q, LSE),
+        ATTENDS,
         "b g r s t",
         [{0}],
     ),
+    "attention's mask gradient, of both results": (
+        ops.attention_mask_gradient.default,
+        (Q, LSE, Q, KV, KV, BIAS, None, Q, LSE),
+        ATTENDS | {"soft_cap": 2.0},
+        "b g r s t",
+        [{0, 1}],
+    ),
     "attention's mask gradient, causal": (
         ops.attention_mask_gradient.default,
-        (Q, Q, KV, KV, torch.empty(6, 10), None, Q, LSE),
-        {"is_causal": True, "scale": 0.3},
+        (Q, None, Q, KV, KV, torch.empty(6, 10), None, Q, LSE),
+        ATTENDS | {"is_causal": True},
+        "b g r",
+        [{0}],
+    ),
+    "attention's mask gradient, in a window": (
+        ops.attention_mask_gradient.default,
+        (Q, None, Q, KV, KV, torch.empty(6, 10), None, Q, LSE),
+        ATTENDS | {"window": 3},
         "b g r",
         [{0}],
     ),
@@ -82,3 +98,23 @@ def test_whole_equals_parts(name: str) -> None:
     assert prove(node) == []
     assert {factor.name for factor in factors_of(node)} == set(factors.split())
     assert [set(group) for group in rule.linear] == linear
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "options", "same", "linear"),
+    [
+        (ops.gated.default, (X, X), SILU, (0, 1), {1}),
+        (ops.gated_backward.default, (X, X, X), SILU, (0, 2), {0}),
+        (ops.norm_backward.default, (X, X, X, ROWS, ROWS, WEIGHT), {"centred": True, "has_bias": True}, (0, 1), {0, 1}),
+    ],
+)
+def test_one_value_in_two_places_is_two_operands(
+    target: Any, arguments: tuple[Any, ...], options: dict[str, Any], same: tuple[int, int], linear: set[int]
+) -> None:
+    """A gate of its own value is not linear in it."""
+    node = instance(target, *arguments, **options)
+    places = list(node.args)
+    places[same[1]] = places[same[0]]
+    node.args = tuple(places)
+    rule = rule_of(node)
+    assert rule is not None and [set(group) for group in rule.linear] == [linear]

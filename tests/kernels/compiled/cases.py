@@ -64,17 +64,19 @@ def norm_cases() -> dict[str, Case]:
 
 
 def cross_entropy_cases() -> dict[str, Case]:
-    def both(columns: int, dtype: torch.dtype, smoothing: float) -> Case:
+    def both(columns: int, dtype: torch.dtype, is_smooth: bool) -> Case:
         def call() -> None:
-            logits, labels = empty(512, columns, dtype=dtype), empty(512, dtype=torch.int64)
-            options = {"ignore_index": -100, "label_smoothing": smoothing}
-            loss, log_sum_exp = cross_entropy.forward(logits, labels, **options)
-            cross_entropy.backward(loss, logits, labels, log_sum_exp, **options)
+            logits, labels, classes = empty(512, columns, dtype=dtype), empty(512, dtype=torch.int64), empty(columns, dtype=torch.int64)
+            log_sum_exp, picked, total = cross_entropy.forward(logits, labels, classes)
+            cross_entropy.backward(log_sum_exp, picked, total if is_smooth else None, logits, labels, classes, log_sum_exp)
 
         return Case((cross_entropy,), call)
 
-    sizes = [(1000, BF16, 0.0), (128256, BF16, 0.0), (128256, FP32, 0.0), (50257, BF16, 0.1)]
-    return {f"cross entropy {columns} {dtype} {smoothing}": both(columns, dtype, smoothing) for columns, dtype, smoothing in sizes}
+    sizes = [(1000, BF16, False), (128256, BF16, False), (128256, FP32, False), (50257, BF16, True)]
+    return {
+        f"cross entropy {columns} {dtype}{' smooth' if is_smooth else ''}": both(columns, dtype, is_smooth)
+        for columns, dtype, is_smooth in sizes
+    }
 
 
 def pointwise_cases() -> dict[str, Case]:
@@ -105,7 +107,7 @@ def attention_cases() -> dict[str, Case]:
             query, key = (empty(2, 2048, heads, size, dtype=dtype).transpose(1, 2) for heads in (8, num_groups))
             out, log_sum_exp = attention.forward(query, key, key, masks)
             backward = attention_backward.backward if masks.mask is None or masks.mask.dtype == torch.bool else every_gradient
-            backward(out, query, key, key, out, log_sum_exp, masks)
+            backward(out, log_sum_exp, query, key, key, out, log_sum_exp, masks)
 
         return Case((attention, attention_backward), call, older_matrix_instructions=dtype == FP32 or size == 256)
 
@@ -124,6 +126,13 @@ def attention_cases() -> dict[str, Case]:
         "attention 16 full": both(16, BF16, full, 8),
         "attention 80 full": both(80, BF16, full),
         "attention 128 window and soft-cap": both(128, BF16, Masks(None, None, True, 0.1, 512, 30.0)),
+        "attention 64 causal window": both(64, BF16, Masks(None, None, True, 0.1, 128)),
+        "attention 128 window": both(128, BF16, Masks(None, None, False, 0.1, 512)),
+        "attention 256 window": both(256, BF16, Masks(None, None, True, 0.1, 4096)),
+        "attention 256 bool mask": both(256, BF16, Masks(flags, None, False, 0.1)),
+        "attention 256 soft-cap": both(256, BF16, Masks(None, None, True, 0.1, 0, 50.0)),
+        "attention 256 window and soft-cap": both(256, BF16, Masks(None, None, True, 0.1, 4096, 50.0)),
+        "attention 64 added mask and soft-cap": both(64, BF16, Masks(added, None, False, 1.0, 0, 50.0)),
         "attention 64 added mask": both(64, BF16, Masks(added, None, False, 1.0)),
         "attention 128 mask and keep": both(128, BF16, Masks(flags, keep, False, 0.1)),
     }
