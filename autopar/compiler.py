@@ -36,6 +36,10 @@ from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.fuse_attention import FuseAttention
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
+from autopar.passes.fuse_gates import FuseGates
+from autopar.passes.fuse_norms import FuseNorms
+from autopar.passes.fuse_projection import FuseProjection
+from autopar.passes.fuse_rotary import FuseRotary
 from autopar.passes.insert_reshards import InsertReshards
 from autopar.passes.key_random import KeyRandom
 from autopar.passes.lower import Lower
@@ -122,8 +126,9 @@ def compile(
                     default 1, and with pp > 1 the largest divisor of the share up to 4 · pp
     schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto" (found
                     by cost within the memory budget), or a `PipelineSchedule`
-    kernels         "auto": attention in plain ops becomes one op, where both compute the same; "off": it stays. The op itself runs
-                    in Triton on CUDA and in ATen elsewhere
+    kernels         "auto": what is written in plain ops becomes ops of ours, where both compute the same: attention and cross
+                    entropy, and on other devices than a CPU norms, gated activations and rotary embeddings;
+                    "triton": all of these on any device; "off": none. An op of ours runs in Triton on CUDA and in ATen elsewhere
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
@@ -131,8 +136,8 @@ def compile(
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
-    if kernels not in ("auto", "off"):
-        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto" or "off" (to choose between Triton and ATen is not there yet)')
+    if kernels not in ("auto", "triton", "off"):
+        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto", "triton" or "off"')
     budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
     options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)
@@ -185,11 +190,10 @@ def default_passes(
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         *((DetachOutputs(training),) if order is not None else ()),  # before the trace, as all here
-        *((FuseCrossEntropy(),) if options.kernels != "off" else ()),  # before the next, which takes the losses that it leaves
+        *_fusions(options),  # before losses are decomposed, random ops keyed and attention unified: these take what is left
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
-        # Before the keys, as it leaves dropout, and before the next, which writes one attention in plain ops where the op cannot say it.
-        *((FuseAttention(),) if options.kernels != "off" else ()),
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
+        *((FuseNorms(),) if _writes_rows(options) else ()),  # after attention, whose forms it would hide
         KeyRandom(),  # draws become a function of position: the same on any mesh
         # GLOBAL
         TraceJoint(training),
@@ -212,6 +216,19 @@ def default_passes(
         Lower(),
         *((SeparateMicrobatches(), CopyToStages()) if order is not None else ()),  # needs local shapes, and collectives as nodes
     )
+
+
+def _fusions(options: Options) -> tuple[DecidingPass, ...]:
+    """The passes that write ops of our own, but for norms, by `kernels` and the device."""
+    if options.kernels == "off":
+        return ()
+    losses = (FuseCrossEntropy(), FuseProjection(options.budget.capacity_bytes))
+    return (*losses, *((FuseGates(), FuseRotary()) if _writes_rows(options) else ()), FuseAttention())
+
+
+def _writes_rows(options: Options) -> bool:
+    """Whether norms, gates and rotary embeddings become ops of ours: on a CPU compilers join the plain ops with their neighbours."""
+    return options.kernels == "triton" or (options.kernels == "auto" and options.cluster.device.name != "cpu")
 
 
 def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:

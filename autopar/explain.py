@@ -7,6 +7,7 @@ parameters on dp=2 × tp=2
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from torch.fx import Node
 from autopar.collectives import reshard
 from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
+from autopar.fusion import FusionDecision
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.markers import pinned
 from autopar.mesh import MICROBATCHES, Mesh, parent
@@ -68,12 +70,20 @@ def explain(compiled: Compiled) -> str:
             fold_rows(contraction_rows(compiled)),
         ),
         *_section("what modules return, pinned by the user", fold_rows(pinned_rows(program))),
+        *_section("ops of our own, and where they were not written", _fusions(compiled)),
         *_section("not split", _unsplit(program, cost, places_of(compiled))),
         *_section("rules inferred by probing, not written by hand", _inferred(program)),
         *_section("communication, bytes a rank sends in a step", _sent(compiled, cost)),
         *_section("predicted", _totals(compiled, cost)),
     ]
     return "\n".join(lines)
+
+
+def _fusions(compiled: Compiled) -> Iterator[str]:
+    """What the passes that write our own ops found; equal lines, of repeated layers, once."""
+    found = Counter(str(each) for step in compiled.steps if isinstance(step.decision, FusionDecision) for each in step.decision.found)
+    for line, number in found.items():
+        yield line if number == 1 else f"{line}   × {number}"
 
 
 def _where(mesh: Mesh) -> str:

@@ -40,6 +40,10 @@ _FINITE = frozenset(
         aten.threshold_backward.default,
     }
 )
+# The same of our own ops, which are registered with their kernels.
+_OURS_FINITE = frozenset(
+    f"autopar.{name}.default" for name in ("gated", "gated_backward", "bias_activation_backward", "rotary", "rotary_backward")
+)
 _ARANGES: dict[object, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
 
 
@@ -135,6 +139,7 @@ def _neutral(dtype: torch.dtype, kind: ReductionKind) -> float:
         return False
     if kind == "sum":
         return 0
+    # A logsumexp passes over what a maximum passes over.
     return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
@@ -167,13 +172,19 @@ def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Cal
     carriers = {operand: place for operand, place in enumerate(factor.operands) if place is not None}
     zero = {operand for operand, place in carriers.items() if clean(operand, place)}
     if rule is not None and (rule.view or _keeps_zero(node)):
-        return bool(zero)
+        return bool(zero) and zero == set(carriers)
     finite = zero | {operand for operand in carriers if not value_of(operands(node)[operand]).dtype.is_floating_point}
-    return finite == set(carriers) and any(group <= zero and (group >= finite or node.target in _FINITE) for group in space.linear)
+    return finite == set(carriers) and any(group <= zero and (group >= finite or _is_finite(node)) for group in space.linear)
+
+
+def _is_finite(node: Node) -> bool:
+    return node.target in _FINITE or str(node.target) in _OURS_FINITE
 
 
 def _keeps_zero(node: Node) -> bool:
     """Whether zeros give zeros."""
+    if str(node.target) == "autopar.bias_activation.default":
+        return node.kwargs["activation"] != "sigmoid"
     if node.target is aten.pow.Tensor_Scalar:
         return node.args[1] > 0  # type: ignore[operator]
     return node.target in _KEEP_ZERO or node.target in (save, pinned, operator.getitem)

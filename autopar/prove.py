@@ -248,13 +248,20 @@ def _random(node: Node, index: int, generator: torch.Generator, is_positive: boo
     if value.dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.complex128)
     if not value.dtype.is_floating_point:
-        if str(node.target).startswith("autopar.cross_entropy") and operands(node)[index] is node.args[-1 if len(node.args) == 3 else 5]:
-            return torch.arange(shape[0])  # classes are consecutive
+        if operands(node)[index] is _classes_of(node):
+            return torch.arange(shape[0])
         low, high = (0, bound) if (bound := _index_bound(node, index)) else (1, 7)
         return torch.randint(low, high, shape, generator=generator).to(value.dtype)
     if is_positive:
         return torch.rand(shape, generator=generator, dtype=torch.float64) + 0.25
     return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _classes_of(node: Node) -> Any:
+    """The operand that holds consecutive numbers of classes, if there is one."""
+    if "cross_entropy" not in str(node.target) or not str(node.target).startswith("autopar."):
+        return None
+    return node.args[-2] if "backward" in str(node.target) else node.args[-1]
 
 
 def _index_bound(node: Node, index: int) -> int:
@@ -286,6 +293,8 @@ _INDEXING: dict[str, Callable[[Node], dict[int, int]]] = {
     "embedding_dense_backward": lambda node: {1: shape_of(node)[0]},
     "cross_entropy": lambda node: {1: shape_of(node.args[0])[-1]},
     "cross_entropy_backward": lambda node: {operands(node).index(node.args[4]): shape_of(node.args[3])[-1]},  # type: ignore[arg-type]
+    "projected_cross_entropy": lambda node: {2: shape_of(node.args[1])[0]},
+    "projected_cross_entropy_backward": lambda node: {operands(node).index(node.args[5]): shape_of(node.args[4])[0]},  # type: ignore[arg-type]
     "index": _by_tensors,
     "_unsafe_index": _by_tensors,
     "index_put": _by_tensors,

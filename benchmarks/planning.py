@@ -107,11 +107,11 @@ class Planned:
         return sum(transfer.bytes for transfer in transfers(self.program, self.cost) if transfer.phase == phase)
 
 
-def traced(shape: Shape, num_layers: int) -> Program:
+def traced(shape: Shape, num_layers: int, num_sequences: int = 1) -> Program:
     """GLOBAL, simplified, before anything is decided: the same for every mesh with dp = 1."""
     with default_dtype(torch.bfloat16), torch.device("meta"):
         model = shape.build(shape, num_layers)
-    tokens = torch.zeros(1, shape.length, dtype=torch.int64)
+    tokens = torch.zeros(num_sequences, shape.length, dtype=torch.int64)
     forward = capture(model, (), {"input_ids": tokens, "labels": tokens}, virtual_mesh(dp=1), None, {0: 0, 1: 0})
     return run_passes(forward, _passes(CLUSTER)[: _first_of_mesh(CLUSTER)])
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autopar.kernels.by_rows import by_rows
 from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
 
 aten = torch.ops.aten
@@ -26,40 +27,59 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "sigmoid": torch.sigmoid,
 }
-_BACKWARD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "silu": aten.silu_backward.default,
-    "gelu": aten.gelu_backward.default,
-    "gelu_tanh": lambda grad, x: aten.gelu_backward.default(grad, x, approximate="tanh"),
-    "relu": lambda grad, x: aten.threshold_backward.default(grad, x, 0),
-    "sigmoid": lambda grad, x: aten.sigmoid_backward.default(grad, x.sigmoid()),
+# (gradient, operand, where it may be written, which may be the gradient's memory)
+_BACKWARD: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "silu": lambda grad, x, out: aten.silu_backward.grad_input(grad, x, grad_input=out),
+    "gelu": lambda grad, x, out: aten.gelu_backward.grad_input(grad, x, grad_input=out),
+    "gelu_tanh": lambda grad, x, out: aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=out),
+    "relu": lambda grad, x, out: aten.threshold_backward.grad_input(grad, x, 0, grad_input=out),
+    "sigmoid": lambda grad, x, out: aten.sigmoid_backward.grad_input(grad, x.sigmoid(), grad_input=out),
 }
 
 
 def gated_reference(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
     """The op in plain ops."""
-    exact = accumulation_dtype(gate)
-    return (ACTIVATIONS[activation](gate.to(exact)) * up.to(exact)).to(gate.dtype).contiguous()
+    exact, out = accumulation_dtype(gate), gate.new_empty(gate.shape)
+    by_rows(lambda gate, up: (ACTIVATIONS[activation](gate.to(exact)).mul_(up),), (out,), (gate, up))
+    return out
 
 
 def gated_backward_reference(grad_out: Tensor, gate: Tensor, up: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up in plain ops."""
     exact = accumulation_dtype(gate)
-    arrives, inner = grad_out.to(exact), gate.to(exact)
-    grad_gate = _BACKWARD[activation](arrives * up.to(exact), inner)
-    return grad_gate.to(gate.dtype).contiguous(), (arrives * ACTIVATIONS[activation](inner)).to(up.dtype).contiguous()
+
+    def gradients(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        arrives, inner = grad_out.to(exact), gate.to(exact)
+        through = arrives * up
+        return _BACKWARD[activation](through, inner, through), ACTIVATIONS[activation](inner).mul_(arrives)
+
+    results = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    by_rows(gradients, results, (grad_out, gate, up))
+    return results
 
 
 def bias_activation_reference(x: Tensor, bias: Tensor, *, activation: str) -> Tensor:
     """The op in plain ops."""
-    exact = accumulation_dtype(x)
-    return ACTIVATIONS[activation](x.to(exact) + bias.to(exact)).to(x.dtype).contiguous()
+    exact, out = accumulation_dtype(x), x.new_empty(x.shape)
+    bias = bias.to(exact)
+    by_rows(lambda x: (ACTIVATIONS[activation](x + bias),), (out,), (x,))
+    return out
 
 
 def bias_activation_backward_reference(grad_out: Tensor, x: Tensor, bias: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients of x and bias in plain ops."""
     exact = accumulation_dtype(x)
-    grad = _BACKWARD[activation](grad_out.to(exact), x.to(exact) + bias.to(exact))
-    return grad.to(x.dtype).contiguous(), grad.reshape(-1, x.shape[-1]).sum(0)
+    bias = bias.to(exact)
+    grad_x, grad_bias = x.new_empty(x.shape), torch.zeros_like(bias)
+
+    def gradient(grad_out: Tensor, x: Tensor) -> tuple[Tensor]:
+        total = x + bias
+        grad = _BACKWARD[activation](grad_out.to(exact), total, total)
+        grad_bias.add_(grad.sum(0))
+        return (grad,)
+
+    by_rows(gradient, (grad_x,), (grad_out, x))
+    return grad_x, grad_bias
 
 
 def _gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:

@@ -19,50 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.kernels.normalisation_reference import norm_backward_reference, norm_reference
 from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
-
-
-def norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, mean, reciprocal) in plain ops."""
-    value = x.to(accumulation_dtype(x))
-    mean = value.mean(-1, keepdim=True) if centred else value.new_zeros((*x.shape[:-1], 1))
-    value = value - mean
-    reciprocal = (value.square().mean(-1, keepdim=True) + eps).rsqrt()
-    out = value * reciprocal
-    out = out if weight is None else out * weight.to(out.dtype)
-    out = out if bias is None else out + bias.to(out.dtype)
-    return out.to(x.dtype).contiguous(), mean.squeeze(-1).contiguous(), reciprocal.squeeze(-1).contiguous()
-
-
-def norm_backward_reference(
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    total: Tensor,
-    mean: Tensor,
-    reciprocal: Tensor,
-    weight: Tensor | None,
-    *,
-    centred: bool,
-    has_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, weight and bias in plain ops; of the latter two in the dtype of `mean`."""
-    exact = accumulation_dtype(total)
-    scale = reciprocal.unsqueeze(-1)
-    normalised = (total.to(exact) - mean.unsqueeze(-1)) * scale
-    arrives = grad_out.to(exact)
-    rows = list(range(total.dim() - 1))
-    grad_weight = (arrives * normalised).sum(rows) if weight is not None and rows else arrives * normalised
-    grad_bias = arrives.sum(rows) if has_bias and rows else arrives.clone()
-    arrives = arrives if weight is None else arrives * weight.to(exact)
-    grad = arrives - normalised * (arrives * normalised).mean(-1, keepdim=True)
-    grad = (grad - arrives.mean(-1, keepdim=True) if centred else grad) * scale
-    grad = grad if grad_total is None else grad + grad_total.to(exact)
-    absent = mean.new_empty((0,))
-    return (
-        grad.to(total.dtype).contiguous(),
-        grad_weight if weight is not None else absent,
-        grad_bias if has_bias else absent.clone(),
-    )
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:

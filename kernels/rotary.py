@@ -20,29 +20,36 @@ from autopar.kernels.registration import accumulation_dtype, register_op, runs_t
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """The op in plain ops."""
-    (x_1, x_2), (cos_1, cos_2), (sin_1, sin_2) = (_parts(item, cos.shape[-1], interleaved, accumulation_dtype(x)) for item in (x, cos, sin))
-    return _joined(x, cos.shape[-1], interleaved, x_1 * cos_1 - x_2 * sin_1, x_2 * cos_2 + x_1 * sin_2)
+    return _turned(x, cos, sin, interleaved, backward=False)
 
 
 def rotary_backward_reference(grad_out: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """The gradient of x in plain ops."""
-    exact = accumulation_dtype(grad_out)
-    (d_1, d_2), (cos_1, cos_2), (sin_1, sin_2) = (_parts(item, cos.shape[-1], interleaved, exact) for item in (grad_out, cos, sin))
-    return _joined(grad_out, cos.shape[-1], interleaved, d_1 * cos_1 + d_2 * sin_2, d_2 * cos_2 - d_1 * sin_1)
+    return _turned(grad_out, cos, sin, interleaved, backward=True)
 
 
-def _parts(value: Tensor, rotated: int, interleaved: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    turning = value[..., :rotated].to(dtype)
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
+    """Written where the result lies; only 16-bit elements go through memory of their own."""
+    exact, rotated = accumulation_dtype(x), cos.shape[-1]
+    batch, heads, length, size = x.shape
+    out = x.new_empty((batch, length, heads, size)).transpose(1, 2)
+    turning = x[..., :rotated].to(exact)
+    made = out[..., :rotated] if x.dtype == exact else torch.empty_like(turning)
+    torch.mul(turning, cos.to(exact), out=made)
+    (x_1, x_2), (sin_1, sin_2), (out_1, out_2) = (_parts(item, interleaved) for item in (turning, sin.to(exact), made))
+    out_1.addcmul_(x_2, sin_2 if backward else sin_1, value=1 if backward else -1)
+    out_2.addcmul_(x_1, sin_1 if backward else sin_2, value=-1 if backward else 1)
+    if made.dtype != out.dtype:
+        out[..., :rotated].copy_(made)
+    out[..., rotated:].copy_(x[..., rotated:])
+    return out
+
+
+def _parts(value: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     if interleaved:
-        return turning[..., 0::2], turning[..., 1::2]
-    return turning[..., : rotated // 2], turning[..., rotated // 2 :]
-
-
-def _joined(like: Tensor, rotated: int, interleaved: bool, first: Tensor, second: Tensor) -> Tensor:
-    turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
-    whole = torch.cat((turned.to(like.dtype), like[..., rotated:]), -1)
-    inside = whole.transpose(1, 2)
-    return inside.reshape(-1).view(inside.shape).transpose(1, 2)
+        return value[..., 0::2], value[..., 1::2]
+    first, second = value.chunk(2, -1)
+    return first, second
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:

@@ -67,10 +67,10 @@ def model(dropout: float = 0.0) -> Tiny:
 
 
 def compile_tiny(dropout: float = 0.0, faulty: Any = None, after: type | None = None) -> Compiled:
-    """`model(dropout)` on MESH; the pass `faulty` runs right after the one of type `after`."""
+    """`model(dropout)` on MESH, in plain ops: more places for faults. The pass `faulty` runs right after the one of type `after`."""
     history = History()
     passes: list[Any] = []
-    for each in default_passes(Options(Cluster.ideal(), pins=MEGATRON), True, None):
+    for each in default_passes(Options(Cluster.ideal(), pins=MEGATRON, kernels="off"), True, None):
         passes += [each, faulty] if after is not None and isinstance(each, after) else [each]
     local = run_passes(capture(model(dropout), (), dict(batch()), MESH), passes, [history])
     last = {step.program.form: step.program for step in history.steps}

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from autopar.capture import capture
 from autopar.compiler import Options, default_passes
 from autopar.hardware.cluster import Cluster
 from autopar.keys import STAGE
@@ -18,6 +17,7 @@ from autopar.mesh import Mesh
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.schedules import generate
 from autopar.program import Program
+from tests.captures import kept_capture
 
 PP2 = Mesh((("pp", 2),))
 
@@ -30,7 +30,7 @@ def passed(
     order = order or generate("1f1b", mesh.size_of(mesh.parts("pp")), number)
     passes = default_passes(Options(Cluster.ideal()), torch.is_grad_enabled(), order=order)
     end = len(passes) if last is None else 1 + next(i for i, each in enumerate(passes) if isinstance(each, last))
-    return run_passes(capture(model, args, {}, mesh, None, dict.fromkeys(range(len(args)), 0)), passes[:end])
+    return run_passes(kept_capture(model, args, {}, mesh, None, dict.fromkeys(range(len(args)), 0)), passes[:end])
 
 
 def calls(program: Program, target: Any) -> list[Node]:

@@ -5,6 +5,7 @@ Rows are split as one likes; the last dim, over which these ops reduce, is block
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch.fx import Node
@@ -85,6 +86,27 @@ def cross_entropy_backward(node: Node) -> Rule:
     pairs = [*((gradient, rows) for gradient in gradients), (logits, labels)]
     pairs += zip(node.args[4:], (rows, (classes,), rows), strict=True)
     return Rule(aligned(node, pairs), (labels,), linear=_linear_in(node, *gradients))
+
+
+@rule("autopar.projected_cross_entropy.default")
+def projected_cross_entropy(node: Node) -> Rule:
+    """(hidden[..., K], weight[V, K], labels[...], classes[V]) → as cross entropy; what is inside a softmax cannot be split over K."""
+    hidden, weight = node.args[:2]
+    rows = positional(len(shape_of(hidden)) - 1)
+    flops = 2.0 * math.prod(shape_of(hidden)) * shape_of(weight)[0]
+    sources = ((*rows, None), ("v", None), rows, ("v",))
+    return Rule(sources, (rows,) * 3, reductions={"v": ("logsumexp", "sum", "sum")}, flops=flops)
+
+
+@rule("autopar.projected_cross_entropy_backward.default")
+def projected_cross_entropy_backward(node: Node) -> Rule:
+    """(gradients[...], hidden[..., K], weight[V, K], labels[...], classes[V], log_sum_exp[...]) → gradients of hidden and weight."""
+    gradients, (hidden, weight) = node.args[:3], node.args[3:5]
+    rows = positional(len(shape_of(hidden)) - 1)
+    pairs = [*((gradient, rows) for gradient in gradients), (hidden, (*rows, None)), (weight, ("v", None))]
+    pairs += zip(node.args[5:], (rows, ("v",), rows), strict=True)
+    flops = 6.0 * math.prod(shape_of(hidden)) * shape_of(weight)[0]
+    return Rule(aligned(node, pairs), ((*rows, None), ("v", None)), linear=_linear_in(node, *gradients), flops=flops)
 
 
 @rule("autopar.gated.default")

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+import autopar.kernels.gated  # noqa: F401 (it registers ops)
 from autopar.grow import can_grow, inside, keeps_clean, mask, pad, unpad, with_atoms
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder
 from autopar.padding import Padding
+from autopar.prove import instance
 from autopar.strategies import space_of
 from tests.graphs import traced
 from tests.graphs import with_atoms as with_dims
@@ -71,6 +73,28 @@ def test_what_is_zero_in_the_padding_of_a_result(name: str, clean: set[int], exp
     (node,) = program.graph.find_nodes(op="call_function", target=target)
     assert DIMS[node] == (((4,), (6,)),)
     assert keeps_clean(node, space_of(node), 0, 1, lambda operand, place: place == 1 and operand in clean) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "activation", "shapes", "clean", "expected"),
+    [
+        ("gated", "silu", ((4, 6), (4, 6)), {0, 1}, True),
+        ("gated", "sigmoid", ((4, 6), (4, 6)), {0, 1}, True),
+        ("gated", "silu", ((4, 6), (4, 6)), {1}, False),  # ∞ · 0
+        ("gated", "silu", ((4, 6), (4, 6)), {0}, False),
+        ("gated_backward", "gelu", ((4, 6), (4, 6), (4, 6)), {0, 1, 2}, True),
+        ("gated_backward", "gelu", ((4, 6), (4, 6), (4, 6)), {1, 2}, False),
+        ("bias_activation", "gelu", ((4, 6), (6,)), {0, 1}, True),
+        ("bias_activation", "gelu", ((4, 6), (6,)), {0}, False),
+        ("bias_activation", "sigmoid", ((4, 6), (6,)), {0, 1}, False),  # one half
+        ("bias_activation_backward", "sigmoid", ((4, 6), (4, 6), (6,)), {0, 1, 2}, True),
+    ],
+)
+def test_what_is_zero_in_the_padding_of_gates(
+    name: str, activation: str, shapes: tuple[tuple[int, ...], ...], clean: set[int], expected: bool
+) -> None:
+    node = instance(getattr(torch.ops.autopar, name).default, *map(torch.empty, shapes), activation=activation)
+    assert keeps_clean(node, space_of(node), 0, 1, lambda operand, _: operand in clean) is expected
 
 
 def test_sizes_are_replaced_by_position() -> None:

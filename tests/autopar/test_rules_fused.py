@@ -11,6 +11,7 @@ import autopar.kernels.attention
 import autopar.kernels.cross_entropy
 import autopar.kernels.gated
 import autopar.kernels.normalisation
+import autopar.kernels.projected_cross_entropy
 import autopar.kernels.rotary
 import autopar.kernels.softmax  # noqa: F401 (all register ops)
 from autopar.prove import instance, prove
@@ -23,6 +24,7 @@ MASK, COLUMN = torch.empty(4, 6, dtype=torch.bool), torch.empty(2, 4, 1)
 PROBABILITY = {"scale": 0.5, "dtype": torch.float32}
 IDS, HEADS, ANGLES = torch.empty(2, 4, dtype=torch.int64), torch.empty(2, 4, 6, 8), torch.empty(2, 1, 6, 4)
 Q, KV, LSE, BIAS = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 4, 6), torch.empty(1, 4, 6, 10)
+TABLE, TEN = torch.empty(10, 6), torch.empty(10, dtype=torch.int64)
 CLASSES, SILU = torch.empty(6, dtype=torch.int64), {"activation": "silu"}
 ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 EPS: dict[str, Any] = {"eps": 1e-5, "centred": True}
@@ -52,6 +54,14 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
     "cross entropy": (ops.cross_entropy.default, (X, IDS, CLASSES), {}, "d0 d1 d2", []),
     "cross entropy backward": (ops.cross_entropy_backward.default, (ROWS, ROWS, ROWS, X, IDS, CLASSES, ROWS), {}, "d0 d1 d2", [{0, 1, 2}]),
     "cross entropy backward, less": (ops.cross_entropy_backward.default, (ROWS, None, None, X, IDS, CLASSES, ROWS), {}, "d0 d1 d2", [{0}]),
+    "projected cross entropy": (ops.projected_cross_entropy.default, (X, TABLE, IDS, TEN), {}, "d0 d1 v", []),
+    "projected cross entropy backward": (
+        ops.projected_cross_entropy_backward.default,
+        (ROWS, ROWS, None, X, TABLE, IDS, TEN, ROWS),
+        {},
+        "d0 d1 v",
+        [{0, 1}],
+    ),
     "gated": (ops.gated.default, (X, X), SILU, "d0 d1 d2", [{1}]),
     "gated backward": (ops.gated_backward.default, (X, X, X), SILU, "d0 d1 d2", [{0}]),
     "bias and activation": (ops.bias_activation.default, (X, WEIGHT), SILU, "d0 d1 d2", []),

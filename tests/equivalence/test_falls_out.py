@@ -46,15 +46,15 @@ def test_sequence_parallelism(program: Program) -> None:
     large = [each for each in transfers(found, cost) if each.phase == "forward" and each.bytes > 0.5 * hidden]
     assert Counter(each.collective for each in large) == {"reduce_scatter": 2 * NUM_LAYERS, "all_gather": 2 * NUM_LAYERS + 1}
     saved = [SHARDING[node][0].describe(DIMS[node][0]) for node in found.graph.nodes if node.target is save]
-    assert saved.count("[1, 4096@tp, 4096]") >= 4 * NUM_LAYERS, "the residual stream is saved split over the sequence"
+    assert saved.count("[1, 4096@tp, 4096]") >= 2 * NUM_LAYERS, "the residual stream is saved split over the sequence"
 
 
-def test_two_dimensional_sharding_of_weights_under_a_budget(program: Program) -> None:
-    """Fully sharded over dp on one dim, tensor parallel on the other: where memory asks for it."""
-    mesh = Mesh((("dp", 4), ("tp", 4)))
-    found = planned(program, mesh, "8xH100", Freedom(stored=True), "5GB")
+def test_two_dimensional_sharding_of_weights_under_a_budget() -> None:
+    """Fully sharded over dp on one dim, tensor parallel on the other: where memory asks for it. A sequence for each dp rank."""
+    mesh, program = Mesh((("dp", 4), ("tp", 4))), FindAtoms().apply(traced(LLAMA_3_8B, NUM_LAYERS, num_sequences=4))
+    found = planned(program, mesh, "8xH100", Freedom(stored=True), "3GB")
     weights = [SHARDING[node][0] for item, node in found.named_inputs() if item.kind == "parameter" and len(item.shape) == 2]
-    assert sum("dp" in each.axes and "tp" in each.axes for each in weights) >= 4 * NUM_LAYERS
+    assert sum("dp" in each.axes and "tp" in each.axes for each in weights) >= 3 * NUM_LAYERS
     gathered = [
         each for each in transfers(found, CostModel(Cluster.named("8xH100"), mesh)) if (each.collective, each.axes) == ("all_gather", "dp")
     ]

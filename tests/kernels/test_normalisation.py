@@ -51,6 +51,39 @@ def test_gradients_of_one_row() -> None:
     assert torch.autograd.gradcheck(lambda *inputs: norm(*inputs, eps=EPS, centred=True)[0], (x, weight, bias))
 
 
+@pytest.mark.parametrize("affine", ["", "w", "b", "wb"])
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_of_sixteen_bits_only_the_results_are_rounded(dtype: torch.dtype, centred: bool, affine: str) -> None:
+    """Statistics and the gradients of weight and bias are float32's, whatever is missing; rows and memory order are as they come."""
+    x, residual, gradient = (item.detach().to(dtype).transpose(0, 1) for item in tensors((300, 3, 1000), (300, 3, 1000), (300, 3, 1000)))
+    weight, bias = (
+        item.detach().to(dtype) if letter in affine else None for letter, item in zip("wb", tensors((1000,), (1000,)), strict=True)
+    )
+    wide = [None if item is None else item.double() for item in (weight, bias)]
+    options: dict[str, Any] = {"eps": EPS, "centred": centred}
+    out, total, mean, reciprocal = add_norm(x, residual, weight, bias, **options)
+    true = norm(total.double(), *wide, **options)
+    assert_near((mean, reciprocal), true[1:], 1e-6)
+    rounding = max(torch.finfo(dtype).eps, 1e-6)
+    assert_near((out,), true[:1], rounding)
+    for grad_total in (None, residual):
+        sums = (gradient, grad_total, total)
+        found = norm_backward(*sums, mean, reciprocal, weight, centred=centred, has_bias=bias is not None)
+        doubles = [None if item is None else item.double() for item in (*sums, *true[1:], weight)]
+        wanted = norm_backward(*doubles, centred=centred, has_bias=bias is not None)
+        assert [tuple(item.shape) for item in found[1:]] == [(1000,) if letter in affine else (0,) for letter in "wb"]
+        assert_near(found[:1], wanted[:1], rounding)
+        assert_near(found[1:], wanted[1:], 1e-5)
+
+
+def assert_near(found: tuple[Tensor, ...], true: tuple[Tensor, ...], tolerance: float) -> None:
+    """Within `tolerance` of the largest element."""
+    for one, other in zip(found, true, strict=True):
+        if one.numel():
+            assert (one.double() - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-3)
+
+
 def test_the_sum_is_rounded_before_it_is_normalised() -> None:
     x, residual = (item.detach().bfloat16() for item in tensors((4, 64), (4, 64)))
     out, total, mean, _ = add_norm(x, residual, None, None, eps=EPS, centred=True)

@@ -1,0 +1,76 @@
+"""Ops that write in place, in a FORWARD program: whose memory they write, and who else would read it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+aten = torch.ops.aten
+
+# Their results may share the operand's memory, although no schema says so.
+_MAY_SHOW = frozenset(
+    {
+        aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
+        aten.to.other, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default, aten.type_as.default, aten.dropout.default,
+        aten.chunk.default, aten.unflatten.int,
+    }
+)  # fmt: skip
+# Their results show parts that do not overlap.
+_DISJOINT = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int})
+
+
+def writes(node: Node) -> bool:
+    """Whether `node` writes into an operand."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def writers_of(graph: Graph) -> tuple[Node, ...]:
+    """The nodes that write into their first operand, in order."""
+    return tuple(node for node in graph.nodes if node.op == "call_function" and writes(node))
+
+
+def memory_of(node: Node) -> Node:
+    """The node whose memory `node` may show."""
+    while node.op == "call_function" and node.all_input_nodes and _shows(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_last_reader(reader: Node, value: Node) -> bool:
+    """Whether nobody but `reader` reads the memory of `value`, so that what is written there is lost to nobody else."""
+    # Inputs are read by all.
+    while set(value.users) == {reader} and value.op == "call_function":
+        if value.target is operator.getitem and value.args[0].target in _DISJOINT:  # type: ignore[union-attr]
+            chunks = value.args[0]
+            assert isinstance(chunks, Node)
+            if sum(other.args[1] == value.args[1] for other in chunks.users) > 1:
+                return False
+            reader, value = chunks, chunks.all_input_nodes[0]
+        elif value.target is not operator.getitem and _shows(value):
+            reader, value = value, value.all_input_nodes[0]
+        else:
+            return True
+    return False
+
+
+def overwritten(values: Iterable[Node], before: Node, writers: Sequence[Node], own: Iterable[Node] = ()) -> Node | None:
+    """The first of `writers`, but for `own`, that may write into one of `values` between where it is made and `before`."""
+    first: dict[Node, Node] = {}
+    for value in values:
+        base = memory_of(value)
+        first[base] = min(value, first.get(base, value))
+    own = set(own)
+    for writer in writers:
+        made = first.get(memory_of(writer.all_input_nodes[0]))
+        if made is not None and writer not in own and made < writer < before:
+            return writer
+    return None
+
+
+def _shows(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or node.target in _MAY_SHOW or any(each.alias_info is not None for each in schema.returns)
