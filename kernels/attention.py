@@ -1,154 +1,60 @@
 """Attention as one op of ours, the same on every device, with its backward as a second one.
 
-    P      = softmax(scale · Q Kᵀ + mask), a row that attends to nothing being 0
-    out    = (P ∘ keep) V
-    dV     = (P ∘ keep)ᵀ dO        dP = (dO Vᵀ) ∘ keep
-    dS     = P ∘ (dP − rowsum(dO ∘ out))                     rowsum(P ∘ dP) = rowsum(dO ∘ out), with keep too
-    dQ, dK = scale · dS K, scale · dSᵀ Q                     (Dao et al., FlashAttention, 2022, appendix B)
-    dmask  = dS, summed to the mask's shape: an op of its own, called only where the mask wants a gradient
+    out         = softmax(mask(cap(scale · Q Kᵀ))) V, a row that attends to nothing being 0
+    log_sum_exp = log Σ exp of the same scores; 0 in a row that attends to nothing, as torch's
+
+`attention_reference.py` has the formulas of the backward. The gradient of a mask is an op of its own, called only where the mask wants
+one. Both results have gradients: of log_sum_exp models make sinks, and ring attention its sums.
 
 Shapes: query [B, H, S, D], key [B, G, T, D], value [B, G, T, E]; H is a multiple of G, and query head h reads head h // (H / G).
 `mask` broadcasts to [B, H, S, T]: bool (true = attend) or a float that is added. `keep` [B, H, S, T] multiplies the
 probabilities: 0 or 1 / (1 − p). Causal means that position s attends to t ≤ s, also where S and T differ.
-`log_sum_exp` [B, H, S] is float64 for float64 inputs and float32 otherwise; 0 in a row that attends to nothing, as torch's.
+`soft_cap` makes scores cap · tanh(scores / cap) before the mask (Gemma 2); 0.0 is none. `window` lets position s attend to t only
+where s − window < t and t < s + window; 0 is none.
+`log_sum_exp` [B, H, S] is float64 for float64 inputs and float32 otherwise.
 Results lie in memory as [B, S, H, D] ([B, S, H]): what follows attention merges the heads, which is then free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from autopar.kernels.attention_reference import (
+    Options,
+    attended,
+    attention_backward_reference,
+    attention_mask_gradient_reference,
+    attention_reference,
+    heads_inside,
+)
 from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, keep: Tensor | None = None, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """(out, log_sum_exp) in plain ops, computed in float32 (float64 for float64)."""
-    scores = _scores(query, key, mask, is_causal, scale)
-    largest = scores.amax(-1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    total = (scores - largest).exp_().sum(-1, keepdim=True)
-    log_sum_exp = torch.where(total == 0, 0.0, largest + total.log())
-    probabilities = (scores - log_sum_exp).exp_()
-    if keep is not None:
-        probabilities = probabilities * keep
-    out = _split_groups(_merge_groups(probabilities, value.shape[1]) @ value.to(scores.dtype), query.shape[1])
-    return _heads_inside(out.to(query.dtype)), _heads_inside(log_sum_exp).squeeze(-1)
-
-
-def attention_backward_reference(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    keep: Tensor | None,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(grad of query, key, value) in plain ops, computed in float32 (float64 for float64)."""
-    num_heads, num_groups = query.shape[1], key.shape[1]
-    scores = _scores(query, key, mask, is_causal, scale)
-    exact = scores.dtype
-    probabilities = (scores - log_sum_exp.unsqueeze(-1)).exp_()
-    kept = probabilities if keep is None else probabilities * keep
-    grad_value = _merge_groups(kept, num_groups).mT @ _merge_groups(grad_out.to(exact), num_groups)
-    grad_scores = _merge_groups(_grad_scores(grad_out, probabilities, value, keep, out) * scale, num_groups)
-    grad_query = _split_groups(grad_scores @ key.to(exact), num_heads)
-    grad_key = grad_scores.mT @ _merge_groups(query.to(exact), num_groups)
-    return (
-        _heads_inside(grad_query.to(query.dtype)),
-        _heads_inside(grad_key.to(key.dtype)),
-        _heads_inside(grad_value.to(value.dtype)),
-    )
-
-
-def attention_mask_gradient_reference(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    keep: Tensor | None,
-    out: Tensor,
-    log_sum_exp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
-    """The gradient of an added mask, of its shape, float32 (float64 for float64), in plain ops."""
-    probabilities = (_scores(query, key, mask, is_causal, scale) - log_sum_exp.unsqueeze(-1)).exp_()
-    return _grad_scores(grad_out, probabilities, value, keep, out).sum_to_size(mask.shape).contiguous()
-
-
-def _grad_scores(grad_out: Tensor, probabilities: Tensor, value: Tensor, keep: Tensor | None, out: Tensor) -> Tensor:
-    """dS [B, H, S, T] of the formulas above."""
-    grad = grad_out.to(probabilities.dtype)
-    merged = _merge_groups(grad, value.shape[1]) @ value.to(grad.dtype).mT
-    grad_probabilities = _split_groups(merged, grad.shape[1])
-    if keep is not None:
-        grad_probabilities = grad_probabilities * keep
-    row_sum = (grad * out.to(grad.dtype)).sum(-1, keepdim=True)
-    return probabilities * (grad_probabilities - row_sum)
-
-
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """[B, H, S, T], −inf where a position does not attend."""
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    merged = _merge_groups(query.to(exact), key.shape[1])
-    scores = _split_groups(merged @ key.to(exact).mT, query.shape[1]) * scale
-    if mask is not None:
-        scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(exact)
-    if is_causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return scores
-
-
-def _merge_groups(value: Tensor, num_groups: int) -> Tensor:
-    """[B, H, S, …] → [B, G, H/G · S, …]: the query heads of one key head stand below each other."""
-    batch, num_heads, length = value.shape[:3]
-    return value.reshape(batch, num_groups, num_heads // num_groups * length, *value.shape[3:])
-
-
-def _split_groups(value: Tensor, num_heads: int) -> Tensor:
-    batch, num_groups, rows = value.shape[:3]
-    return value.reshape(batch, num_heads, rows * num_groups // num_heads, *value.shape[3:])
-
-
-def _heads_inside(value: Tensor) -> Tensor:
-    """The same value, laid out in memory as [B, S, H, …]; copied only where it is not. Strides of dims of size 1 are set too."""
-    inside = value.transpose(1, 2)
-    return inside.reshape(-1).view(inside.shape).transpose(1, 2)
-
-
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, *, is_causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     if _has_triton(query, value):
         from autopar.kernels.gpu import attention as gpu
 
-        return gpu.forward(query, key, value, gpu.Masks(mask, keep, is_causal, scale))
-    if not _has_flash(query, value, keep):
-        return attention_reference(query, key, value, mask, keep, is_causal=is_causal, scale=scale)
+        return gpu.forward(query, key, value, gpu.Masks(mask, keep, **options))
+    if not _has_flash(query, value, keep, options):
+        return attention_reference(query, key, value, mask, keep, **options)
     query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-    out, log_sum_exp = _flash(query, key, value, 0.0, is_causal, attn_mask=_additive(mask, query.dtype), scale=scale)
-    return _heads_inside(out), _heads_inside(log_sum_exp)
+    additive = _additive(query, key, mask, options)
+    out, log_sum_exp = _flash(query, key, value, 0.0, options["is_causal"], attn_mask=additive, scale=options["scale"])
+    return heads_inside(out), heads_inside(log_sum_exp)
 
 
 def _attention_backward(
     grad_out: Tensor,
+    grad_log_sum_exp: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -156,25 +62,27 @@ def _attention_backward(
     keep: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     if _has_triton(query, value):
         from autopar.kernels.gpu import attention_backward as gpu
 
-        masks = gpu.Masks(mask, keep, is_causal, scale)
-        return gpu.backward(grad_out, query, key, value, out, log_sum_exp, masks)[:3]
-    if not _has_flash(query, value, keep):
-        return attention_backward_reference(grad_out, query, key, value, mask, keep, out, log_sum_exp, is_causal=is_causal, scale=scale)
+        masks = gpu.Masks(mask, keep, **options)
+        return gpu.backward(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
+    # torch's fused CPU kernel takes no gradient of log_sum_exp.
+    if grad_log_sum_exp is not None or not _has_flash(query, value, keep, options):
+        arguments = (grad_out, grad_log_sum_exp, query, key, value, mask, keep, out, log_sum_exp)
+        return attention_backward_reference(*arguments, **options)
     grad_out, query, key, value, out = (_rows_contiguous(item) for item in (grad_out, query, key, value, out))
-    additive = _additive(mask, query.dtype)
+    additive = _additive(query, key, mask, options)
+    is_causal, scale = options["is_causal"], options["scale"]
     grads = _flash_backward(grad_out, query, key, value, out, log_sum_exp, 0.0, is_causal, attn_mask=additive, scale=scale)
-    return _heads_inside(grads[0]), _heads_inside(grads[1]), _heads_inside(grads[2])
+    return heads_inside(grads[0]), heads_inside(grads[1]), heads_inside(grads[2])
 
 
 def _attention_mask_gradient(
     grad_out: Tensor,
+    grad_log_sum_exp: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -182,16 +90,14 @@ def _attention_mask_gradient(
     keep: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    **options: Unpack[Options],
 ) -> Tensor:
-    arguments = (grad_out, query, key, value, mask, keep, out, log_sum_exp)
     if not _has_triton(query, value):
-        return attention_mask_gradient_reference(*arguments, is_causal=is_causal, scale=scale)
+        arguments = (grad_out, grad_log_sum_exp, query, key, value, mask, keep, out, log_sum_exp)
+        return attention_mask_gradient_reference(*arguments, **options)
     from autopar.kernels.gpu import attention_backward as gpu
 
-    return gpu.mask_gradient(grad_out, query, key, value, out, log_sum_exp, gpu.Masks(mask, keep, is_causal, scale))
+    return gpu.mask_gradient(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, gpu.Masks(mask, keep, **options))
 
 
 def _has_triton(query: Tensor, value: Tensor) -> bool:
@@ -200,9 +106,9 @@ def _has_triton(query: Tensor, value: Tensor) -> bool:
     return runs_triton(query) and query.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= most
 
 
-def _has_flash(query: Tensor, value: Tensor, keep: Tensor | None) -> bool:
-    """Whether torch's fused CPU kernel serves: it knows no `keep` and one head size only."""
-    return query.device.type == "cpu" and keep is None and query.shape[-1] == value.shape[-1]
+def _has_flash(query: Tensor, value: Tensor, keep: Tensor | None, options: Options) -> bool:
+    """Whether torch's fused CPU kernel serves: it knows no `keep`, no soft cap and one head size only."""
+    return query.device.type == "cpu" and keep is None and not options["soft_cap"] and query.shape[-1] == value.shape[-1]
 
 
 def _rows_contiguous(value: Tensor) -> Tensor:
@@ -210,29 +116,36 @@ def _rows_contiguous(value: Tensor) -> Tensor:
     return value if value.stride(-1) == 1 else value.contiguous()
 
 
-def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as the fused CPU kernel wants it: four dims, added, and in `dtype` or float32 (it reads others as garbage)."""
-    if mask is None:
-        return None
-    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+def _additive(query: Tensor, key: Tensor, mask: Tensor | None, options: Options) -> Tensor | None:
+    """Mask and window as the fused CPU kernel wants them: four dims, added, and in the query's dtype or float32 (others are garbage)."""
+    dtype, inside = query.dtype, None
+    if options["window"]:
+        inside = attended(query.shape[2], key.shape[2], False, options["window"], query.device)
+    if mask is None or mask.dtype == torch.bool:
+        inside = mask if inside is None else inside if mask is None else mask & inside
+        return None if inside is None else torch.zeros(_four(inside).shape, dtype=dtype).masked_fill_(~_four(inside), -torch.inf)
     wider = torch.promote_types(mask.dtype, dtype)
-    return mask.to(torch.float32 if dtype != torch.float64 and wider == torch.float32 else dtype)
+    added = _four(mask).to(torch.float32 if dtype != torch.float64 and wider == torch.float32 else dtype)
+    return added if inside is None else added.masked_fill(~inside, -torch.inf)
+
+
+def _four(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def _attention_fake(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, *, is_causal: bool, scale: float
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]:
     _require_shapes(query, key, value, mask, keep)
+    _require_options(options)
     batch, num_heads, length, _ = query.shape
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_empty((batch, length, num_heads, value.shape[-1])).transpose(1, 2)
-    return out, query.new_empty((batch, length, num_heads), dtype=exact).transpose(1, 2)
+    return out, query.new_empty((batch, length, num_heads), dtype=accumulation_dtype(query)).transpose(1, 2)
 
 
 def _attention_backward_fake(
     grad_out: Tensor,
+    grad_log_sum_exp: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -240,9 +153,7 @@ def _attention_backward_fake(
     keep: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
     _require_shapes(query, key, value, mask, keep)
     grad_query, grad_key, grad_value = (
@@ -253,6 +164,7 @@ def _attention_backward_fake(
 
 def _attention_mask_gradient_fake(
     grad_out: Tensor,
+    grad_log_sum_exp: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -260,9 +172,7 @@ def _attention_mask_gradient_fake(
     keep: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    **options: Unpack[Options],
 ) -> Tensor:
     return mask.new_empty(mask.shape, dtype=accumulation_dtype(query))
 
@@ -280,27 +190,37 @@ def _require_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
         raise ValueError(f"attention's keep is {tuple(keep.shape)}, not {scores}")
 
 
+def _require_options(options: Options) -> None:
+    if options["window"] < 0:
+        raise ValueError(f"attention's window is {options['window']}: it counts keys, and 0 is none")
+    if options["soft_cap"] < 0.0:
+        raise ValueError(f"attention's soft cap is {options['soft_cap']:g}: it bounds the scores' size, and 0 is none")
+
+
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
     return len(shape) <= len(to) and all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(to), strict=False))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, mask, keep = inputs
-    out, log_sum_exp = output
-    ctx.mark_non_differentiable(log_sum_exp)
-    ctx.save_for_backward(query, key, value, mask, keep, out, log_sum_exp)
+    # Nearly always log_sum_exp has no gradient: its zeros would cost the fused backward.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, mask, keep, *output)
     ctx.options = keyword_only_inputs
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    grads = torch.ops.autopar.attention_backward(grad_out, *ctx.saved_tensors, **ctx.options)
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_log_sum_exp: Tensor | None) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    grad_out = torch.zeros_like(saved[5]) if grad_out is None else grad_out
+    grads = torch.ops.autopar.attention_backward(grad_out, grad_log_sum_exp, *saved, **ctx.options)
     if not ctx.needs_input_grad[3]:
         return *grads, None, None
-    grad_mask = torch.ops.autopar.attention_mask_gradient(grad_out, *ctx.saved_tensors, **ctx.options)
-    return *grads, grad_mask.to(ctx.saved_tensors[3].dtype), None
+    grad_mask = torch.ops.autopar.attention_mask_gradient(grad_out, grad_log_sum_exp, *saved, **ctx.options)
+    return *grads, grad_mask.to(saved[3].dtype), None
 
 
-_OPTIONS = "*, bool is_causal, float scale"
+_OPTIONS = "*, bool is_causal, float scale, float soft_cap, int window"
+_GRADIENTS = "Tensor grad_out, Tensor? grad_log_sum_exp"
 register_op(
     "attention",
     f"(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, {_OPTIONS}) -> (Tensor, Tensor)",
@@ -309,14 +229,14 @@ register_op(
 )
 register_op(
     "attention_backward",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, Tensor out, Tensor log_sum_exp, "
+    f"({_GRADIENTS}, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, Tensor out, Tensor log_sum_exp, "
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_fake,
 )
 register_op(
     "attention_mask_gradient",
-    "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? keep, Tensor out, Tensor log_sum_exp, "
+    f"({_GRADIENTS}, Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? keep, Tensor out, Tensor log_sum_exp, "
     f"{_OPTIONS}) -> Tensor",
     _attention_mask_gradient,
     _attention_mask_gradient_fake,

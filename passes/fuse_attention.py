@@ -26,7 +26,7 @@ class FuseAttention:
 
     Reads: val and the source of nodes of a FORWARD program in which random ops are still ATen's: run it before `KeyRandom`.
     Writes: `autopar.attention` on [B, H, S, D] operands; with dropout its `keep` is an `aten.dropout` of ones, of the
-        probabilities' shape, so that the same draws fall.
+        probabilities' shape, so that the same draws fall. With a sink, result 0 times sigmoid(result 1 − sink).
     Ensures: what is decided to be fused is; a softmax that is left is no attention, or has its reason in the decision.
     """
 
@@ -63,7 +63,7 @@ def _looked_at(product: Node, constants: Constants, reached: set[Node]) -> Found
         return Found.at(product, "attention", reason=str(reason))
     if found is None:
         return None
-    reached.add(found.weights.softmax.node)
+    reached.update(found.weights.interior)
     return Found.at(product, "attention", found.conditions())
 
 

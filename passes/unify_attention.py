@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.differentiable import differentiable
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.kernels.attention import attention
-from autopar.program import Program, operands
+from autopar.program import Program
 
 aten = torch.ops.aten
 
@@ -35,11 +36,11 @@ class UnifyAttention:
 
     def apply(self, program: Program) -> Program:
         program = program.copy()
-        differentiable = _differentiable(program)
+        trained = differentiable(program)
         for node in list(program.graph.nodes):
             if node.target is aten.scaled_dot_product_attention.default:
                 emit, call = Emitter(program.graph, before=node), _Call.of(*node.args, **node.kwargs)
-                fused = call.mask not in differentiable and _has_groups(call)
+                fused = call.mask not in trained and _has_groups(call)
                 _reshape_views(node)
                 replace(node, _fused(emit, call) if fused else _plain(emit, call))
         return program
@@ -78,17 +79,6 @@ class _Call:
         return query, key, value
 
 
-def _differentiable(program: Program) -> set[Node]:
-    """The nodes that autograd would reach from a parameter that is trained."""
-    found = {node for item, node in program.named_inputs() if item.requires_grad}
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        is_float = not isinstance(value, torch.Tensor) or value.is_floating_point()
-        if node.op == "call_function" and is_float and node.target is not aten.detach.default and not found.isdisjoint(operands(node)):
-            found.add(node)
-    return found
-
-
 def _has_groups(call: _Call) -> bool:
     """Whether query heads map onto key heads in equal runs, and key and value have the same heads."""
     query, key, value = call.shapes
@@ -109,7 +99,7 @@ def _fused(emit: Emitter, call: _Call) -> Node:
         scores = [math.prod(batch), *query_shape[-3:-1], key_shape[-2]]
         ones = emit.call(aten.ones.default, scores, dtype=tensor_of(query).dtype, device=tensor_of(query).device)
         keep = emit.call(aten.dropout.default, ones, call.dropout, True)
-    result = emit.call(attention, query, key, value, mask, keep, is_causal=call.is_causal, scale=call.scale)
+    result = emit.call(attention, query, key, value, mask, keep, is_causal=call.is_causal, scale=call.scale, soft_cap=0.0, window=0)
     out = emit.call(operator.getitem, result, 0)
     shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))
     wanted = [*shape, *tensor_of(call.query).shape[-3:-1], value_shape[-1]]

@@ -4,7 +4,7 @@
     s  query length      t  key length       d, e  head dims of query and value
 
 Key length and head dims are blocked. Ranks that split r share the key heads: their key and value
-gradients are sums. A causal mask counts query positions from 0, so s is whole when causal.
+gradients are sums. A causal mask and a window count positions from 0, so s is whole under them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from autopar.rule import Label, Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, numel, position_of, shape_of
 
 
-def _spaces(query: Any, key: Any, is_causal: bool) -> tuple[Label, Label, Label, dict[str, int]]:
+def _spaces(query: Any, key: Any, is_positional: bool) -> tuple[Label, Label, Label, dict[str, int]]:
     """Labels of the query heads, the key heads and the query length, and the sizes of those that share a dim."""
     heads, key_heads = shape_of(query)[1], shape_of(key)[1]
-    length = None if is_causal else "s"
+    length = None if is_positional else "s"
     if heads == key_heads:
         return "g", "g", length, {}
     return ("g", "r"), "g", length, {"g": key_heads, "r": heads // key_heads}
@@ -35,8 +35,13 @@ def _full(labels: Labels, tensor: Any, whole: tuple[int, ...]) -> Labels:
     return tuple(labels[offset + i] if size == whole[offset + i] else None for i, size in enumerate(shape))
 
 
-def _is_causal(node: Node) -> bool:
-    return bool(node.kwargs.get("is_causal", False))
+def _is_positional(node: Node) -> bool:
+    return bool(node.kwargs["is_causal"]) or bool(node.kwargs["window"])
+
+
+def _gradients(node: Node) -> frozenset[int]:
+    """The op is linear in the gradients of both results together."""
+    return position_of(node, node.args[0]) | position_of(node, node.args[1])
 
 
 @rule("autopar.attention.default")
@@ -44,7 +49,7 @@ def attention(node: Node) -> Rule:
     """(query[b, h, s, d], key[b, g, t, d], value[b, g, t, e], mask?, keep?) → (output[b, h, s, e], log_sum_exp[b, h, s])."""
     query, key, value = node.args[:3]
     mask, keep = argument(node, 3, "mask"), argument(node, 4, "keep")
-    heads, key_heads, length, sizes = _spaces(query, key, _is_causal(node))
+    heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
     pairs = [(query, q), (key, kv), (value, kv), (mask, _full(scores, mask, shape)), (keep, _full(scores, keep, shape))]
@@ -54,14 +59,14 @@ def attention(node: Node) -> Rule:
 
 @rule("autopar.attention_backward.default")
 def attention_backward(node: Node) -> Rule:
-    """(gradient, query, key, value, mask?, keep?, output, log_sum_exp) → (query, key, value) gradients."""
-    gradient, query, key, value = node.args[:4]
-    mask, keep, output, log_sum_exp = (argument(node, i, name) for i, name in enumerate(("mask", "keep", "out", "log_sum_exp"), 4))
-    heads, key_heads, length, sizes = _spaces(query, key, _is_causal(node))
+    """(gradients of output and log_sum_exp?, query, key, value, mask?, keep?, output, log_sum_exp) → (query, key, value) gradients."""
+    gradient, gradient_of_sum, query, key, value, mask, keep, output, log_sum_exp = node.args
+    heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
     pairs = [
         (gradient, q),
+        (gradient_of_sum, q[:3]),
         (query, q),
         (key, kv),
         (value, kv),
@@ -72,21 +77,21 @@ def attention_backward(node: Node) -> Rule:
     ]
     # Scores again, and the gradients of query and key: 3 products over d; of value and scores: 2 over e.
     flops = 2.0 * numel(shape) * (3 * shape_of(query)[3] + 2 * shape_of(value)[3])
-    return Rule(aligned(node, pairs), (q, kv, kv), linear=(position_of(node, gradient),), flops=flops, sizes=sizes)
+    return Rule(aligned(node, pairs), (q, kv, kv), linear=(_gradients(node),), flops=flops, sizes=sizes)
 
 
 @rule("autopar.attention_mask_gradient.default")
 def attention_mask_gradient(node: Node) -> Rule:
-    """(gradient, query, key, value, mask, keep?, output, log_sum_exp) → gradient of the mask, summed over what it is broadcast over."""
-    gradient, query, key, value, mask, keep, output, log_sum_exp = node.args
-    heads, key_heads, length, sizes = _spaces(query, key, _is_causal(node))
-    # A key's part needs no other key: the row's sums are given. A causal mask counts keys from 0.
-    keys = None if _is_causal(node) else "t"
+    """(as of the backward, mask given) → gradient of the mask, summed over what it is broadcast over."""
+    gradient, gradient_of_sum, query, key, value, mask, keep, output, log_sum_exp = node.args
+    heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
+    # A key's part needs no other key: the row's sums are given. Causal masks and windows count keys from 0.
+    keys = None if _is_positional(node) else "t"
     scores, q, kv = ("b", heads, length, keys), ("b", heads, length, None), ("b", key_heads, keys, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
     own = _full(scores, mask, shape)
-    pairs = [(gradient, q), (query, q), (key, kv), (value, kv), (mask, own)]
+    pairs = [(gradient, q), (gradient_of_sum, q[:3]), (query, q), (key, kv), (value, kv), (mask, own)]
     pairs += [(keep, _full(scores, keep, shape)), (output, q), (log_sum_exp, q[:3])]
     # Scores again over d, and the gradient of the probabilities over e.
     flops = 2.0 * numel(shape) * (shape_of(query)[3] + shape_of(value)[3])
-    return Rule(aligned(node, pairs), (own,), linear=(position_of(node, gradient),), flops=flops, sizes=sizes)
+    return Rule(aligned(node, pairs), (own,), linear=(_gradients(node),), flops=flops, sizes=sizes)

@@ -1,6 +1,6 @@
-"""Triton kernels of `autopar::attention_backward`, after FlashAttention-2: see `autopar/kernels/attention.py` for the formulas.
+"""Triton kernels of `autopar::attention_backward`, after FlashAttention-2: see `autopar/kernels/attention_reference.py` for the formulas.
 
-    row_sums     rowsum(dO ∘ out), one block of queries a program
+    row_sums     rowsum(dO ∘ out), less the gradient of log_sum_exp, one block of queries a program
     for_keys     dK and dV of a block of keys: walks over the queries, of all heads that read this key head, that attend to it
     for_queries  dQ of a block of queries: walks over the keys that it attends to
     for_mask     the gradient of an added mask: one tile of it a program, which walks over the batch and heads that share it
@@ -37,8 +37,8 @@ from autopar.kernels.registration import launch
 
 @triton.jit
 def row_sums(
-    grad_out, out, result, grad_b, grad_h, grad_s, out_b, out_h, out_s, heads, length,
-    VALUE_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
+    grad_out, out, grad_sum, result, grad_b, grad_h, grad_s, out_b, out_h, out_s, heads, length,
+    GRAD_SUM: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_QUERIES: tl.constexpr,
 ):  # fmt: skip
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     s = tl.program_id(0) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
@@ -48,7 +48,10 @@ def row_sums(
     arrives = load_rows(grad_out, s[:, None], grad_s, column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
     held = load_rows(out, s[:, None], out_s, column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
     total = tl.sum(arrives.to(tl.float32) * held.to(tl.float32), 1)
-    tl.store(result + (batch * length + s) * heads + head, total, mask=s < length)
+    rows = (batch * length + s) * heads + head
+    if GRAD_SUM:
+        total -= tl.load(grad_sum + rows, mask=s < length, other=0.0)
+    tl.store(result + rows, total, mask=s < length)
 
 
 @triton.jit
@@ -217,10 +220,17 @@ def for_mask(
 
 
 def backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks
+    grad_out: Tensor,
+    grad_log_sum_exp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    masks: Masks,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, lying in memory as [B, S, H, …]."""
-    tensors, numbers, constants = _prepared(grad_out, query, key, value, out, log_sum_exp, masks)
+    tensors, numbers, constants = _prepared(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
     query, key, value = tensors[:3]
     grad_query, grad_key, grad_value = (
         item.new_empty((item.shape[0], item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
@@ -235,10 +245,19 @@ def backward(
     return grad_query, grad_key, grad_value
 
 
-def mask_gradient(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks) -> Tensor:
+def mask_gradient(
+    grad_out: Tensor,
+    grad_log_sum_exp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    masks: Masks,
+) -> Tensor:
     """The gradient of an added mask, of its shape, float32."""
     assert masks.mask is not None
-    tensors, numbers, constants = _prepared(grad_out, query, key, value, out, log_sum_exp, masks)
+    tensors, numbers, constants = _prepared(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
     batch, heads, length, _ = query.shape
     own_batch, own_heads = ((1,) * (4 - masks.mask.dim()) + masks.mask.shape)[:2]
     result = query.new_empty((own_batch, own_heads, length, key.shape[2]), dtype=torch.float32)
@@ -250,17 +269,26 @@ def mask_gradient(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, o
 
 
 def _prepared(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sum_exp: Tensor, masks: Masks
+    grad_out: Tensor,
+    grad_log_sum_exp: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sum_exp: Tensor,
+    masks: Masks,
 ) -> tuple[tuple[Tensor, ...], tuple[float, ...], dict[str, Any]]:
     """What all three kernels take: tensors with the row sums, strides and other numbers, constants."""
     grad_out, query, key, value, out = (rows_contiguous(item) for item in (grad_out, query, key, value, out))
     batch, heads, length, size = query.shape
     key_length, value_size = value.shape[2:]
-    log_sum_exp = log_sum_exp.transpose(1, 2).contiguous().transpose(1, 2)
+    log_sum_exp = _heads_inside(log_sum_exp)
     row_sum = torch.empty_like(log_sum_exp)
+    has_grad_sum = grad_log_sum_exp is not None
+    grad_sum = row_sum if grad_log_sum_exp is None else _heads_inside(grad_log_sum_exp)
     launch(
-        row_sums, (triton.cdiv(length, 16), batch * heads), grad_out, out, row_sum, *grad_out.stride()[:3], *out.stride()[:3],
-        heads, length, VALUE_SIZE=value_size, BLOCK_VALUE=block_of(value_size), BLOCK_QUERIES=16, num_warps=4,
+        row_sums, (triton.cdiv(length, 16), batch * heads), grad_out, out, grad_sum, row_sum, *grad_out.stride()[:3], *out.stride()[:3],
+        heads, length, GRAD_SUM=has_grad_sum, VALUE_SIZE=value_size, BLOCK_VALUE=block_of(value_size), BLOCK_QUERIES=16, num_warps=4,
     )  # fmt: skip
     mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
     held = (query if mask is None else mask, query if masks.keep is None else masks.keep)
@@ -271,6 +299,11 @@ def _prepared(
     constants = {"SIZE": size, "VALUE_SIZE": value_size, "BLOCK_SIZE": block_of(size), "BLOCK_VALUE": block_of(value_size)}
     constants |= {**masks.flags(), "PRECISION": precision_of(query)}
     return (query, key, value, *held, grad_out, log_sum_exp, row_sum), numbers, constants
+
+
+def _heads_inside(rows: Tensor) -> Tensor:
+    """A number a row, [B, H, S], in memory as the kernels index it: [B, S, H]."""
+    return rows.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _options(tiles: Tiles) -> dict[str, int]:

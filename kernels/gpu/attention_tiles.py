@@ -43,6 +43,8 @@ QUERIES: dict[str, Row] = {
     "blackwell": (Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 1)),
     "amd": (Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 16, 4, 1)),
 }
+# Heads of more than 128 that a mask, a window or a soft cap crowds: smaller steps would still spill, smaller blocks do not.
+CROWDED_KEYS, CROWDED_QUERIES = {"blackwell": Tiles(32, 32, 8, 1)}, {"hopper": Tiles(32, 32, 4, 1)}
 # float32, heads of at most 64: every product is three of them on NVIDIA's matrix units, and their operands fill the registers.
 FLOAT32_FORWARD, FLOAT32_KEYS, FLOAT32_QUERIES = Tiles(32, 32, 4, 2), Tiles(16, 32, 8, 1), Tiles(32, 32, 4, 1)
 
@@ -65,12 +67,16 @@ def forward_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
 def keys_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
     """Of `for_keys`, which walks over queries."""
     tiles = _entry(value, block_size, KEYS, FLOAT32_KEYS)
+    if crowding and block_size > 128 and (own := CROWDED_KEYS.get(generation(value))):
+        return own
     return replace(tiles, queries=max(tiles.queries >> crowding, 16))
 
 
 def queries_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
     """Of `for_queries` and `for_mask`."""
     tiles = _entry(value, block_size, QUERIES, FLOAT32_QUERIES)
+    if crowding and block_size > 128 and (own := CROWDED_QUERIES.get(generation(value))):
+        return own
     return replace(tiles, keys=max(tiles.keys >> min(crowding, 1), 16))
 
 

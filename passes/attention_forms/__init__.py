@@ -3,11 +3,12 @@
 layout.py        which label every dim carries, through views, permutes and expands, walking upwards
 contractions.py  matmul, bmm, baddbmm and einsum as one thing
 softmax.py       every spelling of a softmax
-scores.py        from the softmax up to the product of queries and keys: scales and masks
+sinks.py         a softmax of the scores and one more, which belongs to no key
+scores.py        from the softmax up to the product of queries and keys: scales, soft caps and masks
 weights.py       from the product with the values up to the softmax: dropout, casts, factors
 origins.py       what queries, keys and values were before they were scaled, repeated and moved
 constants.py     values that are known before the program runs
-masks.py         what the masks mean together: causal, bool, added
+masks.py         what the masks mean together: causal, window, bool, added
 match.py         one attention, whole; `refused.py` says why a near miss is none
 write.py         `autopar.attention` in its place
 """

@@ -5,7 +5,7 @@ bool mask says the same. A row in which everything is masked differs: of −inf 
 that trains has such a row); of numbers it makes equal weights, which the op reproduces where the row is given a query of 0
 and all keys. What is *added* is an operand of the op as it is, gradient and all.
 
-Causal is a flag only where the mask is known before the program runs, and equal to the triangle, entry by entry.
+Causal and window are flags only where a mask is known before the program runs, and equal to the triangle or the band, entry by entry.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import torch
 from torch.fx import Node
 
 from autopar.constants import Constants
+from autopar.kernels.attention_reference import attended
 from autopar.passes.attention_forms.arrange import arranged_value, broadcast_layout
 from autopar.passes.attention_forms.layout import Labels, Layout
 from autopar.passes.attention_forms.refused import Refused
 from autopar.passes.attention_forms.scores import Added, Filled
+from autopar.passes.attention_forms.weights import Weights
 
 # A score this low has no weight beside any other, computed in float32 or float64. Above it, it depends on the scores.
 LOWEST = -1e9
@@ -28,44 +30,44 @@ LOWEST = -1e9
 
 @dataclass
 class Masks:
-    """`attends` are to hold all, `added` to be summed. `even_rows`: a row that attends to nothing weighs all keys alike."""
+    """`attends` are to hold all, `added` to be summed. `even_rows`: a row that attends to nothing weighs all keys alike.
+
+    `may_be_empty`: by the flags alone a row attends to nothing.
+    """
 
     is_causal: bool = False
+    window: int = 0
     attends: list[Filled] = field(default_factory=list)
     added: list[Added] = field(default_factory=list)
     even_rows: bool = False
     conditions: list[str] = field(default_factory=list)
+    may_be_empty: bool = False
 
 
-def meaning(
-    masks: list[Added | Filled], wanted: Layout, labels: Labels, constants: Constants, zeroed: list[Node], safe: bool, lowest: float
-) -> Masks:
+def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constants: Constants, weights: Weights, lowest: float) -> Masks:
     """The masks, outermost first, in the words of the op. `wanted` is the layout of the op's scores, its last two dims rows and keys.
 
-    `zeroed` are conditions where probabilities become 0 afterwards, with `safe` a row of −inf is 0 in the model, too; a fill of
-    `lowest`, the least number of the scores' dtype, counts as −inf among others. Raises `Refused`.
+    Of the weights: `zeroed` are conditions where probabilities become 0 afterwards; where `safe` a row of −inf is 0 in the model, too;
+    beside a sink any row that is masked wholly is. A fill of `lowest`, the least number of the scores' dtype, counts as −inf among
+    others. Raises `Refused`.
     """
-    reader = _Reader(wanted, labels, constants, len(masks) == 1)
+    reader = _Reader(wanted, labels, constants, len(masks) == 1, weights.softmax.sink is not None)
     found = Masks()
     fills = [mask for mask in masks if isinstance(mask, Filled)]
     finite = [mask for mask in fills if mask.value != -math.inf]
     _check_fills(masks, finite, lowest)
-    _check_zeroed(zeroed, fills)
-    known = reader.attended(finite) if finite else None
-    finite_rows = bool(finite) and (known is None or bool((~known.any(-1)).any())) and not zeroed
-    if finite_rows and len(finite) != len(fills):
+    _check_zeroed(weights.zeroed, fills)
+    decides = bool(finite) and not weights.zeroed and not reader.has_sink
+    if decides and len(finite) != len(fills) and reader.may_be_empty(fills):
         raise Refused("masks of −inf and of a number meet: what a row gets in which all is masked depends on which")
+    finite_rows = decides and reader.may_be_empty(finite)
     if finite_rows and any(isinstance(mask, Added) for mask in masks[: masks.index(finite[-1])]):
         raise Refused(f"something is added after a mask of {finite[-1].value:g}, which a row that it masks wholly would show")
-    for mask in masks:
-        if isinstance(mask, Added):
-            reader.read_added(mask, found)
-        else:
-            reader.read_filled(mask, found, flag=not finite_rows)
+    reader.read(masks, found, flags=not finite_rows)
     found.even_rows = finite_rows
     if finite_rows:
         found.conditions.append("a row that attends to nothing weighs all keys alike, as there")
-    elif found.attends and not safe and not zeroed:
+    elif (found.attends or found.may_be_empty) and not weights.safe and not weights.zeroed:
         found.conditions.append("a row that attends to nothing is 0, not NaN")
     return found
 
@@ -90,6 +92,41 @@ class _Reader:
     labels: Labels
     constants: Constants
     is_only: bool
+    has_sink: bool
+
+    def read(self, masks: list[Added | Filled], found: Masks, flags: bool) -> None:
+        """Flags where `flags` and they say the same; operands where they do not."""
+        rest = [mask for mask in masks if not self._is_flag(mask, found, flags)]
+        if found.is_causal:  # half of a band is one beside the triangle
+            rest = [mask for mask in rest if not self._is_flag(mask, found, flags)]
+        for mask in rest:
+            (found.added if isinstance(mask, Added) else found.attends).append(mask)  # type: ignore[arg-type]
+
+    def may_be_empty(self, fills: list[Filled]) -> bool:
+        """Whether a row may be masked wholly by `fills`: one of them is not known, or it is."""
+        found: torch.Tensor | None = None
+        for mask in fills:
+            value = self._attended(mask)
+            if value is None:
+                return True
+            found = value if found is None else found & value
+        return found is not None and not bool(found.any(-1).all())
+
+    def _is_flag(self, mask: Added | Filled, found: Masks, flags: bool) -> bool:
+        """Whether `mask` says nothing, or what a flag says that `found` then has."""
+        if isinstance(mask, Added):
+            attends = self._added_attended(mask)
+        else:
+            attends = self._attended(mask)
+        if attends is None:
+            return False
+        if bool(attends.all()):
+            return True
+        position = self._positions(attends, found.is_causal) if flags else None
+        if position is None:
+            return False
+        self._set(found, *position)
+        return True
 
     def _value(self, node: Node, layout: Layout) -> torch.Tensor | None:
         """A known mask that broadcasts to the op's scores."""
@@ -98,48 +135,51 @@ class _Reader:
             return None
         return arranged_value(value, layout, broadcast_layout(layout, self.wanted, self.labels), self.labels)
 
-    def attended(self, fills: list[Filled]) -> torch.Tensor | None:
-        """Where all of `fills` let attend; None where one is not known."""
-        found: torch.Tensor | None = None
-        for mask in fills:
-            value = self._value(mask.condition, mask.layout)
-            if value is None:
-                return None
-            value = value if mask.attends else ~value
-            found = value if found is None else found & value
-        return found
-
-    def _is_causal(self, attends: torch.Tensor) -> bool:
-        size = tuple(self.labels.size(dim) for dim in self.wanted[-2:])
-        triangle = torch.ones(size, dtype=torch.bool).tril_()
-        return tuple(attends.shape[-2:]) == size and bool((attends == triangle).all())
-
-    def read_filled(self, mask: Filled, found: Masks, flag: bool) -> None:
+    def _attended(self, mask: Filled) -> torch.Tensor | None:
         value = self._value(mask.condition, mask.layout)
-        if value is not None:
-            attends = value if mask.attends else ~value
-            if bool(attends.all()):
-                return
-            if flag and self._is_causal(attends):
-                self._set_causal(found)
-                return
-        found.attends.append(mask)
+        return value if value is None or mask.attends else ~value
 
-    def read_added(self, mask: Added, found: Masks) -> None:
+    def _added_attended(self, mask: Added) -> torch.Tensor | None:
+        """Where a known mask adds nothing; None where it adds anything but −inf, or numbers that mask as well as it."""
         value = self._value(mask.value, mask.layout)
-        if value is not None:
-            value = value * mask.factor
-            if not bool(value.any()):
-                return
-            infinite = value == -torch.inf
-            masked = infinite if bool(infinite.any()) else value <= LOWEST
-            # Beside another mask, a number would show in a row that the two mask wholly.
-            fits = bool((masked | (value == 0)).all()) and (self.is_only or bool(infinite.any()))
-            if fits and self._is_causal(~masked):
-                self._set_causal(found)
-                return
-        found.added.append(mask)
+        if value is None:
+            return None
+        value = value * mask.factor
+        if not bool(value.any()):
+            return torch.ones_like(value, dtype=torch.bool)
+        infinite = value == -torch.inf
+        masked = infinite if bool(infinite.any()) else value <= LOWEST
+        if not bool((masked | (value == 0)).all()):
+            return None
+        # A number shows in a row that it masks wholly, or that it and another mask do.
+        is_alone = self.is_only and bool((~masked).any(-1).all())
+        return ~masked if bool(infinite.any()) or is_alone or self.has_sink else None
 
-    def _set_causal(self, found: Masks) -> None:
-        found.is_causal = True
-        found.conditions.append("the mask is the triangle, entry by entry")
+    def _positions(self, attends: torch.Tensor, is_causal: bool) -> tuple[bool, int] | None:
+        """(causal, window) that say what `attends` says, among the positions of the triangle alone where `is_causal` already."""
+        rows, keys = (self.labels.size(dim) for dim in self.wanted[-2:])
+        if tuple(attends.shape[-2:]) != (rows, keys):
+            return None
+        pattern = attends.reshape(-1, rows, keys)[0]
+        if not bool((attends == pattern).all()):
+            return None
+        if is_causal:
+            pattern = pattern.tril()
+        s = torch.arange(rows)[pattern.any(-1)]
+        if not len(s):
+            return None
+        attending = pattern[s].to(torch.uint8)
+        first, last = attending.argmax(-1), keys - 1 - attending.flip(-1).argmax(-1)
+        causal = bool((last <= s).all())
+        for window in (0, int(torch.maximum(s - first, last - s).max()) + 1):
+            if bool((pattern == attended(rows, keys, causal, window, pattern.device)).all()):
+                return causal, window
+        return None
+
+    def _set(self, found: Masks, is_causal: bool, window: int) -> None:
+        rows, keys = (self.labels.size(dim) for dim in self.wanted[-2:])
+        shape = "the triangle" if is_causal and not window else f"a band of {window} keys" + (" in the triangle" if is_causal else "")
+        found.conditions.append(f"the mask is {shape}, entry by entry")
+        found.is_causal = found.is_causal or is_causal
+        found.window = min(filter(None, (found.window, window)), default=0)
+        found.may_be_empty = not bool(attended(rows, keys, found.is_causal, found.window, torch.device("cpu")).any(-1).all())

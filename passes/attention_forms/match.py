@@ -53,6 +53,7 @@ class Match:
     query: Origin
     key: Origin
     value: Origin
+    sink: Origin | None
     query_layout: Layout
     key_layout: Layout
     value_layout: Layout
@@ -70,7 +71,12 @@ class Match:
         labels, found = self.labels, [self.weights.softmax.spelled, f"scale {self.scale:.6g}"]
         if (repeats := labels.size(self.query_layout[1]) // labels.size(self.key_layout[1])) > 1:
             found.append(f"{repeats} query heads share each key head")
-        kinds = {"causal": self.masks.is_causal, "a bool mask": bool(self.masks.attends), "an added mask": bool(self.masks.added)}
+        kinds = {f"soft cap {self.scores.soft_cap:g}": self.scores.soft_cap > 0.0, "causal": self.masks.is_causal}
+        kinds |= {
+            f"window {self.masks.window}": self.masks.window > 0,
+            "a bool mask": bool(self.masks.attends),
+            "an added mask": bool(self.masks.added),
+        }
         kinds["a scale by query"] = bool(self.scores.factors)
         found += [name for name, there in kinds.items() if there]
         found += [f"dropout {self.weights.dropout:g}"] if self.weights.dropout else []
@@ -105,6 +111,7 @@ def _match(outer: Contraction, layout: Layout, value: tuple[Node, Layout], weigh
         origins(node, operand, labels, constants, strip)
         for (node, operand), strip in ((query, True), (key, True), (value, False))
     ]  # fmt: skip
+    sink = _sink(scores, weights, labels, constants)
     scored = labels.layout(weights.layout)  # again: the operands' views may have split labels
     heads = _heads(scored, softmax.dim, chains, labels)
     inner, columns = labels.resolved(scores.product.contracted), _columns(chains[2][0].layout, scored, labels)
@@ -112,17 +119,28 @@ def _match(outer: Contraction, layout: Layout, value: tuple[Node, Layout], weigh
     found = [best(chain, each, labels) for chain, each in zip(chains, wanted, strict=True)]
     lowest = torch.finfo(torch.float16).min if torch.float16 in scores.dtypes else LOWEST
     dtype = _dtype(outer.node, found, scores, weights)
-    masks = meaning(scores.masks, heads.of_queries(heads.keys), labels, constants, weights.zeroed, weights.safe, lowest)
+    masks = meaning(scores.masks, heads.of_queries(heads.keys), labels, constants, weights, lowest)
     interior = frozenset(scores.interior | weights.interior)
     _check_masks(scores)
     _check_uses(interior, outer.node, weights)
     result = Match(
-        product=outer.node, layout=labels.layout(layout), query=found[0], key=found[1], value=found[2], query_layout=wanted[0],
-        key_layout=wanted[1], value_layout=wanted[2], out_layout=heads.of_queries(columns), scores=scores, weights=weights, masks=masks,
-        scale=scores.scale * found[0].scale * found[1].scale, dtype=dtype, interior=interior, labels=labels,
+        product=outer.node, layout=labels.layout(layout), query=found[0], key=found[1], value=found[2], sink=sink,
+        query_layout=wanted[0], key_layout=wanted[1], value_layout=wanted[2], out_layout=heads.of_queries(columns), scores=scores,
+        weights=weights, masks=masks, scale=scores.scale * found[0].scale * found[1].scale, dtype=dtype, interior=interior, labels=labels,
     )  # fmt: skip
     _check_writes(result)
     return result
+
+
+def _sink(scores: Scores, weights: Weights, labels: Labels, constants: Constants) -> Origin | None:
+    """The sink's score before it was expanded; it lies as the scores do, but for the keys."""
+    node = weights.softmax.sink
+    if node is None:
+        return None
+    if scores.is_shifted:
+        raise Refused("a number is added to the scores beside a sink")
+    layout = tuple(() if dim == weights.softmax.dim else each for dim, each in enumerate(labels.layout(weights.layout)))
+    return origins(node, layout, labels, constants, strip_scales=False)[-1]
 
 
 def _query_and_key(product: Contraction, keys: tuple[int, ...], labels: Labels) -> tuple[tuple[Node, Layout], tuple[Node, Layout]]:
@@ -216,6 +234,7 @@ def _check_writes(found: Match) -> None:
     order = {each: position for position, each in enumerate(found.product.graph.nodes)}
     read = [each.node for each in (found.query, found.key, found.value)] + [factor.value for factor in found.scores.factors]
     read += [mask.value if isinstance(mask, Added) else mask.condition for mask in found.scores.masks]
+    read += [] if found.sink is None else [found.sink.node]
     first: dict[Node, int] = {}
     for node in read:
         base = _base(node)

@@ -30,6 +30,7 @@ PRODUCTS = (aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar
 QUOTIENTS = (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar, aten.true_divide.Tensor, aten.divide.Tensor)
 _SUMS = (aten.add.Tensor, aten.add_.Tensor, aten.add.Scalar, aten.add_.Scalar)
 _DIFFERENCES = (aten.sub.Tensor, aten.sub_.Tensor, aten.sub.Scalar)
+_CAPS = (aten.tanh.default, aten.tanh_.default)
 _FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
 _CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
 DROPOUTS = (aten.dropout.default, aten.dropout_.default)
@@ -67,11 +68,17 @@ class Factor:
 
 @dataclass
 class Scores:
-    """`product`, scaled, then masked. Masks stand outermost first; `interior` are the nodes on the way, the product's among them."""
+    """`product`, scaled, then capped, then masked. Masks stand outermost first.
+
+    `soft_cap` · tanh(scaled product / `soft_cap`) are the scores, where it is not 0. With `is_shifted` a number is added to all of them,
+    which no softmax shows. `interior` are the nodes on the way, the product's among them.
+    """
 
     product: Contraction
     scale: float
     keys: frozenset[int]
+    soft_cap: float = 0.0
+    is_shifted: bool = False
     factors: list[Factor] = field(default_factory=list)
     masks: list[Added | Filled] = field(default_factory=list)
     interior: set[Node] = field(default_factory=set)
@@ -126,6 +133,8 @@ class _Walk:
         for found in (above(node, layout, self._labels), self._unchanged(node, layout)):
             if found is not None:
                 return self._with(node, self.up(*found, factor))
+        if node.target in _CAPS:
+            return self._with(node, self._capped(node, layout, factor))
         for read in (self._scaled, self._summed, self._filled):
             for inner, change, times in read(node, layout, factor):
                 return self._with(node, self._first(inner, change, layout, times))
@@ -144,6 +153,18 @@ class _Walk:
         if found.added is not None:
             scores.masks.append(Added(found.added, broadcast_to(layout, tensor_of(found.added).shape), factor * found.factor))
         return self._with(node, scores)
+
+    def _capped(self, node: Node, layout: Layout, factor: float) -> Scores:
+        """`factor` · tanh(what is above), whose own scale is in units of the cap."""
+        scores = self.up(node.args[0], layout, 1.0)  # type: ignore[arg-type]
+        if scores.soft_cap:
+            raise Refused("the scores are capped by tanh twice")
+        if scores.masks or scores.is_shifted:
+            raise Refused("something is added to the scores, or they are masked, before they are capped by tanh")
+        if factor == 0.0:
+            raise Refused("the capped scores are multiplied by zero")
+        scores.soft_cap, scores.scale = abs(factor), scores.scale * factor
+        return scores
 
     def _unchanged(self, node: Node, layout: Layout) -> tuple[Node, Layout] | None:
         """Through casts, and dropout that drops nothing."""
@@ -195,8 +216,8 @@ class _Walk:
 
     def _add_factor(self, scores: Scores, other: Node, layout: Layout, divides: bool) -> None:
         found = broadcast_to(layout, tensor_of(other).shape)
-        if scores.masks:
-            raise Refused("the scores are scaled by a tensor after a mask")
+        if scores.masks or scores.soft_cap:
+            raise Refused(f"the scores are scaled by a tensor after a {'mask' if scores.masks else 'soft cap'}")
         if not scores.keys.isdisjoint(self._labels.resolved(label for labels in found for label in labels)):
             raise Refused("the scale varies by key")
         scores.factors.append(Factor(other, found, divides))
@@ -209,7 +230,9 @@ class _Walk:
         alpha = -alpha if node.target in _DIFFERENCES else alpha
 
         def add(scores: Scores, other: Node | None) -> None:
-            if other is not None:
+            if other is None:
+                scores.is_shifted = True
+            else:
                 weight = factor * (alpha if other is right else 1.0)
                 scores.masks.insert(0, Added(other, broadcast_to(layout, tensor_of(other).shape), weight))
 
@@ -250,8 +273,6 @@ class _Walk:
         if softmax_at(node) is not None:
             return Refused("there is a second softmax on the scores")
         name = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
-        if name.startswith("tanh"):
-            return Refused("the scores are capped by tanh, which the op does not do")
         return Refused(f"the scores go through {name}")
 
 

@@ -29,7 +29,10 @@ _COPIES = (aten.detach.default, aten.clone.default, aten.contiguous.default, ate
 
 @dataclass(frozen=True)
 class Softmax:
-    """softmax of `scores` over `dim`, which is not negative; `interior` are the nodes that it is made of, `dtype` is computed in."""
+    """softmax of `scores` over `dim`, which is not negative; `interior` are the nodes that it is made of, `dtype` is computed in.
+
+    With `sink`, one more score than those of the keys, whose probability is left out (`sinks.py`).
+    """
 
     node: Node
     scores: Node
@@ -37,6 +40,7 @@ class Softmax:
     interior: frozenset[Node]
     spelled: str
     dtype: torch.dtype
+    sink: Node | None = None
 
 
 def softmax_at(node: Node) -> Softmax | None:
@@ -55,7 +59,12 @@ def softmax_at(node: Node) -> Softmax | None:
 
 
 def _made(node: Node, scores: Any, dim: Any, interior: set[Node], spelled: str) -> Softmax:
-    return Softmax(node, scores, dim % tensor_of(scores).dim(), frozenset(interior), spelled, tensor_of(node).dtype)
+    dim %= tensor_of(scores).dim()
+    if scores.target in _DIFFERENCES and isinstance(scores.args[1], Node):
+        shift = _shift(scores.args[1], scores.args[0], dim)
+        if shift is not None:
+            interior, scores = interior | {scores} | shift, scores.args[0]
+    return Softmax(node, scores, dim, frozenset(interior), spelled, tensor_of(node).dtype)
 
 
 def _is_exponential(value: Any) -> bool:
@@ -84,10 +93,6 @@ def _quotient(node: Node, exponential: Node, total: Node, interior: set[Node]) -
     interior |= {exponential, *nodes}
     scores = exponential.args[0]
     assert isinstance(scores, Node)
-    if scores.target in _DIFFERENCES and isinstance(scores.args[1], Node):
-        shift = _shift(scores.args[1], scores.args[0], dim)
-        if shift is not None:
-            return _made(node, scores.args[0], dim, interior | {scores} | shift, "exp(scores − max) / sum by hand")
     return _made(node, scores, dim, interior, "exp(scores) / sum by hand")
 
 

@@ -12,10 +12,12 @@ from autopar.emit import tensor_of
 from autopar.passes.attention_forms.layout import Labels, Layout, above
 from autopar.passes.attention_forms.refused import Refused
 from autopar.passes.attention_forms.scores import DROPOUTS, PRODUCTS, QUOTIENTS, is_cast, reaches_product
+from autopar.passes.attention_forms.sinks import sunk_softmax_at
 from autopar.passes.attention_forms.softmax import Softmax, softmax_at
 
 aten = torch.ops.aten
 
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _ZEROING = (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
 
 
@@ -39,14 +41,16 @@ class Weights:
 def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constants) -> Weights | None:
     """The attention weights that the operand `node` of a product holds; None where there is nothing like them. Raises `Refused`."""
     try:
-        softmax = softmax_at(node)
+        softmax = softmax_at(node) or sunk_softmax_at(node)
     except Refused:
         if reaches_product(node):
             raise
         return None
     if softmax is not None:
-        found = Weights(softmax, layout, safe=softmax.spelled == "safe softmax")
+        # What attends to nothing leaves its weight to the sink.
+        found = Weights(softmax, layout, safe=softmax.spelled == "safe softmax" or softmax.sink is not None)
         found.interior |= softmax.interior
+        found.dtypes |= {value.dtype for each in softmax.interior if isinstance(value := each.meta["val"], torch.Tensor)} & _FLOATS
         return found
     inner = above(node, layout, labels) or _same_layout(node, layout, constants)
     if inner is None:

@@ -38,8 +38,15 @@ class _Writer:
         mask, even = self._mask()
         if even is not None:
             query = emit.call(aten.where.ScalarOther, even, query, 0.0)
-        result = emit.call(attention, query, key, value, mask, self._keep(query, key), is_causal=found.masks.is_causal, scale=found.scale)
-        out = arranged(emit, emit.call(operator.getitem, result, 0), found.out_layout, found.layout, self.labels)
+        options = {
+            "is_causal": found.masks.is_causal,
+            "scale": found.scale,
+            "soft_cap": found.scores.soft_cap,
+            "window": found.masks.window,
+        }
+        result = emit.call(attention, query, key, value, mask, self._keep(query, key), **options)
+        out = self._beside_the_sink(emit.call(operator.getitem, result, 0), result)
+        out = arranged(emit, out, found.out_layout, found.layout, self.labels)
         if found.weights.scale != 1.0:
             out = emit.call(aten.mul.Tensor, out, found.weights.scale)
         shape = list(tensor_of(found.product).shape)
@@ -53,6 +60,17 @@ class _Writer:
 
     def _operand(self, origin: Origin, wanted: Layout) -> Node:
         return self.emit.cast(arranged(self.emit, origin.node, origin.layout, wanted, self.labels), self.found.dtype)
+
+    def _beside_the_sink(self, out: Node, result: Node) -> Node:
+        """out · sigmoid(log_sum_exp − sink): the share of the weight that the sink leaves to the keys."""
+        emit, sink, rows = self.emit, self.found.sink, self.found.query_layout[:3]
+        if sink is None:
+            return out
+        log_sum_exp = emit.call(operator.getitem, result, 1)
+        score = arranged(emit, sink.node, sink.layout, broadcast_layout(sink.layout, rows, self.labels), self.labels)
+        score = emit.cast(score, tensor_of(log_sum_exp).dtype)
+        share = emit.call(aten.sigmoid.default, emit.call(aten.sub.Tensor, log_sum_exp, score))
+        return emit.cast(emit.call(aten.mul.Tensor, out, emit.call(aten.unsqueeze.default, share, -1)), tensor_of(out).dtype)
 
     def _scaled(self, query: Node) -> Node:
         """The query times what scales the scores row by row."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ CONV = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 CONV_BACKWARD = ([4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 Q, KV, LSE = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 4, 6)
 MASK, KEEP = torch.empty(2, 1, 6, 10, dtype=torch.bool), torch.empty(2, 4, 6, 10)
+ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -179,12 +181,22 @@ INSTANCES = {
     "max pooling": (aten.max_pool2d_with_indices.default, (IMAGE, [2, 2])),
     "upsample": (aten.upsample_bilinear2d.default, (IMAGE, [16, 16], False)),
     "upsample backward": (aten.upsample_bilinear2d_backward.default, (torch.empty(4, 6, 16, 16), [16, 16], [4, 6, 8, 8], False)),
-    "attention": (torch.ops.autopar.attention.default, (Q, KV, KV, MASK, KEEP), {"is_causal": False, "scale": 0.3}),
-    "attention, causal": (torch.ops.autopar.attention.default, (Q, Q, Q, None, None), {"is_causal": True, "scale": 0.3}),
+    "attention": (torch.ops.autopar.attention.default, (Q, KV, KV, MASK, KEEP), ATTENDS),
+    "attention, causal": (torch.ops.autopar.attention.default, (Q, Q, Q, None, None), ATTENDS | {"is_causal": True}),
+    "attention, window and soft cap": (
+        torch.ops.autopar.attention.default,
+        (Q, KV, KV, None, None),
+        ATTENDS | {"window": 3, "soft_cap": 2.0},
+    ),
     "attention backward": (
         torch.ops.autopar.attention_backward.default,
-        (Q, Q, KV, KV, MASK, KEEP, Q, LSE),
-        {"is_causal": False, "scale": 0.3},
+        (Q, None, Q, KV, KV, MASK, KEEP, Q, LSE),
+        ATTENDS,
+    ),
+    "attention backward, of both results": (
+        torch.ops.autopar.attention_backward.default,
+        (Q, LSE, Q, KV, KV, None, None, Q, LSE),
+        ATTENDS | {"soft_cap": 2.0},
     ),
 }
 
@@ -247,6 +259,7 @@ FACTORS = {
     "convolution backward, no bias": "n o c",
     "attention": "b g r s",
     "attention, causal": "b g",
+    "attention, window and soft cap": "b g r",
     "attention backward": "b g r s",
 }
 
@@ -276,6 +289,7 @@ LINEAR = {
     "convolution": [{0, 2}, {1, 2}],
     "attention": [],
     "attention backward": [{0}],
+    "attention backward, of both results": [{0, 1}],
 }
 
 

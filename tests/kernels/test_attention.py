@@ -25,6 +25,7 @@ SHAPES = [
     (1, 2, 1, 33, 65, 16, 16),
     (2, 4, 2, 5, 7, 8, 12),
 ]
+OPTIONS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 MASKS = ["none", "bool", "empty rows", "keys", "additive", "two dims"]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
@@ -80,8 +81,8 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ten
 def results(
     op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool
 ) -> list[Tensor]:
-    out, log_sum_exp = attention(*op_inputs, mask, keep, is_causal=is_causal, scale=0.3)
-    return [out, *attention_backward(grad, *op_inputs, mask, keep, out, log_sum_exp, is_causal=is_causal, scale=0.3)]
+    out, log_sum_exp = attention(*op_inputs, mask, keep, **OPTIONS | {"is_causal": is_causal})
+    return [out, *attention_backward(grad, None, *op_inputs, mask, keep, out, log_sum_exp, **OPTIONS | {"is_causal": is_causal})]
 
 
 def wanted_results(
@@ -113,9 +114,9 @@ def test_the_plain_path_is_what_the_fused_one_is(monkeypatch: pytest.MonkeyPatch
     """So is log_sum_exp, which the one may be given by the other."""
     inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float64)
     mask = make_mask("empty rows", 2, 4, 6, 7, torch.float64)
-    fused = attention(*inputs, mask, None, is_causal=True, scale=0.3)
+    fused = attention(*inputs, mask, None, **OPTIONS | {"is_causal": True})
     monkeypatch.setattr(module, "_has_flash", lambda *_: False)
-    plain = attention(*inputs, mask, None, is_causal=True, scale=0.3)
+    plain = attention(*inputs, mask, None, **OPTIONS | {"is_causal": True})
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         assert one.stride() == other.stride()
@@ -147,19 +148,18 @@ def test_torchs_own_checks(shape: tuple[int, ...], drops: bool) -> None:
     batch, num_heads, _, length, key_length, _, value_size = shape
     inputs = tuple(item.requires_grad_() for item in make_inputs(shape, torch.float32))
     keep = torch.ones(batch, num_heads, length, key_length) if drops else None
-    options = {"is_causal": False, "scale": 0.3}
-    torch.library.opcheck(attention, (*inputs, None, keep), options)
-    out, log_sum_exp = (item.detach() for item in attention(*inputs, None, keep, **options))
+    torch.library.opcheck(attention, (*inputs, None, keep), OPTIONS)
+    out, log_sum_exp = (item.detach() for item in attention(*inputs, None, keep, **OPTIONS))
     grad = torch.randn(batch, num_heads, length, value_size)
     detached = tuple(item.detach() for item in inputs)
-    torch.library.opcheck(attention_backward, (grad, *detached, None, keep, out, log_sum_exp), options)
+    torch.library.opcheck(attention_backward, (grad, None, *detached, None, keep, out, log_sum_exp), OPTIONS)
 
 
 def test_one_node_each_way_in_a_trace() -> None:
     inputs = tuple(item.requires_grad_() for item in make_inputs(SHAPES[0], torch.float32))
 
     def step(*operands: Tensor) -> tuple[Tensor, ...]:
-        out, _ = attention(*operands, None, None, is_causal=True, scale=0.3)
+        out, _ = attention(*operands, None, None, **OPTIONS | {"is_causal": True})
         return torch.autograd.grad(out.sum(), operands)
 
     targets = [node.target for node in make_fx(step, tracing_mode="fake")(*inputs).graph.nodes]
@@ -175,7 +175,7 @@ def test_an_added_mask_has_a_gradient_of_its_shape(shape: tuple[int, ...], is_ca
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
     def call(*inputs: Tensor) -> Tensor:
-        return attention(*inputs, None, is_causal=is_causal, scale=0.3)[0]
+        return attention(*inputs, None, **OPTIONS | {"is_causal": is_causal})[0]
 
     assert torch.autograd.gradcheck(call, (*inputs, bias))
 
@@ -183,11 +183,10 @@ def test_an_added_mask_has_a_gradient_of_its_shape(shape: tuple[int, ...], is_ca
 def test_the_gradient_of_a_mask_traces() -> None:
     query, key, value = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
     bias = torch.randn(4, 6, 7, requires_grad=True)
-    options: dict[str, Any] = {"is_causal": False, "scale": 0.3}
-    assert_traceable(attention, (query, key, value, bias, None), options, backward="autopar.attention_mask_gradient.default")
-    out, log_sum_exp = attention(query, key, value, bias.detach(), None, **options)
-    arguments = (torch.randn_like(out), query, key, value, bias.detach(), None, out, log_sum_exp)
-    assert_traceable(attention_mask_gradient, arguments, options)
+    assert_traceable(attention, (query, key, value, bias, None), OPTIONS, backward="autopar.attention_mask_gradient.default")
+    out, log_sum_exp = attention(query, key, value, bias.detach(), None, **OPTIONS)
+    arguments = (torch.randn_like(out), None, query, key, value, bias.detach(), None, out, log_sum_exp)
+    assert_traceable(attention_mask_gradient, arguments, OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -202,4 +201,4 @@ def test_the_gradient_of_a_mask_traces() -> None:
 def test_wrong_shapes_are_refused_when_traced(change: dict[str, tuple[int, ...]], message: str) -> None:
     shapes = {"query": (2, 4, 6, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 8), "mask": (6, 7), "keep": (2, 4, 6, 7)} | change
     with fake_mode(), pytest.raises((ValueError, RuntimeError), match=message):
-        attention(*(torch.empty(shape) for shape in shapes.values()), is_causal=False, scale=0.3)
+        attention(*(torch.empty(shape) for shape in shapes.values()), **OPTIONS)

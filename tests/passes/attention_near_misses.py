@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.passes.attention_forms import LOWEST, SQUARE, B, D, H, S, T, form, padding, some_empty
+from tests.passes.attention_forms import LOWEST, SQUARE, D, H, S, T, form, padding, some_empty
 
 
 def scores_of(m: Any) -> Tensor:
@@ -94,12 +94,6 @@ def _(m: Any, mask: Tensor) -> Tensor:
 def _(m: Any, mask: Tensor) -> Tensor:
     scores = scores_of(m).masked_fill(~mask[:, None, None], -1e9)
     return (scores / m.temperature).softmax(-1) @ m.value
-
-
-@form("capped by tanh", reason="capped by tanh")
-def _(m: Any) -> Tensor:
-    """Gemma 2."""
-    return ((scores_of(m) / 50.0).tanh() * 50.0).softmax(-1) @ m.value
 
 
 @form("sigmoid", reason="the weights are sigmoid of the scores")
@@ -211,13 +205,6 @@ def _(m: Any, mask: Tensor) -> Tensor:
 @form("scores clipped", reason="the scores go through clamp")
 def _(m: Any) -> Tensor:
     return scores_of(m).clamp(-5, 5).softmax(-1) @ m.value
-
-
-@form("a column for nothing", reason="the probabilities go through slice", sink=(H, 1, 1))
-def _(m: Any) -> Tensor:
-    """Sinks: a score of no key takes part in the softmax, and its weight is dropped."""
-    scores = torch.cat([scores_of(m), m.sink.expand(B, H, S, 1)], -1)
-    return scores.softmax(-1)[..., :-1] @ m.value
 
 
 @form("rounded scores", reason="rounded to torch.bfloat16")

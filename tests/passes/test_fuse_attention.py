@@ -18,7 +18,7 @@ from autopar.mesh import virtual_mesh
 from autopar.passes.fuse_attention import FuseAttention
 from autopar.program import Program
 from autopar.promote import default_float64, promote
-from tests.passes import attention_layouts, attention_masks, attention_near_misses  # noqa: F401  (they register theirs)
+from tests.passes import attention_caps_and_sinks, attention_layouts, attention_masks, attention_near_misses  # noqa: F401  (they register theirs)
 from tests.passes.attention_forms import FORMS, NEAR_MISSES, AttentionForm
 
 MESH = virtual_mesh(dp=1)
@@ -151,7 +151,7 @@ def test_near_misses_stay_and_say_why(name: str) -> None:
     assert found and not any(each.fused for each in found), found
     texts = [str(each) for each in found]
     assert any(NEAR_MISSES[name].reason in text for text in texts), texts
-    assert all(text.startswith("attention at attention_near_misses.py:") and " not fused: " in text for text in texts)
+    assert all(text.startswith("attention at attention_") and " not fused: " in text for text in texts)
 
 
 def test_a_program_of_near_misses_is_left_as_it_is() -> None:
@@ -173,6 +173,63 @@ def test_causal_is_a_flag_only_where_the_triangle_is_known(name: str) -> None:
     known = name not in ("causal by a buffer", "causal, keys longer than queries")
     assert call.kwargs["is_causal"] == known
     assert (call.args[3] is None) == known
+
+
+WINDOWS = {
+    "window": (True, 3),
+    "window on both sides": (False, 3),
+    "window, added": (True, 2),
+    "causal, then half of a band": (True, 4),
+    "half of a band, then causal": (True, 3),
+    "half of a band": (False, 0),
+    "a band that is not where the rows are": (False, 0),
+    "window of a buffer": (False, 0),
+    "window that some heads have": (False, 0),
+    "window, rows without any key": (True, 2),
+}
+
+
+@pytest.mark.parametrize("name", list(WINDOWS))
+def test_window_is_a_flag_only_where_the_band_is_known(name: str) -> None:
+    _, _, after = fused(FORMS[name].module(), FORMS[name].inputs())
+    call = next(node for node in after.graph.nodes if node.target is attention)
+    assert (call.kwargs["is_causal"], call.kwargs["window"]) == WINDOWS[name]
+    assert (call.args[3] is None) == any(WINDOWS[name])
+
+
+@pytest.mark.parametrize("rows", [6, 9])
+def test_a_window_of_added_numbers_is_no_flag_where_it_empties_a_row(rows: int) -> None:
+    """Such a row gets a softmax of its scores."""
+
+    def compute(m: Any) -> Tensor:
+        inside = torch.ones(rows, 5, dtype=torch.bool).tril().triu(-1)
+        return (m.query @ m.key.mT + torch.where(inside, 0.0, -2e9).to(m.query.dtype)).softmax(-1) @ m.value
+
+    shapes = {"query": (1, 2, rows, 8), "key": (1, 2, 5, 8), "value": (1, 2, 5, 8)}
+    _, _, after = fused(AttentionForm("band", compute, shapes).module(), ())
+    call = next(node for node in after.graph.nodes if node.target is attention)
+    assert (call.kwargs["is_causal"], call.kwargs["window"]) == ((True, 2) if rows == 6 else (False, 0))
+
+
+CAPS = {name: form for name, form in FORMS.items() if "soft cap" in name}
+SINKS = {name: form for name, form in FORMS.items() if "sink" in name}
+
+
+def test_the_cap_is_an_option_of_the_op() -> None:
+    for name, form in CAPS.items():
+        _, decision, after = fused(form.module(), form.inputs())
+        call = next(node for node in after.graph.nodes if node.target is attention)
+        assert call.kwargs["soft_cap"] > 0.0 and "soft cap" in str(decision), name
+        assert not any("tanh" in str(target) for target in targets(after)), name
+
+
+def test_a_sink_is_a_share_of_the_result() -> None:
+    for name, form in SINKS.items():
+        _, decision, after = fused(form.module(), form.inputs())
+        left = [str(target) for target in targets(after)]
+        assert "with a sink" in str(decision) and "aten.sigmoid.default" in left, name
+        assert "aten.cat.default" not in left and not any("softmax" in target for target in left), name
+        assert "not NaN" not in str(decision), name
 
 
 def test_repeated_heads_are_undone() -> None:
@@ -214,7 +271,7 @@ def test_a_router_is_no_attention() -> None:
             return self.gate(x).softmax(-1) + (x @ self.weight).softmax(-1)
 
     decision = fused(Router(), (torch.randn(2, 4),))[1]
-    assert not decision.found and str(decision) == "no attention in plain ops"
+    assert not decision.found and str(decision) == "nothing to fuse"
 
 
 def test_several_attentions_of_one_program() -> None:

@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @dataclass(frozen=True)
 class Form:
-    """B, H, G, S, T, D, E, and what is masked."""
+    """B, H, G, S, T, D, E, and what is masked; whether log_sum_exp gets a gradient, too."""
 
     shape: tuple[int, ...] = (1, 2, 2, 70, 70, 16, 16)
     mask: str = ""
@@ -27,6 +27,7 @@ class Form:
     window: int = 0
     soft_cap: float = 0.0
     keep: bool = False
+    both: bool = False
     size: float = 1.0
 
 
@@ -40,7 +41,18 @@ FORMS = {
     "one query": Form((2, 4, 2, 1, 130, 32, 32)),
     "window": Form((1, 2, 1, 150, 150, 16, 16), is_causal=True, window=20),
     "window on both sides": Form((1, 1, 1, 150, 140, 16, 16), window=7),
+    "window of one": Form((1, 1, 1, 33, 40, 16, 16), window=1),
+    "window, more queries": Form((1, 2, 1, 150, 70, 16, 16), is_causal=True, window=9),
+    "window, more keys, and a mask": Form((1, 2, 1, 40, 150, 16, 16), mask="bool", window=33),
+    "window and an added mask": Form((2, 2, 1, 70, 70, 16, 16), mask="added", is_causal=True, window=20),
     "soft-cap": Form(is_causal=True, soft_cap=2.0, size=3.0),
+    "soft-cap and an added mask": Form((2, 2, 2, 33, 70, 16, 16), mask="added", soft_cap=1.5),
+    "soft-cap and a window": Form((1, 2, 1, 150, 150, 16, 16), is_causal=True, soft_cap=2.0, window=20),
+    "soft-cap and keep": Form(keep=True, soft_cap=2.0),
+    "both results": Form((2, 6, 2, 33, 65, 16, 16), both=True),
+    "both results, causal": Form((1, 2, 1, 70, 70, 24, 16), is_causal=True, both=True),
+    "both results, rows that attend to nothing": Form(mask="empty rows", both=True),
+    "both results, with all options": Form((2, 2, 1, 70, 70, 16, 16), "added", True, 20, 2.0, keep=True, both=True),
     "bool mask": Form(mask="bool"),
     "rows that attend to nothing": Form(mask="empty rows"),
     "mask of keys": Form((2, 2, 1, 33, 70, 16, 16), mask="keys"),
@@ -68,8 +80,8 @@ def mask_of(form: Form, dtype: torch.dtype) -> Tensor | None:
     return torch.randn(1, heads, length, key_length).to(dtype) if form.mask else None
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, form: Form, scale: float) -> Tensor:
-    """Attention written out, every op rounding to the dtype of the query."""
+def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, form: Form, scale: float) -> list[Tensor]:
+    """Attention written out, every op rounding to the dtype of the query, and the logarithms of its sums."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.mT * scale
@@ -85,7 +97,8 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: 
     # A row that attends to nothing: a softmax over equal scores, then zero.
     scores = scores.masked_fill(~attends, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).masked_fill(~attends, 0.0)
-    return (weights if keep is None else weights * keep.to(weights.dtype)) @ value
+    log_sum_exp = scores.masked_fill(~attends, -torch.inf).logsumexp(-1).masked_fill(~attends.any(-1), 0.0)
+    return [(weights if keep is None else weights * keep.to(weights.dtype)) @ value, log_sum_exp]
 
 
 def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -105,20 +118,21 @@ def test_forms(name: str, dtype: torch.dtype) -> None:
     key, value = heads_of(batch, groups, key_length, size, dtype), heads_of(batch, groups, key_length, value_size, dtype)
     mask, scale = mask_of(form, dtype), size**-0.5
     keep = (torch.rand(batch, heads, length, key_length) > 0.3).to(dtype) / 0.7 if form.keep else None
-    grad = torch.randn(batch, heads, length, value_size).to(dtype)
+    grad, grad_sum = torch.randn(batch, heads, length, value_size).to(dtype), torch.randn(batch, heads, length) if form.both else None
     masks = Masks(mask, keep, form.is_causal, scale, form.window, form.soft_cap)
     out, log_sum_exp = gpu.forward(query, key, value, masks)
     has_bias = mask is not None and mask.dtype != torch.bool
-    grads = gpu_backward.backward(grad, query, key, value, out, log_sum_exp, masks)
+    grads = gpu_backward.backward(grad, grad_sum, query, key, value, out, log_sum_exp, masks)
     if has_bias:
-        grads = (*grads, gpu_backward.mask_gradient(grad, query, key, value, out, log_sum_exp, masks))
+        grads = (*grads, gpu_backward.mask_gradient(grad, grad_sum, query, key, value, out, log_sum_exp, masks))
     runs: list[tuple[Tensor, ...]] = []
     for precision in (dtype, torch.float64):
         leaves: list[Any] = [item.detach().to(precision).requires_grad_() for item in (query, key, value)]
         bias = mask.to(precision).requires_grad_() if mask is not None and has_bias else mask
-        result = plain(*leaves, bias, keep, form, scale)
+        results = plain(*leaves, bias, keep, form, scale)[: 1 + form.both]
         wanted = [*leaves, bias] if has_bias else leaves
-        runs.append((result.detach(), *torch.autograd.grad(result, wanted, grad.to(precision))))  # type: ignore[arg-type]
+        incoming = [each.to(precision) for each in (grad, grad_sum) if each is not None]
+        runs.append((results[0].detach(), *torch.autograd.grad(results, wanted, incoming)))  # type: ignore[arg-type]
     same, exact = runs
     assert_accurate(out, same[0], exact[0])
     largest = max(float(item.abs().max()) for item in exact[1:])
@@ -140,17 +154,17 @@ def test_the_gradient_of_a_mask_is_summed_to_its_shape(shape: tuple[int, ...]) -
     query, key = heads_of(2, 4, 33, 16, torch.float32), heads_of(2, 2, 40, 16, torch.float32)
     mask = torch.randn(shape, requires_grad=True)
     masks, grad = Masks(mask.detach(), None, False, 0.25), torch.randn(2, 4, 33, 16)
-    found = gpu_backward.mask_gradient(grad, query, key, key, *gpu.forward(query, key, key, masks), masks)
-    (expected,) = torch.autograd.grad(plain(query, key, key, mask, None, Form(), 0.25), mask, grad)
+    found = gpu_backward.mask_gradient(grad, None, query, key, key, *gpu.forward(query, key, key, masks), masks)
+    (expected,) = torch.autograd.grad(plain(query, key, key, mask, None, Form(), 0.25)[0], mask, grad)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_rows_that_are_not_contiguous() -> None:
     query, key, value = (torch.randn(1, 2, 16, 33).mT for _ in range(3))
     out, log_sum_exp = gpu.forward(query, key, value, masks := Masks(None, None, True, 0.25))
-    torch.testing.assert_close(out, plain(query, key, value, None, None, Form(is_causal=True), 0.25))
+    torch.testing.assert_close(out, plain(query, key, value, None, None, Form(is_causal=True), 0.25)[0])
     grad = torch.randn(1, 2, 16, 33).mT
     leaves = [item.detach().requires_grad_() for item in (query, key, value)]
-    expected = torch.autograd.grad(plain(*leaves, None, None, Form(is_causal=True), 0.25), leaves, grad)
-    found = gpu_backward.backward(grad, query, key, value, out, log_sum_exp, masks)
+    expected = torch.autograd.grad(plain(*leaves, None, None, Form(is_causal=True), 0.25)[0], leaves, grad)
+    found = gpu_backward.backward(grad, None, query, key, value, out, log_sum_exp, masks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,137 @@
+"""torch's own checks of every op of ours: schema, autograd's registration, fake values equal to real ones, AOTAutograd's trace."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar.kernels
+
+for _module in pkgutil.iter_modules(autopar.kernels.__path__):
+    if not _module.ispkg:
+        import_module(f"autopar.kernels.{_module.name}")
+
+ops: Any = torch.ops.autopar
+ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
+PROBABILITIES: dict[str, Any] = {"scale": 0.5, "dtype": torch.float32}
+NORM: dict[str, Any] = {"eps": 1e-5, "centred": True}
+SILU: dict[str, Any] = {"activation": "silu"}
+# Only there while a model is exported, and bound to a function of that export.
+NO_KERNELS = {"custom_function"}
+
+Arguments = tuple[Any, ...]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def normal(*shape: int, trained: bool = False) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_(trained)
+
+
+def heads(num_heads: int, length: int, size: int = 4, trained: bool = False) -> Tensor:
+    """[B, H, S, D] as a model has it: heads split off the last dim, then transposed."""
+    return normal(2, length, num_heads, size).transpose(1, 2).requires_grad_(trained)
+
+
+def attention(trained: bool, mask: Tensor | None = None, has_keep: bool = False) -> Arguments:
+    keep = (normal(2, 4, 3, 5) > 0).float() * 2.0 if has_keep else None
+    return heads(4, 3, trained=trained), heads(2, 5, trained=trained), heads(2, 5, trained=trained), mask, keep
+
+
+def attention_gradients(mask: Tensor | None, has_sum: bool) -> Arguments:
+    operands = attention(False, mask)
+    out, log_sum_exp = ops.attention(*operands, **ATTENDS)
+    return (normal(2, 4, 3, 4), normal(2, 4, 3) if has_sum else None, *operands, out, log_sum_exp)
+
+
+def labelled(trained: bool = False) -> Arguments:
+    return normal(3, 4, 6, trained=trained), torch.randint(0, 6, (3, 4)), torch.arange(6)
+
+
+def label_gradients(*given: bool) -> Arguments:
+    operands = labelled()
+    return (*(normal(3, 4) if each else None for each in given), *operands, ops.cross_entropy(*operands)[0])
+
+
+def projected(trained: bool = False) -> Arguments:
+    return normal(5, 4, trained=trained), normal(6, 4, trained=trained), torch.randint(0, 6, (5,)), torch.arange(6)
+
+
+def projected_gradients(*given: bool) -> Arguments:
+    operands = projected()
+    return (*(normal(5) if each else None for each in given), *operands, ops.projected_cross_entropy(*operands)[0])
+
+
+def angles() -> Arguments:
+    return normal(2, 1, 6, 8), normal(2, 1, 6, 8)
+
+
+# By name: op, arguments, options.
+INSTANCES: dict[str, tuple[Any, Callable[[], Arguments], dict[str, Any]]] = {
+    "attention": (ops.attention, lambda: attention(True), ATTENDS),
+    "attention, causal, window": (ops.attention, lambda: attention(True), ATTENDS | {"is_causal": True, "window": 2}),
+    "attention, soft cap": (ops.attention, lambda: attention(True), ATTENDS | {"soft_cap": 2.0}),
+    "attention, mask": (ops.attention, lambda: attention(True, normal(2, 1, 3, 5) > 0), ATTENDS),
+    "attention, learned mask": (ops.attention, lambda: attention(True, normal(1, 4, 3, 5, trained=True)), ATTENDS),
+    "attention, keep": (ops.attention, lambda: attention(True, None, True), ATTENDS),
+    "attention backward": (ops.attention_backward, lambda: attention_gradients(None, False), ATTENDS),
+    "attention backward, of both": (ops.attention_backward, lambda: attention_gradients(None, True), ATTENDS),
+    "attention's mask gradient": (ops.attention_mask_gradient, lambda: attention_gradients(normal(4, 3, 5), True), ATTENDS),
+    "cross entropy": (ops.cross_entropy, lambda: labelled(True), {}),
+    "cross entropy backward": (ops.cross_entropy_backward, lambda: label_gradients(True, True, True), {}),
+    "cross entropy backward, less": (ops.cross_entropy_backward, lambda: label_gradients(True, False, False), {}),
+    "projected cross entropy": (ops.projected_cross_entropy, lambda: projected(True), {}),
+    "projected cross entropy backward": (ops.projected_cross_entropy_backward, lambda: projected_gradients(True, True, False), {}),
+    "norm": (ops.norm, lambda: (normal(3, 4, 6, trained=True), normal(6, trained=True), normal(6, trained=True)), NORM),
+    "norm, plain": (ops.norm, lambda: (normal(3, 4, 6, trained=True), None, None), NORM | {"centred": False}),
+    "norm of a sum": (
+        ops.add_norm,
+        lambda: (normal(3, 4, 6, trained=True), normal(3, 4, 6, trained=True), normal(6, trained=True), None),
+        NORM,
+    ),
+    "norm backward": (
+        ops.norm_backward,
+        lambda: (normal(3, 4, 6), normal(3, 4, 6), normal(3, 4, 6), normal(3, 4), normal(3, 4).abs() + 1.0, normal(6)),
+        {"centred": True, "has_bias": True},
+    ),
+    "softmax": (ops.softmax, lambda: (normal(3, 4, 6, trained=True), None), PROBABILITIES),
+    "softmax, mask": (ops.softmax, lambda: (normal(3, 4, 6, trained=True), normal(4, 6) > 0), PROBABILITIES),
+    "softmax backward": (ops.softmax_backward, lambda: (normal(3, 4, 6), normal(3, 4, 6).softmax(-1)), PROBABILITIES),
+    "gated": (ops.gated, lambda: (normal(3, 4, 6, trained=True), normal(3, 4, 6, trained=True)), SILU),
+    "gated backward": (ops.gated_backward, lambda: (normal(3, 4, 6), normal(3, 4, 6), normal(3, 4, 6)), SILU),
+    "bias and activation": (ops.bias_activation, lambda: (normal(3, 4, 6, trained=True), normal(6, trained=True)), SILU),
+    "bias and activation backward": (ops.bias_activation_backward, lambda: (normal(3, 4, 6), normal(3, 4, 6), normal(6)), SILU),
+    "rotary": (ops.rotary, lambda: (heads(4, 6, 8, trained=True), *angles()), {"interleaved": False}),
+    "rotary, interleaved": (
+        ops.rotary,
+        lambda: (heads(4, 6, 8, trained=True), *(item[..., :4] for item in angles())),
+        {"interleaved": True},
+    ),
+    "rotary backward": (ops.rotary_backward, lambda: (heads(4, 6, 8), *angles()), {"interleaved": False}),
+}
+
+
+@pytest.mark.parametrize("name", list(INSTANCES))
+def test_opcheck(name: str) -> None:
+    op, arguments, options = INSTANCES[name]
+    torch.compiler.reset()
+    torch.library.opcheck(op.default, arguments(), options)
+
+
+def test_every_op_is_checked() -> None:
+    registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("autopar::")}
+    checked = {str(op.default).split(".")[1] for op, _, _ in INSTANCES.values()}
+    assert checked == registered - NO_KERNELS

@@ -1,0 +1,37 @@
+"""How often Inductor's own attention patterns match a model: the peer of `passes/fuse_attention.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+
+class _Enough(Exception):
+    """Inductor has looked for its patterns; what comes after is code, which nobody wants here."""
+
+
+def inductor_matches(module: nn.Module, inputs: tuple[Any, ...], training: bool) -> int:
+    """The number of matches in `module(*inputs)`, compiled by Inductor as far as its patterns go: with gradients, or without.
+
+    Inductor counts a match when it traces what replaces it. Raises what torch.compile raises, where it does not get so far.
+    """
+
+    def stop(_: torch.fx.Graph) -> None:
+        raise _Enough
+
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(module.train(training), fullgraph=True, options={"joint_custom_post_pass": stop})  # type: ignore[call-overload]
+    try:
+        with torch.set_grad_enabled(training):
+            compiled(*inputs)
+    except BackendCompilerFailed as failure:
+        if not isinstance(failure.inner_exception, _Enough):
+            raise
+    else:
+        raise AssertionError("Inductor did not come to its attention patterns")
+    return counters["inductor"]["fuse_attention"]
