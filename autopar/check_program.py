@@ -8,8 +8,7 @@ the atoms of a value multiply to its shape
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import FakeTensorMode, fake_mode, pytree
+from autopar.fake_calls import fake_call
 from autopar.keys import DIMS
 from autopar.printing import short_dtype
 from autopar.program import Form, Input, Output, Program, results_of
@@ -69,11 +69,13 @@ _known: dict[Any, Outcome] = {}
 class Values:
     """What ops yield for given operand layouts; equal calls (80 equal layers, the next pass, the next compile) run once.
 
-    A call is known by its op, its literals, its operands' layouts and the default dtype, on which alone it depends: all share what is known.
+    A call is known by its op, its literals, its operands' layouts and the default dtype, on which alone it depends: so all
+    checkers share what is known.
     """
 
     known: dict[Any, Outcome] = field(default_factory=lambda: _known)
     mode: FakeTensorMode = field(default_factory=fake_mode)
+    tensors: dict[Layout, torch.Tensor] = field(default_factory=dict)
 
     def of(self, node: Node) -> Outcome:
         """The layouts of the results of `node` (None where one is no tensor), or why it cannot run."""
@@ -85,20 +87,36 @@ class Values:
         return self.known[key]
 
     def _run(self, node: Node) -> Outcome:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.mode)
-            stack.enter_context(torch.no_grad())
-            try:
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), self._operand)  # type: ignore[misc]
-                result = node.target(*args, **kwargs)  # type: ignore[operator]
-            except Exception as error:  # any failure of the op is the finding
-                return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        schema = getattr(node.target, "_schema", None)
+        operand = self._operand if schema is not None and not schema.is_mutable else self._fresh_operand
+        try:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)  # type: ignore[misc]
+            result = fake_call(self.mode, node.target, args, kwargs)  # type: ignore[arg-type]
+        except Exception as error:  # any failure of the op is the finding
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         many = result if isinstance(result, (tuple, list)) else (result,)
         return tuple(Layout.of(item) if isinstance(item, torch.Tensor) else None for item in many)
 
-    @staticmethod
-    def _operand(node: Node) -> Any:
-        return pytree.tree_map_only(torch.Tensor, lambda tensor: Layout.of(tensor).tensor(), node.meta["val"])
+    def _operand(self, node: Node) -> Any:
+        """A tensor of each layout serves every op that changes none."""
+        return _mapped(node.meta["val"], self._tensor)
+
+    def _fresh_operand(self, node: Node) -> Any:
+        return _mapped(node.meta["val"], self._new_tensor)
+
+    def _tensor(self, like: torch.Tensor) -> torch.Tensor:
+        layout = Layout.of(like)
+        if layout not in self.tensors:
+            self.tensors[layout] = self._new_tensor(like)
+        return self.tensors[layout]
+
+    def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            return Layout.of(like).tensor()
+
+
+def _mapped(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return make(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, make, value)
 
 
 def _key(value: Any) -> Any:

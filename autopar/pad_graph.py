@@ -147,7 +147,8 @@ class _Rewrite:
             if position not in sizes or not kinds or (kinds == {"sum"} and (operand, 0, position) in self.clean):
                 continue
             # An op that does several adds up what it picks, and never picks padding.
-            kind: ReductionKind = next((each for each in kinds if each != "sum"), "sum")
+            others = kinds - {"sum"}
+            kind = others.pop() if others else "sum"
             key = (found, position, kind, phase)
             if key not in self.masked:
                 padding = Padding(dims, with_atoms(dims, sizes))

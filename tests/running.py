@@ -10,22 +10,20 @@ from torch import Tensor, nn
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from autopar.capture import capture
+from autopar.compiler import Options, default_passes
+from autopar.hardware.cluster import Cluster
 from autopar.manager import run_passes
 from autopar.mesh import Mesh
 from autopar.padding import padded, unpadded
 from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.insert_reshards import InsertReshards
-from autopar.passes.key_random import KeyRandom
 from autopar.passes.lower import Lower
 from autopar.passes.merge_equal_calls import MergeEqualCalls
 from autopar.passes.random_shardings import RandomShardings
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
-from autopar.passes.unify_attention import UnifyAttention
 from autopar.passes.views_of_chunks import ViewsOfChunks
 from autopar.program import Form, Program
 from autopar.runtime.fragments import CompiledFragments
@@ -33,17 +31,20 @@ from autopar.runtime.interpreter import RankState, execute
 from autopar.runtime.parameters import assemble, local_shard
 from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
 from autopar.schedule import Schedule
+from tests.captures import kept_capture
 
 # By kind and name, as in the signature.
 Values = dict[tuple[str, str], Tensor]
 KEY = 0x1234_5678_9ABC_DEF
 
-FORWARD_PASSES = (DecomposeLosses(), UnifyAttention(), KeyRandom())
+_PASSES = default_passes(Options(Cluster.ideal()), training=True)
+# What the compiler does before the trace: losses and random ops lowered, ops of our own written.
+FORWARD_PASSES = _PASSES[: next(i for i, each in enumerate(_PASSES) if isinstance(each, TraceJoint))]
 SIMPLIFICATIONS = (ViewsOfChunks(), FoldNoOps(), MergeEqualCalls())
 
 
 def forward_program(model: nn.Module, kwargs: Mapping[str, Any], mesh: Mesh, *args: Any, **options: Any) -> Program:
-    return capture(model, args, dict(kwargs), mesh, **options)
+    return kept_capture(model, args, dict(kwargs), mesh, **options)
 
 
 def global_program(forward: Program, training: bool = True) -> Program:

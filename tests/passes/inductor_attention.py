@@ -14,10 +14,10 @@ class _Enough(Exception):
     """Inductor has looked for its patterns; what comes after is code, which nobody wants here."""
 
 
-def inductor_matches(module: nn.Module, inputs: tuple[Any, ...], training: bool) -> int:
+def inductor_matches(module: nn.Module, inputs: tuple[Any, ...], training: bool) -> int | None:
     """The number of matches in `module(*inputs)`, compiled by Inductor as far as its patterns go: with gradients, or without.
 
-    Inductor counts a match when it traces what replaces it. Raises what torch.compile raises, where it does not get so far.
+    Inductor counts a match when it traces what replaces it. None where torch.compile raises before it gets so far.
     """
 
     def stop(_: torch.fx.Graph) -> None:
@@ -30,8 +30,16 @@ def inductor_matches(module: nn.Module, inputs: tuple[Any, ...], training: bool)
         with torch.set_grad_enabled(training):
             compiled(*inputs)
     except BackendCompilerFailed as failure:
-        if not isinstance(failure.inner_exception, _Enough):
-            raise
-    else:
-        raise AssertionError("Inductor did not come to its attention patterns")
-    return counters["inductor"]["fuse_attention"]
+        return counters["inductor"]["fuse_attention"] if isinstance(failure.inner_exception, _Enough) else None
+    raise AssertionError("Inductor did not come to its attention patterns")
+
+
+def raised_by_inductor(module: nn.Module, inputs: tuple[Any, ...], training: bool) -> str:
+    """The name of what torch.compile raises of `module(*inputs)`, compiled to its end; empty where it runs."""
+    torch.compiler.reset()
+    try:
+        with torch.set_grad_enabled(training):
+            torch.compile(module.train(training), fullgraph=True)(*inputs)
+    except Exception as error:
+        return type(error).__name__
+    return ""

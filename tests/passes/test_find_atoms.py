@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from autopar.keys import BATCH, DIMS
+from autopar.manager import run_passes
 from autopar.program import Program
 from autopar.sharding import flat
 from tests.graphs import find, traced, with_atoms
@@ -67,9 +68,7 @@ def test_the_batch_of_the_zoo(name: str) -> None:
     """Every batch atom has the batch's size, no parameter or gradient has one, every hidden state has."""
     case = ZOO[name]()
     program = forward_program(case.model, case.batch, traced(lambda x: aten.neg.default(x), torch.randn(2)).mesh)
-    for step in FORWARD_PASSES:
-        program = step.apply(program)
-    program = global_program(program)
+    program = global_program(run_passes(program, FORWARD_PASSES))
     for node in program.graph.nodes:
         for sizes in batch_of(node) if node.op != "output" else ():
             assert sizes in ((), (NUM_SAMPLES,)), (node, sizes)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.check import check
 from autopar.keys import PHASE, SOURCE
+from autopar.manager import run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.trace_joint import TraceJoint
 from autopar.program import Form, Program
+from tests.captures import kept_capture
 from tests.running import FORWARD_PASSES, assert_close, inputs_of, run, run_forward
 from tests.zoo import ZOO
 
@@ -57,9 +59,7 @@ def calls(program: Program) -> list[str]:
 @pytest.mark.parametrize("name", ZOO)
 def test_gradients_of_the_zoo(name: str) -> None:
     case = ZOO[name](dropout=0.1)
-    program = capture(case.model, (), case.batch, MESH)
-    for step in FORWARD_PASSES:
-        program = step.apply(program)
+    program = run_passes(kept_capture(case.model, (), case.batch, MESH), FORWARD_PASSES)
     joint = TraceJoint().apply(program)
     inputs = inputs_of(joint, case.model, (), case.batch)
     assert_close(run(joint, inputs), run_forward(program, inputs), 1e-10)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autopar
+import autopar.hardware.calibrate as measuring
 from autopar.cost import CostModel
 from autopar.errors import MeshError
 from autopar.hardware.calibrate import cluster_of
@@ -71,6 +72,7 @@ def calibrated(path: str) -> tuple[Cluster, str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        measuring._ON_CPU = replace(measuring._ON_CPU, matmul=(64, 128), copy_bytes=1 << 20, messages=((4 << 10, 2), (64 << 10, 2)))
         cluster = autopar.calibrate(mesh, path)
     with pytest.raises(MeshError) as raised:
         autopar.calibrate(DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",)))

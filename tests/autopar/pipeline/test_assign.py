@@ -93,8 +93,8 @@ def test_a_result_stays_with_the_op_that_has_several() -> None:
             self.norms = nn.ModuleList(nn.LayerNorm(4) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
-            for norm in self.norms:
-                x = torch.tanh(norm(x))
+            for each in self.norms:
+                x = torch.tanh(each(x))
             return x.sum()
 
     found = program(Norms(), torch.randn(4, 4))
