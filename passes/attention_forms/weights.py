@@ -98,7 +98,8 @@ def _nothing_like_weights(node: Node) -> Weights | None:
     """Silence, but where scores become weights in another way than by a softmax."""
     if not isinstance(node.meta.get("val"), torch.Tensor) or node.op != "call_function" or not reaches_product(node):
         return None
-    name = str(node.target).split(".")[1]
+    parts = str(node.target).split(".")
+    name = parts[1] if len(parts) > 1 else "a result of an op with several"
     softmax = _softmax_near(node)
     if name in ("mul", "mul_", "div", "div_", "add", "sub", "where") and softmax is not None:
         raise Refused(f"the probabilities are changed before the product: {name} with a tensor")

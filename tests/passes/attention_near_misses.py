@@ -50,6 +50,11 @@ def _(m: Any) -> Tensor:
     return torch.einsum("bhst,bhsd->bhtd", scores_of(m).softmax(-1), m.value)
 
 
+@form("sorted probabilities", reason="the probabilities go through a result of an op with several", **SQUARE)
+def _(m: Any) -> Tensor:
+    return scores_of(m).softmax(-1).sort(-1).values @ m.value
+
+
 @form("probabilities are an output", reason="the probabilities are used elsewhere too, by an output")
 def _(m: Any) -> tuple[Tensor, Tensor]:
     weights = scores_of(m).softmax(-1)

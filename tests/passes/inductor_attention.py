@@ -9,6 +9,8 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
+TOLERANCE = 1e-4  # of the largest value, in float32
+
 
 class _Enough(Exception):
     """Inductor has looked for its patterns; what comes after is code, which nobody wants here."""
@@ -34,12 +36,14 @@ def inductor_matches(module: nn.Module, inputs: tuple[Any, ...], training: bool)
     raise AssertionError("Inductor did not come to its attention patterns")
 
 
-def raised_by_inductor(module: nn.Module, inputs: tuple[Any, ...], training: bool) -> str:
-    """The name of what torch.compile raises of `module(*inputs)`, compiled to its end; empty where it runs."""
+def fault_of_inductor(module: nn.Module, inputs: tuple[Any, ...], training: bool) -> str:
+    """What is wrong with `module(*inputs)`, a tensor, compiled to its end: what is raised, or how far it is off; empty if it is right."""
     torch.compiler.reset()
+    module = module.train(training)
     try:
         with torch.set_grad_enabled(training):
-            torch.compile(module.train(training), fullgraph=True)(*inputs)
+            found, wanted = torch.compile(module, fullgraph=True)(*inputs), module(*inputs)
     except Exception as error:
         return type(error).__name__
-    return ""
+    off, largest = (found - wanted).abs().max().item(), wanted.abs().max().item()
+    return f"off by {off:.2g} of {largest:.2g}" if off > TOLERANCE * largest else ""
