@@ -36,13 +36,13 @@ def caches_kept_clean() -> Generator[None]:
 def _holds_fakes(referents: Iterable[Any]) -> bool:
     """Results are referents of a bounded cache; an unbounded one keeps them in a dict. They may stand in tuples, lists and dicts."""
     pending = [value for each in referents for value in (each.values() if type(each) is dict else (each,))]
+    seen = set[int]()  # containers may hold themselves
     while pending:
         value = pending.pop()
         if isinstance(value, torch.Tensor):
             if is_fake(value):
                 return True
-        elif isinstance(value, dict):
-            pending += value.values()
-        elif isinstance(value, (tuple, list)):
-            pending += value
+        elif isinstance(value, (dict, tuple, list)) and id(value) not in seen:
+            seen.add(id(value))
+            pending += value.values() if isinstance(value, dict) else value
     return False

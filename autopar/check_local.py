@@ -194,7 +194,11 @@ def _kind_of(launch: Node) -> object:
     if launch.target in (all_reduce, reduce_scatter):
         return launch.args[2]
     readers = [reader for end in launch.users for reader in end.users]
-    is_sum = launch.target is all_gather and bool(readers) and all(reader.target is aten.logsumexp.default for reader in readers)
+    is_sum = (
+        launch.target is all_gather
+        and bool(readers)
+        and all(reader.target is aten.logsumexp.default and reader.args[1:] == ([0],) for reader in readers)
+    )
     return "logsumexp" if is_sum else None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import FakeTensorMode, fake_mode, pytree
+from autopar._torch import FakeTensorMode, OpOverload, fake_mode, pytree
 from autopar.fake_calls import fake_call
 from autopar.keys import DIMS
 from autopar.printing import short_dtype
@@ -76,15 +76,20 @@ class Values:
     known: dict[Any, Outcome] = field(default_factory=lambda: _known)
     mode: FakeTensorMode = field(default_factory=fake_mode)
     tensors: dict[Layout, torch.Tensor] = field(default_factory=dict)
+    own: dict[Any, Outcome] = field(default_factory=dict)
 
     def of(self, node: Node) -> Outcome:
         """The layouts of the results of `node` (None where one is no tensor), or why it cannot run."""
         key = (node.target, _key(node.args), _key(node.kwargs), torch.get_default_dtype())
-        if key not in self.known:
-            if len(self.known) >= _MOST_KNOWN:
-                self.known.clear()
-            self.known[key] = self._run(node)
-        return self.known[key]
+        # A user's own function lives as long as its program: what it yields is for this checker alone.
+        known = self.known if isinstance(node.target, OpOverload) else self.own
+        found = known.get(key)
+        if found is None:
+            found = self._run(node)
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = found
+        return found
 
     def _run(self, node: Node) -> Outcome:
         schema = getattr(node.target, "_schema", None)

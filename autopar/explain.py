@@ -28,7 +28,7 @@ from autopar.printing import op_name
 from autopar.program import Input, Program, operands
 from autopar.rule import rule_of
 from autopar.search_report import search_lines
-from autopar.sharding import Dims, Sharding, Strategy
+from autopar.sharding import REDUCTION_KINDS, Dims, Sharding, Strategy
 from autopar.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
 from autopar.transfers import sent
 from autopar.units import in_bytes, in_seconds
@@ -155,7 +155,7 @@ def _word(parameter: Node, axis: str) -> str:
         return ""
     factor = dict(STRATEGY[consumer].factors).get(axis)
     rule = rule_of(consumer)
-    if factor is None or factor == "sum" or rule is None:
+    if factor is None or factor in REDUCTION_KINDS or rule is None:
         return ""
     kept = any(_has(labels, factor) for labels in rule.results)
     if op_name(consumer.target) == "aten.embedding":

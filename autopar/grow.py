@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.keys import DIMS
 from autopar.localise import LocalBuilder, localise, same_call
 from autopar.markers import pinned, save
 from autopar.mesh import Mesh
@@ -57,8 +58,25 @@ class Grown(Sharding):
         return self.grown
 
 
+# The operand with the numbers of classes: where it is negative, the op itself passes over the padding of all operands.
+_CLASSES = {
+    "autopar.cross_entropy.default": 2,
+    "autopar.projected_cross_entropy.default": 3,
+    "autopar.projected_cross_entropy_backward.default": 6,
+}
+
+
+def classes_of(node: Node) -> Node | None:
+    """The operand that tells `node` which of its columns are padding, if there is one."""
+    place = _CLASSES.get(str(node.target))
+    return node.args[place] if place is not None else None  # type: ignore[return-value]
+
+
 def can_grow(node: Node, dims: Dims) -> bool:
-    """Whether a node that makes a range, with atoms `dims`, still does with one atom grown: the others keep their places."""
+    """Whether a node that makes a range, with atoms `dims`, or reads one, still does with one atom grown: padding stands at the end."""
+    classes = classes_of(node)
+    if classes is not None and len(DIMS[classes][0][0]) != 1:
+        return False
     return node.target not in _ARANGES or len(dims[0]) == 1
 
 

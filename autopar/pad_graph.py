@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
 from autopar.atom_classes import Atom, AtomClasses, read_by
 from autopar.emit import copy_origin
-from autopar.grow import LOOKUPS, can_grow, grow, inside, keeps_clean, mask, pad, unpad, with_atoms
+from autopar.grow import LOOKUPS, can_grow, classes_of, grow, inside, keeps_clean, mask, pad, unpad, with_atoms
 from autopar.keys import DIMS, PHASE
 from autopar.localise import LocalBuilder
 from autopar.padding import Padding
@@ -143,12 +143,13 @@ class _Rewrite:
             return found
         for factor in space.factors:
             position = factor.operands[index]
-            kinds = _reducing(node, factor)
+            kinds, classes = _reducing(node, factor), classes_of(node)
+            if classes is not None and operand is not classes and "logsumexp" in kinds:
+                continue
             if position not in sizes or not kinds or (kinds == {"sum"} and (operand, 0, position) in self.clean):
                 continue
-            # An op that does several adds up what it picks, and never picks padding.
-            others = kinds - {"sum"}
-            kind = others.pop() if others else "sum"
+            kind = "logsumexp" if operand is classes else next(iter(kinds))
+            assert len(kinds) == 1 or operand is classes, (node.format_node(), kinds)
             key = (found, position, kind, phase)
             if key not in self.masked:
                 padding = Padding(dims, with_atoms(dims, sizes))

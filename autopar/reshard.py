@@ -25,7 +25,7 @@ class Step:
     """One collective (or a local slice) over the ranks along `axes`, the first axis major.
 
     `gathered` is the atom that becomes whole, `split` the atom that is divided; None where there is none. A reduction by
-    "logsumexp" is an all-gather: of one number a row, it costs no more than the two all-reduces that it stands for.
+    "logsumexp" is an all-gather: of one number a row, one latency is less than the two of all-reduces, of a maximum and a sum.
     """
 
     collective: StepKind

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.mesh import Mesh
 
 Dims = tuple[tuple[int, ...], ...]
 ReductionKind = Literal["sum", "max", "logsumexp"]
+REDUCTION_KINDS = get_args(ReductionKind)
 
 
 def flat(dims: Dims) -> tuple[int, ...]:

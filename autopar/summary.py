@@ -29,7 +29,7 @@ from autopar.printing import op_name
 from autopar.program import Program, operands, results_of
 from autopar.rule import rule_of
 from autopar.search_report import search_summary
-from autopar.sharding import Strategy
+from autopar.sharding import REDUCTION_KINDS, Strategy
 from autopar.transfers import Transfer, sent, transfers
 
 INFERRED = "inferred by probing"
@@ -104,7 +104,7 @@ def contractions(program: Program) -> Iterator[Node]:
 
 def split_axes(strategy: Strategy) -> tuple[str, ...]:
     """The axes that divide the work; passing partial sums through does not."""
-    return tuple(axis for axis, factor in strategy.factors if factor != "sum")
+    return tuple(axis for axis, factor in strategy.factors if factor not in REDUCTION_KINDS)
 
 
 def num_bytes(node: Node, cost: CostModel) -> float:

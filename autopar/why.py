@@ -28,6 +28,7 @@ from autopar.pipeline.work import Work
 from autopar.printing import op_name
 from autopar.program import Input, Program, operands, results_of
 from autopar.search_report import search_lines
+from autopar.sharding import REDUCTION_KINDS
 from autopar.solver.assignment import Candidate
 from autopar.summary import calls, contractions, cost_of, flops_of, rule_kind, seconds_of
 from autopar.transfers import transfers_of
@@ -131,7 +132,7 @@ def _takes(node: Node, program: Program, cost: CostModel) -> str:
 def _shares(node: Node, program: Program) -> str:
     """Over how many of the ranks that compute a node the work is split; a split over the microbatches is one in time."""
     mesh = program.mesh
-    number = mesh.size_of([axis for axis, factor in STRATEGY[node].factors if factor != "sum" and axis == MICROBATCHES])
+    number = mesh.size_of([axis for axis, factor in STRATEGY[node].factors if factor not in REDUCTION_KINDS and axis == MICROBATCHES])
     ranks = mesh.without("pp", MICROBATCHES) if node in STAGE else mesh.without(MICROBATCHES)
     each = f", in {number} microbatches" if number > 1 else ""
     return f"split over {STRATEGY[node].num_shards // number} of {ranks.size} ranks{each}"

@@ -3,11 +3,11 @@
     log_sum_exp = log Σ exp(x)        picked = x[label], 0 where the label is none of `classes`        total = Σ x
     dx          = dlog_sum_exp · exp(x − log_sum_exp) + dpicked · [class = label] + dtotal
 
-logits x are [..., V], labels [...] int64, classes [V] int64: consecutive numbers, 0 … V − 1 of a whole vocabulary, a rank's part of
-them where it is split. The loss of a row, log_sum_exp − picked, its mean over the rows that count and label smoothing are plain
-ops on rows (`passes/decompose_losses.py`), which are split by the rules of any sum; so are these three: over the vocabulary ranks
-exchange a number a row and never a logit. Results are float32, float64 for float64 logits; a row whose gradients are 0 gets zeros
-even where its logits are not finite.
+logits x are [..., V], labels [...] int64, classes [V] int64, ascending: 0 … V − 1 of a whole vocabulary, a rank's part of them where
+it is split. Columns at the end whose class is negative are padding, whatever they hold. The loss of a row, log_sum_exp − picked, its
+mean over the rows that count and label smoothing are plain ops on rows (`passes/fuse_cross_entropy.py`), which are split by the rules
+of any sum; so are these three: over the vocabulary ranks exchange a number a row and never a logit. Results are float32, float64 for
+float64 logits; a row whose gradients are 0 gets zeros even where its logits are not finite.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from autopar.kernels.registration import accumulation_dtype, register_op, runs_t
 def cross_entropy_reference(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(log_sum_exp, picked, total) in plain ops."""
     scores = logits.to(accumulation_dtype(logits))
-    index, there = _index(labels, classes)
-    picked = scores.gather(-1, index.unsqueeze(-1)).squeeze(-1)
-    return scores.logsumexp(-1).contiguous(), picked.masked_fill(~there, 0.0).contiguous(), scores.sum(-1).contiguous()
+    index = index_of(labels, classes)
+    picked = scores.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(index < 0, 0.0)
+    scores = scores[..., : int((classes >= 0).sum())]
+    return scores.logsumexp(-1).contiguous(), picked.contiguous(), scores.sum(-1).contiguous()
 
 
 def cross_entropy_backward_reference(
@@ -45,17 +46,18 @@ def cross_entropy_backward_reference(
         arrives = grad_log_sum_exp.to(exact).unsqueeze(-1)
         grad = (logits.to(exact) - log_sum_exp.unsqueeze(-1)).exp_().mul_(arrives).masked_fill_(arrives == 0, 0.0)
     if grad_picked is not None:
-        index, there = _index(labels, classes)
-        grad.scatter_add_(-1, index.unsqueeze(-1), grad_picked.to(exact).masked_fill(~there, 0.0).unsqueeze(-1))
+        index = index_of(labels, classes)
+        there = grad_picked.to(exact).masked_fill(index < 0, 0.0)
+        grad.scatter_add_(-1, index.clamp(min=0).unsqueeze(-1), there.unsqueeze(-1))
     grad = grad if grad_total is None else grad.add_(grad_total.to(exact).unsqueeze(-1))
     return grad.to(logits.dtype).contiguous()
 
 
-def _index(labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each label stands in `classes`, and whether it does (elsewhere the index is one that exists)."""
-    index = labels - classes[:1].view(())
-    there = (index >= 0) & (index < classes.shape[0])
-    return index.masked_fill(~there, 0), there
+def index_of(labels: Tensor, classes: Tensor) -> Tensor:
+    """Where each label stands in `classes`; −1 where it does not."""
+    ascending = classes.masked_fill(classes < 0, torch.iinfo(classes.dtype).max)
+    index = torch.searchsorted(ascending, labels).clamp_(max=classes.shape[0] - 1)
+    return index.masked_fill_(ascending[index] != labels, -1)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +65,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Ten
         return cross_entropy_reference(logits, labels, classes)
     from autopar.kernels.gpu import cross_entropy as gpu
 
-    return gpu.forward(logits, labels, classes)
+    return gpu.forward(logits, index_of(labels, classes), (classes >= 0).sum())
 
 
 def _cross_entropy_backward(
@@ -80,7 +82,7 @@ def _cross_entropy_backward(
         return cross_entropy_backward_reference(*arguments)
     from autopar.kernels.gpu import cross_entropy as gpu
 
-    return gpu.backward(*arguments)
+    return gpu.backward(grad_log_sum_exp, grad_picked, grad_total, logits, index_of(labels, classes), log_sum_exp)
 
 
 def _cross_entropy_fake(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:

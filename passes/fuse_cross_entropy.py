@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch.fx import Node
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.fusion import Found, FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
+from autopar.kernels.registration import accumulation_dtype
+from autopar.overwrites import memory_of, overwritten, writers_of
 from autopar.passes.decompose_losses import reduce_rows
 from autopar.program import Program
 from autopar.rules.labels import argument
@@ -40,7 +42,8 @@ class FuseCrossEntropy:
     name: str = "fuse cross entropy"
 
     def decide(self, program: Program) -> FusionDecision:
-        return FusionDecision(tuple(_looked_at(node) for node in program.graph.nodes if _is_candidate(node)))
+        writers = writers_of(program.graph)
+        return FusionDecision(tuple(_looked_at(node, writers) for node in program.graph.nodes if _is_candidate(node)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
         program = program.copy()
@@ -56,33 +59,52 @@ class FuseCrossEntropy:
 def _is_candidate(node: Node) -> bool:
     if node.target is aten.cross_entropy_loss.default:
         return True
-    return node.target in _WRITTEN and isinstance(node.args[0], Node) and node.args[0].target in _LOG_SOFTMAXES
+    source = node.args[0] if node.target in _WRITTEN else None
+    return isinstance(source, Node) and source.target in _LOG_SOFTMAXES and _computes_in(source.args[0], tensor_of(source).dtype)  # type: ignore[arg-type]
 
 
-def _looked_at(node: Node) -> Found:
+def _looked_at(node: Node, writers: Sequence[Node]) -> Found:
     logits = _logits(node)
-    reason = _REASONS[node.target](node) or (
-        f"its classes are dim {_class_dim(node)} of {tensor_of(logits).dim()}, and rows of the last dim are what the op reads"
-        if _class_dim(node) != tensor_of(logits).dim() - 1
-        else ""
-    )
+    reason = _REASONS[node.target](node) or _why_not_rows(node, logits) or _why_overwritten(node, logits, writers)
     conditions = () if reason else (f"{tensor_of(logits).shape[-1]} classes in the last dim of {str(tensor_of(logits).dtype)[6:]}",)
     return Found.at(node, "cross entropy", conditions, reason)
 
 
+def _why_not_rows(node: Node, logits: Node) -> str:
+    dim, num_dims = _class_dim(node), tensor_of(logits).dim()
+    if node.target in _NLL_LOSSES and dim != (0 if num_dims == 1 else 1):
+        return f"the loss takes dim {0 if num_dims == 1 else 1} for the classes, and the softmax is over dim {dim}"
+    return f"its classes are dim {dim} of {num_dims}, and rows of the last dim are what the op reads" if dim != num_dims - 1 else ""
+
+
+def _why_overwritten(node: Node, logits: Node, writers: Sequence[Node]) -> str:
+    """The op reads the logits where the loss stood, and its backward once more: nobody may write there after their first reader."""
+    between: list[Node] = []
+    value: Any = node.args[0]
+    while value is not logits:
+        between.append(value)
+        value = value.args[0]
+    reader, memory = (between or [node])[-1], memory_of(logits)
+    late = (each for each in writers if reader < each and memory_of(each.all_input_nodes[0]) is memory)
+    writer = next(late, None) or overwritten(between, node, writers)
+    return f"{writer.target} writes into its logits in place" if writer is not None else ""
+
+
 def _logits(node: Node) -> Node:
-    """The scores before any log-softmax, as narrow as they were."""
+    """The scores before any log-softmax, as narrow as they were, where the op computes in no less than what they were cast to."""
     source: Any = node.args[0]
-    if source.target in _LOG_SOFTMAXES:
+    if source.target in _LOG_SOFTMAXES and _computes_in(source.args[0], tensor_of(source).dtype):
         source = source.args[0]
-    while source.target in (aten._to_copy.default, aten.to.dtype) and _widens(source):
+    while source.target in (aten._to_copy.default, aten.to.dtype) and _computes_in(source.args[0], tensor_of(source).dtype):
         source = source.args[0]
     return source
 
 
-def _widens(cast: Node) -> bool:
-    before, after = tensor_of(cast.args[0]).dtype, tensor_of(cast).dtype  # type: ignore[arg-type]
-    return before.is_floating_point and torch.promote_types(before, after) == after
+def _computes_in(value: Node, dtype: torch.dtype) -> bool:
+    """Whether the op on `value` loses nothing of what `value` made wider, to `dtype`, would have kept."""
+    before = tensor_of(value)
+    exact = accumulation_dtype(before)
+    return before.is_floating_point() and torch.promote_types(before.dtype, dtype) == dtype and torch.promote_types(exact, dtype) == exact
 
 
 def _class_dim(node: Node) -> int:

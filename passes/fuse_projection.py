@@ -15,13 +15,14 @@ from autopar.fusion import Found, FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.projected_cross_entropy import projected_cross_entropy
 from autopar.mesh import Mesh
+from autopar.overwrites import overwritten, writers_of
 from autopar.program import Program
 
 aten = torch.ops.aten
 
 _SHAPED = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SAME = (aten.contiguous.default, aten.clone.default, aten._to_copy.default, aten.to.dtype)
-# The part of a device's memory that logits and their gradient may take before they are made in chunks.
+# The part of the budget that logits and their gradient may take before they are made in chunks.
 _SHARE = 1 / 8
 
 
@@ -42,7 +43,8 @@ class FuseProjection:
 
     def decide(self, program: Program) -> FusionDecision:
         called = [node for node in program.graph.nodes if node.target is cross_entropy]
-        return FusionDecision(tuple(self._looked_at(node, program.mesh) for node in called))
+        writers = writers_of(program.graph)
+        return FusionDecision(tuple(self._looked_at(node, program.mesh, writers) for node in called))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
         program = program.copy()
@@ -52,14 +54,18 @@ class FuseProjection:
             program.graph.eliminate_dead_code()
         return program
 
-    def _looked_at(self, node: Node, mesh: Mesh) -> Found:
+    def _looked_at(self, node: Node, mesh: Mesh, writers: Sequence[Node]) -> Found:
         what = "cross entropy's projection"
         steps = _steps_up(node)
         if isinstance(steps, str):
             return Found.at(node, what, reason=steps)
+        writer = overwritten((*steps[-1].args[:2], *steps), node, writers)  # type: ignore[arg-type]
+        if writer is not None:
+            return Found.at(node, what, reason=f"{writer.target} writes in place into what it reads")
         logits: Any = node.args[0]
         value = tensor_of(logits)
-        num_bytes = 2 * value.numel() * value.itemsize / mesh.size
+        num_ranks = mesh.size // mesh.size_of(mesh.parts("pp"))  # of one stage: no other has logits
+        num_bytes = 2 * value.numel() * value.itemsize / num_ranks
         most = _SHARE * self.capacity_bytes
         size = f"logits and their gradient take {num_bytes / 1e6:.4g} MB of a rank"
         if num_bytes <= most:
@@ -77,7 +83,9 @@ def _steps_up(node: Node) -> list[Node] | str:
         if len(value.users) > 1:
             return "its logits are read elsewhere, too"
         if value.target is aten.linear.default:
-            return "the projection has a bias" if len(value.args) > 2 and value.args[2] is not None else found
+            if len(value.args) > 2 and value.args[2] is not None:
+                return "the projection has a bias"
+            return found if tensor_of(value.args[1]).dim() == 2 else "the projection is onto one number"
         if not _is_of_rows(value):
             return "its logits are no projection, or are changed after it"
         value = value.args[0]

@@ -19,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.runtime.inputs import CallInputs
 
+_OF_ALL = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _kept: dict[Any, Program] = {}
 
@@ -66,7 +67,7 @@ def _attributes(model: nn.Module) -> Any:
     found: list[Any] = []
     for module in model.modules():
         for name, value in module.__dict__.items():
-            if not name.startswith("_"):
+            if name not in _OF_ALL:
                 plain = _plain(value)
                 if plain is None:
                     return None

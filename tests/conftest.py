@@ -109,5 +109,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("xdist_group"):
             continue
-        group = "gloo" if "gloo_ranks" in getattr(item, "fixturenames", ()) else item.path.stem
+        group = "gloo" if "gloo_ranks" in getattr(item, "fixturenames", ()) else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))

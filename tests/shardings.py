@@ -29,7 +29,7 @@ def shardings(draw: st.DrawFn, dims: Dims, mesh: Mesh, within: Sharding | None =
     With `within` the value is unreduced over axes only over which `within` is, too.
     """
     atoms = flat(dims)
-    kind = draw(st.sampled_from(("sum", "max")))
+    kind = draw(st.sampled_from(("sum", "max", "logsumexp")))
     allowed = dict(within.unreduced) if within else dict.fromkeys(mesh.names, kind)
     splits: list[tuple[str, ...]] = [() for _ in atoms]
     unreduced = []

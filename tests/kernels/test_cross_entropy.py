@@ -43,6 +43,21 @@ def test_parts_of_the_classes_make_the_whole() -> None:
     torch.testing.assert_close(torch.cat(gradients, 1), cross_entropy_backward(*arriving, logits, labels, classes, whole[0]))
 
 
+def test_columns_without_a_class_are_padding() -> None:
+    logits, labels, classes = inputs(5, 12)
+    padded = torch.cat((logits.detach(), torch.full((5, 3), torch.nan, dtype=torch.float64)), 1)
+    numbers = torch.cat((classes, torch.full((3,), torch.iinfo(torch.int64).min)))
+    torch.testing.assert_close(cross_entropy(padded, labels, numbers), cross_entropy(logits, labels, classes))
+    nothing = cross_entropy(padded[:, 12:], labels, numbers[12:])
+    assert [set(item.tolist()) for item in nothing] == [{-torch.inf}, {0.0}, {0.0}]
+
+
+def test_classes_with_gaps() -> None:
+    logits, _, _ = inputs(4, 6)
+    labels, classes = torch.tensor([11, 2, 3, 10]), torch.tensor([0, 1, 2, 10, 11, 12])
+    assert cross_entropy(logits, labels, classes)[1].tolist() == [logits[0, 4], logits[1, 2], 0.0, logits[3, 3]]
+
+
 def test_a_row_without_gradient_has_none_even_where_it_is_not_finite() -> None:
     logits, labels, classes = inputs(4, 7)
     logits = logits.detach().clone()

@@ -47,6 +47,17 @@ def rows(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0])
 
 
+def masked(x: Tensor) -> Tensor:
+    x[:, 5:] = -30.0
+    return x
+
+
+def written_after(x: Tensor, labels: Tensor) -> Tensor:
+    loss = F.nll_loss(x.log_softmax(-1), labels)
+    x.zero_()
+    return loss + x.sum()
+
+
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.1, 3.0, 1.0, 0.7], dtype=torch.float64)
 FORMS: dict[str, Loss] = {
     "mean": F.cross_entropy,
@@ -56,9 +67,10 @@ FORMS: dict[str, Loss] = {
     "ignored class": lambda x, y: F.cross_entropy(x, y, ignore_index=3),
     "weights": lambda x, y: F.cross_entropy(x, y, weight=WEIGHT.to(x.dtype)),
     "made wider": lambda x, y: F.cross_entropy(x.float() if x.dtype == torch.bfloat16 else x.double(), y),
+    "written before": lambda x, y: F.cross_entropy(masked(x.clone()), y),
     "nll of a log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
     "nll of a log-softmax by dim 1, a sum": lambda x, y: F.nll_loss(x.log_softmax(1), y, reduction="sum"),
-    "nll of a wide log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1, dtype=torch.float64), y),
+    "nll of a wide log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)), y),
     "gathered": lambda x, y: -x.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1).mean(),
     "gathered, kept": lambda x, y: x.log_softmax(-1).gather(1, y[:, None]).sum(),
     "indexed": lambda x, y: -x.log_softmax(-1)[rows(x), y].mean(),
@@ -71,6 +83,12 @@ NEAR_MISSES: dict[str, tuple[Loss, str]] = {
     "the softmax over rows": (lambda x, y: x.log_softmax(0).gather(-1, y[:, None]).sum(), "the softmax is over dim 0"),
     "two of a row": (lambda x, y: x.log_softmax(-1).gather(-1, torch.stack((y, y), 1)).sum(), "not one class a row"),
     "a permuted row": (lambda x, y: -x.log_softmax(-1)[rows(x).flip(0), y].mean(), "one label in each row"),
+    "the loss takes another dim": (
+        lambda x, y: F.nll_loss(F.log_softmax(x[:6].view(2, 3, 7)[:, :, :3], -1), y[:6].view(2, 3) % 3),
+        "takes dim 1 for the classes, and the softmax is over dim 2",
+    ),
+    "written after it was made wider": (lambda x, y: F.cross_entropy(masked(x.to(torch.float64, copy=True)), y), "writes into its logits"),
+    "written after the loss": (lambda x, y: written_after(x.clone(), y), "writes into its logits"),
     "whole rows": (lambda x, y: x.log_softmax(-1)[y].sum(), "one label in each row"),
 }
 
@@ -108,6 +126,13 @@ def test_near_misses(name: str) -> None:
     decision, program = fused(loss, *inputs())
     assert not decision.fused and reason in str(decision.refused[0])
     assert not any(node.target is cross_entropy for node in program.graph.nodes)
+
+
+def test_a_loss_in_float64_of_narrower_logits_is_computed_in_float64() -> None:
+    scores, labels = inputs(torch.float32)
+    for loss in (lambda x, y: F.cross_entropy(x.double(), y), lambda x, y: F.nll_loss(F.log_softmax(x, -1, dtype=torch.float64), y)):
+        _, program = fused(loss, scores, labels)
+        torch.testing.assert_close(run(program, scores, labels), loss(scores, labels), rtol=1e-14, atol=0)
 
 
 def test_other_uses_of_a_log_softmax_are_not_spoken_of() -> None:

@@ -23,7 +23,7 @@ def placements(draw: st.DrawFn) -> tuple[Dims, Sharding]:
             splits[place].append(axis)
         elif place == -2:
             unreduced.append(axis)
-    kind = draw(st.sampled_from(("sum", "max")))
+    kind = draw(st.sampled_from(("sum", "max", "logsumexp")))
     atoms = iter([MESH.size_of(split) * draw(st.integers(1, 3)) for split in splits])
     dims = tuple(tuple(next(atoms) for _ in range(count)) for count in counts)
     return dims, Sharding(tuple(map(tuple, splits)), tuple((axis, kind) for axis in unreduced))
@@ -60,6 +60,8 @@ def test_unreduced_parts_are_summed_or_maximised() -> None:
     parts = {rank: torch.tensor([rank, -rank]) for rank in range(3)}
     assert assemble(parts, dims, Sharding(((),), (("tp", "sum"),)), mesh).tolist() == [3, -3]
     assert assemble(parts, dims, Sharding(((),), (("tp", "max"),)), mesh).tolist() == [2, 0]
+    exponents = assemble({rank: part.double() for rank, part in parts.items()}, dims, Sharding(((),), (("tp", "logsumexp"),)), mesh)
+    torch.testing.assert_close(exponents, torch.stack(list(parts.values())).double().logsumexp(0))
 
 
 def test_replicas_that_differ_are_named() -> None:

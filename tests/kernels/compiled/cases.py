@@ -66,9 +66,9 @@ def norm_cases() -> dict[str, Case]:
 def cross_entropy_cases() -> dict[str, Case]:
     def both(columns: int, dtype: torch.dtype, is_smooth: bool) -> Case:
         def call() -> None:
-            logits, labels, classes = empty(512, columns, dtype=dtype), empty(512, dtype=torch.int64), empty(columns, dtype=torch.int64)
-            log_sum_exp, picked, total = cross_entropy.forward(logits, labels, classes)
-            cross_entropy.backward(log_sum_exp, picked, total if is_smooth else None, logits, labels, classes, log_sum_exp)
+            logits, index, num_classes = empty(512, columns, dtype=dtype), empty(512, dtype=torch.int64), empty(dtype=torch.int64)
+            log_sum_exp, picked, total = cross_entropy.forward(logits, index, num_classes)
+            cross_entropy.backward(log_sum_exp, picked, total if is_smooth else None, logits, index, log_sum_exp)
 
         return Case((cross_entropy,), call)
 
