@@ -33,7 +33,8 @@ from tests.random_models import RandomGraph
 from tests.running import Values, errors_of, forward_program, inputs_of, run_forward, run_schedule
 
 TOLERANCE = 1e-9
-NUM_GRAPHS, NUM_PLANS = 10, 10
+# Cases of a number: graphs, and plans of each.
+QUICK, LONG = (5, 20), (10, 10)
 PHASES = (Phase.generate, Phase.shrink)
 MESHES = tuple(
     virtual_mesh(**axes)
@@ -153,21 +154,21 @@ def try_plans(graph: RandomGraph, plans: Sequence[RandomPlan], tally: Tally) -> 
 PLAN = st.builds(RandomPlan, st.sampled_from(MESHES), st.sampled_from(FREEDOMS), st.integers(0, 2**16), st.sampled_from(CALM))
 
 
-def try_graphs(number: int, max_calls: int) -> Tally:
-    """NUM_PLANS plans for each of NUM_GRAPHS graphs: those of `number`."""
+def try_graphs(number: int, max_calls: int, num_graphs: int, num_plans: int) -> Tally:
+    """`num_plans` plans for each of `num_graphs` graphs: those of `number`."""
     tally = Tally()
 
     # A seed, not `derandomize`, which would draw the same graphs for every number.
     @seed(number)
     @settings(
-        max_examples=NUM_GRAPHS, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES, print_blob=False
+        max_examples=num_graphs, database=None, deadline=None, suppress_health_check=list(HealthCheck), phases=PHASES, print_blob=False
     )
-    @given(random_graphs(max_calls), st.lists(PLAN, min_size=NUM_PLANS, max_size=NUM_PLANS))
+    @given(random_graphs(max_calls), st.lists(PLAN, min_size=num_plans, max_size=num_plans))
     def every_plan_is_exact(graph: RandomGraph, plans: list[RandomPlan]) -> None:
         try_plans(graph, plans, tally)
 
     every_plan_is_exact()
-    assert tally.cases >= NUM_GRAPHS * NUM_PLANS
+    assert tally.cases >= num_graphs * num_plans
     assert tally.split > 0.4 * tally.nodes, f"replicating everything is exact, too: {tally}"
     return tally
 
@@ -175,7 +176,7 @@ def try_graphs(number: int, max_calls: int) -> Tally:
 @pytest.mark.parametrize("number", range(5))
 def test_every_plan_of_a_small_graph_is_exact(number: int) -> None:
     """A hundred cases for each number."""
-    try_graphs(number, max_calls=5)
+    try_graphs(number, 5, *QUICK)
 
 
 @pytest.mark.slow
@@ -183,5 +184,5 @@ def test_every_plan_of_a_small_graph_is_exact(number: int) -> None:
 def test_every_plan_of_a_larger_graph_is_exact(number: int) -> None:
     """5,000 cases in all; `pytest -s` prints what `docs/random-graphs.md` records."""
     start = time.process_time()
-    tally = try_graphs(number, MAX_CALLS)
+    tally = try_graphs(number, MAX_CALLS, *LONG)
     print(f"\n{number}: {tally}, {time.process_time() - start:.0f} s of CPU")
