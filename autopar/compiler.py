@@ -50,6 +50,7 @@ from autopar.passes.pad_atoms import PadAtoms
 from autopar.passes.place_stages import PlaceStages
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.separate_microbatches import SeparateMicrobatches
+from autopar.passes.settle_compared import SettleCompared
 from autopar.passes.trace_joint import TraceJoint
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.passes.views_of_chunks import ViewsOfChunks
@@ -205,6 +206,7 @@ def default_passes(
         MarkPinned(_pinned_modules(options)),  # before saving: what the backward reads of a pinned value is the pinned one
         MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
+        SettleCompared(),  # after merging, which may find more readers of a value
         FindAtoms(),  # needs the final views
         PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
         RefineMesh(),  # needs atoms; the search needs the final axes

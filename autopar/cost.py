@@ -32,7 +32,8 @@ from autopar.sharding import Dims, Sharding, Strategy, flat
 
 # Ops that describe memory anew and move none of it.
 _VIEWS = frozenset(
-    "alias detach expand getitem narrow permute pinned reshape save select slice squeeze t transpose unsqueeze view _unsafe_view".split()
+    "alias detach expand getitem narrow permute pinned reshape save select settled slice squeeze t transpose unsqueeze view "
+    "_unsafe_view".split()
 )
 # AdamW reads parameter, gradient and both moments and writes parameter and both moments.
 UPDATE_PASSES = 7

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder, localise, same_call
-from autopar.markers import pinned, save
+from autopar.markers import MARKERS
 from autopar.mesh import Mesh
 from autopar.padding import Padding
 from autopar.program import operands, results_of
@@ -85,7 +85,7 @@ def grow(node: Node, grown: tuple[Dims, ...], read: tuple[Node, ...], builder: L
 
     An op that runs on parts of its operands runs on more than them, too: literal shapes are written anew as for a rank's part.
     """
-    if node.target in (save, pinned):
+    if node.target in MARKERS:
         made = builder.call(node.target, read[0])  # type: ignore[arg-type]
     elif node.target in _ARANGES:
         made = _range(node, shape_of(grown[0])[0], builder)
@@ -205,7 +205,7 @@ def _keeps_zero(node: Node) -> bool:
         return node.kwargs["activation"] != "sigmoid"
     if node.target is aten.pow.Tensor_Scalar:
         return node.args[1] > 0  # type: ignore[operator]
-    return node.target in _KEEP_ZERO or node.target in (save, pinned, operator.getitem)
+    return node.target in _KEEP_ZERO or node.target in MARKERS or node.target is operator.getitem
 
 
 def with_atoms(dims: Dims, sizes: dict[int, int]) -> Dims:

@@ -13,3 +13,11 @@ def save(x: torch.Tensor) -> torch.Tensor:
 def pinned(x: torch.Tensor) -> torch.Tensor:
     """x, lying here as the user pinned it."""
     return x
+
+
+def settled(x: torch.Tensor) -> torch.Tensor:
+    """x with its sums over ranks done: the same bits for all who read it, however they want it split."""
+    return x
+
+
+MARKERS = frozenset({save, pinned, settled})

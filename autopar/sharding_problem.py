@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from autopar.cost import CostModel, is_view
 from autopar.keys import BATCH, DIMS, PHASE
-from autopar.markers import pinned, save
+from autopar.markers import MARKERS, save
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, parent
 from autopar.microbatches import is_summed_later, known_ahead, summed_later
@@ -241,10 +241,10 @@ def required_sharding(output: Output, node: Node, program: Program) -> Sharding:
 
 
 def _keeps_bytes(node: Node) -> bool:
-    """Whether `node` is a view of all of its one operand. What is saved or pinned may lie otherwise than what it is made of."""
+    """Whether `node` is a view of all of its one operand. A marked value may lie otherwise than what it is made of."""
     return (
         is_view(node)
-        and node.target not in (save, pinned)
+        and node.target not in MARKERS
         and len(operands(node)) == 1
         and math.prod(map(math.prod, DIMS[node][0])) == math.prod(map(math.prod, operand_dims(node)[0]))
     )

@@ -12,7 +12,7 @@ from autopar.collectives import all_gather, all_reduce, all_to_all, reduce_scatt
 from autopar.emit import copy_origin
 from autopar.keys import DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.localise import LocalBuilder, localise
-from autopar.markers import pinned, save
+from autopar.markers import MARKERS
 from autopar.mesh import Mesh
 from autopar.program import Form, Input, Program, operands
 from autopar.reshard import Step, steps
@@ -59,7 +59,7 @@ class _Lowering:
         arguments = tuple(self.local[operand] for operand in operands(node))
         if node.target is reshard:
             local = self.reshard(node, arguments[0])
-        elif node.target in (save, pinned):
+        elif node.target in MARKERS:
             local = arguments[0]
         else:
             local = localise(node, STRATEGY[node], arguments, self.builder, self.program.mesh)

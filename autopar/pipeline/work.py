@@ -23,7 +23,7 @@ from torch.fx import Node
 from autopar.collectives import reshard
 from autopar.cost import is_view
 from autopar.keys import PHASE, SHARDING, STAGE, Phase
-from autopar.markers import pinned, save
+from autopar.markers import MARKERS
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import known_ahead
 from autopar.pipeline.program import Direction
@@ -32,7 +32,6 @@ from autopar.views import WHOLE_VIEWS
 
 aten = torch.ops.aten
 
-_MARKS = frozenset({save, pinned})
 # Ops that only move elements: at the end of a gradient's way they are done to the sum over the microbatches.
 _MOVES = WHOLE_VIEWS | {reshard, aten.clone.default}
 
@@ -62,7 +61,7 @@ class Work:
         found: dict[Node, dict[int, Phase]] = {}
         for node in reversed(self.calls):
             own = STAGE.get(node) if is_placed else 0
-            moves = is_placed and node.target in WHOLE_VIEWS | _MARKS and _operand(node).op == "call_function"
+            moves = is_placed and node.target in WHOLE_VIEWS | MARKERS and _operand(node).op == "call_function"
             found[node] = {own: PHASE.get(node) or "forward"} if own is not None and not moves else self._readers(node, own, found)
         return found
 
@@ -221,7 +220,7 @@ def _operand(node: Node) -> Node:
 
 
 def _unmarked(node: Node) -> Node:
-    while node.target in _MARKS:
+    while node.target in MARKERS:
         node = _operand(node)
     return node
 
