@@ -5,7 +5,7 @@ from autopar.errors import AutoparError, CaptureError, CheckError, InputError, M
 from autopar.hardware.calibrate import calibrate
 from autopar.hardware.cluster import Cluster
 from autopar.mesh import Mesh, virtual_mesh
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.runtime.module import ParallelModule
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections.abc import Collection, Hashable
 
 from torch.fx import Graph, Node
 
+from autopar.arguments import int_at, node_at
 from autopar.program import operands
 from autopar.strategies import Factor, factors_of, signature_of
 
@@ -51,7 +52,7 @@ class AtomClasses:
 def read_by(node: Node) -> tuple[tuple[Node, int], ...]:
     """What `node` reads, operand by operand: a node, and which of its results."""
     if node.target is operator.getitem:
-        return ((node.args[0], int(node.args[1])),)  # type: ignore[arg-type, return-value]
+        return ((node_at(node, 0), int_at(node, 1)),)
     return tuple((operand, 0) for operand in operands(node))
 
 

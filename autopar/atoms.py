@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable
 
 from torch.fx import Graph, Node
 
+from autopar.arguments import int_at
 from autopar.keys import DIMS
 from autopar.program import Program, operands, results_of
 from autopar.rule import Rule, rule_of
@@ -154,7 +155,7 @@ def _dims(cuts: Cuts, node: Node, index: int, value: object) -> Dims:
 
 def operand_result(node: Node, operand: Node) -> int:
     """Which result of `operand` the call `node` reads: a getitem names one, every other call reads the only one."""
-    return int(node.args[1]) if len(results_of(operand)) > 1 else 0  # type: ignore[arg-type]
+    return int_at(node, 1) if len(results_of(operand)) > 1 else 0
 
 
 def _relate(cuts: Cuts, node: Node, rule: Rule) -> None:
@@ -198,7 +199,7 @@ def _join_signature(cuts: Cuts, program: Program) -> None:
     inputs = {(item.kind, item.name): node for item, node in program.named_inputs()}
     for output, node in program.named_outputs():
         kind = {"gradient": "parameter", "buffer": "buffer"}.get(output.kind, "tangent")
-        other = inputs.get((kind, output.name))  # type: ignore[call-overload]
+        other = inputs.get((kind, output.name))
         if other is not None:
             for dim in range(len(output.shape)):
                 cuts.join((node, 0, dim), (other, 0, dim))

@@ -50,7 +50,7 @@ class Compiled:
     local     LOCAL, one rank's program
     separated LOCAL, each microbatch with its own estimate of what several mix; None where nothing does
     schedules what ranks execute, by their place on `pp`; one where there is none
-    plan      `autopar.plan.Plan`: the decisions with their reasons
+    plan      `autopar.plans.plan.Plan`: the decisions with their reasons
     steps     every pass that ran, in order
     search    the result of the sharding search; None where a plan fixed every decision
     cost      the `CostModel` that priced it

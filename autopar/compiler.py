@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.capture import capture
-from autopar.check import Checker, check_compiled
+from autopar.checks.checker import Checker, check_compiled
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.freedom import Freedom
+from autopar.frontend.capture import capture
 from autopar.garbage import collection_paused
 from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
@@ -36,6 +36,7 @@ from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.fuse_attention import FuseAttention
 from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
+from autopar.passes.fuse_dropout import FuseDropout
 from autopar.passes.fuse_gates import FuseGates
 from autopar.passes.fuse_norms import FuseNorms
 from autopar.passes.fuse_projection import FuseProjection
@@ -58,12 +59,12 @@ from autopar.passes.views_of_strides import ViewsOfStrides
 from autopar.passes.write_schedules import pipeline_schedules
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.order import best_order, chosen_schedule, pipeline_order
-from autopar.plan import Pins, Plan, PlannedInput
+from autopar.plans.plan import Pins, Plan, PlannedInput
+from autopar.plans.styles import UserPins, without_styles
 from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import Placement
-from autopar.styles import UserPins, without_styles
 
 Backend = str | Callable[..., Any]
 
@@ -128,7 +129,7 @@ def compile(
     schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto" (found
                     by cost within the memory budget), or a `PipelineSchedule`
     kernels         "auto": what is written in plain ops becomes ops of ours, where both compute the same: attention and cross
-                    entropy, and on other devices than a CPU norms, gated activations and rotary embeddings;
+                    entropy, and on other devices than a CPU norms, gated activations, rotary embeddings and dropout;
                     "triton": all of these on any device; "off": none. An op of ours runs in Triton on CUDA and in ATen elsewhere
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
@@ -196,6 +197,7 @@ def default_passes(
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
         *((FuseNorms(),) if _writes_rows(options) else ()),  # after attention, whose forms it would hide
         KeyRandom(),  # draws become a function of position: the same on any mesh
+        *((FuseDropout(),) if _writes_rows(options) else ()),  # after the keys, whose draws it repeats, and the norms, whose sums it leaves
         # GLOBAL
         TraceJoint(training),
         DecomposeBatchNorm(),  # after the trace, for a backward in closed form: autograd's of the sums would take twice the ops
@@ -229,7 +231,7 @@ def _fusions(options: Options) -> tuple[DecidingPass, ...]:
 
 
 def _writes_rows(options: Options) -> bool:
-    """Whether norms, gates and rotary embeddings become ops of ours: on a CPU compilers join the plain ops with their neighbours."""
+    """Whether norms, gates, rotary embeddings and dropout become ops of ours: a CPU's compiler joins plain ops with their neighbours."""
     return options.kernels == "triton" or (options.kernels == "auto" and options.cluster.device.name != "cpu")
 
 

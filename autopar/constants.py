@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import pytree
+from autopar.arguments import call_of
 from autopar.program import Program, operands
 from autopar.promote import default_float64, promote_tensor, promoted_dtype
 
@@ -89,7 +90,7 @@ class Constants:
             return None
         args, kwargs = pytree.tree_map(self._operand, (node.args, dict(node.kwargs)))
         with torch.no_grad(), default_float64():
-            found = node.target(*args, **kwargs)  # type: ignore[operator]
+            found = call_of(node)(*args, **kwargs)
         return found if isinstance(found, torch.Tensor) else None
 
     def _operand(self, leaf: Any) -> Any:

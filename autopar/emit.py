@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,12 +26,12 @@ class Emitter:
         self._like = like or before
         self._mode = _mode_of(graph)
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """One call of `target`. Nodes among the arguments stand for their values."""
         with self.graph.inserting_before(self._before):
             node = self.graph.call_function(target, args, kwargs)
-        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
-        node.meta["val"] = fake_call(self._mode, target, fake_args, fake_kwargs)  # type: ignore[arg-type]
+        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        node.meta["val"] = fake_call(self._mode, target, fake_args, fake_kwargs)
         copy_origin(self._like, node)
         return node
 
@@ -55,8 +54,9 @@ def copy_origin(source: Node, target: Node) -> None:
         STAGE[target] = stage
 
 
-def tensor_of(node: Node) -> torch.Tensor:
-    """The fake value of a node with one result."""
+def tensor_of(node: object) -> torch.Tensor:
+    """The fake value of a node with one result; an argument of a call that is one."""
+    assert isinstance(node, Node), f"{node!r} is no node"
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node} has no single value but {value!r}"
     return value
@@ -66,6 +66,22 @@ def replace(node: Node, by: Node) -> None:
     """Let `by` stand for `node` everywhere, and drop `node`."""
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
+
+
+def lay_out_anew(node: Node) -> None:
+    """The op has a layout of its own: values below follow it, and a `view` that does not fit it becomes `reshape`."""
+    pending, mode = [node], fake_mode_of(tensor_of(node))
+    while pending:
+        for user in list(pending.pop().users):
+            before = user.meta.get("val")
+            if user.op != "call_function" or not isinstance(before, torch.Tensor):
+                continue
+            if user.target is torch.ops.aten.view.default:
+                user.target = torch.ops.aten.reshape.default
+            args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda operand: operand.meta["val"])
+            user.meta["val"] = fake_call(mode, user.target, args, kwargs)
+            if tensor_of(user).stride() != before.stride():
+                pending.append(user)
 
 
 def _mode_of(graph: Graph) -> FakeTensorMode:

@@ -25,8 +25,8 @@ _BY_META = frozenset(
 )  # fmt: skip
 
 
-def fake_call(mode: FakeTensorMode, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `target` returns for fake tensors of `mode`, without autograd."""
+def fake_call(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
+    """What the op `target` returns for `args` and `kwargs`, in which tensors are fake ones of `mode`, without autograd."""
     if target in _BY_META:
         found = _by_meta(mode, target, args, kwargs)
         if found is not None:

@@ -10,6 +10,10 @@ from torch.fx import Node
 from autopar.keys import SOURCE, Source
 
 
+class Refused(Exception):
+    """A near miss. The text completes "attention at model.py:41 not fused: …"."""
+
+
 @dataclass(frozen=True)
 class Found:
     """A `what` ("attention", "norm", …) at `source`: fused, by the conditions that were found to hold, or not, for a reason.

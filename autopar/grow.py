@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import float_at
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder, localise, same_call
 from autopar.markers import MARKERS
@@ -43,7 +44,8 @@ _FINITE = frozenset(
 )
 # The same of our own ops, which are registered with their kernels.
 _OURS_FINITE = frozenset(
-    f"autopar.{name}.default" for name in ("gated", "gated_backward", "bias_activation_backward", "rotary", "rotary_backward")
+    f"autopar.{name}.default"
+    for name in ("gated", "gated_backward", "bias_activation_backward", "rotary", "rotary_backward", "dropout", "add_dropout")
 )
 _ARANGES: dict[object, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
 
@@ -86,7 +88,7 @@ def grow(node: Node, grown: tuple[Dims, ...], read: tuple[Node, ...], builder: L
     An op that runs on parts of its operands runs on more than them, too: literal shapes are written anew as for a rank's part.
     """
     if node.target in MARKERS:
-        made = builder.call(node.target, read[0])  # type: ignore[arg-type]
+        made = builder.call(node.target, read[0])
     elif node.target in _ARANGES:
         made = _range(node, shape_of(grown[0])[0], builder)
     elif node.target is aten.embedding_dense_backward.default:
@@ -106,7 +108,7 @@ def _range(node: Node, size: int, builder: LocalBuilder) -> Node:
     args = list(node.args)
     step = args[2] if len(args) > 2 else 1
     args[place] = (args[0] if place else 0) + size * step  # type: ignore[operator]
-    return builder.call(node.target, *args, **node.kwargs)  # type: ignore[arg-type]
+    return builder.call(node.target, *args, **node.kwargs)
 
 
 def pad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
@@ -204,7 +206,7 @@ def _keeps_zero(node: Node) -> bool:
     if str(node.target) == "autopar.bias_activation.default":
         return node.kwargs["activation"] != "sigmoid"
     if node.target is aten.pow.Tensor_Scalar:
-        return node.args[1] > 0  # type: ignore[operator]
+        return float_at(node, 1) > 0
     return node.target in _KEEP_ZERO or node.target in MARKERS or node.target is operator.getitem
 
 

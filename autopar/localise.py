@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar._torch import FakeTensorMode, fake_mode
+from autopar.arguments import int_at, node_at
 from autopar.fake_calls import fake_call
 from autopar.keys import DIMS
 from autopar.mesh import Mesh
@@ -51,18 +52,18 @@ class LocalBuilder:
             self.coordinates[axes] = self.placeholder(name, (), torch.int64)
         return self.coordinates[axes]
 
-    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """One call; nodes among the arguments stand for their values. Equal calls (repeated layers) share one fake value."""
         node = self.graph.call_function(target, args, kwargs)
-        key = target, repr(torch.fx.map_arg((args, kwargs), lambda operand: _described(operand.meta["val"])))  # type: ignore[arg-type,return-value]
+        key = target, repr(torch.fx.map_arg((args, kwargs), lambda operand: _described(operand.meta["val"])))
         if key not in self._values:
             self._values[key] = self._fake(target, args, kwargs)
         node.meta["val"] = self._values[key]
         return node
 
     def _fake(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
-        return fake_call(self.mode, target, fake_args, fake_kwargs)  # type: ignore[arg-type]
+        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
+        return fake_call(self.mode, target, fake_args, fake_kwargs)
 
 
 def _described(value: Any) -> Any:
@@ -110,10 +111,10 @@ def local_shape(node: Node, strategy: Strategy, mesh: Mesh, result: int = 0) -> 
 def same_call(node: Node, operands: tuple[Node, ...], builder: LocalBuilder, replaced: dict[int, Any] | None = None) -> Node:
     """The call of `node` on `operands`, with the arguments at the positions in `replaced` replaced."""
     remaining = iter(operands)
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(remaining))  # type: ignore[misc]
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(remaining))
     for index, value in (replaced or {}).items():
         args = (*args[:index], value, *args[index + 1 :])
-    return builder.call(node.target, *args, **kwargs)  # type: ignore[arg-type]
+    return builder.call(node.target, *args, **kwargs)
 
 
 def _with_local_shape(index: int) -> Localiser:
@@ -293,7 +294,7 @@ def _embedding_backward(node: Node, strategy: Strategy, operands: tuple[Node, ..
 @localiser(aten.gather.default)
 def _gather(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     """The dim that ids point into is split: look up the ids that are here, 0 for the others."""
-    source, dim = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+    source, dim = node_at(node, 0), int_at(node, 1)
     assert isinstance(source, Node)
     dims, sharding, dim = DIMS[source][0], strategy.operands[0], dim % len(shape_of(source))
     if not _is_split(dims, sharding, dim, mesh):
@@ -305,7 +306,7 @@ def _gather(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder:
 @localiser(aten.scatter_add.default)
 def _scatter_add(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     """The dim that ids point into is split: values for ids that are elsewhere are dropped."""
-    dims, sharding, dim = DIMS[node][0], strategy.results[0], int(node.args[1]) % max(1, len(shape_of(node)))  # type: ignore[arg-type]
+    dims, sharding, dim = DIMS[node][0], strategy.results[0], int_at(node, 1) % max(1, len(shape_of(node)))
     if not dims or not _is_split(dims, sharding, dim, mesh):
         return same_call(node, operands, builder)
     source, ids, values = operands

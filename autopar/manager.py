@@ -15,8 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from autopar.compiled import Step
 from autopar.errors import AutoparError
-from autopar.printing import print_program
 from autopar.program import Program
+from autopar.reports.printing import print_program
 
 logger = logging.getLogger("autopar")
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from autopar.arguments import node_at
+
 aten = torch.ops.aten
 
 # Their results may share the operand's memory, although no schema says so.
@@ -44,7 +46,7 @@ def is_last_reader(reader: Node, value: Node) -> bool:
     """Whether nobody but `reader` reads the memory of `value`, so that what is written there is lost to nobody else."""
     # Inputs are read by all.
     while set(value.users) == {reader} and value.op == "call_function":
-        if value.target is operator.getitem and value.args[0].target in _DISJOINT:  # type: ignore[union-attr]
+        if value.target is operator.getitem and node_at(value, 0).target in _DISJOINT:
             chunks = value.args[0]
             assert isinstance(chunks, Node)
             if sum(other.args[1] == value.args[1] for other in chunks.users) > 1:

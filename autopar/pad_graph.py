@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
+from autopar.arguments import node_at
 from autopar.atom_classes import Atom, AtomClasses, read_by
 from autopar.emit import copy_origin
 from autopar.grow import LOOKUPS, can_grow, classes_of, grow, inside, keeps_clean, mask, pad, unpad, with_atoms
@@ -135,7 +136,7 @@ class _Rewrite:
     def _operand(self, node: Node, index: int, space: Space) -> Node:
         """An operand of `node`, padded, with its padding masked along what `node` reduces."""
         if node.target is operator.getitem:
-            return self.padded[node.args[0]]  # type: ignore[index]
+            return self.padded[node_at(node, 0)]
         operand, dims = operands(node)[index], operand_dims(node)[index]
         found, phase = self._as_padded(operand, node), PHASE.get(node) or "forward"
         sizes = self._sizes(operand, 0, dims)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.arguments import arguments
 from autopar.errors import AutoparError
 from autopar.freedom import Freedom
 from autopar.mesh import Mesh
@@ -127,7 +128,7 @@ class Program:
     @property
     def results(self) -> tuple[Node, ...]:
         """The nodes that the outputs of the signature stand for, in order."""
-        return tuple(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        return tuple(arguments(self.graph.output_node())[0])
 
     def named_inputs(self) -> Iterator[tuple[Input, Node]]:
         yield from zip(self.signature.inputs, self.placeholders, strict=True)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import FakeTensorMode, fake_mode, pytree
 from autopar.compiled import Compiled
-from autopar.custom_functions import as_function, custom_function, mapped
+from autopar.frontend.custom_functions import as_function, custom_function, mapped
 from autopar.program import Input, Output, Program
 from autopar.schedule import Fragment, Schedule
 

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 
 from autopar._torch import FakeTensorMode, fake_mode
+from autopar.arguments import call_of, int_at, list_at
 from autopar.atoms import find_atoms_of
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder, localise
@@ -47,7 +48,7 @@ def instance(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
 
     def place(argument: Any) -> Any:
         if isinstance(argument, (list, tuple)):
-            return [place(item) for item in argument]  # type: ignore[reportUnknownVariableType]
+            return [place(item) for item in argument]
         if not isinstance(argument, torch.Tensor):
             return argument
         return builder.placeholder("operand", argument.shape, argument.dtype)
@@ -159,7 +160,7 @@ def _float64(argument: Any) -> Any:
     if isinstance(argument, torch.dtype):
         return _promoted(argument)
     if isinstance(argument, (tuple, list)):
-        return type(argument)(_float64(item) for item in argument)  # type: ignore[reportUnknownVariableType]
+        return type(argument)(_float64(item) for item in argument)
     return argument
 
 
@@ -181,7 +182,7 @@ def _twin(node: Node) -> Node:
         copy.meta = _promoted_meta(source)
         return copy
 
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)  # type: ignore[misc]
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
     kwargs = {name: _float64(value) for name, value in kwargs.items()}
     twin = graph.create_node(node.op, node.target, tuple(_float64(value) for value in args), kwargs)
     twin.meta = _promoted_meta(node)
@@ -230,10 +231,10 @@ def _instance(node: Node, generator: torch.Generator) -> tuple[Values, tuple[tor
 
 def _whole(node: Node, values: Values) -> tuple[Any, ...]:
     remaining = iter(values)
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(remaining))  # type: ignore[misc]
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda _: next(remaining))
     kwargs = {name: _float64(value) for name, value in kwargs.items()}
     with torch.no_grad():
-        result = node.target(*(_float64(value) for value in args), **kwargs)  # type: ignore[operator]
+        result = call_of(node)(*(_float64(value) for value in args), **kwargs)
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
 
@@ -278,12 +279,12 @@ def _index_bound(node: Node, index: int) -> int:
 def _along_dim(node: Node) -> dict[int, int]:
     """Ops on (source, dim, ids, …)."""
     shape = shape_of(node.args[0])
-    return {1: shape[int(node.args[1])] if shape else 1}  # type: ignore[arg-type]
+    return {1: shape[int_at(node, 1)] if shape else 1}
 
 
 def _by_tensors(node: Node) -> dict[int, int]:
     """Ops on (source, one tensor of ids or None for each dim, …)."""
-    indexed = [dim for dim, tensor in enumerate(node.args[1]) if tensor is not None]  # type: ignore[arg-type]
+    indexed = [dim for dim, tensor in enumerate(list_at(node, 1)) if tensor is not None]
     return {position: shape_of(node.args[0])[dim] for position, dim in enumerate(indexed, 1)}
 
 
@@ -292,9 +293,9 @@ _INDEXING: dict[str, Callable[[Node], dict[int, int]]] = {
     "embedding": lambda node: {1: shape_of(node.args[0])[0]},
     "embedding_dense_backward": lambda node: {1: shape_of(node)[0]},
     "cross_entropy": lambda node: {1: shape_of(node.args[0])[-1]},
-    "cross_entropy_backward": lambda node: {operands(node).index(node.args[4]): shape_of(node.args[3])[-1]},  # type: ignore[arg-type]
+    "cross_entropy_backward": lambda node: {operands(node).index(node.args[4]): shape_of(node.args[3])[-1]},
     "projected_cross_entropy": lambda node: {2: shape_of(node.args[1])[0]},
-    "projected_cross_entropy_backward": lambda node: {operands(node).index(node.args[5]): shape_of(node.args[4])[0]},  # type: ignore[arg-type]
+    "projected_cross_entropy_backward": lambda node: {operands(node).index(node.args[5]): shape_of(node.args[4])[0]},
     "index": _by_tensors,
     "_unsafe_index": _by_tensors,
     "index_put": _by_tensors,

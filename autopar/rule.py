@@ -37,7 +37,7 @@ class Rule:
     view               the op reorders nothing: its atoms are its operand's atoms in the same order; labels are ignored
     flops              floating-point operations on the logical shapes: contractions and convolutions only
     sizes              the sizes of labels that stand together on one dim
-    inferred           found by running the op (`autopar.probe`), not written by hand
+    inferred           found by running the op (`autopar.probing.probe`), not written by hand
     """
 
     operands: tuple[Labels, ...]
@@ -106,8 +106,8 @@ def _load() -> None:
 
 @cache
 def _inference() -> RuleFunction:
-    """`autopar.probe.infer`, which imports this module, too."""
-    return import_module("autopar.probe").infer
+    """`autopar.probing.probe.infer`, which imports this module, too."""
+    return import_module("autopar.probing.probe").infer
 
 
 def _tag_rule(target: object) -> RuleFunction | None:

@@ -15,6 +15,7 @@ from functools import cache
 import torch
 from torch.fx import Node
 
+from autopar.arguments import int_at, node_at
 from autopar.freedom import Freedom
 from autopar.keys import BATCH, DIMS
 from autopar.mesh import Mesh, parent
@@ -65,7 +66,7 @@ Choice = Factor | frozenset[int] | ReductionKind | None
 def operand_dims(node: Node) -> tuple[Dims, ...]:
     """The atoms of each operand. A getitem's operand is the one result that it selects."""
     if node.target is operator.getitem:
-        return (DIMS[node.args[0]][node.args[1]],)  # type: ignore[index]
+        return (DIMS[node_at(node, 0)][int_at(node, 1)],)
     return tuple(DIMS[operand][0] for operand in operands(node))
 
 
@@ -191,7 +192,7 @@ def _is_batch(node: Node, factor: Factor) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, Node)
-        batches = [BATCH[source][node.args[1]] if source in BATCH else ()]  # type: ignore[index]
+        batches = [BATCH[source][int_at(node, 1)] if source in BATCH else ()]
     else:
         batches = [BATCH[operand][0] if operand in BATCH else () for operand in operands(node)]
     batches += BATCH.get(node) or ((),) * len(factor.results)

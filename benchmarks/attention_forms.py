@@ -20,11 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.mesh import virtual_mesh
 from autopar.passes.fuse_attention import FuseAttention
 from benchmarks.reporting import machine, print_table, write_json
-from tests.passes import attention_caps_and_sinks, attention_forms, attention_layouts, attention_masks, attention_near_misses
+from tests.passes import (
+    attention_caps_and_sinks,
+    attention_documents,
+    attention_forms,
+    attention_layouts,
+    attention_masks,
+    attention_near_misses,
+)
 from tests.passes.attention_forms import FORMS, NEAR_MISSES, AttentionForm
 from tests.passes.inductor_attention import fault_of_inductor, inductor_matches
 
@@ -34,6 +41,7 @@ GROUPS = {
     attention_forms.__name__: "scales and softmax",
     attention_layouts.__name__: "layouts, grouped heads",
     attention_masks.__name__: "masks and biases",
+    attention_documents.__name__: "packed documents",
     attention_caps_and_sinks.__name__: "soft caps, sinks, windows",
     attention_near_misses.__name__: NEAR,
 }

@@ -28,6 +28,7 @@ class Form:
     keep: bool = False
     both: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    documents: str = ""
 
     def options(self) -> dict[str, Any]:
         scale = self.shape[5] ** -0.5
@@ -62,6 +63,12 @@ FORMS = {
     "soft cap, heads of 256": Form((1, 4, 2, 520, 520, 256, 256), is_causal=True, soft_cap=2.0),
     "soft cap and window": Form(PLAIN, is_causal=True, window=100, soft_cap=2.0),
     "soft cap and bias": Form(PLAIN, mask="added", soft_cap=2.0),
+    "documents": Form(WIDE, is_causal=True, documents="in order", dtypes=HALF),
+    "documents, heads of 64": Form(PLAIN, documents="in order", dtypes=EVERY),
+    "documents in any order": Form(WIDE, documents="mixed"),
+    "documents and a window": Form(PLAIN, is_causal=True, window=100, documents="in order"),
+    "documents and bias": Form(PLAIN, mask="added", documents="in order"),
+    "documents, heads of 256": Form((1, 4, 2, 520, 520, 256, 256), is_causal=True, documents="in order"),
     "both results": Form(WIDE, is_causal=True, both=True, dtypes=HALF),
 }
 
@@ -92,11 +99,13 @@ def check(place: Place, name: str, form: Form, dtype: torch.dtype) -> list[Row]:
     drops = torch.rand(batch, heads, length, key_length, device=place.device) > 0.3
     keep = drops.to(dtype) / 0.7 if form.keep else None
 
+    documents = _documents(place, form.documents, shape)
+
     def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = mask) -> Any:
-        return attention(query, key, value, bias, keep, **form.options())[: 1 + form.both]
+        return attention(query, key, value, bias, keep, *documents, **form.options())[: 1 + form.both]
 
     def plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = mask) -> Any:
-        return written_out(query, key, value, bias, keep, form)[: 1 + form.both]
+        return written_out(query, key, value, bias, keep, documents, form)[: 1 + form.both]
 
     return compared("attention", name, ours, plain, operands)
 
@@ -125,7 +134,25 @@ def _mask(place: Place, kind: str, shape: tuple[int, ...]) -> Tensor | None:
     return None
 
 
-def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+def _documents(place: Place, kind: str, shape: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """Ids of queries and of keys, of about a hundred tokens a document, in order or not."""
+    if not kind:
+        return None, None
+    batch, _, _, length, key_length = shape[:5]
+    ids = [torch.randint(0, 1 + max(length, key_length) // 100, (batch, each), device=place.device) for each in (length, key_length)]
+    of_query, of_key = (each.sort().values if kind == "in order" else each for each in ids)
+    return of_query, of_key
+
+
+def written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    documents: tuple[Tensor | None, Tensor | None],
+    form: Form,
+) -> tuple[Tensor, Tensor]:
     """(out, log_sum_exp), every op rounding to the dtype of the query."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -133,6 +160,8 @@ def written_out(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     if form.soft_cap:
         scores = form.soft_cap * (scores / form.soft_cap).tanh()
     attends = _attends(scores, form)
+    if documents[0] is not None and documents[1] is not None:
+        attends = attends & (documents[0][:, None, :, None] == documents[1][:, None, None, :])
     if mask is not None:
         scores, attends = (scores, attends & mask) if mask.dtype == torch.bool else (scores + mask, attends)
     # A row that attends to nothing: a softmax over equal scores, then zeros.

@@ -92,7 +92,7 @@ class Attention:
 
     def contestants(self, place: Place) -> Contestants:
         options: dict[str, Any] = {"is_causal": self.is_causal, "scale": self.size**-0.5, "soft_cap": 0.0, "window": 0}
-        found: dict[str, Function | None] = {"ours": lambda q, k, v: attention(q, k, v, None, None, **options)[0]}
+        found: dict[str, Function | None] = {"ours": lambda q, k, v: attention(q, k, v, None, None, None, None, **options)[0]}
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             found[name] = partial(self._forced, backend) if place.on_gpu else None
         if self.length in FLEX_LENGTHS or place.tiny:
@@ -119,7 +119,7 @@ class Attention:
 
         blocks = create_block_mask(sees, None, None, self.length, self.length, place.device) if self.is_causal else None
         function = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        return lambda query, key, value: function(query, key, value, block_mask=blocks)  # type: ignore[return-value]
+        return lambda query, key, value: function(query, key, value, block_mask=blocks)
 
 
 def compiled(place: Place, function: Function) -> Function | None:

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.gpu_accuracy import accuracy_cases
 from benchmarks.gpu_attention_accuracy import attention_accuracy_cases
+from benchmarks.gpu_block_sparse import block_sparse_cases
 from benchmarks.gpu_case import Case, Place, Row, first_line
 from benchmarks.gpu_speed import speed_cases
 
@@ -37,7 +38,7 @@ class Answer:
 
 
 def every_case(place: Place) -> list[Case]:
-    return [*attention_accuracy_cases(place), *accuracy_cases(place), *speed_cases(place)]
+    return [*attention_accuracy_cases(place), *accuracy_cases(place), *speed_cases(place), *block_sparse_cases(place)]
 
 
 def serve(pipe: Connection, place: Place) -> None:

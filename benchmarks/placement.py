@@ -22,10 +22,10 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.capture import capture
 from autopar.compiler import Options, default_passes
 from autopar.cost import CostModel
 from autopar.errors import PlanError
+from autopar.frontend.capture import capture
 from autopar.hardware.cluster import Cluster
 from autopar.manager import run_passes
 from autopar.mesh import virtual_mesh

@@ -21,17 +21,17 @@ import torch
 import transformers
 from torch import nn
 
-from autopar.capture import capture
 from autopar.compiler import Options, default_passes
 from autopar.cost import CostModel
+from autopar.frontend.capture import capture
 from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.find_atoms import FindAtoms
-from autopar.plan import Pins
+from autopar.plans.plan import Pins
 from autopar.program import Program
-from autopar.summary import transfers
+from autopar.reports.summary import transfers
 from benchmarks.reporting import print_table, write_json
 
 CLUSTER = "8xH100"

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 import transformers
 
-from autopar.capture import capture
 from autopar.compiler import Options, default_passes
 from autopar.cost import CostModel
 from autopar.freedom import Freedom
+from autopar.frontend.capture import capture
 from autopar.garbage import collection_paused
 from autopar.hardware.cluster import Cluster
 from autopar.manager import run_passes
@@ -35,7 +35,7 @@ from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.passes.choose_shardings import ChooseShardings
 from autopar.passes.find_atoms import FindAtoms
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.program import Program
 from autopar.sharding_problem import ShardingProblem
 from autopar.solver.ascent import Ascent

@@ -8,7 +8,10 @@ one. Both results have gradients: of log_sum_exp models make sinks, and ring att
 
 Shapes: query [B, H, S, D], key [B, G, T, D], value [B, G, T, E]; H is a multiple of G, and query head h reads head h // (H / G).
 `mask` broadcasts to [B, H, S, T]: bool (true = attend) or a float that is added. `keep` [B, H, S, T] multiplies the
-probabilities: 0 or 1 / (1 − p). Causal means that position s attends to t ≤ s, also where S and T differ.
+probabilities: 0 or 1 / (1 − p). `query_documents` [B, S] and `key_documents` [B, T] are ids, integers, of the documents that were packed
+into one sequence (B may be 1, for all samples): s attends to t only where they are equal. Both are given or neither; no order is asked
+of ids, but the GPU's kernels leave out most where each document lies in one piece.
+Causal means that position s attends to t ≤ s, also where S and T differ.
 `soft_cap` makes scores cap · tanh(scores / cap) before the mask (Gemma 2); 0.0 is none. `window` lets position s attend to t only
 where s − window < t and t < s + window; 0 is none.
 `log_sum_exp` [B, H, S] is float64 for float64 inputs and float32 otherwise.
@@ -17,12 +20,12 @@ Results lie in memory as [B, S, H, D] ([B, S, H]): what follows attention merges
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
+from autopar.kernels.attention_checks import require_documents, require_options, require_shapes
 from autopar.kernels.attention_reference import (
     Options,
     attended,
@@ -30,6 +33,7 @@ from autopar.kernels.attention_reference import (
     attention_mask_gradient_reference,
     attention_reference,
     heads_inside,
+    same_document,
 )
 from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
 
@@ -38,16 +42,25 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def _attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     if _has_triton(query, value):
         from autopar.kernels.gpu import attention as gpu
 
-        return gpu.forward(query, key, value, gpu.Masks(mask, keep, **options))
+        return gpu.forward(
+            query, key, value, gpu.Masks(mask, keep, query_documents=query_documents, key_documents=key_documents, **options)
+        )
     if not _has_flash(query, value, keep, options):
-        return attention_reference(query, key, value, mask, keep, **options)
+        return attention_reference(query, key, value, mask, keep, query_documents, key_documents, **options)
     query, key, value = _rows_contiguous(query), _rows_contiguous(key), _rows_contiguous(value)
-    additive = _additive(query, key, mask, options)
+    additive = _additive(query, key, mask, same_document(query_documents, key_documents), options)
     out, log_sum_exp = _flash(query, key, value, 0.0, options["is_causal"], attn_mask=additive, scale=options["scale"])
     return heads_inside(out), heads_inside(log_sum_exp)
 
@@ -60,6 +73,8 @@ def _attention_backward(
     value: Tensor,
     mask: Tensor | None,
     keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
     **options: Unpack[Options],
@@ -67,14 +82,14 @@ def _attention_backward(
     if _has_triton(query, value):
         from autopar.kernels.gpu import attention_backward as gpu
 
-        masks = gpu.Masks(mask, keep, **options)
+        masks = gpu.Masks(mask, keep, query_documents=query_documents, key_documents=key_documents, **options)
         return gpu.backward(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
     # torch's fused CPU kernel takes no gradient of log_sum_exp.
     if grad_log_sum_exp is not None or not _has_flash(query, value, keep, options):
-        arguments = (grad_out, grad_log_sum_exp, query, key, value, mask, keep, out, log_sum_exp)
+        arguments = (grad_out, grad_log_sum_exp, query, key, value, mask, keep, query_documents, key_documents, out, log_sum_exp)
         return attention_backward_reference(*arguments, **options)
     grad_out, query, key, value, out = (_rows_contiguous(item) for item in (grad_out, query, key, value, out))
-    additive = _additive(query, key, mask, options)
+    additive = _additive(query, key, mask, same_document(query_documents, key_documents), options)
     is_causal, scale = options["is_causal"], options["scale"]
     grads = _flash_backward(grad_out, query, key, value, out, log_sum_exp, 0.0, is_causal, attn_mask=additive, scale=scale)
     return heads_inside(grads[0]), heads_inside(grads[1]), heads_inside(grads[2])
@@ -88,16 +103,19 @@ def _attention_mask_gradient(
     value: Tensor,
     mask: Tensor,
     keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
     **options: Unpack[Options],
 ) -> Tensor:
     if not _has_triton(query, value):
-        arguments = (grad_out, grad_log_sum_exp, query, key, value, mask, keep, out, log_sum_exp)
+        arguments = (grad_out, grad_log_sum_exp, query, key, value, mask, keep, query_documents, key_documents, out, log_sum_exp)
         return attention_mask_gradient_reference(*arguments, **options)
-    from autopar.kernels.gpu import attention_backward as gpu
+    from autopar.kernels.gpu import attention_mask_gradient as gpu
 
-    return gpu.mask_gradient(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, gpu.Masks(mask, keep, **options))
+    masks = gpu.Masks(mask, keep, query_documents=query_documents, key_documents=key_documents, **options)
+    return gpu.mask_gradient(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
 
 
 def _has_triton(query: Tensor, value: Tensor) -> bool:
@@ -116,11 +134,15 @@ def _rows_contiguous(value: Tensor) -> Tensor:
     return value if value.stride(-1) == 1 else value.contiguous()
 
 
-def _additive(query: Tensor, key: Tensor, mask: Tensor | None, options: Options) -> Tensor | None:
-    """Mask and window as the fused CPU kernel wants them: four dims, added, and in the query's dtype or float32 (others are garbage)."""
-    dtype, inside = query.dtype, None
+def _additive(query: Tensor, key: Tensor, mask: Tensor | None, inside: Tensor | None, options: Options) -> Tensor | None:
+    """Mask, window and documents, `inside` being where two of one document meet, as the fused CPU kernel wants them.
+
+    That is with four dims, added, and in the query's dtype or float32 (others are garbage).
+    """
+    dtype = query.dtype
     if options["window"]:
-        inside = attended(query.shape[2], key.shape[2], False, options["window"], query.device)
+        near = attended(query.shape[2], key.shape[2], False, options["window"], query.device)
+        inside = near if inside is None else inside & near
     if mask is None or mask.dtype == torch.bool:
         inside = mask if inside is None else inside if mask is None else mask & inside
         return None if inside is None else torch.zeros(_four(inside).shape, dtype=dtype).masked_fill_(~_four(inside), -torch.inf)
@@ -134,10 +156,18 @@ def _four(mask: Tensor) -> Tensor:
 
 
 def _attention_fake(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    _require_shapes(query, key, value, mask, keep)
-    _require_options(options)
+    require_shapes(query, key, value, mask, keep)
+    require_documents(query, key, query_documents, key_documents)
+    require_options(options)
     batch, num_heads, length, _ = query.shape
     out = query.new_empty((batch, length, num_heads, value.shape[-1])).transpose(1, 2)
     return out, query.new_empty((batch, length, num_heads), dtype=accumulation_dtype(query)).transpose(1, 2)
@@ -151,11 +181,13 @@ def _attention_backward_fake(
     value: Tensor,
     mask: Tensor | None,
     keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _require_shapes(query, key, value, mask, keep)
+    require_shapes(query, key, value, mask, keep)
     grad_query, grad_key, grad_value = (
         item.new_empty((item.shape[0], item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
     )
@@ -170,6 +202,8 @@ def _attention_mask_gradient_fake(
     value: Tensor,
     mask: Tensor,
     keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
     **options: Unpack[Options],
@@ -177,67 +211,44 @@ def _attention_mask_gradient_fake(
     return mask.new_empty(mask.shape, dtype=accumulation_dtype(query))
 
 
-def _require_shapes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None) -> None:
-    batch, num_heads, length, head_size = query.shape
-    fits = key.shape[0] == batch and key.shape[3] == head_size and value.shape[:3] == key.shape[:3] and num_heads % key.shape[1] == 0
-    if not fits:
-        shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)}"
-        raise ValueError(f"attention takes [B, H, S, D], [B, G, T, D], [B, G, T, E] with H a multiple of G; got {shapes}")
-    scores = (batch, num_heads, length, key.shape[2])
-    if mask is not None and not _broadcasts(mask.shape, scores):
-        raise ValueError(f"an attention mask {tuple(mask.shape)} does not broadcast to {scores}")
-    if keep is not None and tuple(keep.shape) != scores:
-        raise ValueError(f"attention's keep is {tuple(keep.shape)}, not {scores}")
-
-
-def _require_options(options: Options) -> None:
-    if options["window"] < 0:
-        raise ValueError(f"attention's window is {options['window']}: it counts keys, and 0 is none")
-    if options["soft_cap"] < 0.0:
-        raise ValueError(f"attention's soft cap is {options['soft_cap']:g}: it bounds the scores' size, and 0 is none")
-
-
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
-    return len(shape) <= len(to) and all(size in (1, whole) for size, whole in zip(reversed(shape), reversed(to), strict=False))
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, mask, keep = inputs
+    query, key, value, mask, keep, query_documents, key_documents = inputs
     # Nearly always log_sum_exp has no gradient: its zeros would cost the fused backward.
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, mask, keep, *output)
+    ctx.save_for_backward(query, key, value, mask, keep, query_documents, key_documents, *output)
     ctx.options = keyword_only_inputs
 
 
 def _differentiate(ctx: Any, grad_out: Tensor | None, grad_log_sum_exp: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    grad_out = torch.zeros_like(saved[5]) if grad_out is None else grad_out
+    grad_out = torch.zeros_like(saved[7]) if grad_out is None else grad_out
     grads = torch.ops.autopar.attention_backward(grad_out, grad_log_sum_exp, *saved, **ctx.options)
     if not ctx.needs_input_grad[3]:
-        return *grads, None, None
+        return *grads, None, None, None, None
     grad_mask = torch.ops.autopar.attention_mask_gradient(grad_out, grad_log_sum_exp, *saved, **ctx.options)
-    return *grads, grad_mask.to(saved[3].dtype), None
+    return *grads, grad_mask.to(saved[3].dtype), None, None, None
 
 
 _OPTIONS = "*, bool is_causal, float scale, float soft_cap, int window"
 _GRADIENTS = "Tensor grad_out, Tensor? grad_log_sum_exp"
+_DOCUMENTS = "Tensor? query_documents, Tensor? key_documents"
 register_op(
     "attention",
-    f"(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, {_DOCUMENTS}, {_OPTIONS}) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
 )
 register_op(
     "attention_backward",
-    f"({_GRADIENTS}, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, Tensor out, Tensor log_sum_exp, "
-    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    f"({_GRADIENTS}, Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? keep, {_DOCUMENTS}, Tensor out, "
+    f"Tensor log_sum_exp, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_fake,
 )
 register_op(
     "attention_mask_gradient",
-    f"({_GRADIENTS}, Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? keep, Tensor out, Tensor log_sum_exp, "
-    f"{_OPTIONS}) -> Tensor",
+    f"({_GRADIENTS}, Tensor query, Tensor key, Tensor value, Tensor mask, Tensor? keep, {_DOCUMENTS}, Tensor out, "
+    f"Tensor log_sum_exp, {_OPTIONS}) -> Tensor",
     _attention_mask_gradient,
     _attention_mask_gradient_fake,
 )

@@ -30,10 +30,17 @@ class Options(TypedDict):
 
 
 def attention_reference(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, keep: Tensor | None = None, **options: Unpack[Options]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    keep: Tensor | None = None,
+    query_documents: Tensor | None = None,
+    key_documents: Tensor | None = None,
+    **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
     """(out, log_sum_exp)."""
-    scores = _masked(_capped_scores(query, key, options), mask, options)
+    scores = _masked(_capped_scores(query, key, options), mask, same_document(query_documents, key_documents), options)
     largest = scores.amax(-1, keepdim=True)
     largest = torch.where(largest == -torch.inf, 0.0, largest)
     total = (scores - largest).exp_().sum(-1, keepdim=True)
@@ -53,6 +60,8 @@ def attention_backward_reference(
     value: Tensor,
     mask: Tensor | None,
     keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
     **options: Unpack[Options],
@@ -61,7 +70,8 @@ def attention_backward_reference(
     num_heads, num_groups = query.shape[1], key.shape[1]
     capped = _capped_scores(query, key, options)
     exact = capped.dtype
-    probabilities = (_masked(capped, mask, options) - log_sum_exp.unsqueeze(-1)).exp_()
+    same = same_document(query_documents, key_documents)
+    probabilities = (_masked(capped, mask, same, options) - log_sum_exp.unsqueeze(-1)).exp_()
     kept = probabilities if keep is None else probabilities * keep
     grad_value = _merge_groups(kept, num_groups).mT @ _merge_groups(grad_out.to(exact), num_groups)
     grad_scores = _grad_scores(grad_out, grad_log_sum_exp, probabilities, value, keep, out) * options["scale"]
@@ -85,12 +95,14 @@ def attention_mask_gradient_reference(
     value: Tensor,
     mask: Tensor,
     keep: Tensor | None,
+    query_documents: Tensor | None,
+    key_documents: Tensor | None,
     out: Tensor,
     log_sum_exp: Tensor,
     **options: Unpack[Options],
 ) -> Tensor:
     """The gradient of an added mask, of its shape, float32 (float64 for float64)."""
-    scores = _masked(_capped_scores(query, key, options), mask, options)
+    scores = _masked(_capped_scores(query, key, options), mask, same_document(query_documents, key_documents), options)
     probabilities = (scores - log_sum_exp.unsqueeze(-1)).exp_()
     return _grad_scores(grad_out, grad_log_sum_exp, probabilities, value, keep, out).sum_to_size(mask.shape).contiguous()
 
@@ -102,6 +114,14 @@ def attended(length: int, key_length: int, is_causal: bool, window: int, device:
     if window:
         inside = inside & (rows - window < keys) & (keys < rows + window)
     return inside
+
+
+def same_document(query_documents: Tensor | None, key_documents: Tensor | None) -> Tensor | None:
+    """bool [B, 1, S, T], true where s and t belong to one document; None where there are no documents."""
+    if query_documents is None or key_documents is None:
+        assert query_documents is key_documents, "documents of queries or of keys alone"
+        return None
+    return (query_documents[:, :, None] == key_documents[:, None, :]).unsqueeze(1)
 
 
 def heads_inside(value: Tensor) -> Tensor:
@@ -133,14 +153,14 @@ def _capped_scores(query: Tensor, key: Tensor, options: Options) -> Tensor:
     return (scores / options["soft_cap"]).tanh_() * options["soft_cap"] if options["soft_cap"] else scores
 
 
-def _masked(scores: Tensor, mask: Tensor | None, options: Options) -> Tensor:
-    """[B, H, S, T], −inf where a position does not attend."""
+def _masked(scores: Tensor, mask: Tensor | None, same: Tensor | None, options: Options) -> Tensor:
+    """[B, H, S, T], −inf where a position does not attend; `same` is where two of one document meet."""
     if mask is not None:
         scores = torch.where(mask, scores, -torch.inf) if mask.dtype == torch.bool else scores + mask.to(scores.dtype)
     if options["is_causal"] or options["window"]:
         inside = attended(scores.shape[-2], scores.shape[-1], options["is_causal"], options["window"], scores.device)
         scores = scores.masked_fill(~inside, -torch.inf)
-    return scores
+    return scores if same is None else scores.masked_fill(~same, -torch.inf)
 
 
 def _merge_groups(value: Tensor, num_groups: int) -> Tensor:

@@ -19,8 +19,8 @@ from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.memory import MemoryBudget
 from autopar.mesh import Mesh
 from autopar.penalties import FairRunnersUp, without_penalties
-from autopar.pins import resolve
-from autopar.plan import Pins, Plan
+from autopar.plans.pins import resolve
+from autopar.plans.plan import Pins, Plan
 from autopar.program import Program
 from autopar.sharding import Dims, Sharding, Strategy, carried
 from autopar.sharding_problem import ShardingProblem

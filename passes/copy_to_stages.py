@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.keys import PHASE, SHARDING, STAGE
 from autopar.microbatches import is_summed_later
 from autopar.program import Form, Program
@@ -40,7 +41,7 @@ class CopyToStages:
 def _is_view(node: Node) -> bool:
     """Whether `node` is a view that may be made anew. One of a parameter's gradient stays: its sum is sent, once a step."""
     is_gradient = node in SHARDING and any(is_summed_later(each) for each in SHARDING[node])
-    return node.target in WHOLE_VIEWS and not is_gradient and node.args[0].op == "call_function"  # type: ignore[union-attr]
+    return node.target in WHOLE_VIEWS and not is_gradient and node_at(node, 0).op == "call_function"
 
 
 def _place(node: Node) -> None:

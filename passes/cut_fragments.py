@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar.arguments import node_at
 from autopar.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.keys import PHASE, SOURCE
 from autopar.program import Form, Program, results_of
@@ -153,7 +154,7 @@ def _is_tuple(node: Node) -> bool:
 
 def buffer_of(node: Node) -> str:
     """A waited value and its launch are one buffer."""
-    return node.args[0].name if node.target is wait else node.name  # type: ignore[union-attr]
+    return node_at(node, 0).name if node.target is wait else node.name
 
 
 def _launch(node: Node) -> Launch:
@@ -173,7 +174,7 @@ def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> st
 
     lines = [value(node) for node in inputs]
     for node in nodes:
-        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")  # type: ignore[arg-type,return-value]
+        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")
         lines.append(f"{node.target} {arguments} {value(node)}")
     return "\n".join([*lines, str([numbers[node] for node in outputs])])
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.program import Program
 
 # Called on every rank with a function that makes a text; returns on all what it made on rank 0, where alone it is called.

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments, int_at
 from autopar.emit import Emitter
 from autopar.program import Program, results_of
 
@@ -52,7 +53,7 @@ def _replace_results(node: Node, results: Sequence[Node | None]) -> None:
     for user in list(node.users):
         assert user.target is operator.getitem
         if user.users:
-            found = results[user.args[1]]  # type: ignore[index]
+            found = results[int_at(user, 1)]
             assert found is not None
             user.replace_all_uses_with(found)
         node.graph.erase_node(user)
@@ -108,18 +109,18 @@ def _with_buffers(emit: Emitter, node: Node, number: int) -> list[Node | None]:
 
     The running variance is that of a microbatch, whose samples are a part of the batch: `number` of them.
     """
-    x, weight, bias, old_mean, old_variance, training, momentum, eps = node.args
+    x, weight, bias, old_mean, old_variance, training, momentum, eps = arguments(node)
     assert training, "in evaluation autograd calls another op"
-    output, mean, deviation, variance = _normalised(emit, x, weight, bias, eps)  # type: ignore[arg-type]
-    count = _Channels.of(emit, x).count // number  # type: ignore[arg-type]
+    output, mean, deviation, variance = _normalised(emit, x, weight, bias, eps)
+    count = _Channels.of(emit, x).count // number
     unbiased = emit.call(aten.mul.Tensor, variance, count / (count - 1)) if count > 1 else variance
-    return [output, mean, deviation, _moved(emit, old_mean, mean, momentum), _moved(emit, old_variance, unbiased, momentum)]  # type: ignore[arg-type]
+    return [output, mean, deviation, _moved(emit, old_mean, mean, momentum), _moved(emit, old_variance, unbiased, momentum)]
 
 
 def _without_buffers(emit: Emitter, node: Node, number: int) -> list[Node | None]:
     """(input, weight?, bias?, training, momentum, eps) → (output, mean, deviation)."""
-    x, weight, bias, _, _, eps = node.args
-    return list(_normalised(emit, x, weight, bias, eps)[:3])  # type: ignore[arg-type]
+    x, weight, bias, _, _, eps = arguments(node)
+    return list(_normalised(emit, x, weight, bias, eps)[:3])
 
 
 def _normalised(emit: Emitter, x: Node, weight: Node | None, bias: Node | None, eps: float) -> tuple[Node, Node, Node, Node]:
@@ -143,10 +144,10 @@ def _moved(emit: Emitter, old: Node, new: Node, momentum: float) -> Node:
 
 def _backward(emit: Emitter, node: Node, number: int) -> list[Node | None]:
     """(gradient, input, weight?, mean?, variance?, saved mean?, saved deviation?, training, eps, mask) → three gradients."""
-    gradient, x, weight, fixed_mean, fixed_variance, mean, deviation, training, eps, _ = node.args
-    channels = _Channels.of(emit, x)  # type: ignore[arg-type]
+    gradient, x, weight, fixed_mean, fixed_variance, mean, deviation, training, eps, _ = arguments(node)
+    channels = _Channels.of(emit, x)
     dtype = channels.values.meta["val"].dtype
-    g = emit.cast(gradient, dtype)  # type: ignore[arg-type]
+    g = emit.cast(gradient, dtype)
     if not training:
         assert isinstance(fixed_variance, Node)
         mean, deviation = fixed_mean, emit.call(aten.rsqrt.default, emit.call(aten.add.Tensor, emit.cast(fixed_variance, dtype), eps))
@@ -159,7 +160,7 @@ def _backward(emit: Emitter, node: Node, number: int) -> list[Node | None]:
         slope = emit.call(aten.div.Tensor, emit.call(aten.mul.Tensor, along, deviation), channels.count)
         inner = channels.less(g, emit.call(aten.div.Tensor, total, channels.count))
         inner = emit.call(aten.sub.Tensor, inner, channels.times(centred, slope))
-    gradients = (channels.times(inner, channels.scale(deviation, weight)), along, total)  # type: ignore[arg-type]
+    gradients = (channels.times(inner, channels.scale(deviation, weight)), along, total)
     return [emit.cast(found, value.dtype) if value is not None else None for found, value in zip(gradients, results_of(node), strict=True)]
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments
 from autopar.emit import Emitter, replace
 from autopar.program import Program
 
@@ -31,26 +32,26 @@ class DecomposeConvolutions:
         for node in list(program.graph.nodes):
             if node.target == aten.convolution.default and isinstance(node.args[2], Node):
                 _bias_apart(Emitter(program.graph, before=node), node)
-            elif node.target == aten.convolution_backward.default and node.args[3] is not None and node.args[-1][2]:  # type: ignore[index]
+            elif node.target == aten.convolution_backward.default and node.args[3] is not None and node.args[-1][2]:
                 _bias_gradient_apart(Emitter(program.graph, before=node), node)
         program.graph.eliminate_dead_code()
         return program
 
 
 def _bias_apart(emit: Emitter, node: Node) -> None:
-    x, weight, bias, *literals = node.args
+    x, weight, bias, *literals = arguments(node)
     assert isinstance(bias, Node)
-    product = emit.call(node.target, x, weight, None, *literals)  # type: ignore[arg-type]
+    product = emit.call(node.target, x, weight, None, *literals)
     shape = product.meta["val"].shape
     row = emit.call(aten.view.default, bias, [shape[1] if dim == 1 else 1 for dim in range(len(shape))])
     replace(node, emit.call(aten.add.Tensor, product, row))
 
 
 def _bias_gradient_apart(emit: Emitter, node: Node) -> None:
-    gradient, x, weight, _, *literals, mask = node.args
+    gradient, x, weight, _, *literals, mask = arguments(node)
     assert isinstance(gradient, Node) and isinstance(mask, (list, tuple))
     wanted = [bool(mask[0]), bool(mask[1])]
-    products = emit.call(node.target, gradient, x, weight, None, *literals, [*wanted, False]) if any(wanted) else None  # type: ignore[arg-type]
+    products = emit.call(node.target, gradient, x, weight, None, *literals, [*wanted, False]) if any(wanted) else None
     for user in list(node.users):
         assert user.target is operator.getitem
         if not user.users:

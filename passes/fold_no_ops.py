@@ -44,7 +44,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _unchanged_operand(node: Node) -> Node | None:
     """The operand that `node` hands on unchanged, if it does."""
-    test = _NO_OPS.get(node.target)  # type: ignore[arg-type]
+    test = _NO_OPS.get(node.target)
     # What `copy` writes is its second argument; the first gives shape, dtype and layout.
     position = 1 if node.target == aten.copy.default else 0
     operand = node.args[position] if len(node.args) > position else None

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.constants import Constants
-from autopar.fusion import Found, FusionDecision
+from autopar.fusion import Found, FusionDecision, Refused
 from autopar.passes.attention_forms.contractions import is_contraction
 from autopar.passes.attention_forms.match import match, why_not_used
-from autopar.passes.attention_forms.refused import NotScores, Refused
+from autopar.passes.attention_forms.scores import NotScores
 from autopar.passes.attention_forms.softmax import softmax_at
 from autopar.passes.attention_forms.write import write
 from autopar.program import Program

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.arguments import int_at
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.fusion import Found, FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
@@ -117,7 +118,7 @@ def _class_dim(node: Node) -> int:
 
 def _why_no_loss(node: Node) -> str:
     """A loss of torch's."""
-    if not tensor_of(node.args[1]).dtype == torch.int64:  # type: ignore[arg-type]
+    if not tensor_of(node.args[1]).dtype == torch.int64:
         return "its targets are probabilities, which need every logit again"
     smoothing = float(argument(node, 5, "label_smoothing", 0.0)) if node.target is aten.cross_entropy_loss.default else 0.0
     return (
@@ -129,18 +130,18 @@ def _why_no_loss(node: Node) -> str:
 
 def _why_not_gathered(node: Node) -> str:
     index: Any = node.args[2]
-    dims = tensor_of(node.args[0]).dim()  # type: ignore[arg-type]
-    if int(node.args[1]) % dims != _class_dim(node):  # type: ignore[call-overload]
+    dims = tensor_of(node.args[0]).dim()
+    if int_at(node, 1) % dims != _class_dim(node):
         return f"dim {node.args[1]} is gathered from, and the softmax is over dim {_class_dim(node)}"
     shape = tensor_of(index).shape
-    rows = tensor_of(node.args[0]).shape[:-1]  # type: ignore[arg-type]
+    rows = tensor_of(node.args[0]).shape[:-1]
     return "" if shape == (*rows, 1) else f"it gathers {tuple(shape)}, which is not one class a row"
 
 
 def _why_not_indexed(node: Node) -> str:
     indices: Any = node.args[1]
-    rows = tensor_of(node.args[0]).shape[0]  # type: ignore[arg-type]
-    one_a_row = len(indices) == 2 and tensor_of(node.args[0]).dim() == 2 and _is_range(indices[0], rows)  # type: ignore[arg-type]
+    rows = tensor_of(node.args[0]).shape[0]
+    one_a_row = len(indices) == 2 and tensor_of(node.args[0]).dim() == 2 and _is_range(indices[0], rows)
     one_a_row = one_a_row and isinstance(indices[1], Node) and tuple(tensor_of(indices[1]).shape) == (rows,) and _is_labels(indices[1])
     return "" if one_a_row else "it is indexed otherwise than by one label in each row"
 

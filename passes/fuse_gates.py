@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.constants import Constants
-from autopar.fusion import Found, FusionDecision
+from autopar.fusion import Found, FusionDecision, Refused
 from autopar.overwrites import writers_of
 from autopar.passes.gate_forms.bias import Biased, match_bias
 from autopar.passes.gate_forms.match import Gate, match_gate
-from autopar.passes.gate_forms.refused import Refused
 from autopar.passes.gate_forms.write import write_bias, write_gate
 from autopar.program import Program
 

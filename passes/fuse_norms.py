@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.constants import Constants
-from autopar.fusion import Found, FusionDecision
+from autopar.fusion import Found, FusionDecision, Refused
 from autopar.overwrites import writers_of
 from autopar.passes.norm_forms.match import Match, check_writes, match
-from autopar.passes.norm_forms.refused import Refused
 from autopar.passes.norm_forms.residual import residual_of
 from autopar.passes.norm_forms.write import write
 from autopar.program import Program

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.arguments import int_at
 from autopar.emit import Emitter, tensor_of
 from autopar.fusion import Found, FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
@@ -99,7 +100,7 @@ def _is_of_rows(node: Node) -> bool:
     if node.target in _SAME:
         return before.dtype == after.dtype
     if node.target is aten.slice.Tensor:
-        return len(node.args) > 1 and int(node.args[1]) % before.dim() != before.dim() - 1  # type: ignore[arg-type]
+        return len(node.args) > 1 and int_at(node, 1) % before.dim() != before.dim() - 1
     return node.target in _SHAPED and before.dim() > 0 and after.dim() > 0 and before.shape[-1] == after.shape[-1]
 
 

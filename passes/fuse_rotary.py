@@ -8,9 +8,8 @@ from torch.fx import Node
 
 from autopar.constants import Constants
 from autopar.differentiable import differentiable
-from autopar.fusion import Found, FusionDecision
+from autopar.fusion import Found, FusionDecision, Refused
 from autopar.overwrites import writers_of
-from autopar.passes.gate_forms.refused import Refused
 from autopar.passes.rotary_forms.elements import is_understood
 from autopar.passes.rotary_forms.match import match_rotary
 from autopar.passes.rotary_forms.write import write

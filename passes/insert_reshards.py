@@ -40,7 +40,7 @@ class InsertReshards:
         for node in list(program.graph.nodes):
             if node.op == "call_function":
                 targets = iter(STRATEGY[node].operands)
-                node.args, node.kwargs = torch.fx.map_arg(  # type: ignore[assignment]
+                node.args, node.kwargs = torch.fx.map_arg(
                     (node.args, node.kwargs),
                     lambda operand, node=node, targets=targets: _fitted(program, operand, next(targets), node, made, wanted),
                 )

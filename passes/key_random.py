@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import int_at
 from autopar.draws import Draws
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.errors import CaptureError
@@ -111,7 +112,7 @@ def _replace(node: Node, by: Lowered) -> None:
         return
     for user in list(node.users):
         assert user.target is operator.getitem, user.format_node()
-        replace(user, by[user.args[1]])  # type: ignore[index]
+        replace(user, by[int_at(user, 1)])
     node.graph.erase_node(node)
 
 

@@ -136,7 +136,7 @@ def emit_step(builder: LocalBuilder, x: Node, dims: Dims, step: Step, mesh: Mesh
 
 
 def _complete(builder: LocalBuilder, launch: object, x: Node, *arguments: object) -> Node:
-    return builder.call(wait, builder.call(launch, x, *arguments))  # type: ignore[arg-type]
+    return builder.call(wait, builder.call(launch, x, *arguments))
 
 
 def _contiguous(builder: LocalBuilder, x: Node) -> Node:

@@ -18,7 +18,7 @@ from autopar.pipeline.line import ProgramLine, line_of
 from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.placement import StagePlacement, place, placed_at
 from autopar.pipeline.placement_problem import Devices
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.program import Program
 
 

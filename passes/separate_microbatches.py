@@ -14,8 +14,8 @@ from autopar.errors import PlanError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import is_summed_later, known_ahead, mixing, summed_later
-from autopar.printing import op_name
 from autopar.program import Output, Program
+from autopar.reports.printing import op_name
 
 logger = logging.getLogger("autopar")
 aten = torch.ops.aten

@@ -13,9 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.constants import Constants
 from autopar.differentiable import differentiable
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.kernels.attention import attention
+from autopar.overwrites import overwritten, writers_of
+from autopar.passes.attention_forms.layout import Labels, broadcast_to, flat
+from autopar.passes.attention_forms.masks import meaning_of_one
+from autopar.passes.attention_forms.write import attended
 from autopar.program import Program
 
 aten = torch.ops.aten
@@ -28,6 +33,7 @@ class UnifyAttention:
     Reads: a FORWARD program in which random ops are still ATen's: run it before `KeyRandom`, which keys the dropout it leaves.
     Writes: `autopar.attention` on [B, H, S, D] operands; leading dims beyond that are merged. With dropout its `keep` is an
         `aten.dropout` of ones. A direct `view` of the result becomes `reshape`: the op has a layout of its own.
+        A mask that is the triangle or a band becomes a flag, ids of documents that it compares become operands, as in `FuseAttention`.
     Ensures: no `scaled_dot_product_attention` is left. Where the mask needs a gradient (a learned bias), or heads are broadcast in a
         way that grouped heads cannot say, plain matmul and softmax stand in its place.
     """
@@ -36,13 +42,15 @@ class UnifyAttention:
 
     def apply(self, program: Program) -> Program:
         program = program.copy()
-        trained = differentiable(program)
+        trained, constants, writers = differentiable(program), Constants(program), writers_of(program.graph)
         for node in list(program.graph.nodes):
             if node.target is aten.scaled_dot_product_attention.default:
                 emit, call = Emitter(program.graph, before=node), _Call.of(*node.args, **node.kwargs)
                 fused = call.mask not in trained and _has_groups(call)
+                # What a mask says is read from what made it: nothing of that may have been written since.
+                said = _Said.by(emit, call, constants, node, writers) if fused else _Said(call.mask)
                 _reshape_views(node)
-                replace(node, _fused(emit, call) if fused else _plain(emit, call))
+                replace(node, _fused(emit, call, said) if fused else _plain(emit, call))
         return program
 
 
@@ -78,6 +86,11 @@ class _Call:
         query, key, value = (_four_dims(tensor_of(node).shape) for node in (self.query, self.key, self.value))
         return query, key, value
 
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """What is in front of the heads, broadcast."""
+        return torch.broadcast_shapes(*(shape[:-3] for shape in self.shapes))
+
 
 def _has_groups(call: _Call) -> bool:
     """Whether query heads map onto key heads in equal runs, and key and value have the same heads."""
@@ -86,20 +99,47 @@ def _has_groups(call: _Call) -> bool:
     return same and (query[-3] == key[-3] or key[-3] == 1 or (call.is_grouped and query[-3] % key[-3] == 0))
 
 
-def _fused(emit: Emitter, call: _Call) -> Node:
-    query_shape, key_shape, value_shape = call.shapes
-    batch = torch.broadcast_shapes(query_shape[:-3], key_shape[:-3], value_shape[:-3])
+@dataclass(frozen=True)
+class _Said:
+    """A mask as the op takes it: what is left of it, as the op's dims have it, beside flags and ids of documents."""
+
+    mask: Node | None
+    is_causal: bool = False
+    window: int = 0
+    documents: tuple[Node | None, Node | None] = (None, None)
+
+    @staticmethod
+    def by(emit: Emitter, call: _Call, constants: Constants, node: Node, writers: Sequence[Node]) -> _Said:
+        """What the mask of the call at `node` says."""
+        if call.mask is None:
+            return _Said(None)
+        labels, num_dims = Labels(), tensor_of(call.query).ndim
+        dims = labels.of_shape((*call.batch, *call.shapes[0][-3:-1], call.shapes[1][-2]))
+        scores = (flat(dims[:-3]), *dims[-3:])
+        # Without heads, masks have none either.
+        layout = broadcast_to((*dims[:-3], *dims[-2:]) if num_dims == 3 else dims, tensor_of(call.mask).shape)
+        found = meaning_of_one(call.mask, layout, scores, labels, constants)
+        is_plain = not (found.is_causal or found.window or found.documents) and bool(found.attends or found.added)
+        if is_plain or overwritten([call.mask, *found.nodes()], node, writers) is not None:
+            return _Said(_merged_mask(emit, call.mask, num_dims, call.batch))
+        assert not found.added, "an added mask is a flag, or what was given"
+        documents = (None, None) if found.documents is None else found.documents.laid_out(emit, scores, labels)
+        return _Said(attended(emit, found.attends, scores, labels), found.is_causal, found.window, documents)
+
+
+def _fused(emit: Emitter, call: _Call, said: _Said) -> Node:
+    (query_shape, key_shape, value_shape), batch = call.shapes, call.batch
     query, key, value = (
         _merged(emit, node, shape, batch)
         for node, shape in zip((call.query, call.key, call.value), (query_shape, key_shape, value_shape), strict=True)
     )
-    mask = call.mask and _merged_mask(emit, call.mask, tensor_of(call.query).ndim, batch)
     keep = None
     if call.dropout > 0.0:
         scores = [math.prod(batch), *query_shape[-3:-1], key_shape[-2]]
         ones = emit.call(aten.ones.default, scores, dtype=tensor_of(query).dtype, device=tensor_of(query).device)
         keep = emit.call(aten.dropout.default, ones, call.dropout, True)
-    result = emit.call(attention, query, key, value, mask, keep, is_causal=call.is_causal, scale=call.scale, soft_cap=0.0, window=0)
+    options = {"is_causal": call.is_causal or said.is_causal, "scale": call.scale, "soft_cap": 0.0, "window": said.window}
+    result = emit.call(attention, query, key, value, said.mask, keep, *said.documents, **options)
     out = emit.call(operator.getitem, result, 0)
     shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))
     wanted = [*shape, *tensor_of(call.query).shape[-3:-1], value_shape[-1]]

@@ -30,7 +30,7 @@ __all__ = [
 
 def backend_named(name: str) -> Backend:
     """The torch.compile backend called `name`. Raises torch's `InvalidBackend`, which lists the names."""
-    return lookup_backend(name)  # type: ignore[no-any-return]
+    return lookup_backend(name)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

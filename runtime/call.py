@@ -185,7 +185,7 @@ class _Differentiable(torch.autograd.Function):
         return tuple(results.values())
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         _ = ctx.saved_tensors
         if ctx.call is None:

@@ -48,7 +48,7 @@ class CallInputs:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with every tensor replaced by `change(flat index, tensor)`."""
         leaves = [change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf for index, leaf in enumerate(self.leaves)]
-        return unflatten(leaves, self.structure)  # type: ignore[no-any-return]
+        return unflatten(leaves, self.structure)
 
 
 def _leaf_key(leaf: Any) -> Any:

@@ -271,39 +271,39 @@ class ParallelModule(nn.Module):
 
     def explain(self) -> str:
         """The decisions with their reasons, the cost split and the runner-up, as text."""
-        import autopar.inspect
+        import autopar.reports.inspect
 
-        return autopar.inspect.explain(self.compiled)
+        return autopar.reports.inspect.explain(self.compiled)
 
     def summary(self) -> dict[str, Any]:
         """What `explain` says, as a JSON-able dict."""
-        import autopar.inspect
+        import autopar.reports.inspect
 
-        return autopar.inspect.summary(self.compiled)
+        return autopar.reports.inspect.summary(self.compiled)
 
     def why(self, pattern: str) -> str:
         """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
-        import autopar.inspect
+        import autopar.reports.inspect
 
-        return autopar.inspect.why(self.compiled, pattern)
+        return autopar.reports.inspect.why(self.compiled, pattern)
 
     def what_if(self, pins: Any) -> Any:
         """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
-        import autopar.inspect
+        import autopar.reports.inspect
 
-        return autopar.inspect.what_if(self.compiled, pins)
+        return autopar.reports.inspect.what_if(self.compiled, pins)
 
     def print_program(self, after: str | None = None, rank: int = 0) -> str:
         """The program after pass `after`, or what `rank` runs."""
-        import autopar.inspect
+        import autopar.reports.inspect
 
-        return autopar.inspect.print_program(self.compiled, after=after, rank=rank)
+        return autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank)
 
     def diff(self, before: str, after: str) -> str:
         """How the program differs between after pass `before` and after pass `after`."""
-        import autopar.inspect
+        import autopar.reports.inspect
 
-        return autopar.inspect.diff(self.compiled, before, after)
+        return autopar.reports.inspect.diff(self.compiled, before, after)
 
     def timeline(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step of a pipeline on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.

@@ -47,7 +47,7 @@ _OPERATIONS = (
 )
 for _name in _OPERATIONS.split():
     setattr(OmittedTensor, f"__{_name}__", _refusal(f"__{_name}__"))
-OmittedTensor.__hash__ = object.__hash__  # type: ignore[method-assign]
+OmittedTensor.__hash__ = object.__hash__
 
 
 def build_output(signature: Signature, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.fx import Interpreter, Node
 
+from autopar.arguments import arguments, call_of, list_at
 from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
 from autopar.keys import ORIGIN
 from autopar.padding import padded, unpadded
@@ -192,7 +193,7 @@ class Stepper:
         if node.op == "placeholder":
             self._values[node.name] = next(self._inputs)
         elif node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: self._values[operand.name])  # type: ignore[misc]
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: self._values[operand.name])
             self._values[node.name] = _execute(node, args, kwargs)
             for operand in node.all_input_nodes:
                 self._used(operand.name)
@@ -216,7 +217,7 @@ def run_local(program: Program, case: Case, watch: Watch = lambda node, values: 
         if node.op == "placeholder":
             values[node] = _shards(next(inputs), program, case)
         elif is_launch(node):
-            values[node] = _collect(node, values[node.args[0]], program)  # type: ignore[index]
+            values[node] = _collect(node, values[node.args[0]], program)
         else:
             values[node] = [_call(node, values, rank) for rank in range(mesh.size)]
         watch(node, values[node])
@@ -251,7 +252,7 @@ def _shards(item: Input, program: Program, case: Case) -> list[torch.Tensor]:
 
 
 def _call(node: Node, values: Mapping[Node, Sequence[Any]], rank: int) -> Any:
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: values[operand][rank])  # type: ignore[misc]
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: values[operand][rank])
     return _execute(node, args, kwargs)
 
 
@@ -269,7 +270,7 @@ def _execute(node: Node, args: Any, kwargs: Any) -> Any:
         kwargs = dict(kwargs) | {"device": torch.device("cpu")}
     try:
         with torch.no_grad():
-            return node.target(*args, **kwargs)  # type: ignore[operator]
+            return call_of(node)(*args, **kwargs)
     except Exception as error:  # whatever an op raises is the finding
         raise ReplayError(node, error) from error
 
@@ -283,9 +284,9 @@ _COLLECTIVES: dict[object, Collective] = {
 
 
 def _collect(node: Node, parts: Sequence[torch.Tensor], program: Program) -> list[torch.Tensor]:
-    axes = tuple(str(axis) for axis in node.args[1])  # type: ignore[union-attr]
+    axes = tuple(str(axis) for axis in list_at(node, 1))
     reduces = node.target in (all_reduce, reduce_scatter)
-    launch = Launch(_COLLECTIVES[node.target], node.args[2] if reduces else "copy", axes, "", node.name)  # type: ignore[arg-type]
+    launch = Launch(_COLLECTIVES[node.target], arguments(node)[2] if reduces else "copy", axes, "", node.name)
     found: list[torch.Tensor | None] = [None] * program.mesh.size
     for rank in range(program.mesh.size):
         if found[rank] is None:

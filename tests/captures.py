@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import autopar.compiler
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.runtime.inputs import CallInputs
@@ -32,7 +32,7 @@ def keep_captures() -> None:
 def kept_capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, outputs: str | None = None, batch_dims: Any = None
 ) -> Program:
-    """`autopar.capture.capture`, or a copy of what it gave for an equal call."""
+    """`autopar.frontend.capture.capture`, or a copy of what it gave for an equal call."""
     identity = _identity(model)
     if identity is None or autopar.compiler.capture is not kept_capture:
         return capture(model, args, kwargs, mesh, outputs, batch_dims)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.mesh import virtual_mesh
 from autopar.passes.trace_joint import TraceJoint
 from autopar.program import Program

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph
 
 from autopar._torch import fake_mode
-from autopar.check import violations
+from autopar.checks.checker import violations
 from autopar.collectives import all_reduce, reshard, wait
 from autopar.emit import Emitter
 from autopar.keys import BATCH, DIMS, ORIGIN, PHASE, SHARDING, SOURCE, STRATEGY, Source

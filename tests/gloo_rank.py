@@ -19,7 +19,7 @@ from tests.captures import keep_captures
 
 
 def serve(rank: int, world_size: int, folder: Path) -> None:
-    """Call what arrives, answer with (result, error, traceback), until None arrives or the tests are gone."""
+    """Call what arrives, answer with (result, error, traceback), until killed, or the tests are gone."""
     pipe = Client(str(folder / f"rank{rank}"), "AF_UNIX")
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
@@ -28,14 +28,13 @@ def serve(rank: int, world_size: int, folder: Path) -> None:
     )
     keep_captures()
     modules: dict[str, ModuleType] = {}
-    while (task := pickle.loads(pipe.recv_bytes())) is not None:
-        code, name, args = task
+    while True:
+        code, name, args = pickle.loads(pipe.recv_bytes())
         try:
             answer = pickle.dumps((getattr(_load(code, modules), name)(*args), None, ""))
         except Exception as error:
             answer = _pickled(error)
         pipe.send_bytes(answer)
-    dist.destroy_process_group()
 
 
 def _load(code: str, modules: dict[str, ModuleType]) -> ModuleType:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar.check import check
+from autopar.checks.checker import check
 from autopar.keys import PHASE, SOURCE, Source
 from autopar.manager import run_passes
 from autopar.mesh import Mesh

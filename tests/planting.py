@@ -16,16 +16,16 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from autopar._torch import fake_mode
-from autopar.capture import capture
 from autopar.collectives import all_gather, all_reduce
 from autopar.compiled import Compiled
 from autopar.compiler import Options, default_passes
 from autopar.emit import Emitter
+from autopar.frontend.capture import capture
 from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.cut_fragments import cut_fragments
-from autopar.pins import Pins
+from autopar.plans.pins import Pins
 from autopar.program import Form, Program
 from autopar.runtime.chain import verify_compiled
 from autopar.runtime.report import Report

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from autopar.checks.violation import report
 from autopar.errors import ScheduleError
 from autopar.pipeline.actions import Edge, PipelineSchedule, Place
 from autopar.pipeline.check_rank import check_rank
@@ -26,7 +27,6 @@ from autopar.pipeline.expand import expand
 from autopar.pipeline.fault import Fault, fault_at
 from autopar.pipeline.memory import rank_memory
 from autopar.pipeline.program import Compute, PipelineProgram
-from autopar.violation import report
 
 # One number for all ranks, or one for each; None: no limit.
 Limit = float | Sequence[float] | None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.checks.violation import Violation
 from autopar.pipeline.actions import Place
 from autopar.pipeline.program import Compute, PipelineInstruction, PipelineProgram, Receive, ReduceGradients, Send, Wait
-from autopar.violation import Violation
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ from autopar.mesh import MICROBATCHES
 from autopar.pipeline.assign import assign_stages, copied
 from autopar.pipeline.placement_problem import Line, Shared, Unit, Value
 from autopar.pipeline.work import Work
-from autopar.printing import op_name
 from autopar.program import Program, results_of
+from autopar.reports.printing import op_name
 from autopar.reshard import steps
 
 aten = torch.ops.aten

@@ -2,6 +2,7 @@
 
 from autopar.rules import (
     attention,
+    block_sparse,
     contractions,
     convolution,
     creation,
@@ -19,6 +20,7 @@ from autopar.rules import (
 
 __all__ = [
     "attention",
+    "block_sparse",
     "contractions",
     "convolution",
     "creation",

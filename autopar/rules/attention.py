@@ -4,17 +4,19 @@
     s  query length      t  key length       d, e  head dims of query and value
 
 Key length and head dims are blocked. Ranks that split r share the key heads: their key and value
-gradients are sums. A causal mask and a window count positions from 0, so s is whole under them.
+gradients are sums. A causal mask and a window count positions from 0, so s is whole under them. Ids of documents do not:
+those of the queries are split with s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.fx import Node
 
 from autopar.rule import Label, Labels, Rule, rule
-from autopar.rules.labels import aligned, argument, numel, position_of, shape_of
+from autopar.rules.labels import aligned, numel, position_of, shape_of
 
 
 def _spaces(query: Any, key: Any, is_positional: bool) -> tuple[Label, Label, Label, dict[str, int]]:
@@ -27,12 +29,19 @@ def _spaces(query: Any, key: Any, is_positional: bool) -> tuple[Label, Label, La
 
 
 def _full(labels: Labels, tensor: Any, whole: tuple[int, ...]) -> Labels:
-    """Labels of a mask that may lack leading dims and have size 1 where it is broadcast."""
+    """Labels of a mask, or of ids, that may lack leading dims and have size 1 where it is broadcast."""
     if not isinstance(tensor, Node):
         return ()
     shape = shape_of(tensor)
     offset = len(labels) - len(shape)
     return tuple(labels[offset + i] if size == whole[offset + i] else None for i, size in enumerate(shape))
+
+
+def _documents(documents: Sequence[Any], query: Labels, key: Labels, shape: tuple[int, ...]) -> list[tuple[Any, Labels]]:
+    """Ids of the queries' documents and of the keys', with labels as those of query and key."""
+    of_query, of_key = documents
+    (b, _, s, _), (_, _, t, _) = query, key
+    return [(of_query, _full((b, s), of_query, (shape[0], shape[2]))), (of_key, _full((b, t), of_key, (shape[0], shape[3])))]
 
 
 def _is_positional(node: Node) -> bool:
@@ -46,21 +55,22 @@ def _gradients(node: Node) -> frozenset[int]:
 
 @rule("autopar.attention.default")
 def attention(node: Node) -> Rule:
-    """(query[b, h, s, d], key[b, g, t, d], value[b, g, t, e], mask?, keep?) → (output[b, h, s, e], log_sum_exp[b, h, s])."""
-    query, key, value = node.args[:3]
-    mask, keep = argument(node, 3, "mask"), argument(node, 4, "keep")
+    """(query[b, h, s, d], key[b, g, t, d], value[b, g, t, e], mask?, keep?, query_documents[b, s]?, key_documents[b, t]?) →
+    (output[b, h, s, e], log_sum_exp[b, h, s])."""
+    query, key, value, mask, keep, *documents = node.args
     heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
     pairs = [(query, q), (key, kv), (value, kv), (mask, _full(scores, mask, shape)), (keep, _full(scores, keep, shape))]
+    pairs += _documents(documents, q, kv, shape)
     flops = 2.0 * numel(shape) * (shape_of(query)[3] + shape_of(value)[3])
     return Rule(aligned(node, pairs), (q, q[:3]), flops=flops, sizes=sizes)
 
 
 @rule("autopar.attention_backward.default")
 def attention_backward(node: Node) -> Rule:
-    """(gradients of output and log_sum_exp?, query, key, value, mask?, keep?, output, log_sum_exp) → (query, key, value) gradients."""
-    gradient, gradient_of_sum, query, key, value, mask, keep, output, log_sum_exp = node.args
+    """(gradients of output and log_sum_exp?, operands of the forward, output, log_sum_exp) → (query, key, value) gradients."""
+    gradient, gradient_of_sum, query, key, value, mask, keep, *documents, output, log_sum_exp = node.args
     heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
@@ -72,6 +82,7 @@ def attention_backward(node: Node) -> Rule:
         (value, kv),
         (mask, _full(scores, mask, shape)),
         (keep, _full(scores, keep, shape)),
+        *_documents(documents, q, kv, shape),
         (output, q),
         (log_sum_exp, q[:3]),
     ]
@@ -83,7 +94,7 @@ def attention_backward(node: Node) -> Rule:
 @rule("autopar.attention_mask_gradient.default")
 def attention_mask_gradient(node: Node) -> Rule:
     """(as of the backward, mask given) → gradient of the mask, summed over what it is broadcast over."""
-    gradient, gradient_of_sum, query, key, value, mask, keep, output, log_sum_exp = node.args
+    gradient, gradient_of_sum, query, key, value, mask, keep, *documents, output, log_sum_exp = node.args
     heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     # A key's part needs no other key: the row's sums are given. Causal masks and windows count keys from 0.
     keys = None if _is_positional(node) else "t"
@@ -91,7 +102,7 @@ def attention_mask_gradient(node: Node) -> Rule:
     shape = (*shape_of(query)[:3], shape_of(key)[2])
     own = _full(scores, mask, shape)
     pairs = [(gradient, q), (gradient_of_sum, q[:3]), (query, q), (key, kv), (value, kv), (mask, own)]
-    pairs += [(keep, _full(scores, keep, shape)), (output, q), (log_sum_exp, q[:3])]
+    pairs += [(keep, _full(scores, keep, shape)), *_documents(documents, q, kv, shape), (output, q), (log_sum_exp, q[:3])]
     # Scores again over d, and the gradient of the probabilities over e.
     flops = 2.0 * numel(shape) * (shape_of(query)[3] + shape_of(value)[3])
     return Rule(aligned(node, pairs), (own,), linear=(_gradients(node),), flops=flops, sizes=sizes)

@@ -137,6 +137,22 @@ def bias_activation_backward(node: Node) -> Rule:
     return Rule((labels, labels, labels[-1:]), (labels, labels[-1:]), linear=_linear_in(node, node.args[0]))
 
 
+@rule("autopar.dropout.default", "autopar.add_dropout.default")
+def dropout(node: Node) -> Rule:
+    """(x[..., N], residual[..., N]?, rows[..., 1], second[..., 1], columns[N]) → [..., N], element by element."""
+    *values, rows, second, columns = node.args
+    shape = shape_of(values[0])
+    labels = positional(len(shape))
+    pairs = [*((value, labels) for value in values), (columns, labels[-1:])]
+    pairs += [(each, _one_a_row(shape_of(each), shape)) for each in (rows, second)]
+    return Rule(aligned(node, pairs), (labels,), linear=_linear_in(node, *values))
+
+
+def _one_a_row(sizes: tuple[int, ...], shape: tuple[int, ...]) -> Labels:
+    """Labels of what broadcasts to [..., 1], against those of [..., N]."""
+    return (*broadcast(sizes[:-1], shape[:-1]), None) if sizes else ()
+
+
 @rule("autopar.rotary.default", "autopar.rotary_backward.default")
 def rotary(node: Node) -> Rule:
     """(x[b, h, s, D], cos, sin), which broadcast to [b, h, s, R] → [b, h, s, D]."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments, node_at
 from autopar.rule import Label, Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, aten, blocked, dim_of, is_zero, position_of, positional, shape_of, value_of, without
 
@@ -56,8 +57,8 @@ def _index_labels(source: tuple[int, ...], indices: list[Node | None]) -> tuple[
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(node: Node) -> Rule | None:
     """`source[indices]`: dims without an index pass, indexed dims are needed whole, index dims walk with the result's."""
-    source, indices = node.args[0], list(node.args[1])  # type: ignore[arg-type]
-    found = _index_labels(shape_of(source), indices)  # type: ignore[arg-type]
+    source, indices = node_at(node, 0), list(arguments(node)[1])
+    found = _index_labels(shape_of(source), indices)
     if found is None:
         return None
     passing, result, terms = found
@@ -67,18 +68,18 @@ def index(node: Node) -> Rule | None:
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(node: Node) -> Rule | None:
     """Accumulating into zeros, the backward of `index`, is a sum over the index dims; else they are blocked."""
-    source, indices, values = node.args[0], list(node.args[1]), node.args[2]  # type: ignore[arg-type]
+    source, indices, values = node_at(node, 0), list(arguments(node)[1]), node.args[2]
     masks = [index for index in indices if isinstance(index, Node) and value_of(index).dtype == torch.bool]
     if len(masks) == 1 == sum(index is not None for index in indices) and math.prod(shape_of(values)) == 1:
-        return _masked_put(node, masks[0], indices.index(masks[0]))  # type: ignore[arg-type]
-    found = _index_labels(shape_of(source), indices)  # type: ignore[arg-type]
+        return _masked_put(node, masks[0], indices.index(masks[0]))
+    found = _index_labels(shape_of(source), indices)
     if found is None:
         return None
     passing, result, terms = found
     shape = shape_of(values)
     tail = result[len(result) - len(shape) :]
     # A broadcast value has size 1, or lacks the dim.
-    region = _put_shape(shape_of(source), result, terms, indices)  # type: ignore[arg-type]
+    region = _put_shape(shape_of(source), result, terms, indices)
     tail = tuple(label if shape[i] == region[len(region) - len(shape) + i] else None for i, label in enumerate(tail))
     accumulate = bool(argument(node, 3, "accumulate", False))
     summed = accumulate and is_zero(source)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.arguments import int_at, list_at, node_at
 from autopar.program import operands, results_of
 from autopar.rule import Label, Labels, Rule, rule
 from autopar.rules.labels import aligned, argument, aten, blocked, position_of, positional, shape_of, value_of, without
@@ -19,7 +20,7 @@ def _outer(num_dims: int, num_normalised: int) -> Labels:
 @rule(aten.native_layer_norm.default)
 def layer_norm(node: Node) -> Rule:
     """(input, shape, weight?, bias?, eps) → (output, mean, reciprocal deviation)."""
-    x, num_normalised = node.args[0], len(node.args[1])  # type: ignore[arg-type]
+    x, num_normalised = node_at(node, 0), len(list_at(node, 1))
     labels = _outer(len(shape_of(x)), num_normalised)
     affine = blocked(num_normalised)
     operands = aligned(node, [(x, labels), (argument(node, 2, "weight"), affine), (argument(node, 3, "bias"), affine)])
@@ -40,7 +41,7 @@ def layer_norm_backward(node: Node) -> Rule:
 @rule("aten._fused_rms_norm.default")
 def rms_norm(node: Node) -> Rule:
     """(input, shape, weight?, eps) → (output, reciprocal deviation)."""
-    x, num_normalised = node.args[0], len(node.args[1])  # type: ignore[arg-type]
+    x, num_normalised = node_at(node, 0), len(list_at(node, 1))
     labels = _outer(len(shape_of(x)), num_normalised)
     return Rule(aligned(node, [(x, labels), (argument(node, 2, "weight"), blocked(num_normalised))]), (labels, labels))
 
@@ -112,7 +113,7 @@ _IN_A_GROUP = frozenset({"r"})
 def group_norm(node: Node) -> Rule:
     """(input, weight?, bias?, n, c, positions, groups, eps) → (output, mean[n, groups], reciprocal deviation)."""
     x = node.args[0]
-    labels, channels, sizes = _groups(x, int(node.args[6]))  # type: ignore[arg-type]
+    labels, channels, sizes = _groups(x, int_at(node, 6))
     order = aligned(node, [(x, labels), (node.args[1], (channels,)), (node.args[2], (channels,))])
     return Rule(order, (labels, ("n", "g"), ("n", "g")), _IN_A_GROUP, sizes=sizes)
 
@@ -121,7 +122,7 @@ def group_norm(node: Node) -> Rule:
 def group_norm_backward(node: Node) -> Rule:
     """(gradient, input, mean, deviation, weight?, n, c, positions, groups, mask) → (input, weight, bias) gradients."""
     gradient, x, mean, deviation, weight = node.args[:5]
-    labels, channels, sizes = _groups(x, int(node.args[8]))  # type: ignore[arg-type]
+    labels, channels, sizes = _groups(x, int_at(node, 8))
     statistics = ("n", "g")
     pairs: list[tuple[Any, Labels]] = [
         (gradient, labels), (x, labels), (mean, statistics), (deviation, statistics), (weight, (channels,)),

@@ -6,6 +6,7 @@ import re
 
 from torch.fx import Node
 
+from autopar.arguments import int_at
 from autopar.program import operands, results_of
 from autopar.rule import Label, Labels, Rule, rule
 from autopar.rules.labels import argument, aten, blocked, positional, shape_of
@@ -91,7 +92,7 @@ def patches(node: Node) -> Rule:
 @rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
 def pixel_shuffle(node: Node) -> Rule:
     """[*batch, c · r · r, h, w] ↔ [*batch, c, h · r, w · r]: a view, a transpose and a view, of which r is needed whole."""
-    factor, is_shuffle = int(node.args[1]), node.target is aten.pixel_shuffle.default  # type: ignore[arg-type]
+    factor, is_shuffle = int_at(node, 1), node.target is aten.pixel_shuffle.default
     deep, wide = (node.args[0], node) if is_shuffle else (node, node.args[0])
     batch, shape = positional(len(shape_of(wide)) - 3), shape_of(deep)
     sizes = {"c": shape_of(wide)[-3], "h": shape[-2], "w": shape[-1], "p": factor, "q": factor}

@@ -3,6 +3,8 @@
 A program holds a block of queries of one head and walks over the keys that they attend to. Where causal, it first walks over
 the tiles that all of its queries see, then over those on the diagonal.
 
+Where there are documents, it walks over the tiles between bounds found beforehand (`attention_documents.py`).
+
            keys →
     queries  ■ ■ ◪ · ·        ■ no predicate      ◪ predicates (EDGE)      · never loaded
 """
@@ -22,6 +24,7 @@ from autopar.kernels.gpu.attention_scores import (
     Masks,
     block_of,
     capped,
+    load_ids,
     load_rows,
     masked,
     precision_of,
@@ -34,9 +37,10 @@ from autopar.kernels.registration import launch
 
 @triton.jit
 def _walk(
-    sums, total, largest, query, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
+    sums, total, largest, query, s, document_s, key, value, key_documents, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
     first, last, length, key_length, window, scale, soft_cap, column, value_column,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, EDGE: tl.constexpr,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EDGE: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +49,11 @@ def _walk(
         t = start + tl.arange(0, BLOCK_KEYS)
         transposed = load_rows(key, t[None, :], key_t, column[:, None], key_length, SIZE, BLOCK_SIZE, SIZE)
         score = capped(tl.dot(query, transposed, input_precision=PRECISION), scale, soft_cap, SOFT_CAP)
-        score = masked(score, s[:, None], t[None, :], mask, mask_s, mask_t, length, key_length, window, MASK, CAUSAL, WINDOW, EDGE)
+        document_t = load_ids(key_documents, t, key_length, DOCUMENTS)
+        score = masked(
+            score, s[:, None], t[None, :], document_s[:, None], document_t[None, :], mask, mask_s, mask_t,
+            length, key_length, window, MASK, CAUSAL, WINDOW, DOCUMENTS, EDGE,
+        )  # fmt: skip
         larger = tl.maximum(largest, tl.max(score, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)
         power = tl.exp2(score - base[:, None])
@@ -62,10 +70,11 @@ def _walk(
 
 @triton.jit
 def attention_forward(
-    query, key, value, mask, keep, out, log_sum_exp,
+    query, key, value, mask, keep, query_documents, key_documents, bounds, out, log_sum_exp,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
-    keep_b, keep_h, keep_s, keep_t, out_b, out_h, out_s, heads, heads_per_key, length, key_length, window, scale, soft_cap,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    keep_b, keep_h, keep_s, keep_t, query_documents_b, key_documents_b, bounds_b, out_b, out_h, out_s,
+    heads, heads_per_key, length, key_length, window, scale, soft_cap,
+    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -81,6 +90,8 @@ def attention_forward(
     value += batch * value_b + group * value_h
     mask += batch * mask_b + head * mask_h
     keep += batch * keep_b + head * keep_h
+    key_documents += batch * key_documents_b
+    document_s = load_ids(query_documents + batch * query_documents_b, s, length, DOCUMENTS)
     held = load_rows(query, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
     sums = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
     total = tl.zeros([BLOCK_QUERIES], tl.float32)
@@ -92,18 +103,24 @@ def attention_forward(
     if WINDOW:
         first = tl.maximum(0, block * BLOCK_QUERIES - window + 1) // BLOCK_KEYS * BLOCK_KEYS
         last = tl.minimum(last, (block + 1) * BLOCK_QUERIES + window - 1)
+    if DOCUMENTS:
+        bounds += batch * bounds_b + block * 2
+        first = tl.maximum(first, tl.load(bounds))
+        last = tl.minimum(last, tl.load(bounds + 1))
     middle = first
-    if not WINDOW:
+    if not (WINDOW or DOCUMENTS):
         middle = (tl.minimum(key_length, block * BLOCK_QUERIES) if CAUSAL else key_length) // BLOCK_KEYS * BLOCK_KEYS
         sums, total, largest = _walk(
-            sums, total, largest, held, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
-            first, middle, length, key_length, window, scale, soft_cap, column, value_column,
-            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, tl.constexpr(False), SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
+            sums, total, largest, held, s, document_s, key, value, key_documents, key_t, value_t,
+            mask, mask_s, mask_t, keep, keep_s, keep_t, first, middle, length, key_length, window, scale, soft_cap, column, value_column,
+            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS, tl.constexpr(False),
+            SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
         )  # fmt: skip
     sums, total, largest = _walk(
-        sums, total, largest, held, s, key, value, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
-        middle, last, length, key_length, window, scale, soft_cap, column, value_column,
-        MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, tl.constexpr(True), SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
+        sums, total, largest, held, s, document_s, key, value, key_documents, key_t, value_t,
+        mask, mask_s, mask_t, keep, keep_s, keep_t, middle, last, length, key_length, window, scale, soft_cap, column, value_column,
+        MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS, tl.constexpr(True),
+        SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
     )  # fmt: skip
 
     # A query that attends to nothing: out and log_sum_exp are 0.
@@ -125,10 +142,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Te
     log_sum_exp = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
     mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
     tiles = forward_tiles(query, max(block_of(size), block_of(value_size)), masks.crowding(size, value_size))
+    ids, ids_strides = masks.ids(query)
+    bounds, bounds_stride = masks.bounds(tiles.queries, tiles.keys, query)
     launch(
         attention_forward, (triton.cdiv(length, tiles.queries), batch * heads),
-        query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, out, log_sum_exp,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides_of(mask), *strides_of(masks.keep), *out.stride()[:3],
+        query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, *ids, bounds,
+        out, log_sum_exp,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides_of(mask), *strides_of(masks.keep),
+        *ids_strides, bounds_stride, *out.stride()[:3],
         heads, heads // key.shape[1], length, key_length, masks.window, masks.scale, masks.soft_cap, **masks.flags(),
         SIZE=size, VALUE_SIZE=value_size, BLOCK_SIZE=block_of(size), BLOCK_VALUE=block_of(value_size),
         BLOCK_QUERIES=tiles.queries, BLOCK_KEYS=tiles.keys, PRECISION=precision_of(query),

@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autopar.kernels.gpu.attention_documents import bounds
+from autopar.kernels.gpu.attention_tiles import DOCUMENTS
+
 NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -39,6 +42,15 @@ def load_rows(start, row, stride, column, num_rows, num_columns, BLOCK_COLUMNS: 
 
 
 @triton.jit
+def load_ids(documents, position, length, DOCUMENTS: tl.constexpr):
+    """The ids of the documents at `position`, 0 outside; without DOCUMENTS just anything of their shape."""
+    found = position
+    if DOCUMENTS:
+        found = tl.load(documents + position, mask=position < length, other=0)
+    return found
+
+
+@triton.jit
 def capped(products, scale, soft_cap, SOFT_CAP: tl.constexpr):
     """scale · QKᵀ, soft-capped: cap · tanh(scale · QKᵀ / cap)."""
     score = products * scale
@@ -49,10 +61,13 @@ def capped(products, scale, soft_cap, SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def masked(
-    score, s, t, mask, mask_s, mask_t, length, key_length, window,
-    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EDGE: tl.constexpr,
+    score, s, t, document_s, document_t, mask, mask_s, mask_t, length, key_length, window,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Scores with their mask, in units of log 2; −inf where s does not attend to t. Without EDGE all positions of the tile do."""
+    """Scores with their mask, in units of log 2; −inf where s does not attend to t. Without EDGE all positions of the tile do.
+
+    `document_s` and `document_t` are the ids of the documents of s and t, anything without DOCUMENTS.
+    """
     if MASK == 2:
         inside = (s < length) & (t < key_length)
         score += tl.load(mask + s * mask_s + t * mask_t, mask=inside, other=0.0).to(tl.float32)
@@ -66,13 +81,15 @@ def masked(
             attends = attends & (t <= s)
         if WINDOW:
             attends = attends & (s - t < window) & (t - s < window)
+        if DOCUMENTS:
+            attends = attends & (document_s == document_t)
         score = tl.where(attends, score, float("-inf"))
     return score
 
 
 @dataclass(frozen=True)
 class Masks:
-    """What is not the tensors: mask, keep, predicates, scale; how kernels are told of them."""
+    """What is not the tensors: mask, keep, predicates, scale, ids of documents; how kernels are told of them."""
 
     mask: Tensor | None
     keep: Tensor | None
@@ -80,13 +97,18 @@ class Masks:
     scale: float
     window: int = 0
     soft_cap: float = 0.0
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
 
     @property
     def kind(self) -> int:
         return NO_MASK if self.mask is None else BOOL_MASK if self.mask.dtype == torch.bool else ADDED_MASK
 
     def crowding(self, *sizes: int) -> int:
-        """What else takes registers of a tile: 0 nothing, 1 a mask or heads whose `sizes` do not fill the tile, 2 two masks."""
+        """What else takes registers of a tile: 0 nothing, 1 a mask or heads whose `sizes` do not fill the tile, 2 two masks,
+        3 documents, 4 documents and a mask."""
+        if self.query_documents is not None:
+            return DOCUMENTS + int(self.mask is not None or self.keep is not None or self.soft_cap > 0.0)
         if self.mask is not None and self.keep is not None:
             return 2
         masked = self.mask is not None or self.keep is not None or self.window > 0 or self.soft_cap > 0.0
@@ -99,7 +121,30 @@ class Masks:
             "CAUSAL": self.is_causal,
             "WINDOW": self.window > 0,
             "SOFT_CAP": self.soft_cap > 0.0,
+            "DOCUMENTS": self.query_documents is not None,
         }
+
+    def ids(self, query: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+        """The ids of documents of queries and of keys, and how far the next sample's lie; `query` and 0 where there are none."""
+        if self.query_documents is None or self.key_documents is None:
+            return (query, query), (0, 0)
+        of_query, of_key = self.query_documents.contiguous(), self.key_documents.contiguous()
+        return (of_query, of_key), (_sample_stride(of_query), _sample_stride(of_key))
+
+    def bounds(self, queries: int, keys: int, query: Tensor, of_keys: bool = False) -> tuple[Tensor, int]:
+        """Where each tile of queries starts and ends its walk over the keys (`of_keys`: of keys, over the queries), and how far the next
+        sample's lie; `query` and 0 where there are no documents."""
+        if self.query_documents is None or self.key_documents is None:
+            return query, 0
+        own, others = (self.query_documents, queries), (self.key_documents, keys)
+        own, others = (others, own) if of_keys else (own, others)
+        found = bounds(*own, *others)
+        return found, _sample_stride(found)
+
+
+def _sample_stride(value: Tensor) -> int:
+    """What lies between two samples of a contiguous tensor, 0 where one is for all of them."""
+    return value.stride(0) if value.shape[0] > 1 else 0
 
 
 def strides_of(value: Tensor | None) -> tuple[int, int, int, int]:

@@ -8,7 +8,9 @@ scores.py        from the softmax up to the product of queries and keys: scales,
 weights.py       from the product with the values up to the softmax: dropout, casts, factors
 origins.py       what queries, keys and values were before they were scaled, repeated and moved
 constants.py     values that are known before the program runs
-masks.py         what the masks mean together: causal, window, bool, added
+documents.py     comparisons of ids: which rows and keys belong to one document
+choices.py       added masks that are fills
+masks.py         what the masks mean together: causal, window, documents, bool, added
 match.py         one attention, whole; `refused.py` says why a near miss is none
 write.py         `autopar.attention` in its place
 """

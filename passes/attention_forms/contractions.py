@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import list_at
 from autopar.emit import tensor_of
 from autopar.passes.attention_forms.layout import Labels, Layout
 from autopar.program import operands
@@ -36,9 +37,9 @@ class Contraction:
 def is_contraction(node: Node) -> bool:
     """Whether `contraction` can read it."""
     if node.target is aten.einsum.default:
-        return len(node.args[1]) == 2 and _terms(node) is not None  # type: ignore[arg-type]
+        return len(list_at(node, 1)) == 2 and _terms(node) is not None
     if node.target is aten.matmul.default:
-        return all(tensor_of(operand).dim() > 1 for operand in node.args)  # type: ignore[arg-type]
+        return all(tensor_of(operand).dim() > 1 for operand in node.args)
     return node.target in (aten.bmm.default, aten.mm.default, aten.baddbmm.default)
 
 
@@ -47,7 +48,7 @@ def contraction(node: Node, layout: Layout, labels: Labels) -> Contraction:
     assert is_contraction(node), node
     if node.target is aten.einsum.default:
         return _einsum(node, layout, labels)
-    left, right = node.args[1:3] if node.target is aten.baddbmm.default else node.args[:2]  # type: ignore[assignment]
+    left, right = node.args[1:3] if node.target is aten.baddbmm.default else node.args[:2]
     assert isinstance(left, Node) and isinstance(right, Node)
     left_shape, right_shape = tensor_of(left).shape, tensor_of(right).shape
     inner = labels.new(left_shape[-1])

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments, int_at, ints_at
 from autopar.emit import tensor_of
 
 aten = torch.ops.aten
@@ -100,7 +101,7 @@ def above(node: Node, layout: Layout, labels: Labels) -> tuple[Node, Layout] | N
 
 
 def _input_shape(node: Node) -> tuple[int, ...]:
-    return tuple(tensor_of(node.args[0]).shape)  # type: ignore[arg-type]
+    return tuple(tensor_of(node.args[0]).shape)
 
 
 def _regroup(node: Node, layout: Layout, labels: Labels) -> Layout | None:
@@ -120,7 +121,7 @@ def _moved(layout: Layout, order: Sequence[int]) -> Layout:
 
 
 def _permute(node: Node, layout: Layout, _labels: Labels) -> Layout:
-    return _moved(layout, [dim % len(layout) for dim in node.args[1]])  # type: ignore[union-attr, operator]
+    return _moved(layout, [dim % len(layout) for dim in ints_at(node, 1)])
 
 
 def _swapped(layout: Layout, first: int, second: int) -> Layout:
@@ -131,7 +132,7 @@ def _swapped(layout: Layout, first: int, second: int) -> Layout:
 
 
 def _transpose(node: Node, layout: Layout, _labels: Labels) -> Layout:
-    return _swapped(layout, node.args[1], node.args[2])  # type: ignore[arg-type]
+    return _swapped(layout, int_at(node, 1), int_at(node, 2))
 
 
 def _matrix_transpose(_node: Node, layout: Layout, _labels: Labels) -> Layout:
@@ -143,7 +144,7 @@ def _reversed(_node: Node, layout: Layout, _labels: Labels) -> Layout:
 
 
 def _movedim(node: Node, layout: Layout, _labels: Labels) -> Layout:
-    source, destination = ([dims] if isinstance(dims, int) else list(dims) for dims in node.args[1:3])  # type: ignore[call-overload]
+    source, destination = ([dims] if isinstance(dims, int) else list(dims) for dims in arguments(node)[1:3])
     num_dims = len(layout)
     placed = {to % num_dims: at % num_dims for at, to in zip(source, destination, strict=True)}
     others = iter(dim for dim in range(num_dims) if dim not in placed.values())

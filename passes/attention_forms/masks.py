@@ -6,6 +6,7 @@ that trains has such a row); of numbers it makes equal weights, which the op rep
 and all keys. What is *added* is an operand of the op as it is, gradient and all.
 
 Causal and window are flags only where a mask is known before the program runs, and equal to the triangle or the band, entry by entry.
+Documents are operands where a part of a mask compares their ids, whatever they are (`documents.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +18,20 @@ import torch
 from torch.fx import Node
 
 from autopar.constants import Constants
+from autopar.emit import tensor_of
+from autopar.fusion import Refused
 from autopar.kernels.attention_reference import attended
 from autopar.passes.attention_forms.arrange import arranged_value, broadcast_layout
+from autopar.passes.attention_forms.choices import choice_at
+from autopar.passes.attention_forms.documents import (
+    Condition,
+    Documents,
+    conjunction,
+    documents_at,
+    is_triangle_within,
+    reaches_itself,
+)
 from autopar.passes.attention_forms.layout import Labels, Layout
-from autopar.passes.attention_forms.refused import Refused
 from autopar.passes.attention_forms.scores import Added, Filled
 from autopar.passes.attention_forms.weights import Weights
 
@@ -42,6 +53,12 @@ class Masks:
     even_rows: bool = False
     conditions: list[str] = field(default_factory=list)
     may_be_empty: bool = False
+    documents: Documents | None = None
+
+    def nodes(self) -> list[Node]:
+        """What the op reads of them."""
+        read = [mask.value for mask in self.added] + [mask.condition for mask in self.attends]
+        return read + list(self.documents.nodes() if self.documents is not None else ())
 
 
 def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constants: Constants, weights: Weights, lowest: float) -> Masks:
@@ -72,6 +89,14 @@ def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constan
     return found
 
 
+def meaning_of_one(mask: Node, layout: Layout, wanted: Layout, labels: Labels, constants: Constants) -> Masks:
+    """What one mask says where a row that it masks wholly is 0, as in torch's own attention."""
+    reader, found = _Reader(wanted, labels, constants, is_only=True, has_sink=False), Masks()
+    is_bool = tensor_of(mask).dtype == torch.bool
+    reader.read([Filled(mask, layout, -math.inf, attends=True) if is_bool else Added(mask, layout, 1.0)], found, flags=True)
+    return found
+
+
 def _check_fills(masks: list[Added | Filled], finite: list[Filled], lowest: float) -> None:
     for mask in masks:
         if isinstance(mask, Filled) and not mask.value <= max(LOWEST, lowest):
@@ -95,22 +120,70 @@ class _Reader:
     has_sink: bool
 
     def read(self, masks: list[Added | Filled], found: Masks, flags: bool) -> None:
-        """Flags where `flags` and they say the same; operands where they do not."""
+        """Flags and documents where `flags` and they say the same; masks where they do not."""
+        masks = [part for mask in masks for part in (self._parts(mask, found) if flags else [mask])]
         rest = [mask for mask in masks if not self._is_flag(mask, found, flags)]
         if found.is_causal:  # half of a band is one beside the triangle
             rest = [mask for mask in rest if not self._is_flag(mask, found, flags)]
         for mask in rest:
-            (found.added if isinstance(mask, Added) else found.attends).append(mask)  # type: ignore[arg-type]
+            (found.added if isinstance(mask, Added) else found.attends).append(mask)
 
     def may_be_empty(self, fills: list[Filled]) -> bool:
-        """Whether a row may be masked wholly by `fills`: one of them is not known, or it is."""
-        found: torch.Tensor | None = None
-        for mask in fills:
-            value = self._attended(mask)
-            if value is None:
+        """Whether a row may be masked wholly by `fills`: one of them is not known, or it is.
+
+        Documents of the rows' own positions are known to let each attend to itself, if nothing else does not.
+        """
+        found, reaches_self = torch.ones((1, 1), dtype=torch.bool), False
+        for part in (part for mask in fills for part in self._conjunction(mask)):
+            value = self._attended(part)
+            if value is not None:
+                found = found & value
+            elif (documents := self._documents(part)) is not None and reaches_itself(documents, self.wanted, self.labels):
+                reaches_self = True
+            else:
                 return True
-            found = value if found is None else found & value
-        return found is not None and not bool(found.any(-1).all())
+        if not reaches_self:
+            return not bool(found.any(-1).all())
+        rows, keys = (self.labels.size(dim) for dim in self.wanted[-2:])
+        return not bool(found.expand(*found.shape[:-2], rows, keys).diagonal(dim1=-2, dim2=-1).all())
+
+    def _parts(self, mask: Added | Filled, found: Masks) -> list[Added | Filled]:
+        """What is left of `mask` beside the documents that `found` then has; `mask` itself where it knows of none."""
+        fill = mask if isinstance(mask, Filled) else self._as_filled(mask)
+        parts = [] if fill is None or found.documents is not None else self._conjunction(fill)
+        for position, part in enumerate(parts):
+            if (documents := self._documents(part)) is not None:
+                found.documents = documents
+                found.conditions.append("integer ids are compared, of rows and of keys")
+                found.may_be_empty = not reaches_itself(documents, self.wanted, self.labels)
+                return [each for each in parts[:position] + parts[position + 1 :] if not self._is_triangle(each, found)]
+        return [mask]
+
+    def _conjunction(self, mask: Filled) -> list[Filled]:
+        """Masks all of which say together what `mask` says."""
+        parts = conjunction(Condition(mask.condition, mask.layout, mask.attends), self.labels, self.constants)
+        return [Filled(part.node, part.layout, mask.value, part.attends) for part in parts]
+
+    def _documents(self, mask: Filled) -> Documents | None:
+        return documents_at(Condition(mask.condition, mask.layout, mask.attends), self.wanted, self.labels, self.constants)
+
+    def _is_triangle(self, mask: Filled, found: Masks) -> bool:
+        """Whether `mask` compares positions that say, within the documents, what causal says, which `found` then is."""
+        assert found.documents is not None
+        condition = Condition(mask.condition, mask.layout, mask.attends)
+        if not is_triangle_within(condition, found.documents, self.wanted, self.labels, self.constants):
+            return False
+        found.conditions.append("positions of a document rise one by one, so their order is that of rows and keys")
+        found.is_causal = True
+        return True
+
+    def _as_filled(self, mask: Added) -> Filled | None:
+        """An added choice between 0 and −inf as the fill that it is; numbers that mask as well as it only where no row shows them."""
+        fill = choice_at(mask.value, mask.layout, mask.factor, self.labels, self.constants)
+        if fill is None or fill.value > LOWEST:
+            return None
+        is_sure = fill.value == -math.inf or self.has_sink or (self.is_only and not self.may_be_empty([fill]))
+        return fill if is_sure else None
 
     def _is_flag(self, mask: Added | Filled, found: Masks, flags: bool) -> bool:
         """Whether `mask` says nothing, or what a flag says that `found` then has."""
@@ -182,4 +255,4 @@ class _Reader:
         found.conditions.append(f"the mask is {shape}, entry by entry")
         found.is_causal = found.is_causal or is_causal
         found.window = min(filter(None, (found.window, window)), default=0)
-        found.may_be_empty = not bool(attended(rows, keys, found.is_causal, found.window, torch.device("cpu")).any(-1).all())
+        found.may_be_empty |= not bool(attended(rows, keys, found.is_causal, found.window, torch.device("cpu")).any(-1).all())

@@ -9,22 +9,18 @@ from torch.fx import Node
 
 from autopar.constants import Constants
 from autopar.emit import tensor_of
+from autopar.fusion import Refused
+from autopar.overwrites import overwritten, writers_of, writes
 from autopar.passes.attention_forms.contractions import Contraction, contraction
 from autopar.passes.attention_forms.layout import Labels, Layout, flat
 from autopar.passes.attention_forms.masks import LOWEST, Masks, meaning
 from autopar.passes.attention_forms.origins import Origin, best, labels_of, origins
-from autopar.passes.attention_forms.refused import Refused
 from autopar.passes.attention_forms.scores import Added, Scores, reaches_product, scores_above
 from autopar.passes.attention_forms.weights import Weights, weights_above
 
 aten = torch.ops.aten
 
 _EXACT = (torch.float32, torch.float64)
-# Their results may share the operand's memory, although no schema says so.
-_MAY_SHOW = (
-    aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
-    aten.expand_as.default, aten.view_as.default, aten.reshape_as.default, aten.type_as.default, aten.dropout.default,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,7 @@ class Match:
             f"window {self.masks.window}": self.masks.window > 0,
             "a bool mask": bool(self.masks.attends),
             "an added mask": bool(self.masks.added),
+            "documents": self.masks.documents is not None,
         }
         kinds["a scale by query"] = bool(self.scores.factors)
         found += [name for name, there in kinds.items() if there]
@@ -204,7 +201,7 @@ def _check_uses(interior: frozenset[Node], product: Node, weights: Weights) -> N
 
 
 def _is_dead(node: Node) -> bool:
-    return node.op == "call_function" and not node.users and not _writes(node)
+    return node.op == "call_function" and not node.users and not writes(node)
 
 
 def _check_masks(scores: Scores) -> None:
@@ -231,35 +228,11 @@ def _depends(node: Node, on: Node) -> bool:
 
 def _check_writes(found: Match) -> None:
     """The op reads its operands where the product with the values stood: none may have been written since it was made."""
-    order = {each: position for position, each in enumerate(found.product.graph.nodes)}
     read = [each.node for each in (found.query, found.key, found.value)] + [factor.value for factor in found.scores.factors]
-    read += [mask.value if isinstance(mask, Added) else mask.condition for mask in found.scores.masks]
+    read += [mask.value if isinstance(mask, Added) else mask.condition for mask in found.scores.masks] + found.masks.nodes()
     read += [] if found.sink is None else [found.sink.node]
-    first: dict[Node, int] = {}
-    for node in read:
-        base = _base(node)
-        first[base] = min(order[node], first.get(base, order[node]))
-    for node in found.product.graph.nodes:
-        if order[node] < order[found.product] and node not in found.interior and _writes(node):
-            written = _base(node.args[0])  # type: ignore[arg-type]
-            if order[node] > first.get(written, order[node]):
-                raise Refused(f"{node.target} writes into an operand in place, between where it is made and the product")
-
-
-def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
-
-
-def _base(node: Node) -> Node:
-    """The node whose memory `node` may show."""
-    while node.op == "call_function" and node.all_input_nodes:
-        schema = getattr(node.target, "_schema", None)
-        shows = schema is None or node.target in _MAY_SHOW or any(each.alias_info is not None for each in schema.returns)
-        if not shows:
-            break
-        node = node.all_input_nodes[0]
-    return node
+    if (writer := overwritten(read, found.product, writers_of(found.product.graph), found.interior)) is not None:
+        raise Refused(f"{writer.target} writes into an operand in place, between where it is made and the product")
 
 
 def why_not_used(softmax: Node, constants: Constants) -> str | None:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
 from autopar.passes.attention_forms.layout import Labels, Layout, above, flat
-from autopar.passes.attention_forms.scores import PRODUCTS, QUOTIENTS, is_cast
+from autopar.spellings import PRODUCTS, QUOTIENTS, is_cast, widens
 
 aten = torch.ops.aten
 
@@ -49,22 +50,17 @@ def _above(origin: Origin, labels: Labels, constants: Constants, strip_scales: b
         return None
     if (moved := above(node, origin.layout, labels)) is not None:
         return Origin(*moved, origin.scale)
-    if is_cast(node) and _widens(node):
-        return Origin(node.args[0], origin.layout, origin.scale)  # type: ignore[arg-type]
+    if is_cast(node) and widens(node):
+        return Origin(node_at(node, 0), origin.layout, origin.scale)
     if strip_scales and node.target in (aten.mul.Tensor, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.neg.default):
         return _unscaled(origin, constants)
     return None
 
 
-def _widens(cast: Node) -> bool:
-    before, after = tensor_of(cast.args[0]).dtype, tensor_of(cast).dtype  # type: ignore[arg-type]
-    return before.is_floating_point and torch.promote_types(before, after) == after
-
-
 def _unscaled(origin: Origin, constants: Constants) -> Origin | None:
     node = origin.node
     if node.target is aten.neg.default:
-        return Origin(node.args[0], origin.layout, -origin.scale)  # type: ignore[arg-type]
+        return Origin(node_at(node, 0), origin.layout, -origin.scale)
     left, right = node.args[:2]
     pairs = ((left, right),) if node.target in QUOTIENTS else ((left, right), (right, left))
     assert node.target in (*PRODUCTS, *QUOTIENTS)

@@ -9,25 +9,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.arguments import float_at, node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
+from autopar.fusion import Refused
 from autopar.passes.attention_forms.contractions import Contraction, contraction, is_contraction
 from autopar.passes.attention_forms.layout import Labels, Layout, above, broadcast_to
-from autopar.passes.attention_forms.refused import NotScores, Refused
 from autopar.passes.attention_forms.softmax import softmax_at
+from autopar.spellings import CASTS, PRODUCTS, QUOTIENTS, is_cast
 
 aten = torch.ops.aten
 
-CASTS = (
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-    aten._to_copy.default,
-    aten.type_as.default,
-)
-PRODUCTS = (aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar, aten.multiply.Tensor)
-QUOTIENTS = (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar, aten.true_divide.Tensor, aten.divide.Tensor)
 _SUMS = (aten.add.Tensor, aten.add_.Tensor, aten.add.Scalar, aten.add_.Scalar)
 _DIFFERENCES = (aten.sub.Tensor, aten.sub_.Tensor, aten.sub.Scalar)
 _CAPS = (aten.tanh.default, aten.tanh_.default)
@@ -36,6 +28,10 @@ _CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
 DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 # What an operand goes through on its way to a product, when only "is this attention at all?" is asked.
 _MOST_STEPS = 24
+
+
+class NotScores(Refused):
+    """No product of queries and keys lies above: this is no attention, and nothing is said of it."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +87,6 @@ def scores_above(node: Node, layout: Layout, labels: Labels, keys: tuple[int, ..
     Raises `Refused`, or `NotScores` where no product of two tensors lies above.
     """
     return _Walk(labels, keys, constants).up(node, layout, 1.0)
-
-
-def is_cast(node: Node) -> bool:
-    return node.target in CASTS and tensor_of(node).is_floating_point()
 
 
 def reaches_product(node: Node) -> bool:
@@ -156,7 +148,7 @@ class _Walk:
 
     def _capped(self, node: Node, layout: Layout, factor: float) -> Scores:
         """`factor` · tanh(what is above), whose own scale is in units of the cap."""
-        scores = self.up(node.args[0], layout, 1.0)  # type: ignore[arg-type]
+        scores = self.up(node_at(node, 0), layout, 1.0)
         if scores.soft_cap:
             raise Refused("the scores are capped by tanh twice")
         if scores.masks or scores.is_shifted:
@@ -169,13 +161,13 @@ class _Walk:
     def _unchanged(self, node: Node, layout: Layout) -> tuple[Node, Layout] | None:
         """Through casts, and dropout that drops nothing."""
         if node.target in DROPOUTS:
-            if float(node.args[1]) > 0.0 and node.args[2]:  # type: ignore[arg-type]
+            if float_at(node, 1) > 0.0 and node.args[2]:
                 raise Refused("there is dropout on the scores")
-            return node.args[0], layout  # type: ignore[return-value]
+            return node_at(node, 0), layout
         if is_cast(node):
-            if not tensor_of(node.args[0]).is_floating_point():  # type: ignore[arg-type]
-                raise Refused(f"the scores are of {tensor_of(node.args[0]).dtype}")  # type: ignore[arg-type]
-            return node.args[0], layout  # type: ignore[return-value]
+            if not tensor_of(node.args[0]).is_floating_point():
+                raise Refused(f"the scores are of {tensor_of(node.args[0]).dtype}")
+            return node_at(node, 0), layout
         return None
 
     def _first(self, candidates: list[Node], change: Any, layout: Layout, factor: float) -> Scores:
@@ -194,7 +186,7 @@ class _Walk:
     def _scaled(self, node: Node, layout: Layout, factor: float) -> Iterator[tuple[list[Node], Any, float]]:
         """Products with and quotients by numbers, or by tensors that do not vary by key."""
         if node.target is aten.neg.default:
-            yield [node.args[0]], _nothing, -factor  # type: ignore[list-item]
+            yield [node_at(node, 0)], _nothing, -factor
         if node.target not in (*PRODUCTS, *QUOTIENTS):
             return
         divides = node.target in QUOTIENTS

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments, int_at
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.refused import Refused
-from autopar.passes.attention_forms.scores import CASTS
+from autopar.fusion import Refused
 from autopar.passes.attention_forms.softmax import Softmax, softmax_at
+from autopar.spellings import CASTS
 
 aten = torch.ops.aten
 
@@ -58,9 +60,9 @@ def _kept(node: Node) -> tuple[Node, int, int, int, set[Node]] | None:
     if node.target not in (aten.slice.Tensor, aten.narrow.default):
         return None
     before = tensor_of(source)
-    arguments = [*node.args, *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim, start = int(arguments[1]), int(arguments[2] or 0)  # type: ignore[arg-type]
-    if node.target is aten.slice.Tensor and arguments[4] != 1:
+    given: list[Any] = [*arguments(node), *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start = int(given[1]), int(given[2] or 0)
+    if node.target is aten.slice.Tensor and given[4] != 1:
         return None
     dim %= before.dim()
     return source, dim, start % before.shape[dim], tensor_of(node).shape[dim], interior
@@ -87,7 +89,7 @@ def _joined(node: Node, dim: int) -> tuple[Node, Node] | None:
     """The two values that stand beside each other along `dim`."""
     if node.target not in (aten.cat.default, aten.concat.default):
         return None
-    parts, along = node.args[0], node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    parts, along = arguments(node)[0], int_at(node, 1) if len(node.args) > 1 else node.kwargs.get("dim", 0)
     if not isinstance(parts, (list, tuple)) or len(parts) != 2 or int(along) % tensor_of(node).dim() != dim:  # type: ignore[arg-type]
         return None
     first, second = parts

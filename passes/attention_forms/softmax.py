@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments, int_at, node_at
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.refused import Refused
+from autopar.fusion import Refused
 
 aten = torch.ops.aten
 
@@ -50,11 +51,11 @@ def softmax_at(node: Node) -> Softmax | None:
     if node.target in _EXPONENTIALS:
         return _exponential(node)
     if node.target in _DIVISIONS and _is_exponential(node.args[0]):
-        return _quotient(node, node.args[0], node.args[1], {node})  # type: ignore[arg-type]
+        return _quotient(node, node_at(node, 0), arguments(node)[1], {node})
     if node.target is aten.mul.Tensor:
-        for exponential, factor in (node.args, reversed(node.args)):
+        for exponential, factor in (arguments(node), reversed(arguments(node))):
             if _is_exponential(exponential) and isinstance(factor, Node) and factor.target is aten.reciprocal.default:
-                return _quotient(node, exponential, factor.args[0], {node, factor})  # type: ignore[arg-type]
+                return _quotient(node, exponential, node_at(factor, 0), {node, factor})
     return None
 
 
@@ -101,7 +102,7 @@ def _shift(value: Node, scores: Any, dim: int) -> set[Node] | None:
     nodes: set[Node] = set()
     while value.target in _COPIES:
         nodes.add(value)
-        value = value.args[0]  # type: ignore[assignment]
+        value = node_at(value, 0)
     if value.target is aten.max.default and value.args[0] is scores:
         return nodes | {value}
     reduced = _reduced(value, {aten.amax.default, aten.max.dim, aten.logsumexp.default}, scores)
@@ -115,10 +116,10 @@ def _reduced(value: Node, targets: set[Any], operand: Any) -> tuple[int, set[Nod
     while value.target in (*_COPIES, aten.unsqueeze.default, operator.getitem):
         nodes.add(value)
         if value.target is aten.unsqueeze.default:
-            kept = value.args[1]
+            kept = int_at(value, 1)
         elif value.target is operator.getitem and value.args[1] != 0:
             return None
-        value = value.args[0]  # type: ignore[assignment]
+        value = node_at(value, 0)
     inner = value.args[0] if value.args else None
     while isinstance(inner, Node) and inner is not operand and inner.target is aten.detach.default:
         nodes.add(inner)
@@ -126,12 +127,12 @@ def _reduced(value: Node, targets: set[Any], operand: Any) -> tuple[int, set[Nod
     if value.target not in targets or inner is not operand:
         return None
     num_dims = tensor_of(operand).dim()
-    dims = value.args[1] if len(value.args) > 1 else None
+    dims = arguments(value)[1] if len(value.args) > 1 else None
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, (list, tuple)) or len(dims) != 1:
         return None
-    dim = int(dims[0]) % num_dims  # type: ignore[arg-type]
+    dim = int(dims[0]) % num_dims
     keeps = len(value.args) > 2 and bool(value.args[2])
-    if not keeps and (kept is None or int(kept) % num_dims != dim):  # type: ignore[arg-type]
+    if not keeps and (kept is None or int(kept) % num_dims != dim):
         return None
     return dim, nodes | {value}

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from autopar.arguments import float_at, node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
+from autopar.fusion import Refused
 from autopar.passes.attention_forms.layout import Labels, Layout, above
-from autopar.passes.attention_forms.refused import Refused
-from autopar.passes.attention_forms.scores import DROPOUTS, PRODUCTS, QUOTIENTS, is_cast, reaches_product
+from autopar.passes.attention_forms.scores import DROPOUTS, reaches_product
 from autopar.passes.attention_forms.sinks import sunk_softmax_at
 from autopar.passes.attention_forms.softmax import Softmax, softmax_at
+from autopar.spellings import PRODUCTS, QUOTIENTS, is_cast
 
 aten = torch.ops.aten
 
@@ -65,7 +67,7 @@ def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constan
 
 def _same_layout(node: Node, layout: Layout, constants: Constants) -> tuple[Node, Layout] | None:
     if node.target in (*DROPOUTS, aten.nan_to_num.default, *_ZEROING) or is_cast(node):
-        return node.args[0], layout  # type: ignore[return-value]
+        return node_at(node, 0), layout
     if node.target in (*PRODUCTS, *QUOTIENTS):
         left, right = node.args[:2]
         if isinstance(left, Node) and constants.number(right) is not None:
@@ -77,10 +79,10 @@ def _same_layout(node: Node, layout: Layout, constants: Constants) -> tuple[Node
 
 def _apply(node: Node, weights: Weights, constants: Constants) -> None:
     """Note what `node` does to the weights below it."""
-    if node.target in DROPOUTS and node.args[2] and float(node.args[1]) > 0.0:  # type: ignore[arg-type]
+    if node.target in DROPOUTS and node.args[2] and float_at(node, 1) > 0.0:
         if weights.dropout:
             raise Refused("there are two dropouts on the probabilities")
-        weights.dropout = float(node.args[1])  # type: ignore[arg-type]
+        weights.dropout = float_at(node, 1)
     elif node.target in PRODUCTS or node.target in QUOTIENTS:
         number = next(found for item in reversed(node.args[:2]) if (found := constants.number(item)) is not None)
         weights.scale *= number if node.target in PRODUCTS else 1.0 / number

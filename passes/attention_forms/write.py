@@ -8,11 +8,10 @@ import operator
 import torch
 from torch.fx import Node
 
-from autopar._torch import fake_mode_of
-from autopar.emit import Emitter, replace, tensor_of
+from autopar.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.kernels.attention import attention
 from autopar.passes.attention_forms.arrange import arranged, broadcast_layout
-from autopar.passes.attention_forms.layout import Layout
+from autopar.passes.attention_forms.layout import Labels, Layout
 from autopar.passes.attention_forms.match import Match
 from autopar.passes.attention_forms.origins import Origin
 from autopar.passes.attention_forms.scores import Added, Filled
@@ -44,7 +43,7 @@ class _Writer:
             "soft_cap": found.scores.soft_cap,
             "window": found.masks.window,
         }
-        result = emit.call(attention, query, key, value, mask, self._keep(query, key), **options)
+        result = emit.call(attention, query, key, value, mask, self._keep(query, key), *self._documents(), **options)
         out = self._beside_the_sink(emit.call(operator.getitem, result, 0), result)
         out = arranged(emit, out, found.out_layout, found.layout, self.labels)
         if found.weights.scale != 1.0:
@@ -87,10 +86,17 @@ class _Writer:
         ones = self.emit.call(aten.ones.default, shape, dtype=tensor_of(query).dtype, device=tensor_of(query).device)
         return self.emit.call(aten.dropout.default, ones, self.found.weights.dropout, True)
 
+    def _documents(self) -> tuple[Node | None, Node | None]:
+        """Ids of the rows and of the keys: [B, S] and [B, T], or one for all of B."""
+        documents = self.found.masks.documents
+        if documents is None:
+            return None, None
+        return documents.laid_out(self.emit, self._scores(), self.labels)
+
     def _mask(self) -> tuple[Node | None, Node | None]:
         """The mask, and rows that attend to something, where others are to weigh all keys alike."""
         emit, masks = self.emit, self.found.masks
-        attends = self._attends(masks.attends)
+        attends = attended(emit, masks.attends, self._scores(), self.labels)
         even = None
         if masks.even_rows and attends is not None:
             even = emit.call(aten.any.dim, attends, -1, True)
@@ -102,41 +108,29 @@ class _Writer:
             return attends or added, even
         return emit.call(aten.where.ScalarOther, attends, added, -math.inf), even
 
-    def _attends(self, masks: list[Filled]) -> Node | None:
-        found: Node | None = None
-        for mask in masks:
-            value = self._broadcast(mask.condition, mask.layout)
-            value = value if mask.attends else self.emit.call(aten.logical_not.default, value)
-            found = value if found is None else self.emit.call(aten.logical_and.default, found, value)
-        return found
-
     def _added(self, masks: list[Added]) -> Node | None:
         found: Node | None = None
         for mask in masks:
-            value = self._broadcast(mask.value, mask.layout)
+            value = _broadcast(self.emit, mask.value, mask.layout, self._scores(), self.labels)
             value = value if tensor_of(value).is_floating_point() else self.emit.cast(value, self.found.dtype)
             value = value if mask.factor == 1.0 else self.emit.call(aten.mul.Tensor, value, mask.factor)
             found = value if found is None else self.emit.call(aten.add.Tensor, found, value)
         return found
 
-    def _broadcast(self, node: Node, layout: Layout) -> Node:
-        """A mask with four dims, of size 1 where it does not vary."""
-        heads = (*self.found.query_layout[:3], self.found.key_layout[2])
-        return arranged(self.emit, node, layout, broadcast_layout(layout, heads, self.labels), self.labels)
+    def _scores(self) -> Layout:
+        return (*self.found.query_layout[:3], self.found.key_layout[2])
 
 
-def lay_out_anew(node: Node) -> None:
-    """The op has a layout of its own: values below follow it, and a `view` that does not fit it becomes `reshape`."""
-    pending, mode = [node], fake_mode_of(tensor_of(node))
-    while pending:
-        for user in list(pending.pop().users):
-            before = user.meta.get("val")
-            if user.op != "call_function" or not isinstance(before, torch.Tensor):
-                continue
-            if user.target is aten.view.default:
-                user.target = aten.reshape.default
-            args, kwargs = torch.fx.map_arg((user.args, user.kwargs), lambda operand: operand.meta["val"])  # type: ignore[misc]
-            with mode, torch.no_grad():
-                user.meta["val"] = user.target(*args, **kwargs)  # type: ignore[operator]
-            if tensor_of(user).stride() != before.stride():
-                pending.append(user)
+def attended(emit: Emitter, masks: list[Filled], scores: Layout, labels: Labels) -> Node | None:
+    """The bool mask that all of `masks` make together, of four dims; None where there are none."""
+    found: Node | None = None
+    for mask in masks:
+        value = _broadcast(emit, mask.condition, mask.layout, scores, labels)
+        value = value if mask.attends else emit.call(aten.logical_not.default, value)
+        found = value if found is None else emit.call(aten.logical_and.default, found, value)
+    return found
+
+
+def _broadcast(emit: Emitter, node: Node, layout: Layout, scores: Layout, labels: Labels) -> Node:
+    """A mask with four dims, of size 1 where it does not vary."""
+    return arranged(emit, node, layout, broadcast_layout(layout, scores, labels), labels)

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
+from autopar.fusion import Refused
 from autopar.passes.gate_forms.checks import same_as
 from autopar.passes.gate_forms.factors import Factor, Factors, Stage, factor_of, products_of
 from autopar.passes.gate_forms.polynomials import SUMS, Polynomial, polynomial
-from autopar.passes.gate_forms.refused import Refused
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ def named(factor: Factor, constants: Constants) -> Activated | None:
     if core.node.target in _GELUS:
         kind = "gelu" if core.node.kwargs.get("approximate", "none") == "none" else "gelu_tanh"
     if kind is not None and not factor.divides:
-        return Activated(kind, core.node.args[0], core.number, core.passed | {core.node})  # type: ignore[arg-type]
+        return Activated(kind, node_at(core.node, 0), core.number, core.passed | {core.node})
     logistic = _logistic(factor, constants)
     return None if logistic is None else Activated("sigmoid", *logistic, by_hand=True)
 
@@ -129,7 +130,7 @@ def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozen
     assert isinstance(negated, Node)
     if negated.target is not aten.neg.default:
         return None
-    return negated.args[0], number, interior | {total, exponential, negated}  # type: ignore[return-value]
+    return node_at(negated, 0), number, interior | {total, exponential, negated}
 
 
 def constants_of(value: object, constants: Constants) -> float | None:

@@ -11,9 +11,9 @@ from torch.fx import Node
 from autopar.constants import Constants
 from autopar.emit import tensor_of
 from autopar.overwrites import writes
-from autopar.passes.attention_forms.scores import is_cast
 from autopar.passes.gate_forms.activations import Activated, activation_at
 from autopar.passes.gate_forms.checks import check_interior, check_writes, narrowest, rounded, same_as, widest
+from autopar.spellings import is_cast
 
 aten = torch.ops.aten
 
@@ -66,8 +66,8 @@ def _bias_of(total: Node) -> tuple[Node, Node] | None:
     if not all(isinstance(each, Node) and tensor_of(each).is_floating_point() for each in pair):
         return None
     for x, bias in (pair, pair[::-1]) if not writes(total) else (pair,):
-        whole, shape = tensor_of(x).shape, tensor_of(bias).shape  # type: ignore[arg-type]
-        rows = len(whole) > 1 and whole == tensor_of(total).shape and whole[-1] > 1 and tensor_of(x).numel() > whole[-1]  # type: ignore[arg-type]
-        if rows and len(shape) <= len(whole) and shape[-1:] == whole[-1:] and tensor_of(bias).numel() == whole[-1]:  # type: ignore[arg-type]
+        whole, shape = tensor_of(x).shape, tensor_of(bias).shape
+        rows = len(whole) > 1 and whole == tensor_of(total).shape and whole[-1] > 1 and tensor_of(x).numel() > whole[-1]
+        if rows and len(shape) <= len(whole) and shape[-1:] == whole[-1:] and tensor_of(bias).numel() == whole[-1]:
             return x, bias  # type: ignore[return-value]
     return None

@@ -7,20 +7,21 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.emit import tensor_of
+from autopar.fusion import Refused
 from autopar.overwrites import is_last_reader, overwritten, writes
-from autopar.passes.attention_forms.scores import is_cast
-from autopar.passes.gate_forms.refused import Refused
+from autopar.spellings import is_cast, widens
 
 
 def same_as(node: Node) -> set[Node]:
     """`node` and the values that it is a wider copy of, and wider copies of these."""
-    while is_cast(node) and _widens(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while is_cast(node) and widens(node):
+        node = node_at(node, 0)
     found, pending = {node}, [node]
     while pending:
         for user in pending.pop().users:
-            if is_cast(user) and _widens(user) and user not in found:
+            if is_cast(user) and widens(user) and user not in found:
                 found.add(user)
                 pending.append(user)
     return found
@@ -28,14 +29,9 @@ def same_as(node: Node) -> set[Node]:
 
 def narrowest(node: Node) -> Node:
     """What `node` is a wider copy of, itself if it is none."""
-    while is_cast(node) and _widens(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while is_cast(node) and widens(node):
+        node = node_at(node, 0)
     return node
-
-
-def _widens(cast: Node) -> bool:
-    before, after = tensor_of(cast.args[0]).dtype, tensor_of(cast).dtype  # type: ignore[arg-type]
-    return before.is_floating_point and torch.promote_types(before, after) == after
 
 
 def rounded(node: Node) -> Node:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.scores import PRODUCTS, QUOTIENTS, is_cast
+from autopar.spellings import PRODUCTS, QUOTIENTS, is_cast
 
 aten = torch.ops.aten
 
@@ -85,9 +86,9 @@ def _split(stage: Stage, constants: Constants, divides: bool = False) -> Factors
 def _past(node: Node, constants: Constants) -> tuple[Node, float] | None:
     """The one operand that `node` scales by a number, and the number."""
     if is_cast(node):
-        return (node.args[0], 1.0) if tensor_of(node.args[0]).is_floating_point() else None  # type: ignore[arg-type, return-value]
+        return (node_at(node, 0), 1.0) if tensor_of(node_at(node, 0)).is_floating_point() else None
     if node.target in (aten.neg.default, aten.neg_.default):
-        return node.args[0], -1.0  # type: ignore[return-value]
+        return node_at(node, 0), -1.0
     if node.target not in PRODUCTS and node.target not in QUOTIENTS:
         return None
     left, right = node.args[:2]

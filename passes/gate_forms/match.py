@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import int_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.scores import PRODUCTS, QUOTIENTS
+from autopar.fusion import Refused
 from autopar.passes.gate_forms.activations import Activated, by_hand, named
 from autopar.passes.gate_forms.checks import check_interior, check_writes, narrowest, rounded, same_as, widest
 from autopar.passes.gate_forms.factors import Factor, Factors, products_of
-from autopar.passes.gate_forms.refused import Refused
+from autopar.spellings import PRODUCTS, QUOTIENTS
 
 aten = torch.ops.aten
 
@@ -77,7 +78,7 @@ def match_gate(product: Node, constants: Constants, writers: Sequence[Node]) -> 
 def _halves(node: Node) -> Gate:
     whole = node.args[0]
     assert isinstance(whole, Node)
-    dim = int(node.args[1]) if len(node.args) > 1 else -1  # type: ignore[arg-type]
+    dim = int_at(node, 1) if len(node.args) > 1 else -1
     return Gate(node, "sigmoid", whole, whole, tensor_of(node).dtype, halves=dim % tensor_of(whole).dim())
 
 

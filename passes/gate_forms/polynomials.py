@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.scores import PRODUCTS, QUOTIENTS, is_cast
+from autopar.spellings import PRODUCTS, QUOTIENTS, is_cast
 
 aten = torch.ops.aten
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.scores import is_cast
+from autopar.fusion import Refused
 from autopar.passes.norm_forms.reading import (
     DEVIATIONS,
     FLOORS,
@@ -31,7 +32,7 @@ from autopar.passes.norm_forms.reading import (
     root_of,
     stripped,
 )
-from autopar.passes.norm_forms.refused import Refused
+from autopar.spellings import is_cast
 
 aten = torch.ops.aten
 
@@ -109,12 +110,12 @@ def _measured(node: Node) -> Node | None:
     if node.target in LENGTHS:
         return node.args[0] if node.args[1:2] in ((), (None,), (2,)) else None  # type: ignore[return-value]
     if node.target in (*VARIANCES, *DEVIATIONS):
-        return node.args[0]  # type: ignore[return-value]
+        return node_at(node, 0)
     if node.target is operator.getitem:
         pair = node.args[0]
         assert isinstance(pair, Node)
-        return pair.args[0] if pair.target in PAIRS and node.args[1] == 0 else None  # type: ignore[return-value]
-    return root_of(stripped(node.args[0])) if node.target in (*MEANS, *TOTALS) else None  # type: ignore[arg-type]
+        return node_at(pair, 0) if pair.target in PAIRS and node.args[1] == 0 else None
+    return root_of(stripped(node_at(node, 0))) if node.target in (*MEANS, *TOTALS) else None
 
 
 def _read(node: Node, value: Node, scale: Node, divides: bool, constants: Constants) -> Normalised:

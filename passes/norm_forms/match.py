@@ -12,12 +12,12 @@ from torch.fx import Node
 
 from autopar.constants import Constants
 from autopar.emit import tensor_of
+from autopar.fusion import Refused
 from autopar.overwrites import overwritten, writes
-from autopar.passes.attention_forms.scores import is_cast
 from autopar.passes.norm_forms.by_hand import Normalised, is_affine, normalised_at
 from autopar.passes.norm_forms.reading import PRODUCTS, SUMS, casts_above, is_tensor, narrowest, stripped
-from autopar.passes.norm_forms.refused import Refused
 from autopar.rules.labels import argument
+from autopar.spellings import is_cast
 
 aten = torch.ops.aten
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.scores import is_cast
-from autopar.passes.norm_forms.refused import Refused
+from autopar.fusion import Refused
+from autopar.spellings import is_cast, widens
 
 aten = torch.ops.aten
 
@@ -36,9 +37,9 @@ _TOLERANCE = 1e-12
 
 def stripped(node: Node) -> Node:
     """What `node` is a copy of in another float dtype, of float32 or wider than it was."""
-    while is_cast(node) and (_widens(node) or tensor_of(node).dtype in (torch.float32, torch.float64)):
+    while is_cast(node) and (widens(node) or tensor_of(node).dtype in (torch.float32, torch.float64)):
         operand = node.args[0]
-        if not tensor_of(operand).is_floating_point():  # type: ignore[arg-type]
+        if not tensor_of(operand).is_floating_point():
             break
         node = operand  # type: ignore[assignment]
     return node
@@ -49,26 +50,21 @@ def casts_above(node: Node) -> set[Node]:
     found, above = set[Node](), stripped(node)
     while node is not above:
         found.add(node)
-        node = node.args[0]  # type: ignore[assignment]
+        node = node_at(node, 0)
     return found
 
 
 def narrowest(node: Node) -> Node:
     """What `node` is a wider copy of, itself if it is none."""
-    while is_cast(node) and _widens(node):
-        node = node.args[0]  # type: ignore[assignment]
+    while is_cast(node) and widens(node):
+        node = node_at(node, 0)
     return node
-
-
-def _widens(cast: Node) -> bool:
-    before, after = tensor_of(cast.args[0]).dtype, tensor_of(cast).dtype  # type: ignore[arg-type]
-    return before.is_floating_point and torch.promote_types(before, after) == after
 
 
 def root_of(node: Node) -> Node | None:
     """y where `node` is y²."""
     if node.target is aten.square.default or (node.target in POWERS and node.args[1] == 2):
-        return node.args[0]  # type: ignore[return-value]
+        return node_at(node, 0)
     if node.target in PRODUCTS and all(isinstance(each, Node) for each in node.args[:2]):
         left, right = node.args[:2]
         return left if stripped(left) is stripped(right) else None  # type: ignore[arg-type, return-value]
@@ -110,7 +106,7 @@ class Reading:
             elif node.target not in _EXPANSIONS or not _is_row_by_row(node):
                 return node
             self.interior.add(node)
-            node = node.args[0]  # type: ignore[assignment]
+            node = node.args[0]
 
     def scale(self, node: Any, divides: bool) -> tuple[Node, float]:
         """The mean of squares and eps, where `node` is 1 / sqrt(mean + eps), or sqrt(mean + eps) and `divides`."""
@@ -169,8 +165,8 @@ class Reading:
             return self._over_last(node), False
         if node.target in (*QUOTIENTS, *PRODUCTS):
             return self._averaged(node), False
-        if node.target is operator.getitem and node.args[0].target in PAIRS and node.args[1] == 0:  # type: ignore[union-attr]
-            node = node.args[0]  # type: ignore[assignment]
+        if node.target is operator.getitem and node.args[0].target in PAIRS and node.args[1] == 0:
+            node = node.args[0]
             self.interior.add(node)
         if node.target in (*VARIANCES, *PAIRS):
             value = self._over_last(node, keep=3 if str(node.target).endswith(".dim") else None)
@@ -224,7 +220,7 @@ class Reading:
         casts, node = casts_above(node), stripped(node)
         if node.target not in _DIFFERENCES or node.kwargs.get("alpha", 1) != 1 or not all(isinstance(each, Node) for each in node.args[:2]):
             return None
-        x, inner = stripped(node.args[0]), Reading(self.constants)  # type: ignore[arg-type]
+        x, inner = stripped(node_at(node, 0)), Reading(self.constants)
         mean = inner.through(node.args[1])
         try:
             found = inner.paired(mean) or inner.mean(mean)
@@ -232,7 +228,7 @@ class Reading:
             return None
         if found[1] or stripped(found[0]) is not x:
             return None
-        self.interior |= inner.interior | casts | casts_above(node.args[0]) | {node}  # type: ignore[arg-type]
+        self.interior |= inner.interior | casts | casts_above(node_at(node, 0)) | {node}
         return x
 
     def paired(self, node: Node) -> tuple[Node, bool] | None:
@@ -246,7 +242,7 @@ class Reading:
 
 def _is_row_by_row(expansion: Node) -> bool:
     """Whether only the last dim is made longer."""
-    return tensor_of(expansion.args[0]).shape == (*tensor_of(expansion).shape[:-1], 1)  # type: ignore[arg-type]
+    return tensor_of(expansion.args[0]).shape == (*tensor_of(expansion).shape[:-1], 1)
 
 
 def _correction(node: Node) -> float:

@@ -7,9 +7,8 @@ import operator
 import torch
 from torch.fx import Node
 
-from autopar.emit import Emitter, replace, tensor_of
+from autopar.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.kernels.normalisation import add_norm, norm
-from autopar.passes.attention_forms.write import lay_out_anew
 from autopar.passes.norm_forms.match import Match
 from autopar.passes.norm_forms.residual import Residual
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from autopar.emit import Emitter, tensor_of
-from autopar.passes.gate_forms.refused import Refused
+from autopar.fusion import Refused
 from autopar.passes.rotary_forms.elements import Angle, real_shape
 
 aten = torch.ops.aten

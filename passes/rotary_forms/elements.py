@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
+from autopar.arguments import call_of, node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.scores import PRODUCTS, is_cast
 from autopar.program import operands
+from autopar.spellings import PRODUCTS, is_cast
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def is_understood(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
-        return node.args[0].target in _MOVED  # type: ignore[union-attr]
+        return node_at(node, 0).target in _MOVED
     known = (
         node.target in _SUMS or node.target in PRODUCTS or node.target in _NEGATIONS or node.target in _REGROUPED or node.target in _MOVED
     )
@@ -112,7 +112,7 @@ class Elements:
             return self._product(node)
         if node.target in _MOVED or node.target is operator.getitem:
             return self._moved(node)
-        found = self.of(node.args[0])  # type: ignore[arg-type]
+        found = self.of(node_at(node, 0))
         if found is None or is_cast(node):
             return found
         if node.target in _NEGATIONS:
@@ -174,8 +174,8 @@ class Elements:
             numbers.append(indices.reshape((1,) * len(self._outer) + each.shape))
             pool += list(each.flat)
         remaining = iter(numbers)
-        args, kwargs = torch.fx.map_arg((call.args, call.kwargs), lambda _: next(remaining))  # type: ignore[misc]
-        result: Any = call.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = torch.fx.map_arg((call.args, call.kwargs), lambda _: next(remaining))
+        result = call_of(call)(*args, **kwargs)
         result = result if call is node else result[node.args[1]]
         return _array([pool[int(index)] for index in result.flatten()], tuple(result.shape)[len(self._outer) :])
 

@@ -11,11 +11,11 @@ from torch.fx import Node
 
 from autopar.constants import Constants
 from autopar.emit import tensor_of
-from autopar.passes.attention_forms.scores import PRODUCTS
+from autopar.fusion import Refused
 from autopar.passes.gate_forms.checks import check_interior, check_writes, narrowest, rounded, same_as, widest
-from autopar.passes.gate_forms.refused import Refused
 from autopar.passes.rotary_forms.angles import Angles
 from autopar.passes.rotary_forms.elements import SHOWN, Elements, Term, Terms, is_understood
+from autopar.spellings import PRODUCTS
 
 aten = torch.ops.aten
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from autopar.emit import Emitter, replace, tensor_of
+from autopar.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.kernels.rotary import rotary
-from autopar.passes.attention_forms.write import lay_out_anew
 from autopar.passes.rotary_forms.match import Rotation
 
 aten = torch.ops.aten

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-import autopar.kernels.gated  # noqa: F401 (it registers ops)
+import autopar.kernels.dropout  # noqa: F401 (it registers ops, as the next does)
+import autopar.kernels.gated  # noqa: F401
 from autopar.grow import can_grow, inside, keeps_clean, mask, pad, unpad, with_atoms
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder
@@ -94,6 +95,18 @@ def test_what_is_zero_in_the_padding_of_gates(
     name: str, activation: str, shapes: tuple[tuple[int, ...], ...], clean: set[int], expected: bool
 ) -> None:
     node = instance(getattr(torch.ops.autopar, name).default, *map(torch.empty, shapes), activation=activation)
+    assert keeps_clean(node, space_of(node), 0, 1, lambda operand, _: operand in clean) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "clean", "expected"), [("dropout", {0}, True), ("add_dropout", {0, 1}, True), ("add_dropout", {0}, False)]
+)
+def test_what_is_dropped_of_zero_is_zero(name: str, clean: set[int], expected: bool) -> None:
+    positions = [torch.zeros(shape, dtype=torch.int64) for shape in ((4, 1), (4, 1), (6,))]
+    values = [torch.randn(4, 6)] * (2 if name == "add_dropout" else 1)
+    options = {"keep_below": 2**31, "scale": 2.0} | ({"dtype": torch.float32} if name == "dropout" else {})
+    node = instance(getattr(torch.ops.autopar, name).default, *values, *positions, **options)
+    # Positions are of the elements outside, too: that they are zero is not known.
     assert keeps_clean(node, space_of(node), 0, 1, lambda operand, _: operand in clean) is expected
 
 

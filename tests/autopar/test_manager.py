@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph
 
 from autopar._torch import fake_mode
-from autopar.check import Checker
+from autopar.checks.checker import Checker
 from autopar.compiled import Step
 from autopar.emit import Emitter
 from autopar.errors import AutoparError, CheckError

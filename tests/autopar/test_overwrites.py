@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx import Node
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.mesh import virtual_mesh
 from autopar.overwrites import is_last_reader, memory_of, overwritten, writers_of
 from autopar.program import Program

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from autopar.atom_classes import AtomClasses
-from autopar.check import check
+from autopar.checks.checker import check
 from autopar.keys import PHASE, SOURCE
 from autopar.pad_graph import padded_program
 from autopar.padding import Padding

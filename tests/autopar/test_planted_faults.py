@@ -14,8 +14,8 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import fake_mode
-from autopar.check import violations
-from autopar.check_schedule import check_schedule
+from autopar.checks.checker import violations
+from autopar.checks.schedule import check_schedule
 from autopar.collectives import all_reduce, reshard, wait
 from autopar.compiled import Compiled
 from autopar.emit import Emitter

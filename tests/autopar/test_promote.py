@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from autopar.capture import capture
-from autopar.check_program import check_program
+from autopar.checks.program import check_program
 from autopar.compiler import Options, default_passes
+from autopar.frontend.capture import capture
 from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Node, map_arg
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.keys import DIMS
 from autopar.mesh import Mesh
 from autopar.passes.decompose_losses import DecomposeLosses

@@ -181,21 +181,21 @@ INSTANCES = {
     "max pooling": (aten.max_pool2d_with_indices.default, (IMAGE, [2, 2])),
     "upsample": (aten.upsample_bilinear2d.default, (IMAGE, [16, 16], False)),
     "upsample backward": (aten.upsample_bilinear2d_backward.default, (torch.empty(4, 6, 16, 16), [16, 16], [4, 6, 8, 8], False)),
-    "attention": (torch.ops.autopar.attention.default, (Q, KV, KV, MASK, KEEP), ATTENDS),
-    "attention, causal": (torch.ops.autopar.attention.default, (Q, Q, Q, None, None), ATTENDS | {"is_causal": True}),
+    "attention": (torch.ops.autopar.attention.default, (Q, KV, KV, MASK, KEEP, None, None), ATTENDS),
+    "attention, causal": (torch.ops.autopar.attention.default, (Q, Q, Q, *[None] * 4), ATTENDS | {"is_causal": True}),
     "attention, window and soft cap": (
         torch.ops.autopar.attention.default,
-        (Q, KV, KV, None, None),
+        (Q, KV, KV, *[None] * 4),
         ATTENDS | {"window": 3, "soft_cap": 2.0},
     ),
     "attention backward": (
         torch.ops.autopar.attention_backward.default,
-        (Q, None, Q, KV, KV, MASK, KEEP, Q, LSE),
+        (Q, None, Q, KV, KV, MASK, KEEP, None, None, Q, LSE),
         ATTENDS,
     ),
     "attention backward, of both results": (
         torch.ops.autopar.attention_backward.default,
-        (Q, LSE, Q, KV, KV, None, None, Q, LSE),
+        (Q, LSE, Q, KV, KV, *[None] * 4, Q, LSE),
         ATTENDS | {"soft_cap": 2.0},
     ),
 }

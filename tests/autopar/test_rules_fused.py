@@ -9,6 +9,7 @@ import torch
 
 import autopar.kernels.attention
 import autopar.kernels.cross_entropy
+import autopar.kernels.dropout
 import autopar.kernels.gated
 import autopar.kernels.normalisation
 import autopar.kernels.projected_cross_entropy
@@ -24,8 +25,11 @@ MASK, COLUMN = torch.empty(4, 6, dtype=torch.bool), torch.empty(2, 4, 1)
 PROBABILITY = {"scale": 0.5, "dtype": torch.float32}
 IDS, HEADS, ANGLES = torch.empty(2, 4, dtype=torch.int64), torch.empty(2, 4, 6, 8), torch.empty(2, 1, 6, 4)
 Q, KV, LSE, BIAS = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 4, 6), torch.empty(1, 4, 6, 10)
+OF_QUERIES, OF_KEYS = torch.empty(2, 6, dtype=torch.int64), torch.empty(1, 10, dtype=torch.int64)
 TABLE, TEN = torch.empty(10, 6), torch.empty(10, dtype=torch.int64)
 CLASSES, SILU = torch.empty(6, dtype=torch.int64), {"activation": "silu"}
+STARTS, WORD = torch.empty(2, 4, 1, dtype=torch.int64), torch.empty((), dtype=torch.int64)
+DROPPED: dict[str, Any] = {"keep_below": 2**31, "scale": 2.0}
 ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 EPS: dict[str, Any] = {"eps": 1e-5, "centred": True}
 # op, arguments, options, factors that the rule must find, sets of operands in which it is linear
@@ -66,32 +70,64 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
     "gated backward": (ops.gated_backward.default, (X, X, X), SILU, "d0 d1 d2", [{0}]),
     "bias and activation": (ops.bias_activation.default, (X, WEIGHT), SILU, "d0 d1 d2", []),
     "bias and activation backward": (ops.bias_activation_backward.default, (X, X, WEIGHT), SILU, "d0 d1 d2", [{0}]),
+    "dropout": (ops.dropout.default, (X, STARTS, WORD, CLASSES), DROPPED | {"dtype": torch.float32}, "d0 d1 d2", [{0}]),
+    "dropout, words of rows": (
+        ops.dropout.default,
+        (X, STARTS, torch.empty(2, 1, 1, dtype=torch.int64), CLASSES),
+        DROPPED | {"dtype": torch.float32},
+        "d0 d1 d2",
+        [{0}],
+    ),
+    "dropout and residual": (ops.add_dropout.default, (X, X, STARTS, WORD, CLASSES), DROPPED, "d0 d1 d2", [{0, 1}]),
+    "dropout and residual, few rows": (ops.add_dropout.default, (X, X, STARTS[0], WORD, CLASSES), DROPPED, "d0 d1 d2", [{0, 1}]),
     "rotary": (ops.rotary.default, (HEADS, ANGLES, ANGLES), {"interleaved": False}, "d0 d1 d2", [{0}]),
     "rotary backward": (ops.rotary_backward.default, (HEADS, ANGLES, ANGLES), {"interleaved": True}, "d0 d1 d2", [{0}]),
+    "attention, documents": (ops.attention.default, (Q, KV, KV, None, None, OF_QUERIES, OF_KEYS), ATTENDS, "b g r s", []),
+    "attention, causal, documents": (
+        ops.attention.default,
+        (Q, Q, Q, None, None, OF_QUERIES, OF_QUERIES),
+        ATTENDS | {"is_causal": True},
+        "b g",
+        [],
+    ),
+    "attention backward, documents": (
+        ops.attention_backward.default,
+        (Q, None, Q, Q, Q, None, None, OF_QUERIES, OF_QUERIES, Q, LSE),
+        ATTENDS,
+        "b g s",
+        [{0}],
+    ),
     "attention's mask gradient": (
         ops.attention_mask_gradient.default,
-        (Q, None, Q, KV, KV, BIAS, None, Q, LSE),
+        (Q, None, Q, KV, KV, BIAS, *[None] * 3, Q, LSE),
+        ATTENDS,
+        "b g r s t",
+        [{0}],
+    ),
+    "attention's mask gradient, documents": (
+        ops.attention_mask_gradient.default,
+        (Q, None, Q, KV, KV, BIAS, None, OF_QUERIES, OF_KEYS, Q, LSE),
         ATTENDS,
         "b g r s t",
         [{0}],
     ),
     "attention's mask gradient, of both results": (
         ops.attention_mask_gradient.default,
-        (Q, LSE, Q, KV, KV, BIAS, None, Q, LSE),
+        (Q, LSE, Q, KV, KV, BIAS, *[None] * 3, Q, LSE),
         ATTENDS | {"soft_cap": 2.0},
         "b g r s t",
         [{0, 1}],
     ),
     "attention's mask gradient, causal": (
         ops.attention_mask_gradient.default,
-        (Q, None, Q, KV, KV, torch.empty(6, 10), None, Q, LSE),
+        (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 3, Q, LSE),
         ATTENDS | {"is_causal": True},
         "b g r",
         [{0}],
     ),
     "attention's mask gradient, in a window": (
         ops.attention_mask_gradient.default,
-        (Q, None, Q, KV, KV, torch.empty(6, 10), None, Q, LSE),
+        (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 3, Q, LSE),
         ATTENDS | {"window": 3},
         "b g r",
         [{0}],
@@ -115,6 +151,7 @@ def test_whole_equals_parts(name: str) -> None:
     [
         (ops.gated.default, (X, X), SILU, (0, 1), {1}),
         (ops.gated_backward.default, (X, X, X), SILU, (0, 2), {0}),
+        (ops.add_dropout.default, (X, X, STARTS, WORD, CLASSES), DROPPED, (0, 1), {0, 1}),
         (ops.norm_backward.default, (X, X, X, ROWS, ROWS, WEIGHT), {"centred": True, "has_bias": True}, (0, 1), {0, 1}),
     ],
 )

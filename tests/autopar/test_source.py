@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, Node
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.keys import PHASE, SOURCE, Source
 from autopar.mesh import virtual_mesh
 from autopar.passes.trace_joint import TraceJoint

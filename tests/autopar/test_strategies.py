@@ -75,7 +75,7 @@ def test_atoms_that_a_view_breaks_otherwise_are_blocked() -> None:
 
 def test_grouped_heads_share_the_key_heads() -> None:
     q, kv = torch.empty(2, 6, 4, 8), torch.empty(2, 2, 5, 8)
-    node = instance(torch.ops.autopar.attention.default, q, kv, kv, None, None, is_causal=False, scale=1.0, soft_cap=0.0, window=0)
+    node = instance(torch.ops.autopar.attention.default, q, kv, kv, *[None] * 4, is_causal=False, scale=1.0, soft_cap=0.0, window=0)
     found = {factor.name: (factor.size, factor.operands, factor.results) for factor in factors_of(node)}
     assert found["g"] == (2, (1, 1, 1), (1, 1))
     assert found["r"] == (3, (2, None, None), (2, 2))
@@ -83,7 +83,7 @@ def test_grouped_heads_share_the_key_heads() -> None:
 
 def test_heads_whose_atoms_straddle_the_groups_are_blocked() -> None:
     q, kv = torch.empty(2, 6, 4, 8), torch.empty(2, 2, 5, 8)
-    node = instance(torch.ops.autopar.attention.default, q, kv, kv, None, None, is_causal=False, scale=1.0, soft_cap=0.0, window=0)
+    node = instance(torch.ops.autopar.attention.default, q, kv, kv, *[None] * 4, is_causal=False, scale=1.0, soft_cap=0.0, window=0)
     for tensor in (operands(node)[0], node):
         DIMS[tensor] = tuple((dims[0], (3, 2), *dims[2:]) for dims in DIMS[tensor])
     assert {factor.name for factor in factors_of(node)} == {"b", "s"}

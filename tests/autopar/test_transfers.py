@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.pipeline.work import Work
-from autopar.summary import cost_of, places_of
+from autopar.reports.summary import cost_of, places_of
 from autopar.transfers import sent, transfers
 from tests.piped import interleaved_pipe, plain_pipe, tied_pipe
 from tests.residual import WIDTH, WORDS

@@ -24,7 +24,7 @@ MESHES: dict[str, dict[str, int]] = {
     "dp2×tp4": {"dp": 2, "tp": 4},
 }
 DROPOUTS = {"dropout off": 0.0, "dropout on": 0.1}
-QUICK = {(name, "dp2×tp2", "dropout off") for name in ZOO} | {("llama", "dp2×tp4", "dropout on")}
+QUICK = {(name, "dp2×tp2", "dropout off") for name in ("llama", "bert", "vit")} | {("gpt2", "dp2×tp4", "dropout on")}
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(ZOO, MESHES, DROPOUTS)
 ]

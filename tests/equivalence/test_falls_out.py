@@ -17,7 +17,7 @@ from autopar.passes.choose_shardings import ChooseShardings
 from autopar.passes.find_atoms import FindAtoms
 from autopar.passes.insert_reshards import InsertReshards
 from autopar.program import Program
-from autopar.summary import transfers
+from autopar.reports.summary import transfers
 from benchmarks.planning import LLAMA_3_8B, traced
 
 NUM_LAYERS = 2

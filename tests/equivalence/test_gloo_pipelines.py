@@ -145,5 +145,5 @@ def test_training_on_three_axes_follows_plain_torch(schedule: str) -> None:
     try:
         found = ranks.run(trains, "gpt2", {"pp": 2, "dp": 2, "tp": 2}, 4, schedule, timeout=600)
     finally:
-        ranks.close()
+        ranks.stop()
     assert_as_plain(found, {0: [0, 1, 2, 3], 1: [4, 5, 6, 7]})

@@ -14,13 +14,13 @@ from torch.fx import Node
 
 from autopar.collectives import reshard
 from autopar.compiled import Compiled
-from autopar.explain import explain
 from autopar.keys import DIMS, SHARDING, STRATEGY
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.program import Program, operands, results_of
+from autopar.reports.explain import explain
+from autopar.reports.summary import contractions
 from autopar.schedule import Schedule
 from autopar.sharding import shape_of
-from autopar.summary import contractions
 from benchmarks.planning import GPT2_MEDIUM, SHAPES, Planned, Shape, planned, traced
 
 TENSOR_PARALLEL = (2, 4, 8)

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 import autopar
 from autopar import Cluster, ParallelModule, virtual_mesh
-from autopar.check import Checker
+from autopar.checks.checker import Checker
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.manager import run_passes
 from autopar.passes.cut_fragments import cut_fragments
@@ -28,10 +28,10 @@ from autopar.passes.pad_atoms import PadAtoms
 from autopar.passes.random_shardings import RandomShardings
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.program import Program, operands, results_of
 from autopar.promote import default_float64, promote
-from autopar.summary import contractions
+from autopar.reports.summary import contractions
 from tests.running import (
     FORWARD_PASSES,
     SIMPLIFICATIONS,
@@ -204,7 +204,7 @@ def assert_random_plans_are_exact(name: str, seeds: range) -> None:
             assert_close(run_schedule(cut_fragments(local), local.mesh, inputs | tangents), wanted, 1e-10)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_random_plan_is_exact(name: str) -> None:
     assert_random_plans_are_exact(name, range(1))
 
@@ -212,7 +212,7 @@ def test_a_random_plan_is_exact(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_twenty_random_plans_are_exact(name: str) -> None:
-    assert_random_plans_are_exact(name, range(1, 21))
+    assert_random_plans_are_exact(name, range(20))
 
 
 # ---- on real ranks

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autopar.check import Checker, check_schedules
+from autopar.checks.checker import Checker, check_schedules
 from autopar.compiler import Options, default_passes
 from autopar.freedom import Freedom
 from autopar.hardware.cluster import Cluster

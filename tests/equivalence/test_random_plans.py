@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from autopar.check import Checker, check_compiled, check_schedules
+from autopar.checks.checker import Checker, check_compiled, check_schedules
 from autopar.compiled import Compiled
 from autopar.compiler import Options, default_passes
 from autopar.hardware.cluster import Cluster
@@ -31,7 +31,9 @@ from tests.running import FORWARD_PASSES, Values, assert_close, forward_program,
 from tests.zoo import ZOO
 
 MESHES = (virtual_mesh(dp=2, tp=2), virtual_mesh(dp=2, tp=2), virtual_mesh(tp=4), virtual_mesh(dp=4), virtual_mesh(dp=2, tp=4))
-NUM_QUICK, NUM_ALL = 2, 50
+NUM_ALL = 50
+# One a model; odd seeds drop out.
+QUICK = {("gpt2", 1), ("llama", 0), ("bert", 1), ("vit", 0)}
 
 
 @cache
@@ -55,15 +57,14 @@ def assert_exact(name: str, seed: int) -> None:
     _, inputs, wanted = reference(name, dropout)
     with default_float64():
         program = logical(name, dropout, mesh)
-        local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),) if seed < NUM_QUICK else ())
+        local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),) if (name, seed) in QUICK else ())
         schedule = cut_fragments(local)
         check_schedules([schedule] * mesh.size, local.mesh)
         inputs = inputs | {("tangent", item.name): wanted["loss", "0"].new_ones(()) for item in local.signature.inputs_of("tangent")}
         assert_close(run_schedule(schedule, local.mesh, inputs), wanted, 1e-10)
 
 
-@pytest.mark.parametrize("seed", range(NUM_QUICK))
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "seed"), sorted(QUICK))
 def test_a_random_plan_is_exact(name: str, seed: int) -> None:
     assert_exact(name, seed)
 
@@ -71,7 +72,7 @@ def test_a_random_plan_is_exact(name: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 def test_fifty_random_plans_are_exact(name: str) -> None:
-    for seed in range(NUM_QUICK, NUM_ALL):
+    for seed in range(NUM_ALL):
         try:
             assert_exact(name, seed)
         except Exception as error:

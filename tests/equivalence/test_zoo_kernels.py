@@ -14,7 +14,7 @@ from benchmarks.zoo_kernels import MESHES, outcome
 
 # A gate that is broadcast over the hidden dim, tables of angles that are trained: what the ops do not take.
 LEFT = {"qwen2_moe": ("gate",)}
-QUICK = {("llama", "tp2"), ("bert", "tp2")}
+QUICK = {("llama", "tp2")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(ZOO, MESHES)]
 
 

@@ -81,8 +81,11 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ten
 def results(
     op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool
 ) -> list[Tensor]:
-    out, log_sum_exp = attention(*op_inputs, mask, keep, **OPTIONS | {"is_causal": is_causal})
-    return [out, *attention_backward(grad, None, *op_inputs, mask, keep, out, log_sum_exp, **OPTIONS | {"is_causal": is_causal})]
+    out, log_sum_exp = attention(*op_inputs, mask, keep, None, None, **OPTIONS | {"is_causal": is_causal})
+    return [
+        out,
+        *attention_backward(grad, None, *op_inputs, mask, keep, None, None, out, log_sum_exp, **OPTIONS | {"is_causal": is_causal}),
+    ]
 
 
 def wanted_results(
@@ -114,9 +117,9 @@ def test_the_plain_path_is_what_the_fused_one_is(monkeypatch: pytest.MonkeyPatch
     """So is log_sum_exp, which the one may be given by the other."""
     inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float64)
     mask = make_mask("empty rows", 2, 4, 6, 7, torch.float64)
-    fused = attention(*inputs, mask, None, **OPTIONS | {"is_causal": True})
+    fused = attention(*inputs, mask, None, None, None, **OPTIONS | {"is_causal": True})
     monkeypatch.setattr(module, "_has_flash", lambda *_: False)
-    plain = attention(*inputs, mask, None, **OPTIONS | {"is_causal": True})
+    plain = attention(*inputs, mask, None, None, None, **OPTIONS | {"is_causal": True})
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         assert one.stride() == other.stride()
@@ -148,18 +151,18 @@ def test_torchs_own_checks(shape: tuple[int, ...], drops: bool) -> None:
     batch, num_heads, _, length, key_length, _, value_size = shape
     inputs = tuple(item.requires_grad_() for item in make_inputs(shape, torch.float32))
     keep = torch.ones(batch, num_heads, length, key_length) if drops else None
-    torch.library.opcheck(attention, (*inputs, None, keep), OPTIONS)
-    out, log_sum_exp = (item.detach() for item in attention(*inputs, None, keep, **OPTIONS))
+    torch.library.opcheck(attention, (*inputs, None, keep, None, None), OPTIONS)
+    out, log_sum_exp = (item.detach() for item in attention(*inputs, None, keep, None, None, **OPTIONS))
     grad = torch.randn(batch, num_heads, length, value_size)
     detached = tuple(item.detach() for item in inputs)
-    torch.library.opcheck(attention_backward, (grad, None, *detached, None, keep, out, log_sum_exp), OPTIONS)
+    torch.library.opcheck(attention_backward, (grad, None, *detached, None, keep, None, None, out, log_sum_exp), OPTIONS)
 
 
 def test_one_node_each_way_in_a_trace() -> None:
     inputs = tuple(item.requires_grad_() for item in make_inputs(SHAPES[0], torch.float32))
 
     def step(*operands: Tensor) -> tuple[Tensor, ...]:
-        out, _ = attention(*operands, None, None, **OPTIONS | {"is_causal": True})
+        out, _ = attention(*operands, *[None] * 4, **OPTIONS | {"is_causal": True})
         return torch.autograd.grad(out.sum(), operands)
 
     targets = [node.target for node in make_fx(step, tracing_mode="fake")(*inputs).graph.nodes]
@@ -175,17 +178,23 @@ def test_an_added_mask_has_a_gradient_of_its_shape(shape: tuple[int, ...], is_ca
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
     def call(*inputs: Tensor) -> Tensor:
-        return attention(*inputs, None, **OPTIONS | {"is_causal": is_causal})[0]
+        return attention(*inputs, None, None, None, **OPTIONS | {"is_causal": is_causal})[0]
 
     assert torch.autograd.gradcheck(call, (*inputs, bias))
+
+
+def test_documents_trace() -> None:
+    inputs = tuple(item.requires_grad_() for item in make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32))
+    documents = (torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[0, 0, 1, 1, 2, 2, 3], [1, 1, 1, 0, 0, 0, 0]]))
+    assert_traceable(attention, (*inputs, None, None, *documents), OPTIONS, backward="autopar.attention_backward.default")
 
 
 def test_the_gradient_of_a_mask_traces() -> None:
     query, key, value = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
     bias = torch.randn(4, 6, 7, requires_grad=True)
-    assert_traceable(attention, (query, key, value, bias, None), OPTIONS, backward="autopar.attention_mask_gradient.default")
-    out, log_sum_exp = attention(query, key, value, bias.detach(), None, **OPTIONS)
-    arguments = (torch.randn_like(out), None, query, key, value, bias.detach(), None, out, log_sum_exp)
+    assert_traceable(attention, (query, key, value, bias, None, None, None), OPTIONS, backward="autopar.attention_mask_gradient.default")
+    out, log_sum_exp = attention(query, key, value, bias.detach(), None, None, None, **OPTIONS)
+    arguments = (torch.randn_like(out), None, query, key, value, bias.detach(), None, None, None, out, log_sum_exp)
     assert_traceable(attention_mask_gradient, arguments, OPTIONS)
 
 
@@ -201,4 +210,4 @@ def test_the_gradient_of_a_mask_traces() -> None:
 def test_wrong_shapes_are_refused_when_traced(change: dict[str, tuple[int, ...]], message: str) -> None:
     shapes = {"query": (2, 4, 6, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 8), "mask": (6, 7), "keep": (2, 4, 6, 7)} | change
     with fake_mode(), pytest.raises((ValueError, RuntimeError), match=message):
-        attention(*(torch.empty(shape) for shape in shapes.values()), **OPTIONS)
+        attention(*(torch.empty(shape) for shape in shapes.values()), None, None, **OPTIONS)

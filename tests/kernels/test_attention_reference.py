@@ -86,7 +86,7 @@ def test_both_results_and_their_gradients(name: str, mask_kind: str) -> None:
     options, inputs, mask = OPTIONS[name], make_inputs(), make_mask(mask_kind)
     leaves = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
     runs: list[list[Tensor]] = []
-    for results in (attention(*inputs, mask, None, **options), written_out(*inputs, mask, options)):
+    for results in (attention(*inputs, mask, None, None, None, **options), written_out(*inputs, mask, options)):
         torch.manual_seed(1)
         total = sum((result * torch.randn(result.shape, dtype=result.dtype)).sum() for result in results)
         runs.append([*results, *torch.autograd.grad(total, leaves)])  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ def test_gradients_by_small_steps(name: str, drops: bool) -> None:
     keep = (torch.rand(2, 4, 3, 4, dtype=torch.float64) > 0.3) / 0.7 if drops else None
 
     def call(*operands: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(*operands, keep, **OPTIONS[name])
+        return attention(*operands, keep, None, None, **OPTIONS[name])
 
     assert torch.autograd.gradcheck(call, (*inputs, bias), fast_mode=True)
 
@@ -112,7 +112,7 @@ def test_either_result_alone_has_gradients(which: int) -> None:
     inputs = make_inputs()
     runs = []
     for op in (attention, attention_reference):
-        result = op(*inputs, None, None, **PLAIN)[which]
+        result = op(*inputs, *[None] * 4, **PLAIN)[which]
         runs.append(torch.autograd.grad(result.square().sum(), inputs[: 3 - which]))
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -129,17 +129,78 @@ def test_windows_of_the_fused_kernel(dtype: torch.dtype, mask_kind: str, is_caus
     runs = []
     for has_flash in (True, False):
         monkeypatch.setattr(module, "_has_flash", lambda *_, answer=has_flash: answer)
-        out, log_sum_exp = attention(*inputs, mask, None, **options)
+        out, log_sum_exp = attention(*inputs, mask, None, None, None, **options)
         runs.append([out, log_sum_exp, *torch.autograd.grad(out.sum(), inputs)])
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype]
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
+# By name: ids of the five queries and of the seven keys. "alone": each document has one token; "unequal": some lack keys, some queries.
+DOCUMENTS = {
+    "packed": ([[0, 0, 1, 1, 2], [0, 0, 0, 0, 1]], [[0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1]]),
+    "for all samples": ([[0, 0, 1, 1, 2]], [[0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1, 1]]),
+    "alone": ([[0, 1, 2, 3, 4]], [[0, 1, 2, 3, 4, 5, 6]]),
+    "unequal": ([[-1, 7, 2, 2, 0], [9, 9, 9, 9, 9]], [[2, 0, 5, 7, 0, 5, 2]]),
+}
+
+
+@pytest.mark.parametrize("mask_kind", MASKS)
+@pytest.mark.parametrize("name", list(DOCUMENTS))
+def test_documents_are_the_mask_of_equal_ids(name: str, mask_kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both results, and all gradients, in the fused kernel and in the plain path, with every option."""
+    of_query, of_key = torch.tensor(DOCUMENTS[name][0]), torch.tensor(DOCUMENTS[name][1], dtype=torch.int32)
+    same = (of_query[:, :, None] == of_key[:, None, :])[:, None]
+    inputs, mask = make_inputs(), make_mask(mask_kind)
+    leaves = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
+    for has_flash, options in itertools.product((True, False), OPTIONS.values()):
+        monkeypatch.setattr(module, "_has_flash", lambda *arguments, answer=has_flash: answer and not arguments[3]["soft_cap"])
+        whole = same if mask is None else same & mask if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
+        runs: list[list[Tensor]] = []
+        for call in ((mask, None, of_query, of_key), (whole, None, None, None)):
+            torch.manual_seed(1)
+            results = attention(*inputs, *call, **options)
+            total = sum((result * torch.randn(result.shape, dtype=result.dtype)).sum() for result in results)
+            runs.append([*results, *torch.autograd.grad(total, leaves)])  # type: ignore[arg-type]
+        for one, other in zip(*runs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_are_attended_to_one_by_one() -> None:
+    """Causal attention over a packed sequence is that over each document, cut out; what has no key of its own is zero."""
+    inputs, ids = make_inputs(7, 7), torch.tensor([[4, 4, 4, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
+    out, log_sum_exp = attention(*inputs, None, None, ids, ids, **PLAIN | {"is_causal": True})
+    for sample, start, end in ((0, 0, 3), (0, 3, 7), (1, 0, 1), (1, 1, 7)):
+        cut = [item[sample : sample + 1, :, start:end] for item in inputs]
+        alone = attention(*cut, *[None] * 4, **PLAIN | {"is_causal": True})
+        torch.testing.assert_close(out[sample, :, start:end], alone[0][0])
+        torch.testing.assert_close(log_sum_exp[sample, :, start:end], alone[1][0])
+    out, log_sum_exp = attention(*inputs, None, None, ids, ids + 10, **PLAIN)
+    assert not bool(out.any()) and not bool(log_sum_exp.any())
+    assert all(not bool(each.any()) for each in torch.autograd.grad(out.sum() + log_sum_exp.sum(), inputs))
+
+
+@pytest.mark.parametrize(
+    ("of_query", "of_key", "message"),
+    [
+        (torch.zeros(2, 5, dtype=torch.int64), None, "query_documents are given alone"),
+        (None, torch.zeros(2, 7, dtype=torch.int64), "key_documents are given alone"),
+        (torch.zeros(2, 7, dtype=torch.int64), torch.zeros(2, 7, dtype=torch.int64), r"query_documents are \(2, 7\), not \(2, 5\)"),
+        (torch.zeros(2, 5, dtype=torch.int64), torch.zeros(7, dtype=torch.int64), r"key_documents are \(7,\), not \(2, 7\) or \(1, 7\)"),
+        (torch.zeros(2, 5), torch.zeros(2, 7, dtype=torch.int64), "query_documents are of torch.float32: ids are integers"),
+    ],
+)
+def test_documents_that_do_not_fit_are_refused_when_traced(of_query: Tensor | None, of_key: Tensor | None, message: str) -> None:
+    operands = [item.detach().to("meta") for item in make_inputs()]
+    documents = [None if ids is None else ids.to("meta") for ids in (of_query, of_key)]
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        attention(*operands, None, None, *documents, **PLAIN)
+
+
 def test_sinks_by_the_sum() -> None:
     """out · sigmoid(log_sum_exp − sink) is attention with one more key of score `sink` and of no value."""
     inputs, sinks = make_inputs(), torch.randn(4, dtype=torch.float64, requires_grad=True)
-    out, log_sum_exp = attention(*inputs, None, None, **PLAIN)
+    out, log_sum_exp = attention(*inputs, *[None] * 4, **PLAIN)
     ours = out * (log_sum_exp - sinks[:, None]).sigmoid()[..., None]
     query, key, value = inputs
     scores = query @ key.repeat_interleave(2, 1).mT * 0.3
@@ -160,14 +221,14 @@ def test_which_positions_attend() -> None:
 
 def test_scores_near_the_cap_stay_finite() -> None:
     query, key, value = (item * 1e4 for item in make_inputs())
-    out, log_sum_exp = attention(query, key, value, None, None, **PLAIN | {"soft_cap": 30.0})
+    out, log_sum_exp = attention(query, key, value, *[None] * 4, **PLAIN | {"soft_cap": 30.0})
     assert bool(out.isfinite().all()) and float(log_sum_exp.detach().abs().max()) <= 30.0 + math.log(7)
     leaves = [query.detach().requires_grad_(), key.detach().requires_grad_()]
-    out, _ = attention(*leaves, value.detach(), None, None, **PLAIN | {"soft_cap": 30.0})
+    out, _ = attention(*leaves, value.detach(), *[None] * 4, **PLAIN | {"soft_cap": 30.0})
     assert all(bool(each.isfinite().all()) for each in torch.autograd.grad(out.sum(), leaves))
 
 
 @pytest.mark.parametrize(("option", "message"), [({"window": -1}, "window is -1"), ({"soft_cap": -2.0}, "soft cap is -2")])
 def test_options_without_a_meaning_are_refused_when_traced(option: dict[str, Any], message: str) -> None:
     with torch.device("meta"), pytest.raises((ValueError, RuntimeError), match=message):
-        attention(torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), None, None, **PLAIN | option)
+        attention(torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), *[None] * 4, **PLAIN | option)

@@ -22,6 +22,8 @@ ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "w
 PROBABILITIES: dict[str, Any] = {"scale": 0.5, "dtype": torch.float32}
 NORM: dict[str, Any] = {"eps": 1e-5, "centred": True}
 SILU: dict[str, Any] = {"activation": "silu"}
+DROPPED: dict[str, Any] = {"keep_below": 2**31, "scale": 2.0}
+SPARSE: dict[str, Any] = {"block_size": 16, "is_causal": False, "scale": 0.3}
 # Only there while a model is exported, and bound to a function of that export.
 NO_KERNELS = {"custom_function"}
 
@@ -46,15 +48,26 @@ def heads(num_heads: int, length: int, size: int = 4, trained: bool = False) -> 
     return normal(2, length, num_heads, size).transpose(1, 2).requires_grad_(trained)
 
 
-def attention(trained: bool, mask: Tensor | None = None, has_keep: bool = False) -> Arguments:
+def attention(trained: bool, mask: Tensor | None = None, has_keep: bool = False, has_documents: bool = False) -> Arguments:
     keep = (normal(2, 4, 3, 5) > 0).float() * 2.0 if has_keep else None
-    return heads(4, 3, trained=trained), heads(2, 5, trained=trained), heads(2, 5, trained=trained), mask, keep
+    documents = (torch.tensor([[0, 1, 1], [3, 2, 7]]), torch.tensor([[0, 0, 1, 1, 2]])) if has_documents else (None, None)
+    return heads(4, 3, trained=trained), heads(2, 5, trained=trained), heads(2, 5, trained=trained), mask, keep, *documents
 
 
-def attention_gradients(mask: Tensor | None, has_sum: bool) -> Arguments:
-    operands = attention(False, mask)
+def attention_gradients(mask: Tensor | None, has_sum: bool, has_documents: bool = False) -> Arguments:
+    operands = attention(False, mask, has_documents=has_documents)
     out, log_sum_exp = ops.attention(*operands, **ATTENDS)
     return (normal(2, 4, 3, 4), normal(2, 4, 3) if has_sum else None, *operands, out, log_sum_exp)
+
+
+def block_sparse(trained: bool = False) -> Arguments:
+    return heads(4, 20, trained=trained), heads(2, 33, trained=trained), heads(2, 33, trained=trained), normal(4, 2, 3) > 0
+
+
+def block_sparse_gradients(has_sum: bool) -> Arguments:
+    operands = block_sparse()
+    out, log_sum_exp = ops.block_sparse_attention(*operands, **SPARSE)
+    return (normal(2, 4, 20, 4), normal(2, 4, 20) if has_sum else None, *operands, out, log_sum_exp)
 
 
 def labelled(trained: bool = False) -> Arguments:
@@ -79,6 +92,11 @@ def angles() -> Arguments:
     return normal(2, 1, 6, 8), normal(2, 1, 6, 8)
 
 
+def places() -> Arguments:
+    """Rows, word and columns of [3, 4, 6]."""
+    return torch.arange(0, 72, 6).reshape(3, 4, 1), torch.tensor(12345), torch.arange(6)
+
+
 # By name: op, arguments, options.
 INSTANCES: dict[str, tuple[Any, Callable[[], Arguments], dict[str, Any]]] = {
     "attention": (ops.attention, lambda: attention(True), ATTENDS),
@@ -87,9 +105,15 @@ INSTANCES: dict[str, tuple[Any, Callable[[], Arguments], dict[str, Any]]] = {
     "attention, mask": (ops.attention, lambda: attention(True, normal(2, 1, 3, 5) > 0), ATTENDS),
     "attention, learned mask": (ops.attention, lambda: attention(True, normal(1, 4, 3, 5, trained=True)), ATTENDS),
     "attention, keep": (ops.attention, lambda: attention(True, None, True), ATTENDS),
+    "attention, documents": (ops.attention, lambda: attention(True, normal(1, 4, 3, 5, trained=True), has_documents=True), ATTENDS),
     "attention backward": (ops.attention_backward, lambda: attention_gradients(None, False), ATTENDS),
     "attention backward, of both": (ops.attention_backward, lambda: attention_gradients(None, True), ATTENDS),
+    "attention backward, documents": (ops.attention_backward, lambda: attention_gradients(None, False, True), ATTENDS),
     "attention's mask gradient": (ops.attention_mask_gradient, lambda: attention_gradients(normal(4, 3, 5), True), ATTENDS),
+    "block-sparse attention": (ops.block_sparse_attention, lambda: block_sparse(True), SPARSE),
+    "block-sparse attention, causal": (ops.block_sparse_attention, lambda: block_sparse(True), SPARSE | {"is_causal": True}),
+    "block-sparse attention backward": (ops.block_sparse_attention_backward, lambda: block_sparse_gradients(False), SPARSE),
+    "block-sparse attention backward, of both": (ops.block_sparse_attention_backward, lambda: block_sparse_gradients(True), SPARSE),
     "cross entropy": (ops.cross_entropy, lambda: labelled(True), {}),
     "cross entropy backward": (ops.cross_entropy_backward, lambda: label_gradients(True, True, True), {}),
     "cross entropy backward, less": (ops.cross_entropy_backward, lambda: label_gradients(True, False, False), {}),
@@ -114,6 +138,8 @@ INSTANCES: dict[str, tuple[Any, Callable[[], Arguments], dict[str, Any]]] = {
     "gated backward": (ops.gated_backward, lambda: (normal(3, 4, 6), normal(3, 4, 6), normal(3, 4, 6)), SILU),
     "bias and activation": (ops.bias_activation, lambda: (normal(3, 4, 6, trained=True), normal(6, trained=True)), SILU),
     "bias and activation backward": (ops.bias_activation_backward, lambda: (normal(3, 4, 6), normal(3, 4, 6), normal(6)), SILU),
+    "dropout": (ops.dropout, lambda: (normal(3, 4, 6, trained=True), *places()), DROPPED | {"dtype": torch.bfloat16}),
+    "dropout and residual": (ops.add_dropout, lambda: (normal(3, 4, 6, trained=True), normal(3, 4, 6, trained=True), *places()), DROPPED),
     "rotary": (ops.rotary, lambda: (heads(4, 6, 8, trained=True), *angles()), {"interleaved": False}),
     "rotary, interleaved": (
         ops.rotary,

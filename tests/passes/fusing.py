@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.fusion import Found, FusionDecision
 from autopar.mesh import virtual_mesh
 from autopar.program import Program

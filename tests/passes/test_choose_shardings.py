@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.capture import capture
-from autopar.check_sharding import check_shardings
+from autopar.checks.sharding import check_shardings
 from autopar.cost import CostModel
 from autopar.errors import PlanError
+from autopar.frontend.capture import capture
 from autopar.hardware.cluster import Cluster
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.manager import run_passes
@@ -25,7 +25,7 @@ from autopar.passes.insert_reshards import InsertReshards
 from autopar.passes.merge_equal_calls import MergeEqualCalls
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.trace_joint import TraceJoint
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.program import Program
 from autopar.sharding import Sharding
 from autopar.sharding_problem import whole_axes

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.atoms import operand_result
-from autopar.capture import capture
-from autopar.check import check_schedules
+from autopar.checks.checker import check_schedules
 from autopar.collectives import LAUNCHES, is_launch, wait
+from autopar.frontend.capture import capture
 from autopar.keys import BATCH, DIMS
 from autopar.manager import run_passes
 from autopar.mesh import Mesh, virtual_mesh

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.keys import SOURCE
 from autopar.mesh import virtual_mesh
 from autopar.passes.decompose_losses import DecomposeLosses

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.fusion import Found, FusionDecision
 from autopar.kernels.attention import attention
 from autopar.mesh import virtual_mesh
@@ -19,6 +19,7 @@ from autopar.passes.fuse_attention import FuseAttention
 from autopar.program import Program
 from autopar.promote import default_float64, promote
 from tests.passes import attention_caps_and_sinks, attention_layouts, attention_masks, attention_near_misses  # noqa: F401  (they register theirs)
+from tests.passes.attention_documents import MEANING
 from tests.passes.attention_forms import FORMS, NEAR_MISSES, AttentionForm
 
 MESH = virtual_mesh(dp=1)
@@ -195,6 +196,15 @@ def test_window_is_a_flag_only_where_the_band_is_known(name: str) -> None:
     call = next(node for node in after.graph.nodes if node.target is attention)
     assert (call.kwargs["is_causal"], call.kwargs["window"]) == WINDOWS[name]
     assert (call.args[3] is None) == any(WINDOWS[name])
+
+
+@pytest.mark.parametrize("name", list(MEANING))
+def test_documents_are_operands_only_where_integer_ids_are_compared(name: str) -> None:
+    _, decision, after = fused(FORMS[name].module(), FORMS[name].inputs())
+    call = next(node for node in after.graph.nodes if node.target is attention)
+    mask, _, of_query, of_key = call.args[3:]
+    assert (of_query is not None, call.kwargs["is_causal"], call.kwargs["window"], mask is not None) == MEANING[name]
+    assert ("documents; " in str(decision)) == (of_query is not None) == (of_key is not None)
 
 
 @pytest.mark.parametrize("rows", [6, 9])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.fusion import FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.mesh import virtual_mesh

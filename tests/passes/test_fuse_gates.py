@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.fusion import FusionDecision
 from autopar.kernels.gated import bias_activation, gated
 from autopar.passes.fuse_gates import FuseGates

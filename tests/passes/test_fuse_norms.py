@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.fusion import FusionDecision
 from autopar.kernels.normalisation import add_norm, norm
 from autopar.mesh import virtual_mesh

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.fusion import FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.projected_cross_entropy import projected_cross_entropy

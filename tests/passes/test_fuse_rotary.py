@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.fusion import FusionDecision
 from autopar.kernels.rotary import rotary
 from autopar.passes.fuse_rotary import FuseRotary

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.check import check
+from autopar.checks.checker import check
 from autopar.collectives import reshard
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.manager import run_passes

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from autopar._torch import fake_mode
-from autopar.capture import capture
 from autopar.draws import Draws
 from autopar.emit import Emitter
 from autopar.errors import CaptureError
+from autopar.frontend.capture import capture
 from autopar.kernels.attention import attention
 from autopar.mesh import virtual_mesh
 from autopar.passes.key_random import KeyRandom

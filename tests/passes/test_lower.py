@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Graph
 
 from autopar._torch import fake_mode
-from autopar.check import check
+from autopar.checks.checker import check
 from autopar.collectives import is_launch, reshard, wait
 from autopar.keys import BATCH, DIMS, ORIGIN, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.manager import run_passes

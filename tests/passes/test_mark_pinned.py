@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.keys import PHASE, SOURCE
 from autopar.manager import run_passes
 from autopar.markers import pinned, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.keys import PHASE
 from autopar.markers import save
 from autopar.mesh import virtual_mesh

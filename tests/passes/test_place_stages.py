@@ -13,7 +13,7 @@ from autopar.keys import PHASE, STAGE
 from autopar.passes.place_stages import PlaceStages, StageDecision
 from autopar.pipeline.line import line_of
 from autopar.pipeline.schedules import generate
-from autopar.plan import Plan
+from autopar.plans.plan import Plan
 from autopar.program import Program
 from tests.piped import interleaved_pipe, plain_pipe
 

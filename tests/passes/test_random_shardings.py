@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.check import check
+from autopar.checks.checker import check
 from autopar.collectives import reshard
 from autopar.keys import DIMS, SHARDING, STRATEGY
 from autopar.manager import run_passes

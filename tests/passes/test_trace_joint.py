@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import capture
-from autopar.check import check
+from autopar.checks.checker import check
+from autopar.frontend.capture import capture
 from autopar.keys import PHASE, SOURCE
 from autopar.manager import run_passes
 from autopar.mesh import virtual_mesh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.capture import capture
+from autopar.frontend.capture import capture
 from autopar.kernels.attention import attention
 from autopar.mesh import virtual_mesh
 from autopar.passes.unify_attention import UnifyAttention
@@ -111,6 +111,56 @@ def test_masks(lead: tuple[int, ...], mask_shape: tuple[int, ...]) -> None:
     for mask in (torch.randn(mask_shape, dtype=torch.float64), (torch.rand(mask_shape) > 0.4).index_fill(-1, torch.tensor(0), True)):
         program = assert_as_torch(Attention(*operands), mask)
         assert targets(program).count(attention) == 1
+
+
+def same(ids: Tensor) -> Tensor:
+    return ids[..., :, None] == ids[..., None, :]
+
+
+def triangle() -> Tensor:
+    return torch.ones(6, 6, dtype=torch.bool).tril()
+
+
+def written_later(ids: Tensor) -> Tensor:
+    """Of ids that are others by the time attention reads its mask."""
+    mask = same(ids := ids + 0)[:, None]
+    ids.mul_(0)
+    return mask
+
+
+IDS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 3, 3, 3]])
+# By name: leading dims of the operands, the mask made of IDS; what the op says: (documents, causal, window, whether a mask is left).
+SAID: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[Any, ...]]] = {
+    "triangle": ((2, 3), lambda ids: triangle(), (None, True, 0, False)),
+    "triangle, added": ((2, 3), lambda ids: torch.zeros(6, 6).double().masked_fill(~triangle(), -torch.inf), (None, True, 0, False)),
+    "band": ((2, 3), lambda ids: triangle().triu(-2), (None, True, 3, False)),
+    "nothing masked": ((2, 3), lambda ids: torch.ones(6, 6, dtype=torch.bool), (None, False, 0, False)),
+    "triangle of a tensor": ((2, 3), lambda ids: triangle() & (ids >= 0)[:, None, None], (None, False, 0, True)),
+    "documents": ((2, 3), lambda ids: same(ids)[:, None] & triangle(), ((2, 6), True, 0, False)),
+    "documents, added": ((2, 3), lambda ids: torch.where(same(ids)[:, None], 0.0, -torch.inf).double(), ((2, 6), False, 0, False)),
+    "documents and padding": ((2, 3), lambda ids: (same(ids) & (ids != 2)[:, None])[:, None], ((2, 6), False, 0, True)),
+    "documents for all samples": ((2, 3), lambda ids: same(ids[0]), ((1, 6), False, 0, False)),
+    "documents, no heads": ((2,), lambda ids: same(ids) & triangle(), ((2, 6), True, 0, False)),
+    "documents, two batch dims": ((2, 4, 3), lambda ids: same(ids)[:, None, None], ((8, 6), False, 0, False)),
+    "documents by head": ((3, 2), lambda ids: same(ids), (None, False, 0, True)),
+    "documents of floats": ((2, 3), lambda ids: same(ids * 0.5)[:, None], (None, False, 0, True)),
+    "ids that are overwritten": ((2, 3), written_later, (None, False, 0, True)),
+}
+
+
+@pytest.mark.parametrize("name", list(SAID))
+def test_masks_are_flags_and_documents_where_they_say_the_same(name: str) -> None:
+    lead, make, wanted = SAID[name]
+
+    class Masked(Attention):
+        def forward(self, mask: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(self.query, self.key, self.value, make(mask))
+
+    program = assert_as_torch(Masked(*tensors((*lead, 6, 8), (*lead, 6, 8), (*lead, 6, 8))), IDS)
+    call = next(node for node in program.graph.nodes if node.target is attention)
+    mask, _, *documents = call.args[3:]
+    shapes = {None if ids is None else tuple(ids.meta["val"].shape) for ids in documents}
+    assert (shapes, call.kwargs["is_causal"], call.kwargs["window"], mask is not None) == ({wanted[0]}, *wanted[1:])
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_gqa": True}], ids=str)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.check import check_schedules
+from autopar.checks.checker import check_schedules
 from autopar.errors import ScheduleError
 from autopar.mesh import Mesh
 from autopar.passes.write_schedules import pipeline_schedules

@@ -11,8 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.fx import Node
 
+import autopar
+from autopar import Cluster, virtual_mesh
 from autopar.collectives import all_reduce, reduce_scatter, wait
 from autopar.compiled import Compiled
 from autopar.emit import Emitter
@@ -21,6 +25,7 @@ from autopar.passes.decompose_losses import DecomposeLosses
 from autopar.passes.fold_no_ops import FoldNoOps
 from autopar.passes.merge_equal_calls import MergeEqualCalls
 from autopar.program import Program, operands
+from autopar.runtime.chain import verify_compiled
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.verify import verify
 from autopar.runtime.world import VirtualWorld
@@ -119,6 +124,35 @@ def test_verify_names_faults_in_the_local_program(tiny: Compiled, plant: Callabl
     assert not report and report.first_difference is not None
     assert (report.first_difference.node, report.first_difference.made_by) == (name, "lower"), str(report)
     assert "planting.py:" in report.first_difference.source
+
+
+class Classifier(nn.Module):
+    """Its classes stay split over tp: there is no other dim that tp might split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 12, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(x), labels)
+
+
+@pytest.mark.parametrize("instead", [aten.amax.default, aten.sum.dim_IntList])
+def test_verify_names_classes_whose_parts_are_joined_wrongly(instead: Any) -> None:
+    """Each tp rank has the log-sum-exp of its part of the logits; of the parts, the largest or the sum is taken."""
+    torch.manual_seed(0)
+    model, batch = Classifier(), {"x": torch.randn(6, 8), "labels": torch.randint(0, 12, (6,))}
+    fused = autopar.compile(
+        model, virtual_mesh(tp=2), example_inputs=batch, backend="eager", cluster=Cluster.ideal(), pins={"head.weight": ("tp", None)}
+    ).compiled
+    program = fused.local.copy()
+    node = first(program, lambda node: node.target is aten.logsumexp.default)
+    name = _origin(node)
+    node.target = instead
+    revalue(program)
+    reports = [verify_compiled(model, each, (), batch, promote=True, key=1) for each in (fused, replace(fused, local=program))]
+    assert reports[0] and not reports[1] and reports[1].first_difference is not None
+    assert (reports[1].first_difference.node, reports[1].first_difference.made_by) == (name, "lower"), str(reports[1])
 
 
 def test_verify_compares_replicas(tiny: Compiled) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.capture import capture
 from autopar.compiler import Options, default_passes
 from autopar.cost import CostModel
+from autopar.frontend.capture import capture
 from autopar.hardware.cluster import Cluster
 from autopar.keys import PHASE, STRATEGY
 from autopar.manager import run_passes

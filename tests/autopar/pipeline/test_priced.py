@@ -14,7 +14,7 @@ from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.priced import call_seconds, price_pipeline
 from autopar.pipeline.simulate import simulate
 from autopar.pipeline.work import Work
-from autopar.summary import memory
+from autopar.reports.summary import memory
 from tests.piped import interleaved_pipe, plain_pipe, tied_pipe
 from tests.residual import BATCH, LENGTH, WIDTH, WORDS
 

@@ -10,7 +10,7 @@ import torch
 from autopar.pipeline.report import StepOnPaper, cut_lines, pipeline_lines, shortened
 from autopar.pipeline.schedules import generate
 from autopar.pipeline.simulate import simulate
-from autopar.summary import cost_of
+from autopar.reports.summary import cost_of
 from tests.piped import interleaved_pipe, piped, plain_pipe
 
 

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.kernels.gpu import attention, attention_backward, cross_entropy, gated, normalisation, rotary, softmax
+from autopar.kernels.gpu import (
+    attention,
+    attention_backward,
+    attention_gradients,
+    attention_mask_gradient,
+    block_sparse,
+    block_sparse_backward,
+    cross_entropy,
+    dropout,
+    gated,
+    normalisation,
+    rotary,
+    softmax,
+)
 from autopar.kernels.gpu.attention_scores import Masks
 
-MATMUL_KERNELS = {"attention_forward", "for_keys", "for_queries", "for_mask"}
+MATMUL_KERNELS = {
+    "attention_forward",
+    "for_keys",
+    "for_queries",
+    "for_mask",
+    "block_sparse_forward",
+    "block_sparse_keys",
+    "block_sparse_queries",
+}
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -96,7 +117,21 @@ def pointwise_cases() -> dict[str, Case]:
 
         return Case((rotary,), call)
 
+    def dropped(columns: int, dtype: torch.dtype, added: torch.dtype | None, out: torch.dtype, rows_differ: bool = False) -> Case:
+        def call() -> None:
+            x, residual = empty(8, 512, columns, dtype=dtype), None if added is None else empty(8, 512, columns, dtype=added)
+            starts, places = empty(8, 512, 1, dtype=torch.int64), empty(columns, dtype=torch.int64)
+            word = empty(8, 1, 1, dtype=torch.int64) if rows_differ else empty(dtype=torch.int64)
+            dropout.dropout(x, residual, starts, word, places, keep_below=round(0.9 * 2**32), scale=1 / 0.9, dtype=out)
+
+        return Case((dropout,), call)
+
     cases = {f"activation {name}": activations(name) for name in gated.ACTIVATIONS}
+    cases |= {f"dropout and residual {columns}": dropped(columns, BF16, BF16, BF16) for columns in (64, 768, 5120)}
+    cases |= {f"dropout {columns}": dropped(columns, BF16, None, BF16) for columns in (64, 768, 5120)}
+    cases["dropout and residual, unequal dtypes"] = dropped(768, BF16, FP32, FP32)
+    cases["dropout, unequal dtypes"] = dropped(768, FP32, None, BF16)
+    cases["dropout and residual, words of rows"] = dropped(768, FP32, FP32, FP32, rows_differ=True)
     sizes = [(128, 128, False), (64, 32, False), (64, 64, True)]
     return cases | {f"rotary {size} {rotated} {interleaved}": turned(size, rotated, interleaved) for size, rotated, interleaved in sizes}
 
@@ -109,11 +144,19 @@ def attention_cases() -> dict[str, Case]:
             backward = attention_backward.backward if masks.mask is None or masks.mask.dtype == torch.bool else every_gradient
             backward(out, log_sum_exp, query, key, key, out, log_sum_exp, masks)
 
-        return Case((attention, attention_backward), call, older_matrix_instructions=dtype == FP32 or size == 256)
+        return Case(
+            (attention, attention_gradients, attention_backward, attention_mask_gradient),
+            call,
+            older_matrix_instructions=dtype == FP32 or size == 256,
+        )
 
     def every_gradient(*arguments: Any) -> None:
         attention_backward.backward(*arguments)
-        attention_backward.mask_gradient(*arguments)
+        attention_mask_gradient.mask_gradient(*arguments)
+
+    def documents(is_causal: bool, mask: Tensor | None = None, window: int = 0) -> Masks:
+        ids = empty(2, 2048, dtype=torch.int64)
+        return Masks(mask, None, is_causal, 0.1, window, query_documents=ids, key_documents=ids)
 
     causal, full = Masks(None, None, True, 0.1), Masks(None, None, False, 0.1)
     added, flags = empty(1, 8, 2048, 2048), empty(2, 1, 2048, 2048, dtype=torch.bool)
@@ -134,8 +177,42 @@ def attention_cases() -> dict[str, Case]:
         "attention 256 window and soft-cap": both(256, BF16, Masks(None, None, True, 0.1, 4096, 50.0)),
         "attention 64 added mask and soft-cap": both(64, BF16, Masks(added, None, False, 1.0, 0, 50.0)),
         "attention 64 added mask": both(64, BF16, Masks(added, None, False, 1.0)),
+        "attention 64 documents": both(64, BF16, documents(False)),
+        "attention 64 causal documents": both(64, BF16, documents(True)),
+        "attention 64 causal documents float32": both(64, FP32, documents(True)),
+        "attention 128 causal documents": both(128, BF16, documents(True)),
+        "attention 256 causal documents": both(256, BF16, documents(True)),
+        "attention 256 documents and window": both(256, BF16, documents(True, window=4096)),
+        "attention 64 documents and bool mask": both(64, BF16, documents(True, flags)),
+        "attention 64 documents and bool mask float32": both(64, FP32, documents(True, flags)),
+        "attention 128 documents and added mask": both(128, BF16, documents(False, added)),
+        "attention 128 documents and soft-cap": both(128, BF16, replace(documents(True), soft_cap=30.0)),
+        "attention 256 documents and bool mask": both(256, BF16, documents(True, flags)),
         "attention 128 mask and keep": both(128, BF16, Masks(flags, keep, False, 0.1)),
     }
 
 
-CASES: dict[str, Case] = softmax_cases() | norm_cases() | cross_entropy_cases() | pointwise_cases() | attention_cases()
+def block_sparse_cases() -> dict[str, Case]:
+    def both(size: int, block_size: int, is_causal: bool, dtype: torch.dtype = BF16) -> Case:
+        def call() -> None:
+            query, key = (empty(2, 2048, heads, size, dtype=dtype).transpose(1, 2) for heads in (8, 4))
+            layout = empty(8, 2048 // block_size, 2048 // block_size, dtype=torch.bool)
+            out, log_sum_exp = block_sparse.forward(query, key, key, layout, block_size=block_size, is_causal=is_causal, scale=0.1)
+            arguments = (out, log_sum_exp, query, key, key, layout, out, log_sum_exp)
+            block_sparse_backward.backward(*arguments, block_size=block_size, is_causal=is_causal, scale=0.1)
+
+        is_small = dtype == FP32 or size == 256 or block_size < 64
+        return Case((block_sparse, block_sparse_backward), call, older_matrix_instructions=is_small)
+
+    sizes = [(64, 16, True), (64, 64, True), (64, 128, False), (80, 32, True), (80, 128, False), (128, 16, False), (128, 32, False)]
+    sizes += [(128, 64, True), (128, 64, False), (128, 128, True), (256, 16, False), (256, 64, True), (256, 128, False)]
+    cases = {
+        f"block-sparse {size} in blocks of {block_size}{' causal' if is_causal else ''}": both(size, block_size, is_causal)
+        for size, block_size, is_causal in sizes
+    }
+    return cases | {f"block-sparse 64 in blocks of {block_size} float32": both(64, block_size, True, FP32) for block_size in (16, 64)}
+
+
+CASES: dict[str, Case] = (
+    softmax_cases() | norm_cases() | cross_entropy_cases() | pointwise_cases() | attention_cases() | block_sparse_cases()
+)

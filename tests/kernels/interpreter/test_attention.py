@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autopar.kernels.gpu import attention as gpu
 from autopar.kernels.gpu import attention_backward as gpu_backward
+from autopar.kernels.gpu import attention_mask_gradient as gpu_mask
 from autopar.kernels.gpu.attention_scores import Masks
 from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
@@ -29,6 +30,7 @@ class Form:
     keep: bool = False
     both: bool = False
     size: float = 1.0
+    documents: str = ""
 
 
 FORMS = {
@@ -64,6 +66,15 @@ FORMS = {
     "heads of 64": Form((1, 1, 1, 40, 70, 64, 64), is_causal=True),
     "heads of 128": Form((1, 1, 1, 40, 70, 128, 128), is_causal=True),
     "heads of 256": Form((1, 1, 1, 40, 40, 256, 256), is_causal=True),
+    "documents": Form((2, 2, 1, 150, 150, 16, 16), documents="in order"),
+    "documents, causal": Form((2, 2, 1, 150, 150, 16, 16), is_causal=True, documents="in order"),
+    "documents in any order": Form((1, 2, 1, 150, 70, 16, 16), documents="mixed"),
+    "documents in any order, causal": Form((2, 4, 2, 70, 70, 16, 16), is_causal=True, documents="mixed", both=True),
+    "documents for all samples, more keys": Form((2, 2, 1, 40, 150, 16, 16), documents="for all"),
+    "documents and a window": Form((1, 2, 1, 150, 150, 16, 16), is_causal=True, window=20, documents="in order"),
+    "documents, a soft cap and keep": Form((1, 2, 1, 70, 70, 16, 16), soft_cap=2.0, keep=True, documents="in order"),
+    "documents and an added mask": Form((2, 2, 1, 70, 150, 16, 16), mask="added", documents="mixed"),
+    "documents and a bool mask": Form((2, 2, 1, 70, 70, 16, 16), mask="bool", is_causal=True, documents="in order"),
     "huge scores": Form(size=30.0),
     "tiny scores": Form(size=1e-4),
 }
@@ -80,7 +91,27 @@ def mask_of(form: Form, dtype: torch.dtype) -> Tensor | None:
     return torch.randn(1, heads, length, key_length).to(dtype) if form.mask else None
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: Tensor | None, form: Form, scale: float) -> list[Tensor]:
+def documents_of(form: Form) -> tuple[Tensor | None, Tensor | None]:
+    """Ids of queries and of keys; of the former some that no key has."""
+    batch, _, _, length, key_length = form.shape[:5]
+    batch = 1 if form.documents == "for all" else batch
+    of_query, of_key = torch.randint(-1, 4, (batch, length)), torch.randint(0, 4, (batch, key_length), dtype=torch.int32)
+    if form.documents == "mixed":
+        return of_query, of_key
+    of_query, of_key = of_query.sort().values, of_key.sort().values
+    return (of_query, of_query if length == key_length else of_key) if form.documents else (None, None)
+
+
+def plain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    keep: Tensor | None,
+    form: Form,
+    scale: float,
+    documents: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> list[Tensor]:
     """Attention written out, every op rounding to the dtype of the query, and the logarithms of its sums."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -94,10 +125,14 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, keep: 
     attends = attends & (t <= s) if form.is_causal else attends
     attends = attends & ((s - t).abs() < form.window) if form.window else attends
     attends = attends & mask if mask is not None and mask.dtype == torch.bool else attends
+    if documents[0] is not None and documents[1] is not None:
+        attends = attends & (documents[0][:, None, :, None] == documents[1][:, None, None, :])
     # A row that attends to nothing: a softmax over equal scores, then zero.
     scores = scores.masked_fill(~attends, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).masked_fill(~attends, 0.0)
-    log_sum_exp = scores.masked_fill(~attends, -torch.inf).logsumexp(-1).masked_fill(~attends.any(-1), 0.0)
+    # −inf only where the row has a key: the gradient of a logarithm of nothing is NaN.
+    empty = ~attends.any(-1, keepdim=True)
+    log_sum_exp = scores.masked_fill(~attends & ~empty, -torch.inf).logsumexp(-1).masked_fill(empty.squeeze(-1), 0.0)
     return [(weights if keep is None else weights * keep.to(weights.dtype)) @ value, log_sum_exp]
 
 
@@ -119,17 +154,18 @@ def test_forms(name: str, dtype: torch.dtype) -> None:
     mask, scale = mask_of(form, dtype), size**-0.5
     keep = (torch.rand(batch, heads, length, key_length) > 0.3).to(dtype) / 0.7 if form.keep else None
     grad, grad_sum = torch.randn(batch, heads, length, value_size).to(dtype), torch.randn(batch, heads, length) if form.both else None
-    masks = Masks(mask, keep, form.is_causal, scale, form.window, form.soft_cap)
+    documents = documents_of(form)
+    masks = Masks(mask, keep, form.is_causal, scale, form.window, form.soft_cap, *documents)
     out, log_sum_exp = gpu.forward(query, key, value, masks)
     has_bias = mask is not None and mask.dtype != torch.bool
     grads = gpu_backward.backward(grad, grad_sum, query, key, value, out, log_sum_exp, masks)
     if has_bias:
-        grads = (*grads, gpu_backward.mask_gradient(grad, grad_sum, query, key, value, out, log_sum_exp, masks))
+        grads = (*grads, gpu_mask.mask_gradient(grad, grad_sum, query, key, value, out, log_sum_exp, masks))
     runs: list[tuple[Tensor, ...]] = []
     for precision in (dtype, torch.float64):
         leaves: list[Any] = [item.detach().to(precision).requires_grad_() for item in (query, key, value)]
         bias = mask.to(precision).requires_grad_() if mask is not None and has_bias else mask
-        results = plain(*leaves, bias, keep, form, scale)[: 1 + form.both]
+        results = plain(*leaves, bias, keep, form, scale, documents)[: 1 + form.both]
         wanted = [*leaves, bias] if has_bias else leaves
         incoming = [each.to(precision) for each in (grad, grad_sum) if each is not None]
         runs.append((results[0].detach(), *torch.autograd.grad(results, wanted, incoming)))  # type: ignore[arg-type]
@@ -154,9 +190,21 @@ def test_the_gradient_of_a_mask_is_summed_to_its_shape(shape: tuple[int, ...]) -
     query, key = heads_of(2, 4, 33, 16, torch.float32), heads_of(2, 2, 40, 16, torch.float32)
     mask = torch.randn(shape, requires_grad=True)
     masks, grad = Masks(mask.detach(), None, False, 0.25), torch.randn(2, 4, 33, 16)
-    found = gpu_backward.mask_gradient(grad, None, query, key, key, *gpu.forward(query, key, key, masks), masks)
+    found = gpu_mask.mask_gradient(grad, None, query, key, key, *gpu.forward(query, key, key, masks), masks)
     (expected,) = torch.autograd.grad(plain(query, key, key, mask, None, Form(), 0.25)[0], mask, grad)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_very_negative_scores_beside_a_ragged_end() -> None:
+    """Beyond the last key a score of 0 is far above all others, and its exponential would be infinite."""
+    query, key, value, grad = (torch.randn(1, 1, length, 16) for length in (70, 41, 41, 70))
+    leaves = [item.requires_grad_() for item in (query + 8.0, key - 8.0, value)]
+    masks = Masks(None, None, False, 0.25)
+    expected = torch.autograd.grad(plain(*leaves, None, None, Form(), 0.25)[0], leaves, grad)
+    operands = [item.detach() for item in leaves]
+    found = gpu_backward.backward(grad, None, *operands, *gpu.forward(*operands, masks), masks)
+    # A log_sum_exp of −256 is rounded to 1.5e-5, and so is what its exponentials are multiplied by.
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_rows_that_are_not_contiguous() -> None:
@@ -168,3 +216,22 @@ def test_rows_that_are_not_contiguous() -> None:
     expected = torch.autograd.grad(plain(*leaves, None, None, Form(is_causal=True), 0.25)[0], leaves, grad)
     found = gpu_backward.backward(grad, None, query, key, value, out, log_sum_exp, masks)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_tiles_that_no_document_reaches_are_not_loaded(is_causal: bool) -> None:
+    """NaN in them shows nowhere: neither in keys 32 to 96, whose document no query has, nor in queries 64 to 96, whose no key has."""
+    query, key, value = (heads_of(1, 2, 160, 16, torch.float32) for _ in range(3))
+    grad = torch.randn(1, 2, 160, 16)
+    of_query = torch.tensor([0] * 64 + [9] * 32 + [1] * 64)[None]
+    of_key = torch.tensor([0] * 32 + [5] * 64 + [1] * 64)[None]
+    leaves = [item.detach().requires_grad_() for item in (query, key, value)]
+    results = plain(*leaves, None, None, Form(is_causal=is_causal), 0.25, (of_query, of_key))
+    expected = torch.autograd.grad(results[0], leaves, grad)
+    for item, planted in ((query, slice(64, 96)), (grad, slice(64, 96)), (key, slice(32, 96)), (value, slice(32, 96))):
+        item[:, :, planted] = torch.nan
+    masks = Masks(None, None, is_causal, 0.25, query_documents=of_query, key_documents=of_key)
+    out, log_sum_exp = gpu.forward(query, key, value, masks)
+    found = gpu_backward.backward(grad, None, query, key, value, out, log_sum_exp, masks)
+    for one, other in zip((out, log_sum_exp, *found), (*results, *expected), strict=True):
+        torch.testing.assert_close(one, other.detach(), atol=1e-5, rtol=1e-4)

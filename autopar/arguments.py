@@ -1,0 +1,54 @@
+"""The arguments of a call, in the types they are known to have: a graph gives all of them the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.fx import Node
+
+
+def node_at(call: Node, position: int) -> Node:
+    """The argument at `position`, which is another node's value."""
+    value = call.args[position]
+    assert isinstance(value, Node), f"argument {position} of {call.format_node()} is {value!r}"
+    return value
+
+
+def int_at(call: Node, position: int) -> int:
+    """The argument at `position`, a whole number (a flag counts as one)."""
+    value = call.args[position]
+    assert isinstance(value, int), f"argument {position} of {call.format_node()} is {value!r}"
+    return value
+
+
+def float_at(call: Node, position: int) -> float:
+    """The argument at `position`, a number."""
+    value = call.args[position]
+    assert isinstance(value, (int, float)), f"argument {position} of {call.format_node()} is {value!r}"
+    return float(value)
+
+
+def list_at(call: Node, position: int) -> list[object]:
+    """The argument at `position`, a list."""
+    value = call.args[position]
+    assert isinstance(value, Sequence) and not isinstance(value, str), f"argument {position} of {call.format_node()} is {value!r}"
+    return list(value)
+
+
+def ints_at(call: Node, position: int) -> list[int]:
+    """The argument at `position`, a list of whole numbers."""
+    found = list_at(call, position)
+    assert all(isinstance(each, int) for each in found), f"argument {position} of {call.format_node()} is {found!r}"
+    return [each for each in found if isinstance(each, int)]
+
+
+def arguments(call: Node) -> tuple[Any, ...]:
+    """All positional arguments; the op's schema says of which types."""
+    return call.args
+
+
+def call_of(node: Node) -> Callable[..., Any]:
+    """The function that `node` calls."""
+    assert callable(node.target), f"{node.format_node()} calls nothing"
+    return node.target

@@ -1,0 +1,295 @@
+"""Invariants of the schedule of one rank: what happens to each buffer, from the first instruction to the last."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from autopar.checks.violation import Violation
+from autopar.mesh import Mesh
+from autopar.reports.printing import short_dtype
+from autopar.schedule import Add, Free, Instruction, Launch, Layout, Pause, Receive, Run, Schedule, Send, Wait
+
+
+def check_buffers(rank: int, schedule: Schedule, mesh: Mesh) -> list[Violation]:
+    """Every violation that shows on `rank` alone; `autopar.checks.schedule` lists the invariants."""
+    return _Walk(rank, schedule, mesh).run()
+
+
+def place(rank: int, number: int, instruction: Instruction) -> str:
+    """An instruction as errors name it."""
+    return f"rank {rank}, instruction {number}: {instruction}"
+
+
+def describe(layout: Layout) -> str:
+    """`f32[4, 8]`."""
+    shape, dtype = layout
+    return f"{short_dtype(dtype)}{list(shape)}"
+
+
+class _Walk:
+    """One rank's schedule from the first instruction to the last, with the buffers that are there."""
+
+    def __init__(self, rank: int, schedule: Schedule, mesh: Mesh) -> None:
+        self.rank, self.schedule, self.mesh = rank, schedule, mesh
+        inputs = schedule.signature.inputs
+        pauses = any(isinstance(each, Pause) for each in schedule.instructions)
+        self.late = {name for item, name in zip(inputs, schedule.inputs, strict=True) if pauses and item.kind == "tangent"}
+        self.alive = set(schedule.inputs) - self.late
+        self.freed: dict[str, int] = {}
+        # What is launched and not waited for, by the name that WAIT gives it, and every transfer so far.
+        self.flying: dict[str, Launch | Send | Receive] = {}
+        self.transfers: dict[str, int] = {}
+        # For each buffer that a flight fills, or reads, the names of these flights.
+        self.arriving: dict[str, str] = {}
+        self.lent: dict[str, list[str]] = defaultdict(list)
+        # What ADD made, and which of these were read since.
+        self.sums: set[str] = set()
+        self.closed: dict[str, int] = {}
+        self.wanted: dict[str, list[Any]] = {}
+        self.found: list[Violation] = []
+        self.number = 0
+        self.here = ""
+        self.paused = False
+
+    def run(self) -> list[Violation]:
+        for number, instruction in enumerate(self.schedule.instructions):
+            self.number, self.here = number, place(self.rank, number, instruction)
+            _VISIT[type(instruction)](self, instruction)
+        self.end()
+        return self.found
+
+    def say(self, what: str, expected: str = "", got: str = "", fix: str = "") -> None:
+        self.found.append(Violation(what, self.here, expected, got, fix))
+
+    def read(self, name: str) -> None:
+        if name in self.sums:
+            self.closed.setdefault(name, self.number)
+        if name in self.arriving:
+            flight = self.flying[self.arriving[name]]
+            expected, got = f"WAIT {self.arriving[name]} first", f"{_word(flight)} only"
+            what = f"buffer {name} is read before its {_noun(flight)} is complete"
+            self.say(what, expected, got, f"put WAIT {self.arriving[name]} before")
+        elif name in self.freed:
+            self.say(f"buffer {name} is read after it was freed", got=f"freed by instruction {self.freed[name]}", fix="free it later")
+        elif name not in self.alive:
+            self.say(f"buffer {name} is read before anything wrote it", fix="run what makes it earlier")
+
+    def write(self, name: str) -> None:
+        if name in self.alive or name in self.arriving or name in self.freed:
+            self.say(f"buffer {name} is written twice", fix="give the second value a name of its own")
+        self.freed.pop(name, None)
+        self.alive.add(name)
+
+    def compute(self, instruction: Run) -> None:
+        for name in instruction.inputs:
+            self.read(name)
+        for name in instruction.outputs:
+            self.write(name)
+        if instruction.fragment not in self.schedule.fragments:
+            self.say(f"there is no fragment {instruction.fragment}", ", ".join(sorted(self.schedule.fragments)), instruction.fragment)
+            return
+        wanted = self._wanted_by(instruction.fragment)
+        if len(wanted) != len(instruction.inputs):
+            expected, got = str(len(wanted)), str(len(instruction.inputs))
+            self.say("the fragment takes another number of inputs", expected, got, "pass one buffer per input")
+            return
+        for name, value in zip(instruction.inputs, wanted, strict=True):
+            given = self.schedule.shape_of(name)
+            if value is not None and given is not None and given != (tuple(value.shape), value.dtype):
+                expected = describe((tuple(value.shape), value.dtype))
+                self.say(f"buffer {name} does not fit the fragment's input", expected, describe(given), "cut the fragments anew")
+
+    def _wanted_by(self, fragment: str) -> list[Any]:
+        """The values that a fragment takes; one of equal layers runs many times."""
+        if fragment not in self.wanted:
+            nodes = self.schedule.fragments[fragment].module.graph.nodes
+            self.wanted[fragment] = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
+        return self.wanted[fragment]
+
+    def fly(self, name: str, instruction: Launch | Send | Receive) -> None:
+        before = self.flying.get(name)
+        if before is not None and isinstance(before, Launch) != isinstance(instruction, Launch):
+            self.say(
+                f"a collective and a transfer under way are both called {name}", "one name for each", str(before), "rename the transfer"
+            )
+        self.land(name)
+        self.flying[name] = instruction
+
+    def land(self, name: str) -> None:
+        """What was launched under `name`, if anything, is complete."""
+        flight = self.flying.pop(name, None)
+        for buffer in _targets(flight) if flight else ():
+            self.arriving.pop(buffer, None)
+            if buffer not in self.freed:
+                self.alive.add(buffer)
+        for buffer in _sources(flight) if flight else ():
+            self.lent[buffer].remove(name)
+
+    def launch(self, instruction: Launch) -> None:
+        self.read(instruction.source)
+        self.write(instruction.target)
+        self.fly(instruction.target, instruction)
+        self.alive.discard(instruction.target)
+        self.arriving[instruction.target] = instruction.target
+        self.lent[instruction.source].append(instruction.target)
+        unknown = [axis for axis in instruction.axes if axis not in self.mesh.names]
+        if unknown:
+            self.say(f"unknown axis {unknown[0]!r}", f"axes of the mesh ({self.mesh})", ",".join(instruction.axes))
+            return
+        source, target = (self.schedule.shape_of(name) for name in (instruction.source, instruction.target))
+        if source is not None and target is not None:
+            self._check_result(instruction, source, target)
+
+    def _check_result(self, instruction: Launch, source: Layout, target: Layout) -> None:
+        size = self.mesh.size_of(instruction.axes)
+        expected = _result_shape(instruction, source[0], size)
+        if expected is None:
+            what = f"{instruction.collective} wants one entry per rank first"
+            self.say(what, f"[{size}, …]", str(list(source[0])), "lay the parts out along dim 0")
+        elif (expected, source[1]) != target:
+            what = "the target does not have the collective's shape"
+            self.say(what, describe((expected, source[1])), describe(target), "set the shape from the source")
+
+    def send(self, instruction: Send) -> None:
+        self._name_transfer(instruction)
+        for name in instruction.buffers:
+            self.read(name)
+            self.lent[name].append(instruction.transfer)
+
+    def receive(self, instruction: Receive) -> None:
+        self._name_transfer(instruction)
+        for name in instruction.buffers:
+            self.write(name)
+            self.alive.discard(name)
+            self.arriving[name] = instruction.transfer
+            if self.schedule.shape_of(name) is None:
+                self.say(
+                    f"nothing says how large buffer {name} is", "its shape and dtype", "neither", "put them into the schedule's shapes"
+                )
+
+    def _name_transfer(self, instruction: Send | Receive) -> None:
+        name = instruction.transfer
+        if name in self.transfers:
+            got = f"before at instruction {self.transfers[name]}"
+            self.say(f"transfer {name} is launched twice", "a name of its own for each", got, "leave one out, or rename it")
+        self.transfers.setdefault(name, self.number)
+        self.fly(name, instruction)
+
+    def wait(self, instruction: Wait) -> None:
+        if instruction.target not in self.flying:
+            waited = instruction.target in self.alive or instruction.target in self.transfers
+            got = "it was waited for before" if waited else "it was never launched"
+            self.say(f"WAIT without a LAUNCH for {instruction.target}", "one WAIT for each LAUNCH", got, "drop the WAIT or launch first")
+        self.land(instruction.target)
+
+    def add(self, instruction: Add) -> None:
+        source, target = instruction.source, instruction.target
+        if source == target:
+            self.say(f"buffer {target} is added to itself", "another buffer", source)
+            return
+        self.read(source)
+        if target not in self.sums and (target in self.alive or target in self.arriving or target in self.late):
+            expected, got = "a buffer that only ADD writes", "one that something else wrote"
+            self.say(f"ADD into buffer {target}, which others may share", expected, got, "add into a buffer of its own")
+        elif target in self.freed:
+            got = f"freed by instruction {self.freed[target]}"
+            self.say(f"buffer {target} is added to after it was freed", got=got, fix="free it later")
+        elif target in self.closed:
+            got = f"read by instruction {self.closed[target]}"
+            self.say(f"buffer {target} is added to after it was read", "reads after the last ADD", got, "read it later")
+        layouts = [self.schedule.shape_of(name) for name in (target, source)]
+        if None not in layouts and layouts[0] != layouts[1]:
+            expected, got = (describe(layout) for layout in layouts if layout is not None)
+            self.say(f"buffers {target} and {source} cannot be added", expected, got, "add what has one shape and dtype")
+        self.sums.add(target)
+        self.alive.add(target)
+
+    def free(self, instruction: Free) -> None:
+        for name in instruction.buffers:
+            using = [self.arriving[name]] if name in self.arriving else self.lent.get(name, [])
+            if using:
+                what = f"buffer {name} is freed while a {_noun(self.flying[using[0]])} uses it"
+                self.say(what, f"WAIT {using[0]} first", "no WAIT yet", "free it after the WAIT")
+            if name in self.freed:
+                got = f"freed by instruction {self.freed[name]}"
+                self.say(f"buffer {name} is freed twice", got=got, fix="free it once, after its last use")
+            elif name not in self.alive and not using:
+                self.say(f"buffer {name} is freed before anything wrote it", fix="free it after its last use")
+            self.alive.discard(name)
+            self.freed[name] = self.number
+
+    def pause(self, instruction: Pause) -> None:
+        if self.paused:
+            self.say("PAUSE comes twice", "at most one PAUSE", "another before", "hand the outputs out once")
+        self.paused = True
+        self.alive |= self.late
+        self._present("loss", "output")
+
+    def _present(self, *kinds: str) -> None:
+        for item, name in zip(self.schedule.signature.outputs, self.schedule.outputs, strict=True):
+            if item.kind not in kinds:
+                continue
+            # Whoever has it now may keep it.
+            self.closed.setdefault(name, self.number)
+            if name not in self.alive:
+                freed = f"freed by instruction {self.freed[name]}" if name in self.freed else "never written"
+                got = "still in flight" if name in self.arriving else freed
+                what = f"{item.kind} {item.name!r} (buffer {name}) is not there"
+                self.say(what, "written, complete and not freed", got, "keep it until here")
+
+    def end(self) -> None:
+        self.here = f"rank {self.rank}, at the end"
+        self._present(*(("gradient", "buffer") if self.paused else ("loss", "output", "gradient", "buffer")))
+        for name, flight in self.flying.items():
+            what = f"the collective into {name}" if isinstance(flight, Launch) else f"the {_noun(flight)} {name}"
+            self.say(f"{what} is never waited for", f"one WAIT for each {_word(flight)}", "none", f"add WAIT {name}")
+        left = self.alive - set(self.schedule.inputs) - set(self.schedule.outputs)
+        if left:
+            self.say("buffers are never freed", got=", ".join(sorted(left)), fix="free each after its last use")
+
+
+_VISIT: dict[type, Callable[[_Walk, Any], None]] = {
+    Run: _Walk.compute,
+    Launch: _Walk.launch,
+    Send: _Walk.send,
+    Receive: _Walk.receive,
+    Wait: _Walk.wait,
+    Add: _Walk.add,
+    Free: _Walk.free,
+    Pause: _Walk.pause,
+}
+
+
+def _word(flight: Launch | Send | Receive) -> str:
+    return "LAUNCH" if isinstance(flight, Launch) else "SEND" if isinstance(flight, Send) else "RECV"
+
+
+def _noun(flight: Launch | Send | Receive) -> str:
+    return "collective" if isinstance(flight, Launch) else "send" if isinstance(flight, Send) else "receive"
+
+
+def _targets(flight: Launch | Send | Receive) -> tuple[str, ...]:
+    """What `flight` fills."""
+    if isinstance(flight, Launch):
+        return (flight.target,)
+    return flight.buffers if isinstance(flight, Receive) else ()
+
+
+def _sources(flight: Launch | Send | Receive) -> tuple[str, ...]:
+    """What `flight` reads."""
+    if isinstance(flight, Launch):
+        return (flight.source,)
+    return flight.buffers if isinstance(flight, Send) else ()
+
+
+def _result_shape(launch: Launch, source: tuple[int, ...], size: int) -> tuple[int, ...] | None:
+    """The target's shape; None when the source lacks its dim of one entry per rank."""
+    if launch.collective == "all_gather":
+        return (size, *source)
+    if launch.collective == "all_reduce":
+        return source
+    if not source or source[0] != size:
+        return None
+    return source[1:] if launch.collective == "reduce_scatter" else source

@@ -1,0 +1,77 @@
+"""The check: after every pass, always on. All violations are collected; the printed program is attached.
+
+Values are recomputed from operands, shardings compared along every edge, collectives matched with what is
+unreduced. `check_program`, `check_sharding`, `check_local` and `check_schedule` list the invariants of each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.checks.local import check_local
+from autopar.checks.program import Values, check_program
+from autopar.checks.schedule import check_schedule
+from autopar.checks.sharding import check_shardings
+from autopar.checks.violation import Violation, report
+from autopar.compiled import Compiled, Step
+from autopar.errors import CheckError, ScheduleError
+from autopar.mesh import Mesh
+from autopar.program import Form, Program
+from autopar.reports.printing import print_program
+from autopar.schedule import Schedule
+
+
+def violations(program: Program, values: Values | None = None, origin: Program | None = None) -> list[Violation]:
+    """Every broken invariant of `program`.
+
+    `values` remembers what ops yield from call to call; `origin` is the GLOBAL program that a LOCAL one came from.
+    """
+    found = check_program(program, values)
+    if any(violation.is_fatal for violation in found):
+        return found
+    if program.form is Form.LOCAL:
+        return found + check_local(program, origin)
+    return found + check_shardings(program)
+
+
+def check(program: Program, title: str = "check", values: Values | None = None, origin: Program | None = None) -> None:
+    """Raise `CheckError` naming every broken invariant of `program`, the program's text attached as a note."""
+    found = violations(program, values, origin)
+    if found:
+        error = CheckError(report(found, title))
+        error.add_note(print_program(program))
+        raise error
+
+
+@dataclass
+class Checker:
+    """The check as an observer of passes. It remembers what ops yield, and the last GLOBAL program for the LOCAL ones that follow."""
+
+    values: Values = field(default_factory=Values)
+    origin: Program | None = None
+
+    def __call__(self, step: Step) -> None:
+        title = f"after pass {step.number}, {step.name}" if step.number else "as captured"
+        check(step.program, title, self.values, self.origin)
+        if step.program.form is Form.GLOBAL:
+            self.origin = step.program
+
+
+def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh) -> None:
+    """Raise `ScheduleError` naming everything that would go wrong when the ranks of `mesh` run `schedules`, one for each."""
+    by_rank = schedules if isinstance(schedules, Mapping) else dict(enumerate(schedules))
+    found = check_schedule(by_rank, mesh)
+    if found:
+        error = ScheduleError(report(found, f"schedule on {mesh}"))
+        first = by_rank[min(by_rank)] if by_rank else None
+        if first is not None:
+            numbered = enumerate(str(first).splitlines())
+            error.add_note("\n".join(f"{number:5}  {line}" for number, line in numbered))
+        raise error
+
+
+def check_compiled(compiled: Compiled) -> None:
+    """Raise `ScheduleError` when the ranks of a compiled program could not run its schedule to the end."""
+    mesh = compiled.local.mesh.ranks
+    check_schedules([compiled.schedule_of(rank) for rank in range(mesh.size)], mesh)

@@ -1,0 +1,244 @@
+"""Invariants of any program: the graph is sound, its values are what its ops compute, its signature fits.
+
+the graph passes torch.fx's lint; every tensor node knows its value
+placeholders and results are as many as the signature says, with its shapes and dtypes
+running each op on the shapes of its operands gives the shape, dtype and strides the node claims
+the atoms of a value multiply to its shape
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar._torch import FakeTensorMode, OpOverload, fake_mode, pytree
+from autopar.checks.violation import Violation, at
+from autopar.fake_calls import fake_call
+from autopar.keys import DIMS
+from autopar.program import Form, Input, Output, Program, results_of
+from autopar.reports.printing import short_dtype
+from autopar.sharding import shape_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All that an op's result depends on besides data, or that it yields: shape, strides, dtype, device."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    offset: int = 0
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Layout:
+        offset = int(tensor.storage_offset())
+        return Layout(tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride()), tensor.dtype, str(tensor.device), offset)
+
+    def equals(self, other: Layout, strides: bool) -> bool:
+        if (self.shape, self.dtype, self.device) != (other.shape, other.dtype, other.device):
+            return False
+        return not strides or 0 in self.shape or self._real_strides() == other._real_strides()
+
+    def _real_strides(self) -> tuple[int, ...]:
+        """The strides that address anything: a dim of size 1 may have any."""
+        return tuple(stride for size, stride in zip(self.shape, self.strides, strict=True) if size != 1)
+
+    def describe(self, strides: bool) -> str:
+        text = f"{short_dtype(self.dtype)}{list(self.shape)}"
+        return f"{text} strides {list(self.strides)} on {self.device}" if strides else f"{text} on {self.device}"
+
+    def tensor(self) -> torch.Tensor:
+        size = sum(stride * (n - 1) for n, stride in zip(self.shape, self.strides, strict=True)) + 1 + self.offset
+        storage = torch.empty(0 if 0 in self.shape else size, dtype=self.dtype, device=self.device)
+        return storage.as_strided(self.shape, self.strides, 0 if 0 in self.shape else self.offset)
+
+
+Outcome = tuple[Layout | None, ...] | str
+
+
+_MOST_KNOWN = 100_000
+_known: dict[Any, Outcome] = {}
+
+
+@dataclass
+class Values:
+    """What ops yield for given operand layouts; equal calls (80 equal layers, the next pass, the next compile) run once.
+
+    A call is known by its op, its literals, its operands' layouts and the default dtype, on which alone it depends: so all
+    checkers share what is known.
+    """
+
+    known: dict[Any, Outcome] = field(default_factory=lambda: _known)
+    mode: FakeTensorMode = field(default_factory=fake_mode)
+    tensors: dict[Layout, torch.Tensor] = field(default_factory=dict)
+    own: dict[Any, Outcome] = field(default_factory=dict)
+
+    def of(self, node: Node) -> Outcome:
+        """The layouts of the results of `node` (None where one is no tensor), or why it cannot run."""
+        key = (node.target, _key(node.args), _key(node.kwargs), torch.get_default_dtype())
+        # A user's own function lives as long as its program: what it yields is for this checker alone.
+        known = self.known if isinstance(node.target, OpOverload) else self.own
+        found = known.get(key)
+        if found is None:
+            found = self._run(node)
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = found
+        return found
+
+    def _run(self, node: Node) -> Outcome:
+        schema = getattr(node.target, "_schema", None)
+        operand = self._operand if schema is not None and not schema.is_mutable else self._fresh_operand
+        try:
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
+            result = fake_call(self.mode, node.target, args, kwargs)
+        except Exception as error:  # any failure of the op is the finding
+            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        many = result if isinstance(result, (tuple, list)) else (result,)
+        return tuple(Layout.of(item) if isinstance(item, torch.Tensor) else None for item in many)
+
+    def _operand(self, node: Node) -> Any:
+        """A tensor of each layout serves every op that changes none."""
+        return _mapped(node.meta["val"], self._tensor)
+
+    def _fresh_operand(self, node: Node) -> Any:
+        return _mapped(node.meta["val"], self._new_tensor)
+
+    def _tensor(self, like: torch.Tensor) -> torch.Tensor:
+        layout = Layout.of(like)
+        if layout not in self.tensors:
+            self.tensors[layout] = self._new_tensor(like)
+        return self.tensors[layout]
+
+    def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        with self.mode:
+            return Layout.of(like).tensor()
+
+
+def _mapped(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return make(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, make, value)
+
+
+def _key(value: Any) -> Any:
+    """A hashable stand-in for an argument; nodes count by the layouts of their values."""
+    if isinstance(value, Node):
+        return _key(value.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return Layout.of(value)
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, *(_key(item) for item in value))
+    if isinstance(value, dict):
+        return tuple((name, _key(item)) for name, item in value.items())
+    if isinstance(value, slice):
+        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
+    # 1, 1.0 and True are equal in Python and different to an op.
+    return (type(value), repr(value)) if isinstance(value, (bool, int, float)) else value
+
+
+def check_program(program: Program, values: Values | None = None) -> list[Violation]:
+    """Every violation of the invariants above; none when the program is sound."""
+    found = list(_graph(program))
+    if found:
+        return found
+    return [*_signature(program), *_layouts(program, values or Values()), *_atoms(program)]
+
+
+def _graph(program: Program) -> Iterator[Violation]:
+    try:
+        program.graph.lint()
+    except Exception as error:
+        yield Violation(f"the graph is malformed: {error}", fix="a pass must leave a graph that passes torch.fx's lint", is_fatal=True)
+        return
+    for kind, nodes, items in (
+        ("input", program.placeholders, program.signature.inputs),
+        ("result", program.results, program.signature.outputs),
+    ):
+        if len(nodes) != len(items):
+            yield Violation(
+                f"the signature does not fit the graph's {kind}s",
+                expected=f"{len(items)} {kind}s: {', '.join(f'{item.kind} {item.name}' for item in items)}",
+                got=f"{len(nodes)}: {', '.join(str(node) for node in nodes)}",
+                fix="change graph and signature together",
+                is_fatal=True,
+            )
+    for index, node in enumerate(program.results):
+        if not isinstance(node, Node):
+            yield Violation(
+                f"result {index} is no node", expected="a node", got=repr(node), fix="return zeros where nothing is computed", is_fatal=True
+            )
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "call_function") and "val" not in node.meta:
+            yield Violation("the node has no value", at(node), fix="set meta['val'] when a node is made", is_fatal=True)
+
+
+def _signature(program: Program) -> Iterator[Violation]:
+    for item, node in (*program.named_inputs(), *program.named_outputs()):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            continue
+        expected = _shape(item, program)
+        if (tuple(value.shape), value.dtype) != (expected, item.dtype):
+            yield Violation(
+                f"{item.kind} {item.name!r} is not what the signature says",
+                at(node),
+                f"{short_dtype(item.dtype)}{list(expected)}",
+                f"{short_dtype(value.dtype)}{list(value.shape)}",
+                "change graph and signature together",
+            )
+
+
+def _shape(item: Input | Output, program: Program) -> tuple[int, ...]:
+    if program.form is Form.LOCAL and item.sharding is not None:
+        return item.sharding.local_shape(item.dims, program.mesh)
+    return item.shape if item.padding is None else shape_of(item.padding.after)
+
+
+def _layouts(program: Program, values: Values) -> Iterator[Violation]:
+    # Composite ops of FORWARD choose strides by backend and grad mode, and the joint trace computes them anew.
+    strides = program.form is not Form.FORWARD
+    for node in program.graph.nodes:
+        if node.op != "call_function" or any(operand.op == "get_attr" for operand in node.all_input_nodes):
+            continue
+        outcome = values.of(node)
+        if isinstance(outcome, str):
+            yield Violation("the op does not run on its operands", at(node), got=outcome, fix="adapt its arguments to its operands' shapes")
+            continue
+        claimed = tuple(None if result is None else Layout.of(result) for result in results_of(node))
+        if not _all_equal(outcome, claimed, strides):
+            yield Violation(
+                "the node's value is not what its op computes",
+                at(node),
+                _describe(outcome, strides),
+                _describe(claimed, strides),
+                "set meta['val'] from the op and its operands",
+            )
+
+
+def _all_equal(first: tuple[Layout | None, ...], second: tuple[Layout | None, ...], strides: bool) -> bool:
+    if len(first) != len(second):
+        return False
+    return all(a is b if a is None or b is None else a.equals(b, strides) for a, b in zip(first, second, strict=True))
+
+
+def _describe(layouts: tuple[Layout | None, ...], strides: bool) -> str:
+    return ", ".join("no tensor" if layout is None else layout.describe(strides) for layout in layouts)
+
+
+def _atoms(program: Program) -> Iterator[Violation]:
+    if program.form is Form.LOCAL:
+        return
+    for node in program.graph.nodes:
+        dims = DIMS.get(node)
+        if dims is None:
+            continue
+        shapes = tuple(() if result is None else tuple(result.shape) for result in results_of(node))
+        claimed = tuple(shape_of(each) for each in dims)
+        if claimed != shapes:
+            yield Violation(
+                "the atoms do not multiply to the value's shape", at(node), str(shapes), str(claimed), "set DIMS anew when a shape changes"
+            )

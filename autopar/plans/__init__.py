@@ -1,0 +1,1 @@
+"""What was decided, as data: written, read, compared; what the user fixes beforehand."""

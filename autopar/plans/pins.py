@@ -1,0 +1,170 @@
+"""What the user fixes by hand: parameters, and what modules return, by name or pattern, one entry per dim.
+
+    pins={"transformer.h.*.mlp.c_fc.weight": (None, "tp"),      dim 1 over tp
+          "transformer.wte.weight": ("tp", None),               dim 0 over tp
+          "lm_head.weight": (("dp", "tp"), None),               dim 0 over dp and tp, dp major
+          "*.bias": (),                                         on every rank
+          "transformer.h.*.mlp": (None, "tp", ...)}             the output of a module: dim 1 over tp
+
+A later pattern overrides an earlier one; `...` stands for the dims between. On a dim of several atoms (a fused qkv dim is
+3 × heads × head size) an axis splits the first atom that it divides. A pattern that matches a parameter speaks of
+parameters (`*` stands for any text), else of modules (`*` stands for one part of a path, a leading one for any parents).
+An output stays split over the batch as everything is; that needs no pin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import EllipsisType
+
+from torch.fx import Node
+
+from autopar.errors import PlanError
+from autopar.keys import BATCH, DIMS, SOURCE
+from autopar.markers import pinned
+from autopar.mesh import Mesh
+from autopar.pattern import matches_module, matches_name, near_names
+from autopar.plans.plan import DimPin, Pins, Plan, PlannedInput
+from autopar.program import Program
+from autopar.sharding import Dims, Sharding, Strategy
+from autopar.source import module_calls
+from autopar.strategies import strategies_of
+
+
+@dataclass(frozen=True)
+class ResolvedPins:
+    """Pins on a program: parameters as a plan, and the strategy of each `pinned` node that was asked for, by node name."""
+
+    plan: Plan
+    outputs: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
+
+
+def resolve(pins: Pins | Plan, program: Program) -> ResolvedPins:
+    """`pins` on `program`, which has atoms and `pinned` nodes; a plan is taken for its parameters' pins.
+
+    Raises `PlanError` naming every pin that cannot be kept: a pattern that nothing matches, an unknown axis, one used twice,
+    another number of dims, sizes that do not divide, or an axis that may not split the batch.
+    """
+    if isinstance(pins, Plan):
+        return ResolvedPins(pins.pins())
+    resolver = _Resolver(program)
+    for pattern, pin in pins.items():
+        resolver.add(pattern, pin)
+    if resolver.problems:
+        lines = "\n".join(f"  {problem}" for problem in resolver.problems)
+        raise PlanError(f"pins that cannot be kept:\n{lines}\npin another dim, or drop the pin")
+    plan = Plan(program.mesh, resolver.found, reasons={name: "pinned by the user" for name in resolver.found})
+    return ResolvedPins(plan, resolver.outputs)
+
+
+class _Resolver:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.parameters = {item.name: DIMS[node][0] for item, node in program.named_inputs() if item.kind == "parameter"}
+        self.marked: dict[str, list[Node]] = {}
+        for node in program.graph.nodes:
+            if node.target is pinned:
+                self.marked.setdefault(SOURCE[node].module, []).append(node)
+        self.found: dict[str, PlannedInput] = {}
+        self.outputs: dict[str, Strategy] = {}
+        self.problems: list[str] = []
+
+    def add(self, pattern: str, pin: Sequence[DimPin]) -> None:
+        names = [pattern] if pattern in self.parameters else [name for name in self.parameters if matches_name(name, pattern)]
+        for name in names:
+            sharding = _sharding(pin, self.parameters[name], self.program.mesh)
+            if isinstance(sharding, str):
+                self.problems.append(f"{name!r} {_written(pin)}: {sharding}")
+            else:
+                self.found[name] = PlannedInput(self.parameters[name], sharding)
+        if not names:
+            self._add_modules(pattern, pin)
+
+    def _add_modules(self, pattern: str, pin: Sequence[DimPin]) -> None:
+        modules = [module for module in self.marked if matches_module(module, pattern)]
+        if not modules:
+            parameters, paths = near_names(pattern, self.parameters), near_names(pattern, _modules(self.program))
+            self.problems.append(f"{pattern!r} matches no parameter; there are {parameters}; and no module that runs; there are {paths}")
+        for module in modules:
+            for node in self.marked[module]:
+                strategy = _strategy(pin, node, self.program)
+                if isinstance(strategy, str):
+                    self.problems.append(f"the output of {module!r} {_written(pin)}: {strategy}")
+                else:
+                    self.outputs[node.name] = strategy
+
+
+def _modules(program: Program) -> Iterator[str]:
+    return (path for node in program.graph.nodes if node.op == "call_function" for path in module_calls(node))
+
+
+def _written(pin: Sequence[DimPin]) -> str:
+    return f"({', '.join('...' if entry is ... else repr(entry) for entry in pin)}{',' if len(pin) == 1 else ''})"
+
+
+def _strategy(pin: Sequence[DimPin], node: Node, program: Program) -> Strategy | str:
+    """The strategy of a `pinned` node in which its value lies as `pin` says, or why there is none.
+
+    Axes of the batch that the pin does not name split the batch, as they do everywhere.
+    """
+    mesh, freedom, dims = program.mesh, program.freedom, DIMS[node][0]
+    wanted = _sharding(pin, dims, mesh)
+    if isinstance(wanted, str):
+        return wanted
+    implied = {axis for axis in mesh.names if freedom.is_batch(axis)} - set(wanted.axes)
+    for strategy in strategies_of(node, mesh, freedom):
+        lies = strategy.results[0]
+        if not lies.unreduced and tuple(tuple(axis for axis in split if axis not in implied) for split in lies.splits) == wanted.splits:
+            return strategy
+    on_batch = [axis for position in BATCH[node][0] for axis in wanted.splits[position] if not freedom.is_batch(axis)]
+    if on_batch and not freedom.is_free(on_batch[0]):
+        allowed = tuple(dict.fromkeys((*freedom.batch, *freedom.free, on_batch[0])))
+        return f"axis {on_batch[0]!r} may not split the batch; let it with pins={{'batch': {allowed}}}"
+    return f"{wanted.describe(dims)} cannot be had: {', '.join(freedom.batch)} splits the batch, and the batch alone"
+
+
+def _sharding(pin: Sequence[DimPin], dims: Dims, mesh: Mesh) -> Sharding | str:
+    """The sharding that `pin` means for a value of `dims`, or why there is none."""
+    entries = _entries(pin, len(dims))
+    if entries is None:
+        return f"{len(pin)} entries for {len(dims)} dims"
+    splits: list[tuple[str, ...]] = []
+    used: list[str] = []
+    for dim, entry in zip(dims, entries, strict=True):
+        axes = [entry] if isinstance(entry, str) else list(entry or ())
+        parts = [part for axis in axes for part in (mesh.parts(axis) or (axis,))]
+        unknown = [axis for axis in parts if axis not in mesh.names]
+        if unknown:
+            return f"axis {unknown[0]!r} is not on the mesh ({mesh})"
+        placed = _place(parts, dim, mesh)
+        if placed is None:
+            sizes = " × ".join(map(str, dim)) or "1"
+            return f"a dim of {sizes} does not divide over {'·'.join(axes)} = {mesh.size_of(parts)}"
+        splits += placed
+        used += parts
+    twice = [axis for axis in used if used.count(axis) > 1]
+    return f"axis {twice[0]!r} is used twice" if twice else Sharding(tuple(splits))
+
+
+def _entries(pin: Sequence[DimPin], num_dims: int) -> list[str | Sequence[str] | None] | None:
+    """One entry for each dim: an empty pin splits none, `...` as many as are missing. None where the numbers do not fit."""
+    given = list(pin) or [...]
+    if ... in given:
+        index = given.index(...)
+        given[index : index + 1] = [None] * (num_dims - len(given) + 1)
+    entries = [entry for entry in given if not isinstance(entry, EllipsisType)]
+    return entries if len(given) == len(entries) == num_dims else None
+
+
+def _place(axes: Sequence[str], dim: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]] | None:
+    """Axes on the atoms of one dim, each on the first that it divides; None when one divides none."""
+    splits: list[tuple[str, ...]] = [()] * len(dim)
+    for axis in axes:
+        for index, atom in enumerate(dim):
+            if atom % (mesh.size_of(splits[index]) * mesh.size_of([axis])) == 0:
+                splits[index] += (axis,)
+                break
+        else:
+            return None
+    return splits

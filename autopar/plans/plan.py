@@ -1,0 +1,366 @@
+"""All decisions of one compile as a value: it prints, goes to JSON and back, and can be edited and run again.
+
+    {
+      "version": 1,
+      "mesh": {"dp": 2, "tp": 2},
+      "freedom": {"batch": ["dp"], "free": [], "stored": false},
+      "pinned": ["h.0.mlp"],
+      "fingerprint": "9f0c…",
+      "parameters": {"h.0.fc.weight": {"dims": [[32], [64]], "splits": [[], ["tp"]]}},
+      "inputs": {"batch 0": {…}},
+      "strategies": {"forward h.0.fc aten.mm 0": {"operands": […], "results": […], "factors": {"dp": "m", "tp": "n"}, "num_shards": 4}},
+      "kernels": {},
+      "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
+      "reasons": {"h.0.fc.weight": "split dim 1 over tp (column)"}
+    }
+
+A sharding is a list with the axes of each atom, and what is unreduced. Nodes are known by phase, module path, op and
+ordinal, parameters by their original names; the fingerprint says for which graph the node decisions are valid.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import EllipsisType
+from typing import Any, Protocol
+
+from torch.fx import Node
+
+from autopar.collectives import reshard
+from autopar.errors import PlanError, ScheduleError
+from autopar.freedom import Freedom
+from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.markers import pinned
+from autopar.mesh import Mesh
+from autopar.padding import Padding, carried_over
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.plans.diff import PlanDiff, changes
+from autopar.plans.json import (
+    from_schedule,
+    from_sharding,
+    from_strategy,
+    indented,
+    to_dims,
+    to_freedom,
+    to_schedule,
+    to_sharding,
+    to_strategy,
+)
+from autopar.program import Program, results_of
+from autopar.reports.printing import op_name, short_dtype
+from autopar.sharding import Dims, Sharding, Strategy
+
+# One entry per dim of a parameter or of a module's output, by name or pattern: an axis, several (major first), or None; `...` for
+# the dims between. See `autopar.plans.pins`.
+DimPin = str | Sequence[str] | EllipsisType | None
+Pins = Mapping[str, Sequence[DimPin]]
+
+logger = logging.getLogger("autopar")
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A schedule that prints in a few words."""
+
+    schedule: PipelineSchedule
+
+    def __str__(self) -> str:
+        number = self.schedule.num_microbatches
+        return f"{self.schedule.name}, {number} microbatch{'' if number == 1 else 'es'}"
+
+
+class Reasoned(Protocol):
+    """A decision that says why, by parameter name or node key."""
+
+    @property
+    def reasons(self) -> Mapping[str, str]: ...
+
+
+class Staged(Reasoned, Protocol):
+    """Where the stages of a pipeline begin: the first op of each but the first, by node name."""
+
+    @property
+    def cuts(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class PlannedInput:
+    """How an input lies: its atoms, dim by dim, with their padding, and its sharding."""
+
+    dims: Dims
+    sharding: Sharding
+    padding: Padding | None = None
+
+    def __str__(self) -> str:
+        return self.sharding.describe(self.dims)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every decision of one compile. Pins are a plan with parameters alone.
+
+    mesh         the axes as decided upon, sub-axes included
+    parameters   placements by original name; `inputs` those of batch, buffers and the rest, by kind and name
+    strategies   the strategy of every node, by `node_keys`; valid on the graph with `fingerprint` only
+    kernels      which kernel runs which op, by module path and op
+    schedule     which rank of a pipeline runs which microbatch of which stage when; None where there is nothing to order
+    cuts         the first op of each stage but the first, by `node_keys`, reshards included
+    reasons      why, in words, by parameter name or node key
+    freedom      which axes were let split the batch, and whether its axes were let split parameters
+    pinned       the modules whose outputs were pinned: the graph has a node for each
+    """
+
+    mesh: Mesh
+    parameters: Mapping[str, PlannedInput] = field(default_factory=dict[str, PlannedInput])
+    inputs: Mapping[str, PlannedInput] = field(default_factory=dict[str, PlannedInput])
+    strategies: Mapping[str, Strategy] = field(default_factory=dict[str, Strategy])
+    fingerprint: str = ""
+    kernels: Mapping[str, str] = field(default_factory=dict[str, str])
+    schedule: PipelineSchedule | None = None
+    cuts: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    freedom: Freedom = Freedom()
+    pinned: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(program: Program, decision: Reasoned | None = None) -> Plan:
+        """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards; reasons from the search's `decision`.
+
+        Of a pipeline see `with_stages`.
+        """
+        placements = {
+            (item.kind, item.name): PlannedInput(DIMS[node][0], SHARDING[node][0], item.padding) for item, node in program.named_inputs()
+        }
+        return Plan(
+            mesh=program.mesh,
+            parameters={name: placement for (kind, name), placement in placements.items() if kind == "parameter"},
+            inputs={f"{kind} {name}": placement for (kind, name), placement in placements.items() if kind != "parameter"},
+            strategies={key: STRATEGY[node] for node, key in node_keys(program).items() if node in STRATEGY},
+            fingerprint=fingerprint(program),
+            reasons=dict(decision.reasons) if decision else {},
+            freedom=program.freedom,
+            pinned=tuple(dict.fromkeys(SOURCE[node].module for node in program.graph.nodes if node.target is pinned)),
+        )
+
+    def with_stages(self, program: Program, schedule: PipelineSchedule, decision: Staged) -> Plan:
+        """The same with the order of a pipeline, and where `program` was cut into its stages."""
+        keys = {node.name: key for node, key in node_keys(program, with_reshards=True).items()}
+        reasons = {**self.reasons, **decision.reasons}
+        return replace(self, schedule=schedule, cuts=tuple(keys[name] for name in decision.cuts), reasons=reasons)
+
+    def starts_on(self, program: Program, units: Sequence[Sequence[Node]], num_stages: int) -> tuple[int, ...] | None:
+        """The first of `units`, the calls of a line, of each stage of the plan; None where it has none, or others than fit here.
+
+        Says in the log what does not fit.
+        """
+        if self.schedule is None:
+            return None
+        numbers = {node: number for number, nodes in enumerate(units) for node in nodes}
+        nodes = {key: node for node, key in node_keys(program, with_reshards=True).items() if node in numbers}
+        missing = next((key for key in self.cuts if key not in nodes), None)
+        starts = (0, *(numbers[nodes[key]] for key in self.cuts)) if missing is None else ()
+        if len(starts) == num_stages and all(one < other for one, other in itertools.pairwise(starts)):
+            return starts
+        others = f"it has {len(self.cuts) + 1} stages, this call {num_stages}" if len(starts) != num_stages else "no stage may be empty"
+        why = f"there is no {missing!r}" if missing else others
+        logger.warning("the plan's stages do not fit: %s; they are placed anew", why)
+        return None
+
+    def pins(self) -> Plan:
+        """The parameters' placements alone: what may be carried to another graph of the same model."""
+        reasons = {name: why for name, why in self.reasons.items() if name in self.parameters}
+        return Plan(self.mesh, self.parameters, reasons=reasons, freedom=self.freedom)
+
+    def fits(self, program: Program) -> bool:
+        """Whether the node decisions are valid on `program`: same mesh, same graph. Says in the log why not."""
+        if self.strategies and self.mesh == program.mesh and self.fingerprint == fingerprint(program):
+            return True
+        if self.strategies:
+            other = f"another mesh ({self.mesh}; here {program.mesh})" if self.mesh != program.mesh else "another graph"
+            logger.warning("the plan was made for %s: only its %d parameter pins apply", other, len(self.parameters))
+        return False
+
+    def strategies_on(self, program: Program) -> dict[Node, Strategy]:
+        """The strategy of every call of `program`. Raises `PlanError` when the plan lacks some; ask `fits` first."""
+        keys = node_keys(program)
+        missing = [key for key in keys.values() if key not in self.strategies]
+        if missing:
+            raise PlanError(
+                f"the plan has no strategy for {len(missing)} of {len(keys)} nodes, the first is {missing[0]!r}; compile without it"
+            )
+        return {node: self.strategies[key] for node, key in keys.items()}
+
+    def placements_on(self, program: Program) -> dict[str, Sharding]:
+        """The shardings of those parameters of `program` that the plan pins.
+
+        Raises `PlanError` with every pin that cannot be kept: other atoms, axes that are not on the mesh, or
+        sizes that do not divide. Names that the model lacks are a warning.
+        """
+        found, problems = dict[str, Sharding](), list[str]()
+        items = {item.name: (item, node) for item, node in program.named_inputs() if item.kind == "parameter"}
+        for name, placement in self.parameters.items():
+            if name not in items:
+                continue
+            item, node = items[name]
+            dims = DIMS[node][0]
+            sharding = carried_over(placement.sharding, (placement.dims, dims), (placement.padding, item.padding), program.mesh)
+            if sharding is None:
+                problems.append(f"{name!r} is pinned by atoms {_plain(placement.dims)}, here it has {_plain(dims)}")
+                continue
+            problems += [f"{name!r} {sharding.describe(dims)}: {problem}" for problem in sharding.problems(dims, program.mesh)]
+            found[name] = sharding
+        unknown = [name for name in self.parameters if name not in items]
+        if unknown:
+            logger.warning("the plan pins %d parameters that the model does not have, the first is %r", len(unknown), unknown[0])
+        if problems:
+            raise PlanError(
+                "pins that cannot be kept:\n" + "\n".join(f"  {problem}" for problem in problems) + "\npin another dim, or drop the pin"
+            )
+        return found
+
+    def with_parameter(self, name: str, sharding: Sharding) -> Plan:
+        """The plan with another sharding for one parameter; node decisions no longer hold and are dropped."""
+        if name not in self.parameters:
+            raise PlanError(f"the plan has no parameter {name!r}; it has {', '.join(list(self.parameters)[:5])}, …")
+        placement = replace(self.parameters[name], sharding=sharding)
+        return replace(self.pins(), parameters={**self.parameters, name: placement})
+
+    def diff(self, other: Plan) -> PlanDiff:
+        """What is otherwise in `other`: it prints, repeated layers as one line, and is truthy when something differs."""
+        parameters, ops = changes(self.parameters, other.parameters), changes(self.strategies, other.strategies)
+        num_parameters = len({*self.parameters, *other.parameters})
+        pipeline = changes(self._pipeline(), other._pipeline())
+        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, len({*self.strategies, *other.strategies}), tuple(pipeline))
+
+    def _pipeline(self) -> dict[str, object]:
+        """Its order, and where its stages begin."""
+        cuts: dict[str, object] = {f"stage {number}": cut for number, cut in enumerate(self.cuts, 1)}
+        return cuts if self.schedule is None else {"schedule": _Order(self.schedule), **cuts}
+
+    def to_json(self) -> str:
+        """As text; `from_json` reads it back to an equal plan."""
+        content: dict[str, Any] = {
+            "version": VERSION,
+            "mesh": dict(self.mesh.axes),
+            "freedom": {"batch": self.freedom.batch, "free": self.freedom.free, "stored": self.freedom.stored},
+            "pinned": self.pinned,
+            "fingerprint": self.fingerprint,
+            "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},
+            "inputs": {name: _from_placement(placement) for name, placement in self.inputs.items()},
+            "strategies": {key: from_strategy(strategy) for key, strategy in self.strategies.items()},
+            "kernels": dict(self.kernels),
+            "schedule": from_schedule(self.schedule, self.cuts),
+            "reasons": dict(self.reasons),
+        }
+        return indented(content)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read back what `to_json` wrote. Raises `PlanError` for text that is none, naming what is wrong with it."""
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"the plan is no JSON: {error}") from error
+        version = content.get("version") if isinstance(content, dict) else None
+        if version != VERSION:
+            raise PlanError(f"the plan has version {version!r}, this release reads {VERSION}; compile anew and save that plan")
+        try:
+            return Plan(
+                mesh=Mesh(tuple(content["mesh"].items())),
+                freedom=to_freedom(content.get("freedom", {})),
+                pinned=tuple(content.get("pinned", ())),
+                parameters={name: _to_placement(entry) for name, entry in content["parameters"].items()},
+                inputs={name: _to_placement(entry) for name, entry in content.get("inputs", {}).items()},
+                strategies={key: to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
+                fingerprint=content.get("fingerprint", ""),
+                kernels=content.get("kernels", {}),
+                schedule=to_schedule(content.get("schedule") or {}),
+                cuts=tuple((content.get("schedule") or {}).get("cuts", ())),
+                reasons=content.get("reasons", {}),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError, ScheduleError) as error:
+            raise PlanError(f"the plan is malformed: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that `save` wrote. Raises `PlanError`, or `OSError` when there is no such file."""
+        return Plan.from_json(Path(path).read_text(encoding="utf-8"))
+
+    def __str__(self) -> str:
+        width = max((len(name) for name in self.parameters), default=0)
+        lines = [f"plan on {self.mesh}: {len(self.parameters)} parameters, {len(self.strategies)} ops"]
+        lines += [f"  {name:<{width}}  {placement}" for name, placement in self.parameters.items()]
+        if self.schedule is not None:
+            lines += [f"  {line}" for line in str(self.schedule).splitlines()]
+            lines += [f"  stage {number} begins with {cut}" for number, cut in enumerate(self.cuts, 1)]
+        return "\n".join(lines)
+
+
+def node_keys(program: Program, with_reshards: bool = False) -> dict[Node, str]:
+    """A name for each call that does not depend on node names: `backward h.0.fc aten.mm 1`.
+
+    The ordinal counts equal phase, module and op in graph order. Reshards have none unless asked for, so that the names
+    are the same before and after they are inserted.
+    """
+    counts: dict[str, int] = {}
+    found: dict[Node, str] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or (node.target is reshard and not with_reshards):
+            continue
+        source = SOURCE.get(node)
+        place = " ".join((PHASE.get(node) or "forward", source.module if source and source.module else "-", op_name(node.target)))
+        found[node] = f"{place} {counts.get(place, 0)}"
+        counts[place] = counts.get(place, 0) + 1
+    return found
+
+
+def fingerprint(program: Program) -> str:
+    """A hash of what is computed: ops, literals, operands, shapes, dtypes, atoms. Node names, reshards and meshes do not count."""
+    numbers: dict[Node, int] = {}
+    inputs = {node: f"{item.kind} {item.name}" for item, node in program.named_inputs()}
+    digest, count = hashlib.sha256(), 0
+    for node in program.graph.nodes:
+        if node.target is reshard:
+            numbers[node] = numbers[node.args[0]]
+            continue
+        count += 1
+        numbers[node] = count
+        called = inputs.get(node) or f"{op_name(node.target)} {_argument((node.args, node.kwargs), numbers)}"
+        values = " ".join(f"{short_dtype(value.dtype)}{tuple(value.shape)}" for value in results_of(node) if value is not None)
+        digest.update(f"{node.op} {called} {values} {DIMS.get(node)}\n".encode())
+    return digest.hexdigest()[:32]
+
+
+def _argument(value: Any, numbers: Mapping[Node, int]) -> str:
+    """Arguments as text in which nodes are numbers."""
+    if isinstance(value, Node):
+        return f"%{numbers[value]}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_argument(item, numbers) for item in value)})"
+    if isinstance(value, dict):
+        return f"({', '.join(f'{name}={_argument(item, numbers)}' for name, item in value.items())})"
+    return op_name(value) if callable(value) else repr(value)
+
+
+def _plain(dims: Dims) -> str:
+    return Sharding.replicated(dims).describe(dims)
+
+
+def _from_placement(placement: PlannedInput) -> dict[str, Any]:
+    unpadded = {"unpadded": [list(dim) for dim in placement.padding.before]} if placement.padding else {}
+    return {"dims": [list(dim) for dim in placement.dims], **unpadded, **from_sharding(placement.sharding)}
+
+
+def _to_placement(entry: dict[str, Any]) -> PlannedInput:
+    dims = to_dims(entry["dims"])
+    return PlannedInput(dims, to_sharding(entry), Padding(to_dims(entry["unpadded"]), dims) if "unpadded" in entry else None)

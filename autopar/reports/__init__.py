@@ -1,0 +1,1 @@
+"""What users read: explanations, summaries, printed programs, answers to why and what if."""

@@ -1,0 +1,288 @@
+"""The decisions of a compile in the user's words: what is split, how, what else was possible, what it costs.
+
+parameters on dp=2 × tp=2
+  transformer.h.*.mlp.c_fc.weight [1024, 4096@tp]   split dim 1 over tp (column)   × 24
+      instead: [1024@tp, 4096] +1.2 ms a step
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from sympy import factorint
+from torch.fx import Node
+
+from autopar.collectives import reshard
+from autopar.compiled import Compiled
+from autopar.cost import CostModel, is_view
+from autopar.fusion import FusionDecision
+from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.markers import pinned
+from autopar.mesh import MICROBATCHES, Mesh, parent
+from autopar.pattern import folded, pattern_of
+from autopar.pipeline.report import pipeline_lines
+from autopar.program import Input, Program, operands
+from autopar.reports.printing import op_name
+from autopar.reports.search import search_lines
+from autopar.reports.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
+from autopar.rule import rule_of
+from autopar.sharding import REDUCTION_KINDS, Dims, Sharding, Strategy
+from autopar.transfers import sent
+from autopar.units import in_bytes, in_seconds
+
+
+class RunnerUp(Protocol):
+    """The next-best strategy of a node and what it adds to a step, all `num_nodes` alike taking it."""
+
+    @property
+    def strategy(self) -> Strategy: ...
+    @property
+    def extra_seconds(self) -> float: ...
+    @property
+    def num_nodes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a section before folding: rows of equal text whose names have one pattern become one."""
+
+    name: str
+    text: str
+    notes: tuple[str, ...] = ()
+
+
+def explain(compiled: Compiled) -> str:
+    """Parameters, contractions, what is not split, communication, time and memory; repeated layers as one line."""
+    program, cost = compiled.program, cost_of(compiled)
+    original, executed = flops(program)
+    share = original / executed if executed else 1.0
+    lines = [
+        f"{_where(program.mesh)}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
+        *([f"search: {compiled.search}"] if compiled.search is not None else []),
+        *(f"  {line}" for line in search_lines(compiled.search)),
+        *_section("pipeline", pipeline_lines(compiled, cost) if compiled.order is not None else ()),
+        *_section("parameters", fold_rows(parameter_rows(compiled))),
+        *_section(
+            "contractions (tp:n: axis tp splits factor n; a split of one that the result lacks, k, leaves partial sums)",
+            fold_rows(contraction_rows(compiled)),
+        ),
+        *_section("what modules return, pinned by the user", fold_rows(pinned_rows(program))),
+        *_section("ops of our own, and where they were not written", _fusions(compiled)),
+        *_section("not split", _unsplit(program, cost, places_of(compiled))),
+        *_section("rules inferred by probing, not written by hand", _inferred(program)),
+        *_section("communication, bytes a rank sends in a step", _sent(compiled, cost)),
+        *_section("predicted", _totals(compiled, cost)),
+    ]
+    return "\n".join(lines)
+
+
+def _fusions(compiled: Compiled) -> Iterator[str]:
+    """What the passes that write our own ops found; equal lines, of repeated layers, once."""
+    found = Counter(str(each) for step in compiled.steps if isinstance(step.decision, FusionDecision) for each in step.decision.found)
+    for line, number in found.items():
+        yield line if number == 1 else f"{line}   × {number}"
+
+
+def _where(mesh: Mesh) -> str:
+    """`pp=2 × dp=2, 4 microbatches`."""
+    number = mesh.num_microbatches
+    return f"{mesh.ranks}, {number} microbatches" if number > 1 else str(mesh)
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    found = list(lines)
+    if found:
+        yield from ("", title, *(f"  {line}" for line in found))
+
+
+def fold_rows(rows: Iterable[Row]) -> Iterator[str]:
+    """Rows as text, those that differ in layer numbers alone as one, with how many they are."""
+    all_rows = list(rows)
+    names = [row.name for row in all_rows]
+    groups: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+    for row in all_rows:
+        groups.setdefault((pattern_of(row.name), row.text, row.notes), []).append(row.name)
+    for (_, text, notes), members in groups.items():
+        distinct = list(dict.fromkeys(members))
+        count = f"   × {len(members)}" if len(members) > 1 else ""
+        yield f"{folded(distinct, names)} {text}{count}".lstrip()
+        yield from (f"    {note}" for note in notes)
+
+
+def parameter_rows(compiled: Compiled) -> Iterator[Row]:
+    """One row a parameter: its sharding, the word for it, who pinned it or its next-best, and what does not divide."""
+    program = compiled.program
+    for item, node in program.named_inputs():
+        if item.kind != "parameter":
+            continue
+        dims, sharding = DIMS[node][0], SHARDING[node][0]
+        pinned = _pinned(compiled, item.name, node)
+        notes = [*(pinned or alternative(compiled, node)), *indivisible(dims, sharding, program.mesh)]
+        yield Row(item.name, f"{sharding.describe(dims)}   {_split(item, node, program)}", tuple(notes))
+
+
+def _pinned(compiled: Compiled, name: str, node: Node) -> tuple[str, ...]:
+    """Why a parameter was not for this rank's search to decide (of rank 0's, what that says); nothing when it was."""
+    reason = compiled.plan.reasons.get(name, "") if compiled.plan is not None else ""
+    is_searched = reason.startswith(("next best", "no other")) and not _is_fixed(compiled, node)
+    return () if not reason or is_searched else (reason,)
+
+
+def _is_fixed(compiled: Compiled, node: Node) -> bool:
+    return compiled.search is not None and node.name in compiled.search.fixed
+
+
+def _split(item: Input, node: Node, program: Program) -> str:
+    """`split dim 1 over tp (column)`, or that every rank has it whole."""
+    dims, splits = DIMS[node][0], iter(SHARDING[node][0].splits)
+    parts: list[str] = []
+    for index, dim in enumerate(dims):
+        axes = tuple(axis for _ in dim for axis in next(splits))
+        if axes:
+            word = _word(node, axes[0])
+            over = "·".join(dict.fromkeys(parent(axis) for axis in axes))
+            parts.append(f"split dim {index} over {over}{f' ({word})' if word else ''}")
+    return ", ".join(parts) or f"on every rank{'' if item.requires_grad else ', frozen'}"
+
+
+def _word(parameter: Node, axis: str) -> str:
+    """Megatron's word: a column split divides the result of the layer, a row split leaves partial sums of it."""
+    consumer = _contraction(parameter)
+    if consumer is None:
+        return ""
+    factor = dict(STRATEGY[consumer].factors).get(axis)
+    rule = rule_of(consumer)
+    if factor is None or factor in REDUCTION_KINDS or rule is None:
+        return ""
+    kept = any(_has(labels, factor) for labels in rule.results)
+    if op_name(consumer.target) == "aten.embedding":
+        return "columns of the table" if kept else "rows of the table: partial sums"
+    return "column" if kept else "row: partial sums"
+
+
+def _has(labels: Iterable[Any], factor: str) -> bool:
+    """Whether a factor (`m`, or atom `m.1` of it) is among the labels of a tensor."""
+    names = {name for label in labels if label for name in (label if isinstance(label, tuple) else (label,))}
+    return factor in names or factor.rsplit(".", 1)[0] in names
+
+
+def _contraction(node: Node) -> Node | None:
+    """The first forward op that reads `node`, through views and reshards, and contracts with it or looks up in it."""
+    for user in node.users:
+        if user.op != "call_function" or PHASE.get(user) == "backward":
+            continue
+        rule = rule_of(user)
+        if (rule is not None and rule.flops > 0) or op_name(user.target) == "aten.embedding":
+            return user
+        if is_view(user) or user.target is reshard:
+            found = _contraction(user)
+            if found is not None:
+                return found
+    return None
+
+
+def alternative(compiled: Compiled, node: Node) -> Iterator[str]:
+    """What the node could do instead and what that adds to a step, as far as a search knows."""
+    if compiled.search is None:
+        return
+    other: RunnerUp | None = compiled.search.runner_up(node.name)
+    if other is None:
+        yield "fixed by the plan" if _is_fixed(compiled, node) else "instead: nothing else is legal"
+        return
+    written = other.strategy.results[0].describe(DIMS[node][0]) if node.op == "placeholder" else str(other.strategy)
+    alike = f" (all {other.num_nodes} alike)" if other.num_nodes > 1 else ""
+    yield f"instead: {written} {in_seconds(other.extra_seconds, sign=True)} {compiled.search.per}{alike}"
+
+
+def indivisible(dims: Dims, sharding: Sharding, mesh: Mesh) -> Iterator[str]:
+    """Dims that an axis cannot split at all, with their prime factors: `dim 0: 50257 = 29·1733 does not divide by tp = 2`.
+
+    The batch axis is left out: it splits no parameters.
+    """
+    splits = iter(sharding.splits)
+    for index, dim in enumerate(dims):
+        used = {axis for _ in dim for axis in next(splits)}
+        for axis, size in mesh.axes:
+            if axis not in used and parent(axis) not in ("dp", "pp", MICROBATCHES) and dim and all(atom % size for atom in dim):
+                written = " × ".join(f"{atom}{_factored(atom)}" for atom in dim)
+                yield f"dim {index}: {written} does not divide by {axis} = {size}"
+
+
+def _factored(number: int) -> str:
+    factors = factorint(number)
+    if sum(factors.values()) < 2:
+        return ""
+    return " = " + "·".join(str(prime) if power == 1 else f"{prime}^{power}" for prime, power in factors.items())
+
+
+def contraction_rows(compiled: Compiled) -> Iterator[Row]:
+    """One row a matmul, convolution or attention: its operands' shardings and which factor each axis splits."""
+    for node in contractions(compiled.program):
+        module = SOURCE[node].module if node in SOURCE else ""
+        read = [described(operand) for operand in operands(node)]
+        shapes = " × ".join(read[:3]) + (" × …" if len(read) > 3 else "")
+        notes = tuple(alternative(compiled, node))
+        text = f"{PHASE.get(node) or 'forward'} {op_name(node.target)} {shapes} → {described(node)}   {STRATEGY[node]}"
+        yield Row(module or "(no module)", text, notes)
+
+
+def described(node: Node) -> str:
+    return SHARDING[node][0].describe(DIMS[node][0])
+
+
+def _unsplit(program: Program, cost: CostModel, places: Sequence[int]) -> Iterator[str]:
+    """Ops that an axis does not split, dearest first, as far as they take a hundredth of the whole."""
+    entries = replicated(program, cost)
+    total = seconds(program, cost, places)["total"]
+    shown = [entry for entry in entries if entry["seconds"] >= 0.01 * total or entry["flops"] > 0]
+    for entry in shown:
+        where = f" in {entry['module']}" if entry["module"] else ""
+        yield (
+            f"{entry['phase']} {entry['op']}{where} × {entry['count']}: {_repeated(entry['axes'])}, "
+            f"{in_seconds(entry['seconds'])}, {in_bytes(entry['bytes'])}{_whose(entry['rule'])}"
+        )
+    rest = [entry for entry in entries if entry not in shown]
+    if rest:
+        yield f"{sum(entry['count'] for entry in rest)} small ops: {in_seconds(sum(entry['seconds'] for entry in rest))}"
+
+
+def _repeated(axes: list[str]) -> str:
+    """`the same on every rank along dp, tp`."""
+    ranks = [axis for axis in axes if axis != MICROBATCHES]
+    parts = [f"on every rank along {', '.join(ranks)}"] if ranks else []
+    return f"the same {' and '.join([*parts, *(['in every microbatch'] if MICROBATCHES in axes else [])])}"
+
+
+def _whose(rule: str) -> str:
+    """What is worth saying of an op's rule."""
+    return {"written": "", "none": ", no rule for it"}.get(rule, f", its rule {rule}")
+
+
+def _inferred(program: Program) -> Iterator[str]:
+    for entry in inferred(program):
+        yield f"{entry['op']}{f' in {module}' if (module := entry['module']) else ''} × {entry['count']}"
+
+
+def pinned_rows(program: Program) -> Iterator[Row]:
+    """One row for each call of a module whose output is pinned."""
+    return (Row(SOURCE[node].module, described(node)) for node in program.graph.nodes if node.target is pinned)
+
+
+def _sent(compiled: Compiled, cost: CostModel) -> Iterator[str]:
+    for (axes, phase, collective), row in sorted(sent(compiled.program, cost, places_of(compiled)).items()):
+        yield f"{axes:<6} {phase:<8} {collective:<14} {row.runs:4} ×  {in_bytes(row.bytes):>10}  {in_seconds(row.seconds):>9}"
+
+
+def _totals(compiled: Compiled, cost: CostModel) -> Iterator[str]:
+    program, places = compiled.program, places_of(compiled)
+    time = seconds(program, cost, places)
+    parts = [f"compute {in_seconds(time['compute'])}", f"memory traffic {in_seconds(time['memory'])}"]
+    parts += [f"communication {axes} {in_seconds(value)}" for axes, value in time["communication"].items()]
+    whose = f" of the slowest rank, at pp {time['rank']}," if "rank" in time else ""
+    yield f"step{whose} {in_seconds(time['total'])} = {' + '.join(parts)}, nothing overlapped"
+    held = memory(program, cost, compiled.order)
+    most = " that holds most" if len(set(places)) > 1 else ""
+    yield f"bytes a rank{most}: " + ", ".join(f"{name.replace('_', ' ')} {in_bytes(value)}" for name, value in held.items() if value)

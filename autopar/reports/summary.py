@@ -1,0 +1,255 @@
+"""What a compiled program costs, as a dict that goes to JSON: FLOPs, replicated work, communication, memory, seconds.
+
+Everything is read off the GLOBAL program: strategies say how work is split, reshard nodes what is sent.
+Bytes are those that one rank holds or sends; seconds are the cost model's. Both are of a whole step: what a microbatch takes
+counts as often as there are microbatches. Of a pipeline they are the rank's that holds, sends or takes most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import Node
+
+from autopar.compiled import Compiled
+from autopar.cost import CostModel, is_view
+from autopar.hardware.cluster import Cluster
+from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.markers import save
+from autopar.mesh import MICROBATCHES
+from autopar.pattern import pattern_of
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.order import live_microbatches
+from autopar.pipeline.priced import value_bytes
+from autopar.pipeline.report import pipeline_summary
+from autopar.pipeline.work import Work
+from autopar.program import Program, operands, results_of
+from autopar.reports.printing import op_name
+from autopar.reports.search import search_summary
+from autopar.rule import rule_of
+from autopar.sharding import REDUCTION_KINDS, Strategy
+from autopar.transfers import Transfer, sent, transfers
+
+INFERRED = "inferred by probing"
+
+
+def summary(compiled: Compiled) -> dict[str, Any]:
+    """The costs of `compiled`.
+
+    flops_split    the model's matmul, convolution and attention FLOPs over the sum of those that all ranks execute
+    flops          both sums
+    replicated     ops that some axis does not split: what, over which axes, how many, seconds and bytes on a rank, and whose rule they
+                   have ("written", "inferred by probing", "none"); dearest first
+    inferred       ops that are split by a rule inferred by probing: what, where, how many
+    communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step; "pp" → "send" from stage
+                   to stage
+    memory         bytes of a rank: parameters, gradients, optimizer state, buffers, saved activations
+    seconds        of a step: compute, memory traffic, communication by axis, total; nothing overlapped
+    pipeline       its stages and its step, see `pipeline_summary`; None without stages and microbatches
+    search         how the plan was found, see `search_report`; None where nothing was searched
+    """
+    program, cost, places = compiled.program, cost_of(compiled), places_of(compiled)
+    original, executed = flops(program)
+    return {
+        "mesh": dict(program.mesh.axes),
+        "flops_split": original / executed if executed else 1.0,
+        "flops": {"original": original, "executed": executed},
+        "replicated": replicated(program, cost),
+        "inferred": inferred(program),
+        "communication": _communication(program, cost, places),
+        "memory": memory(program, cost, compiled.order),
+        "seconds": seconds(program, cost, places),
+        "pipeline": pipeline_summary(compiled, cost) if compiled.order is not None else None,
+        "search": search_summary(compiled.search),
+    }
+
+
+def cost_of(compiled: Compiled) -> CostModel:
+    """The model that priced the plan; that of an ideal cluster where nothing was priced."""
+    return compiled.cost or CostModel(Cluster.ideal(), compiled.program.mesh)
+
+
+def places_of(compiled: Compiled) -> tuple[int, ...]:
+    """The rank along `pp` that each stage lies on."""
+    return compiled.order.stages if compiled.order is not None else (0,)
+
+
+def flops(program: Program) -> tuple[float, float]:
+    """FLOPs of all contractions: the model's, and the sum over all ranks and microbatches, padding included."""
+    original = executed = 0.0
+    work, num_ranks = Work(program), program.mesh.without("pp", MICROBATCHES).size
+    for node in contractions(program):
+        count = flops_of(node)
+        original += count * program.logical_share
+        executed += count / STRATEGY[node].num_shards * num_ranks * work.runs(node) * len(work.stages[node])
+    return original, executed
+
+
+def flops_of(node: Node) -> float:
+    """FLOPs of `node` on its logical shapes; 0 for what is no contraction."""
+    rule = rule_of(node)
+    return rule.flops if rule is not None else 0.0
+
+
+def calls(program: Program) -> Iterator[Node]:
+    """The calls that compute: neither reshards nor placeholders."""
+    return (node for node in program.graph.nodes if node.op == "call_function" and node in STRATEGY)
+
+
+def contractions(program: Program) -> Iterator[Node]:
+    return (node for node in calls(program) if flops_of(node) > 0)
+
+
+def split_axes(strategy: Strategy) -> tuple[str, ...]:
+    """The axes that divide the work; passing partial sums through does not."""
+    return tuple(axis for axis, factor in strategy.factors if factor not in REDUCTION_KINDS)
+
+
+def num_bytes(node: Node, cost: CostModel) -> float:
+    """Bytes that a rank reads and writes for `node`."""
+    strategy, total = STRATEGY[node], 0.0
+    for operand, sharding in dict(zip(operands(node), strategy.operands, strict=False)).items():
+        value = results_of(operand)[0]
+        if value is not None:
+            total += cost.local_bytes(DIMS[operand][0], value.dtype, sharding)
+    return total + sum(_result_bytes(node, cost))
+
+
+def _result_bytes(node: Node, cost: CostModel) -> Iterator[float]:
+    for dims, value, sharding in zip(DIMS[node], results_of(node), SHARDING[node], strict=True):
+        if value is not None:
+            yield cost.local_bytes(dims, value.dtype, sharding)
+
+
+def replicated(program: Program, cost: CostModel) -> list[dict[str, Any]]:
+    """Ops whose work some axis does not split, equal ones of repeated layers as one entry.
+
+    Among the axes `mb` says that every microbatch computes the same, `pp` that several stages do.
+    """
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    work = Work(program)
+    for node in calls(program):
+        axes = _repeating_axes(node, work)
+        if not axes or is_view(node):
+            continue
+        module = pattern_of(SOURCE[node].module) if node in SOURCE else ""
+        key = (op_name(node.target), module, PHASE.get(node), rule_kind(node), *axes)
+        entry = found.setdefault(
+            key,
+            {"op": key[0], "module": module, "phase": key[2], "rule": key[3], "axes": axes, "count": 0}
+            | {"seconds": 0.0, "bytes": 0.0, "flops": 0.0},
+        )
+        entry["count"] += 1
+        entry["seconds"] += cost.node(node, STRATEGY[node]).seconds * work.runs(node)
+        entry["bytes"] += num_bytes(node, cost) * work.runs(node)
+        entry["flops"] += flops_of(node) / STRATEGY[node].num_shards * work.runs(node)
+    return sorted(found.values(), key=lambda entry: -entry["seconds"])
+
+
+def _repeating_axes(node: Node, work: Work) -> list[str]:
+    """The axes along which all compute the same for `node`."""
+    used = split_axes(STRATEGY[node])
+    is_repeated = {MICROBATCHES: work.runs(node) > 1, "pp": len(work.stages[node]) > 1}
+    return [axis for axis, size in work.program.mesh.axes if size > 1 and axis not in used and is_repeated.get(axis, True)]
+
+
+def rule_kind(node: Node) -> str:
+    """Where the rule of an op comes from."""
+    rule = rule_of(node)
+    return "none" if rule is None else INFERRED if rule.inferred else "written"
+
+
+def inferred(program: Program) -> list[dict[str, Any]]:
+    """Ops whose rules were found by running them, equal ones of repeated layers as one entry."""
+    found: dict[tuple[str, str], int] = {}
+    for node in calls(program):
+        if rule_kind(node) == INFERRED:
+            key = op_name(node.target), pattern_of(SOURCE[node].module) if node in SOURCE else ""
+            found[key] = found.get(key, 0) + 1
+    return [{"op": op, "module": module, "count": count} for (op, module), count in found.items()]
+
+
+def _communication(program: Program, cost: CostModel, places: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for (axes, phase, collective), row in sent(program, cost, places).items():
+        entry = found.setdefault(axes, {}).setdefault(collective, {"forward": 0.0, "backward": 0.0, "count": 0})
+        entry[phase] += row.bytes
+        entry["count"] += row.runs
+    return found
+
+
+def memory(program: Program, cost: CostModel, order: PipelineSchedule | None = None) -> dict[str, float]:
+    """Bytes of one rank, in a pipeline of the one that holds most. Saved activations are what the forward keeps for the backward,
+    each value once, of all microbatches that are under way at a time."""
+    if order is None:
+        saved = (node for node in program.graph.nodes if node.target is save)
+        return _held(program, cost, None) | {"saved_activations": sum(sum(_result_bytes(node, cost)) for node in saved)}
+    live, work = live_microbatches(order), Work(program)
+    found: list[dict[str, float]] = []
+    for rank in range(order.num_ranks):
+        stages = [stage for stage, place in enumerate(order.stages) if place == rank]
+        saved_bytes = sum(live[stage] * value_bytes(node, cost) for stage in stages for node in work.saved(stage))
+        found.append(_held(program, cost, frozenset(stages)) | {"saved_activations": saved_bytes})
+    return max(found, key=lambda each: sum(each.values()))
+
+
+def _held(program: Program, cost: CostModel, stages: frozenset[int] | None) -> dict[str, float]:
+    """Bytes of what the calls of `stages` read (None: of all) and of what belongs to it."""
+    found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "optimizer_state": 0.0}
+    work, names = Work(program), set[str]()
+    for item, node in program.named_inputs():
+        if item.kind in ("parameter", "buffer") and (stages is None or stages.intersection(work.reading(node) or {0})):
+            held = sum(_result_bytes(node, cost))
+            found[f"{item.kind}s"] += held
+            found["optimizer_state"] += cost.optimizer.state_bytes(item, held)
+            names.add(item.name)
+    for item, node in program.named_outputs():
+        if item.kind == "gradient" and item.name in names:
+            found["gradients"] += sum(_result_bytes(node, cost))
+    return found
+
+
+def seconds_of(node: Node, cost: CostModel) -> tuple[float, float]:
+    """What a rank takes for `node`: to compute, and for memory traffic and the launch."""
+    value = results_of(node)[0]
+    price = cost.node(node, STRATEGY[node]).seconds
+    rate = cost.compute_seconds(flops_of(node) / STRATEGY[node].num_shards, value.dtype) if value is not None else 0.0
+    return min(rate, price), price - min(rate, price)
+
+
+def seconds(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> dict[str, Any]:
+    """Of one step on one rank, nothing overlapped: compute, memory traffic and launches, collectives by axis, their total.
+
+    In a pipeline that of the slowest, which is then named: `rank` is its place along `pp`.
+    """
+    work = Work(program)
+    ranks = [_Time() for _ in range(max(places) + 1)]
+    for node in calls(program):
+        own, rest = seconds_of(node, cost)
+        for stage in work.stages[node]:
+            ranks[places[stage]].compute += own * work.runs(node)
+            ranks[places[stage]].traffic += rest * work.runs(node)
+    for transfer in transfers(program, cost, places):
+        for stage in transfer.stages:
+            ranks[places[stage]].add(transfer)
+    slowest = max(ranks, key=lambda each: each.total)
+    found = {"compute": slowest.compute, "memory": slowest.traffic, "communication": slowest.sent, "total": slowest.total}
+    return found | ({"rank": ranks.index(slowest)} if len(ranks) > 1 else {})
+
+
+@dataclass
+class _Time:
+    """Seconds of one rank."""
+
+    compute: float = 0.0
+    traffic: float = 0.0
+    sent: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.traffic + sum(self.sent.values())
+
+    def add(self, transfer: Transfer) -> None:
+        self.sent[transfer.axes] = self.sent.get(transfer.axes, 0.0) + transfer.runs * transfer.seconds

@@ -1,0 +1,266 @@
+"""The check passes sound programs and names what is wrong with broken ones: one refusal test for each message."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from autopar._torch import fake_mode
+from autopar.checks.checker import check, violations
+from autopar.checks.program import Values
+from autopar.emit import Emitter
+from autopar.errors import CheckError
+from autopar.keys import DIMS, SHARDING, STRATEGY
+from autopar.mesh import Mesh
+from autopar.program import Form, Output, Program
+from autopar.sharding import Sharding, Strategy
+from tests.checked_programs import PRODUCT, WHOLE, local, messages, sharded
+
+aten = torch.ops.aten
+
+
+def test_sound_programs_pass() -> None:
+    assert messages(sharded()) == ""
+    assert messages(local(), sharded()) == ""
+    assert messages(replace(sharded(), form=Form.FORWARD)) == ""
+
+
+# --- any program ---
+
+
+def _wrong_shape(program: Program) -> None:
+    with fake_mode():
+        program.node("relu").meta["val"] = torch.empty(8, 5)
+    DIMS[program.node("relu")] = (((8,), (5,)),)
+
+
+def _wrong_dtype(program: Program) -> None:
+    with fake_mode():
+        program.node("relu").meta["val"] = torch.empty(8, 4, dtype=torch.float16)
+
+
+def _wrong_strides(program: Program) -> None:
+    with fake_mode():
+        program.node("relu").meta["val"] = torch.empty(4, 8).t()
+
+
+def _cannot_run(program: Program) -> None:
+    node = program.node("product")
+    node.args = (node.args[1], node.args[0])
+    del node.meta[STRATEGY]
+
+
+def _no_value(program: Program) -> None:
+    del program.node("relu").meta["val"]
+
+
+def _used_before_made(program: Program) -> None:
+    program.node("product").append(program.node("whole"))
+    program.node("whole").prepend(program.node("total"))
+
+
+def _atoms(program: Program) -> None:
+    DIMS[program.node("relu")] = (((8,), (5,)),)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (_wrong_shape, "the node's value is not what its op computes"),
+        (_wrong_dtype, "expected: f32[8, 4]"),
+        (_wrong_strides, "got:      f32[8, 4] strides [1, 8]"),
+        (_cannot_run, "the op does not run on its operands"),
+        (_no_value, "the node has no value"),
+        (_used_before_made, "the graph is malformed"),
+        (_atoms, "the atoms do not multiply to the value's shape"),
+    ],
+)
+def test_refuses_a_program(damage: Callable[[Program], None], expected: str) -> None:
+    program = sharded()
+    damage(program)
+    text = messages(program)
+    assert expected in text
+    assert "fix:" in text or "expected:" in text or "got:" in text
+
+
+def test_refuses_a_signature_that_does_not_fit() -> None:
+    program = sharded()
+    wrong = replace(program.signature.inputs[0], shape=(8, 15))
+    signature = replace(program.signature, inputs=(wrong, program.signature.inputs[1]))
+    text = messages(replace(program, signature=signature))
+    assert "batch '0' is not what the signature says" in text and "expected: f32[8, 15]" in text and "got:      f32[8, 16]" in text
+    fewer = messages(replace(program, signature=replace(program.signature, inputs=(wrong,))))
+    assert "the signature does not fit the graph's inputs" in fewer and "1 inputs: batch 0" in fewer
+    program.graph.output_node().args = ((None,),)
+    assert "result 0 is no node" in messages(program)
+
+
+def test_names_the_users_source_line() -> None:
+    program = sharded()
+    _wrong_dtype(program)
+    assert "%relu = aten.relu, model.py:7 in layer" in messages(program)
+
+
+def test_stride_of_a_dim_of_size_one_does_not_matter() -> None:
+    program = sharded()
+    graph = program.graph
+    node = program.node("relu")
+    with graph.inserting_after(node):
+        extra = graph.call_function(aten.unsqueeze.default, (node, 0))
+    with fake_mode():
+        extra.meta["val"] = torch.empty_strided((1, 8, 4), (99, 4, 1))
+    DIMS[extra], SHARDING[extra] = (((), (8,), (4,)),), (WHOLE,)
+    assert messages(program) == ""
+
+
+def test_equal_calls_are_run_once() -> None:
+    values = Values({})
+    assert violations(sharded(), values) == []
+    counts = len(values.known), len(values.own)
+    assert violations(sharded(), values) == []
+    assert (len(values.known), len(values.own)) == counts == (3, 2), "ops, which all checkers share, and functions of this program"
+
+
+def test_one_and_true_are_different_arguments() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    with fake_mode():
+        x.meta["val"] = torch.empty(2)
+    output = graph.output(())
+    emit = Emitter(graph, output)
+    nodes = [emit.call(aten.full_like.default, x, fill) for fill in (1, True, 1.0)]
+    values = Values({})
+    for node in nodes:
+        values.of(node)
+    assert len(values.known) == 3
+
+
+# --- shardings ---
+
+
+def _illegal_axis(program: Program) -> None:
+    SHARDING[program.node("relu")] = (Sharding((("pp",), ())),)
+
+
+def _indivisible(program: Program) -> None:
+    SHARDING[program.node("relu")] = (Sharding((("dp", "tp"), ())),)
+    object.__setattr__(program, "mesh", Mesh((("dp", 3), ("tp", 2))))
+
+
+def _results_differ(program: Program) -> None:
+    SHARDING[program.node("relu")] = (Sharding((("tp",), ())),)
+
+
+def _unreduced_into_relu(program: Program) -> None:
+    program.node("relu").args = (program.node("product"),)
+
+
+def _arrives_otherwise(program: Program) -> None:
+    other = Sharding((("tp",), ()))
+    STRATEGY[program.node("relu")] = Strategy((other,), (WHOLE,))
+
+
+def _wrong_number_of_operands(program: Program) -> None:
+    STRATEGY[program.node("relu")] = Strategy((WHOLE, WHOLE), (WHOLE,))
+
+
+def _missing_sharding(program: Program) -> None:
+    del program.node("relu").meta[SHARDING]
+
+
+def _two_shardings(program: Program) -> None:
+    SHARDING[program.node("whole")] = (WHOLE, WHOLE)
+
+
+def _loss_not_replicated(program: Program) -> None:
+    program.graph.output_node().args = ((program.node("total"),),)
+
+
+def _becomes_unreduced(program: Program) -> None:
+    SHARDING[program.node("whole")] = (Sharding((("dp",), ()), (("tp", "max"),)),)
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (_illegal_axis, "illegal sharding: axis 'pp' is not on the mesh"),
+        (_indivisible, "illegal sharding: an atom of 8 does not divide over dp = 3"),
+        (_results_differ, "the results are not sharded as the strategy says"),
+        (_unreduced_into_relu, "operand 0 arrives unreduced (sum over tp), and aten.relu under this strategy is not linear in it"),
+        (_arrives_otherwise, "operand 0 does not arrive sharded as the strategy wants"),
+        (_wrong_number_of_operands, "the strategy is not for this op"),
+        (_missing_sharding, "the node has no sharding, others have"),
+        (_two_shardings, "not one sharding for each result"),
+        (_loss_not_replicated, "the loss is not replicated"),
+        (_becomes_unreduced, "the reshard makes a value unreduced"),
+    ],
+)
+def test_refuses_shardings(damage: Callable[[Program], None], expected: str) -> None:
+    program = sharded()
+    damage(program)
+    assert expected in messages(program)
+
+
+def test_refuses_a_strategy_that_no_rule_allows() -> None:
+    """Partial sums through relu: every edge fits, and the result is wrong."""
+    program = sharded()
+    relu = program.node("relu")
+    relu.args = (program.node("product"),)
+    STRATEGY[relu], SHARDING[relu] = Strategy((PRODUCT,), (PRODUCT,), (("tp", "sum"),)), (PRODUCT,)
+    total = program.node("total")
+    after = Sharding((), (("dp", "sum"), ("tp", "sum")))
+    STRATEGY[total], SHARDING[total] = Strategy((PRODUCT,), (after,)), (after,)
+    found = violations(program)
+    assert [(violation.what, violation.got) for violation in found] == [("the op's rule does not allow its strategy", "tp:sum")]
+    assert "%relu" in found[0].where
+
+
+def test_refuses_a_getitem_that_is_not_sharded_as_its_result() -> None:
+    program = sharded()
+    graph, relu = program.graph, program.node("relu")
+    emit = Emitter(graph, graph.output_node())
+    pair = emit.call(aten.max.dim, relu, 1)
+
+    picked = emit.call(operator.getitem, pair, 1)
+    DIMS[pair], SHARDING[pair] = (((8,),), ((8,),)), (Sharding((("dp",),)), Sharding((("dp",),)))
+    DIMS[picked], SHARDING[picked] = (((8,),),), (Sharding((("tp",),)),)
+    assert "not sharded as result 1 of its op" in messages(program)
+
+
+def test_refuses_a_gradient_that_is_not_sharded_as_its_parameter() -> None:
+    program = sharded()
+    graph = program.graph
+    weight = program.node("w")
+    emit = Emitter(graph, graph.output_node())
+    gradient = emit.call(aten.neg.default, weight)
+    DIMS[gradient], SHARDING[gradient] = DIMS[weight], (Sharding(((), ("tp",))),)
+    graph.output_node().args = ((program.node("loss"), gradient),)
+    output = Output("gradient", "layer.weight", (16, 4), torch.float32)
+    signature = replace(program.signature, outputs=(*program.signature.outputs, output))
+    text = messages(replace(program, signature=signature))
+    assert "the gradient of 'layer.weight' is not sharded as 'layer.weight' is" in text
+    assert "expected: [16@tp, 4]" in text and "got:      [16, 4@tp]" in text
+
+
+def test_before_reshards_are_in_operands_may_differ() -> None:
+    program = sharded()
+    _unreduced_into_relu(program)
+    inputs = tuple(replace(item, sharding=None) for item in program.signature.inputs)
+    assert messages(replace(program, signature=replace(program.signature, inputs=inputs))) == ""
+
+
+# --- as an observer ---
+
+
+def test_check_collects_all_and_attaches_the_program() -> None:
+    program = sharded()
+    _unreduced_into_relu(program)
+    _loss_not_replicated(program)
+    with pytest.raises(CheckError, match="after pass 3: 2 violations") as caught:
+        check(program, "after pass 3")
+    assert "GLOBAL program on dp=2 × tp=2" in caught.value.__notes__[0]

@@ -1,0 +1,62 @@
+"""A traced forward leaves its modules as they were; hooks that it installs may stay for the trace that follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.frontend.attributes import attributes_kept
+
+
+class Writer(nn.Module):
+    """Writes attributes and into containers at every call, and installs a hook at the first."""
+
+    def __init__(self, hooks: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.hooks = hooks
+        self.installed = False
+        self.count, self.seen, self.table = 0, [1], {"a": 1}
+        self.cached: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.hooks and not self.installed:
+            self.linear.register_forward_hook(lambda module, args, output: output * 2)
+            self.installed = True
+        self.count += 1
+        self.seen.append(2)
+        self.table["b"] = 2
+        self.cached = x
+        return self.linear(x)
+
+
+def state(model: Writer) -> tuple[Any, ...]:
+    return model.count, list(model.seen), dict(model.table), model.cached, model.installed, len(model.linear._forward_hooks)
+
+
+def test_everything_is_given_back() -> None:
+    model = Writer(hooks=True)
+    before, seen = state(model), model.seen
+    with attributes_kept(model):
+        model(torch.ones(2, 4))
+        assert state(model) != before
+    assert state(model) == before and model.seen is seen
+
+
+def test_hooks_and_their_flags_may_stay() -> None:
+    model = Writer(hooks=True)
+    with attributes_kept(model):
+        with attributes_kept(model, but_hooks=True):
+            first = model(torch.ones(2, 4))
+        assert state(model) == (0, [1], {"a": 1}, None, True, 1)
+        assert torch.equal(model(torch.ones(2, 4)), first)
+    assert state(model) == (0, [1], {"a": 1}, None, False, 0)
+
+
+def test_flags_without_hooks_are_given_back() -> None:
+    model = Writer()
+    with attributes_kept(model, but_hooks=True):
+        model.installed = True
+    assert not model.installed

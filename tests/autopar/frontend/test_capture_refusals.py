@@ -1,0 +1,167 @@
+"""What cannot be captured is refused with the user's line and a way out; what is captured leaves the model as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from autopar.errors import CaptureError
+from autopar.frontend.capture import capture
+from tests.capturing import MESH, Layer, X, assert_as_model, of
+from tests.zoo_language import SIZES, decoder
+
+
+def branch(self: Layer, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    if y.sum() > 0:
+        return y.sum()
+    return y.mean()
+
+
+def item(self: Layer, x: Tensor) -> Tensor:
+    return self.linear(x).sum() * x.sum().item()
+
+
+def boolean_index(self: Layer, x: Tensor) -> Tensor:
+    return self.linear(x)[x > 0].sum()
+
+
+def graph_break(self: Layer, x: Tensor) -> Tensor:
+    torch._dynamo.graph_break()
+    return self.linear(x).sum()
+
+
+def numpy_call(self: Layer, x: Tensor) -> Tensor:
+    return self.linear(torch.from_numpy(x.numpy() * 2)).sum()
+
+
+def wrong_shape(self: Layer, x: Tensor) -> Tensor:
+    return self.linear(x[:, :2]).sum()
+
+
+REFUSALS: dict[Callable[..., Tensor], tuple[str, str]] = {
+    branch: ("if y.sum() > 0", "torch.where"),
+    item: ("x.sum().item()", "decide it before the call"),
+    boolean_index: ("self.linear(x)[x > 0]", "mask with torch.where"),
+    graph_break: ("graph_break()", "move it out of forward"),
+    numpy_call: ("torch.from_numpy", "move it out of forward"),
+    wrong_shape: ("x[:, :2]", "plain tensor code"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compute", REFUSALS, ids=lambda compute: compute.__name__)
+def test_what_cannot_be_captured_names_the_users_line_and_a_way_out(compute: Callable[..., Tensor]) -> None:
+    code, fix = REFUSALS[compute]
+    with pytest.raises(CaptureError) as caught:
+        of(compute, X)
+    message = str(caught.value)
+    where = next(line for line in message.splitlines() if line.strip().startswith("where:"))
+    assert f"{__file__}:" in where and code in where, message
+    assert fix in message.splitlines()[-1], message
+    assert message.startswith("Layer cannot be captured as one graph"), message
+
+
+def test_printing_in_forward_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    def compute(self: Layer, x: Tensor) -> Tensor:
+        print("a shape:", x.shape)
+        return self.linear(x).sum()
+
+    assert [item.kind for item in of(compute, X).signature.outputs] == ["loss"]
+
+
+def test_an_enabled_autocast_is_refused_with_its_line() -> None:
+    def compute(self: Layer, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.linear(x)
+        return y.sum()
+
+    with pytest.raises(CaptureError, match=r"test_capture_refusals\.py:\d+ .*autocast.*move the context out of forward"):
+        of(compute, X)
+
+
+def test_a_disabled_autocast_is_no_matter() -> None:
+    def compute(self: Layer, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = self.linear(x)
+        return y.square().sum()
+
+    assert_as_model(Layer(compute), (X,), {})
+
+
+class Opaque:
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+def test_a_loss_inside_an_unknown_class_is_refused() -> None:
+    with pytest.raises(CaptureError, match="Opaque is no structure that torch can take apart"):
+        of(lambda self, x: Opaque(self.linear(x).sum()), X)
+
+
+def test_outputs_are_loss_or_all() -> None:
+    with pytest.raises(CaptureError, match="returns no scalar"):
+        of(lambda self, x: self.linear(x), X, outputs="loss")
+    with pytest.raises(CaptureError, match="'everything' is neither"):
+        of(lambda self, x: self.linear(x), X, outputs="everything")
+
+
+class Caching(nn.Module):
+    """Makes its mask and its scales at the first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.mask: Tensor | None = None
+        self.scales: dict[int, Tensor] = {}
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.mask is None:
+            self.mask = torch.tril(torch.ones(4, 4))
+        if 4 not in self.scales:
+            self.scales[4] = torch.full((4,), 2.0)
+        return ((self.linear(x) @ self.mask) * self.scales[4]).sum()
+
+
+def test_what_forward_keeps_on_its_modules_is_as_before_the_capture() -> None:
+    model = nn.Sequential(Caching())
+    caching, scales = model[0], model[0].scales
+    program = capture(model, (X,), {}, MESH)
+    assert caching.mask is None and caching.scales is scales and not scales and caching.num_calls == 0
+    expected = model(X)
+    (loss,) = program.module()(*model.state_dict(keep_vars=True).values(), X)
+    torch.testing.assert_close(loss, expected)
+    assert type(caching.mask) is Tensor and caching.mask.shape == (4, 4)
+
+
+def test_attributes_are_kept_when_the_capture_fails() -> None:
+    def compute(module: Layer, x: Tensor) -> Tensor:
+        module.made = x + 1
+        return module.linear(x) if x.sum().item() > 0 else x
+
+    model = Layer(compute)
+    with pytest.raises(CaptureError):
+        capture(model, (X,), {}, MESH)
+    assert not hasattr(model, "made")
+
+
+def test_an_autocast_around_the_call_is_refused() -> None:
+    expected = r"under torch.autocast\('cpu'\).*model.to\(torch.bfloat16\)"
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CaptureError, match=expected):
+        of(lambda module, x: module.linear(x).sum(), X)
+
+
+def test_experts_visited_one_by_one_are_refused_with_the_setting_that_helps() -> None:
+    sizes = SIZES | {"num_hidden_layers": 1, "num_key_value_heads": 2, "num_local_experts": 4}
+    case = decoder(transformers.MixtralConfig, experts_implementation="eager", **sizes)
+    with pytest.raises(CaptureError) as caught:
+        capture(case.model, (), case.batch, MESH)
+    assert "modeling_mixtral.py" in str(caught.value) and 'model.set_experts_implementation("grouped_mm")' in str(caught.value)
+    case.model.set_experts_implementation("grouped_mm")
+    capture(case.model, (), case.batch, MESH)

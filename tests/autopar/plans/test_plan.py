@@ -1,0 +1,293 @@
+"""A plan goes to JSON and back, knows its graph, and says what of it applies to another one."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx import Graph
+
+from autopar._torch import fake_mode
+from autopar.collectives import reshard
+from autopar.emit import Emitter
+from autopar.errors import PlanError
+from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
+from autopar.mesh import Mesh
+from autopar.pipeline.schedules import generate
+from autopar.plans.pins import resolve
+from autopar.plans.plan import Plan, PlannedInput, fingerprint, node_keys
+from autopar.program import Form, Input, Output, Program, Signature
+from autopar.sharding import Dims, Sharding, Strategy
+from tests.piped import piped
+from tests.residual import batch
+
+aten = torch.ops.aten
+MESH = Mesh((("dp", 2), ("tp", 2)))
+X, WEIGHT, PRODUCT = Sharding((("dp",), ("tp",))), Sharding((("tp",), (), ())), Sharding((("dp",), (), ()), (("tp", "sum"),))
+WHOLE = Sharding((("dp",), (), ()))
+
+
+@dataclass(frozen=True)
+class Reasons:
+    """A decision with nothing but its reasons."""
+
+    reasons: dict[str, str]
+
+
+def program(width: int = 6, mesh: Mesh = MESH, prefix: str = "", with_reshard: bool = False) -> Program:
+    """relu(x @ weight), the weight's second dim of atoms 3 and width / 3."""
+    graph = Graph()
+    x, weight = graph.placeholder(f"{prefix}x"), graph.placeholder(f"{prefix}w")
+    with fake_mode():
+        x.meta["val"], weight.meta["val"] = torch.empty(8, 16), torch.empty(16, width)
+    output = graph.output(())
+    emit = Emitter(graph, output)
+    product = emit.call(aten.mm.default, x, weight)
+    second = emit.call(reshard, product, WHOLE) if with_reshard else product
+    relu = emit.call(aten.relu.default, second)
+    again = emit.call(aten.relu.default, relu)
+    output.args = ((again,),)
+    dims: dict[str, Dims] = {"x": ((8,), (16,)), "w": ((16,), (3, width // 3)), "product": ((8,), (3, width // 3))}
+    for node, key, sharding in (
+        (x, "x", X),
+        (weight, "w", WEIGHT),
+        *((each, "product", WHOLE) for each in (second, relu, again)),
+        (product, "product", PRODUCT),
+    ):
+        DIMS[node], SHARDING[node] = (dims[key],), (sharding,)
+    for node in (product, relu, again):
+        SOURCE[node], PHASE[node] = Source("model.py", 3, "", "h.0.fc"), "forward"
+        STRATEGY[node] = Strategy((WHOLE,), (WHOLE,), (("dp", "d0"),), 2)
+    STRATEGY[product] = Strategy((X, WEIGHT), (PRODUCT,), (("dp", "m"), ("tp", "k")), 4)
+    signature = Signature(
+        (Input("batch", "0", (8, 16), torch.float32), Input("parameter", "h.0.fc.weight", (16, width), torch.float32, True)),
+        (Output("output", "0", (8, width), torch.float32),),
+    )
+    return Program(graph, mesh, signature, Form.GLOBAL)
+
+
+def test_json_goes_there_and_back() -> None:
+    plan = replace(
+        Plan.of(program(), Reasons({"h.0.fc.weight": "split dim 0 over tp (row)"})),
+        kernels={"h.0 attention": "aten"},
+        schedule=generate("1f1b", 2, 4),
+        cuts=("forward h.0.fc aten.relu 0",),
+    )
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_json_reads_well() -> None:
+    plan = Plan.of(program())
+    content = json.loads(plan.to_json())
+    assert content["mesh"] == {"dp": 2, "tp": 2}
+    assert content["parameters"] == {"h.0.fc.weight": {"dims": [[16], [3, 2]], "splits": [["tp"], [], []]}}
+    assert content["inputs"] == {"batch 0": {"dims": [[8], [16]], "splits": [["dp"], ["tp"]]}}
+    assert content["strategies"]["forward h.0.fc aten.mm 0"]["factors"] == {"dp": "m", "tp": "k"}
+    assert content["strategies"]["forward h.0.fc aten.mm 0"]["results"] == [{"splits": [["dp"], [], []], "unreduced": {"tp": "sum"}}]
+    assert '    "h.0.fc.weight": {"dims"' in plan.to_json()
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    plan = Plan.of(program())
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+@given(
+    st.lists(st.sampled_from(["dp", "tp.0", "tp.1"]), unique=True),
+    st.lists(st.integers(0, 2), min_size=3, max_size=3),
+    st.sampled_from(["sum", "max"]),
+)
+def test_any_sharding_survives_json(axes: list[str], places: list[int], kind: str) -> None:
+    splits: list[tuple[str, ...]] = [(), ()]
+    unreduced = []
+    for axis, place in zip(axes, places, strict=False):
+        if place < 2:
+            splits[place] += (axis,)
+        else:
+            unreduced.append((axis, kind))
+    sharding = Sharding(tuple(splits), tuple(unreduced))  # type: ignore[arg-type]
+    plan = Plan(MESH, {"w": PlannedInput(((8,), (8,)), sharding)}, strategies={"op": Strategy((sharding,), (sharding, sharding))})
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_names_do_not_depend_on_node_names_nor_on_reshards() -> None:
+    keys = ["forward h.0.fc aten.mm 0", "forward h.0.fc aten.relu 0", "forward h.0.fc aten.relu 1"]
+    for each in (program(), program(prefix="other_"), program(with_reshard=True)):
+        assert list(node_keys(each).values()) == keys
+        assert fingerprint(each) == fingerprint(program())
+    assert Plan.of(program(with_reshard=True)) == Plan.of(program())
+
+
+def test_fingerprint_tells_graphs_apart() -> None:
+    other = program()
+    relu = other.node("relu_default")
+    relu.target = aten.neg.default
+    prints = {fingerprint(program()), fingerprint(program(width=12)), fingerprint(other)}
+    assert len(prints) == 3
+
+
+def test_a_plan_gives_its_graph_every_strategy() -> None:
+    given_program = program()
+    plan = Plan.of(given_program)
+    assert plan.fits(given_program)
+    bare = program(prefix="other_")
+    assert {node.target: strategy for node, strategy in plan.strategies_on(bare).items()}[aten.mm.default] == STRATEGY[
+        given_program.node("mm_default")
+    ]
+    with pytest.raises(PlanError, match="no strategy for 1 of 3 nodes, the first is 'forward h.0.fc aten.mm 0'"):
+        replace(plan, strategies={key: value for key, value in plan.strategies.items() if "mm" not in key}).strategies_on(bare)
+
+
+def test_on_another_graph_only_pins_apply_and_it_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan.of(program())
+    caplog.set_level(logging.WARNING, "autopar")
+    other = program()
+    other.node("relu_default").target = aten.neg.default
+    assert not plan.fits(other)
+    assert caplog.messages == ["the plan was made for another graph: only its 1 parameter pins apply"]
+    assert not plan.fits(program(mesh=Mesh((("dp", 4), ("tp", 1)))))
+    assert "another mesh (dp=2 × tp=2; here dp=4 × tp=1)" in caplog.messages[1]
+    assert plan.placements_on(other) == {"h.0.fc.weight": WEIGHT}
+    assert not plan.pins().fits(other) and len(caplog.messages) == 2
+
+
+def test_pins_that_cannot_be_kept_are_refused_together() -> None:
+    plan = Plan.of(program())
+    with pytest.raises(PlanError, match=r"'h.0.fc.weight' is pinned by atoms \[16, \(3, 2\)\], here it has \[16, \(3, 4\)\]"):
+        plan.placements_on(program(width=12))
+    with pytest.raises(PlanError, match=r"\[16@tp, \(3, 2\)\]: an atom of 16 does not divide over tp = 3"):
+        plan.placements_on(program(mesh=Mesh((("dp", 2), ("tp", 3)))))
+
+
+def test_pins_of_unknown_parameters_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan(MESH, {"gone.weight": PlannedInput(((4,),), Sharding((("tp",),)))})
+    assert plan.placements_on(program()) == {}
+    assert "pins 1 parameters that the model does not have, the first is 'gone.weight'" in caplog.text
+
+
+def test_editing_a_parameter_drops_the_node_decisions() -> None:
+    plan = Plan.of(program()).with_parameter("h.0.fc.weight", Sharding(((), (), ("tp",))))
+    assert plan.strategies == {} and str(plan.parameters["h.0.fc.weight"]) == "[16, (3, 2@tp)]"
+    with pytest.raises(PlanError, match="no parameter 'nothing'"):
+        plan.with_parameter("nothing", WEIGHT)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("not json", "the plan is no JSON"),
+        ("[]", "the plan has version None, this release reads 1"),
+        ('{"version": 7}', "the plan has version 7"),
+        ('{"version": 1, "mesh": {"dp": 2}}', "the plan is malformed: KeyError: 'parameters'"),
+        ('{"version": 1, "mesh": {"dp": 2}, "parameters": {"w": {"dims": [[2]]}}}', "malformed: KeyError: 'splits'"),
+    ],
+)
+def test_refuses_text_that_is_no_plan(text: str, expected: str) -> None:
+    with pytest.raises(PlanError, match=expected):
+        Plan.from_json(text)
+
+
+# --- pins by hand ---
+
+
+def test_pins_by_pattern() -> None:
+    assert str(resolve({"*.weight": ("tp", None)}, program()).plan.parameters["h.0.fc.weight"]) == "[16@tp, (3, 2)]"
+    # The first atom that divides: 3 does not.
+    assert str(resolve({"*": (None, "tp")}, program()).plan.parameters["h.0.fc.weight"]) == "[16, (3, 2@tp)]"
+    assert str(resolve({"*": ("tp", None), "h.0.fc.weight": ()}, program()).plan.parameters["h.0.fc.weight"]) == "[16, (3, 2)]"
+    assert str(resolve({"*": (("dp", "tp"), None)}, program()).plan.parameters["h.0.fc.weight"]) == "[16@dp·tp, (3, 2)]"
+
+
+def test_pins_on_a_refined_axis_use_its_parts() -> None:
+    mesh = Mesh((("dp", 2), ("tp.0", 2), ("tp.1", 3)))
+    assert str(resolve({"*": (None, "tp")}, program(mesh=mesh)).plan.parameters["h.0.fc.weight"]) == "[16, (3@tp.1, 2@tp.0)]"
+
+
+@pytest.mark.parametrize(
+    ("pins", "expected"),
+    [
+        ({"nothing.*": ("tp", None)}, "'nothing.*' matches no parameter; there are h.0.fc.weight"),
+        ({"*": ("ep", None)}, "axis 'ep' is not on the mesh"),
+        ({"*": ("tp",)}, "1 entries for 2 dims"),
+        ({"*": ("tp", "tp")}, "axis 'tp' is used twice"),
+        ({"*": (None, ("dp", "tp"))}, r"a dim of 3 × 2 does not divide over dp·tp = 4"),
+    ],
+)
+def test_refuses_pins(pins: dict[str, tuple[str | None, ...]], expected: str) -> None:
+    with pytest.raises(PlanError, match=expected):
+        resolve(pins, program())
+
+
+def test_a_plan_serves_as_pins() -> None:
+    plan = Plan.of(program(), Reasons({"h.0.fc.weight": "row", "other": "no parameter"}))
+    assert resolve(plan, program()).plan == plan.pins()
+    assert plan.pins().reasons == {"h.0.fc.weight": "row"}
+
+
+def test_a_pipeline_is_in_the_plan_and_comes_back_from_it() -> None:
+    first = piped(schedule="zb-h1")
+    plan = first.plan
+    assert plan.schedule == generate("zb-h1", 2, 2) and plan.schedule.num_microbatches == 2 and len(plan.cuts) == 1
+    assert plan.cuts[0].startswith("forward ") and "stage 1" in plan.reasons
+    text = plan.to_json()
+    content = json.loads(text)["schedule"]
+    assert content["num_microbatches"] == 2 and content["text"][0].startswith("pipeline zb-h1: 2 microbatches")
+    assert Plan.from_json(text) == plan
+    again = piped(plan=Plan.from_json(text), num_microbatches=None)
+    assert again.compiled.order == first.compiled.order and again.compiled.stages.stages == first.compiled.stages.stages
+    assert again.compiled.stages.reason == "by the plan" and again.plan.reasons["stage 1"].endswith(": by the plan")
+    assert again.compiled.fingerprint == first.compiled.fingerprint
+    assert "cut by the plan: the slowest stage" in again.explain()
+    for line in (*str(plan.schedule).splitlines(), f"stage 1 begins with {plan.cuts[0]}"):
+        assert f"  {line}\n" in f"{plan}\n"
+
+
+def test_an_edited_cut_is_kept() -> None:
+    first = piped()
+    program = first.compiled.program
+    keys = node_keys(program, with_reshards=True)
+    key = next(key for key in keys.values() if key.startswith("forward blocks.0.mlp.down aten.mm"))
+    assert first.plan.cuts != (key,)
+    moved = piped(plan=replace(first.plan, cuts=(key,)), num_microbatches=None)
+    assert moved.plan.cuts == (key,) and moved.compiled.stages.placement.stages[1].first_name == "blocks.0.mlp.down aten.mm"
+    assert moved.verify(*batch())
+
+
+def test_what_is_asked_for_overrules_the_schedule_of_a_plan() -> None:
+    plan = piped(schedule="zb-h1").plan
+    again = piped(plan=plan, schedule="gpipe", num_microbatches=2)
+    assert again.compiled.order == generate("gpipe", 2, 2) and again.plan.cuts == plan.cuts
+
+
+def test_a_plan_with_a_broken_grid_is_refused() -> None:
+    text = piped().plan.to_json().replace("rank 0 |", "rank zero |")
+    with pytest.raises(PlanError, match="the plan is malformed: ScheduleError: line 2 should be"):
+        Plan.from_json(text)
+
+
+def test_reshards_have_keys_where_they_are_asked_for() -> None:
+    one = program(with_reshard=True)
+    keys = node_keys(one, with_reshards=True)
+    assert set(keys.values()) - set(node_keys(one).values()) == {"forward - reshard 0"}
+    assert all(keys[node] == key for node, key in node_keys(one).items())
+
+
+def test_the_diff_of_two_plans_has_the_pipeline() -> None:
+    one = piped().plan
+    other = replace(one, schedule=generate("gpipe", 2, 2), cuts=("forward blocks.0 aten.add.Tensor 0",))
+    found = one.diff(other)
+    assert found and not found.parameters and not found.ops
+    assert str(found).splitlines()[1:] == [
+        "pipeline",
+        "  schedule   1f1b, 2 microbatches → gpipe, 2 microbatches",
+        f"  stage 1   {one.cuts[0]} → forward blocks.0 aten.add.Tensor 0",
+    ]
+    assert "  schedule   1f1b, 2 microbatches → none" in str(one.diff(replace(one, schedule=None, cuts=())))
+    assert not one.diff(one)
