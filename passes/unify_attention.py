@@ -17,6 +17,7 @@ from autopar.constants import Constants
 from autopar.differentiable import differentiable
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.kernels.attention import attention
+from autopar.mesh import MICROBATCHES, Mesh, parent
 from autopar.overwrites import overwritten, writers_of
 from autopar.passes.attention_forms.layout import Labels, broadcast_to, flat
 from autopar.passes.attention_forms.masks import meaning_of_one
@@ -33,7 +34,8 @@ class UnifyAttention:
     Reads: a FORWARD program in which random ops are still ATen's: run it before `KeyRandom`, which keys the dropout it leaves.
     Writes: `autopar.attention` on [B, H, S, D] operands; leading dims beyond that are merged. With dropout its `keep` is an
         `aten.dropout` of ones. A direct `view` of the result becomes `reshape`: the op has a layout of its own.
-        A mask that is the triangle or a band becomes a flag, ids of documents that it compares become operands, as in `FuseAttention`.
+        A mask that is the triangle or a band becomes a flag, ids of documents that it compares become operands, as in `FuseAttention`;
+        where heads are fewer than the ranks that may split them it stays a mask: a flag counts rows from 0, and rows can be split then.
     Ensures: no `scaled_dot_product_attention` is left. Where the mask needs a gradient (a learned bias), or heads are broadcast in a
         way that grouped heads cannot say, plain matmul and softmax stand in its place.
     """
@@ -48,7 +50,7 @@ class UnifyAttention:
                 emit, call = Emitter(program.graph, before=node), _Call.of(*node.args, **node.kwargs)
                 fused = call.mask not in trained and _has_groups(call)
                 # What a mask says is read from what made it: nothing of that may have been written since.
-                said = _Said.by(emit, call, constants, node, writers) if fused else _Said(call.mask)
+                said = _Said.by(emit, call, constants, node, writers, _has_heads_for(program.mesh, call)) if fused else _Said(call.mask)
                 _reshape_views(node)
                 replace(node, _fused(emit, call, said) if fused else _plain(emit, call))
         return program
@@ -99,6 +101,12 @@ def _has_groups(call: _Call) -> bool:
     return same and (query[-3] == key[-3] or key[-3] == 1 or (call.is_grouped and query[-3] % key[-3] == 0))
 
 
+def _has_heads_for(mesh: Mesh, call: _Call) -> bool:
+    """Whether there is a head for each rank along the axes that do not split the batch."""
+    ranks = mesh.size_of([axis for axis in mesh.names if parent(axis) not in ("dp", "pp", MICROBATCHES)])
+    return call.shapes[0][-3] >= ranks
+
+
 @dataclass(frozen=True)
 class _Said:
     """A mask as the op takes it: what is left of it, as the op's dims have it, beside flags and ids of documents."""
@@ -109,8 +117,8 @@ class _Said:
     documents: tuple[Node | None, Node | None] = (None, None)
 
     @staticmethod
-    def by(emit: Emitter, call: _Call, constants: Constants, node: Node, writers: Sequence[Node]) -> _Said:
-        """What the mask of the call at `node` says."""
+    def by(emit: Emitter, call: _Call, constants: Constants, node: Node, writers: Sequence[Node], may_flag: bool) -> _Said:
+        """What the mask of the call at `node` says; with flags where it `may_flag` them."""
         if call.mask is None:
             return _Said(None)
         labels, num_dims = Labels(), tensor_of(call.query).ndim
@@ -119,7 +127,8 @@ class _Said:
         # Without heads, masks have none either.
         layout = broadcast_to((*dims[:-3], *dims[-2:]) if num_dims == 3 else dims, tensor_of(call.mask).shape)
         found = meaning_of_one(call.mask, layout, scores, labels, constants)
-        is_plain = not (found.is_causal or found.window or found.documents) and bool(found.attends or found.added)
+        flags = found.is_causal or found.window > 0
+        is_plain = not (flags or found.documents) and bool(found.attends or found.added) or (flags and not may_flag)
         if is_plain or overwritten([call.mask, *found.nodes()], node, writers) is not None:
             return _Said(_merged_mask(emit, call.mask, num_dims, call.batch))
         assert not found.added, "an added mask is a flag, or what was given"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.frontend.capture import capture
 from autopar.kernels.attention import attention
-from autopar.mesh import virtual_mesh
+from autopar.mesh import Mesh, virtual_mesh
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.program import Program
 
@@ -42,8 +42,8 @@ class Attention(nn.Module):
         return F.scaled_dot_product_attention(self.query, self.key, self.value, mask, **self.options)
 
 
-def unified(model: nn.Module, *inputs: Tensor) -> Program:
-    return UnifyAttention().apply(capture(model, inputs, {}, virtual_mesh(dp=1), outputs="all"))
+def unified(model: nn.Module, *inputs: Tensor, mesh: Mesh | None = None) -> Program:
+    return UnifyAttention().apply(capture(model, inputs, {}, mesh or virtual_mesh(dp=1), outputs="all"))
 
 
 def targets(program: Program) -> list[Any]:
@@ -161,6 +161,17 @@ def test_masks_are_flags_and_documents_where_they_say_the_same(name: str) -> Non
     mask, _, *documents = call.args[3:]
     shapes = {None if ids is None else tuple(ids.meta["val"].shape) for ids in documents}
     assert (shapes, call.kwargs["is_causal"], call.kwargs["window"], mask is not None) == ({wanted[0]}, *wanted[1:])
+
+
+@pytest.mark.parametrize(("num_ranks", "flagged"), [(3, True), (4, False)])
+def test_where_heads_are_fewer_than_ranks_a_mask_leaves_rows_to_be_split(num_ranks: int, flagged: bool) -> None:
+    class Causal(Attention):
+        def forward(self, mask: Tensor | None = None) -> Tensor:
+            return F.scaled_dot_product_attention(self.query, self.key, self.value, triangle())
+
+    program = unified(Causal(*tensors((2, 3, 6, 8), (2, 3, 6, 8), (2, 3, 6, 8))), mesh=virtual_mesh(dp=2, tp=num_ranks))
+    call = next(node for node in program.graph.nodes if node.target is attention)
+    assert call.kwargs["is_causal"] is flagged and (call.args[3] is None) is flagged
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_gqa": True}], ids=str)
