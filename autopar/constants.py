@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from autopar._torch import pytree
 from autopar.arguments import call_of
+from autopar.overwrites import memory_of, writers_of
 from autopar.program import Program, operands
 from autopar.promote import default_float64, promote_tensor, promoted_dtype
 
@@ -35,6 +36,9 @@ class Constants:
         self._values: dict[Node, torch.Tensor | None] = {
             node: promote_tensor(program.constants[item.name]) if item.kind == "constant" else None for item, node in program.named_inputs()
         }
+        # When which of their readers reads is not asked: nothing is known of memory that is written.
+        self._written = {memory_of(writer.all_input_nodes[0]) for writer in writers_of(program.graph)}
+        self._values |= {node: None for node in self._written if node in self._values}
 
     def value(self, node: Node) -> torch.Tensor | None:
         """The node's value; None where it is not known, or too large to look at."""
@@ -79,7 +83,8 @@ class Constants:
         fits = node.target in _FILLS or (isinstance(value, torch.Tensor) and value.numel() <= _MOST_ELEMENTS)
         name = str(node.target)
         schema = getattr(node.target, "_schema", None)
-        return fits and schema is not None and not schema.is_mutable and not any(word in name for word in _UNKNOWN)
+        is_known = schema is not None and not schema.is_mutable and not any(word in name for word in _UNKNOWN)
+        return fits and is_known and (not self._written or memory_of(node) not in self._written)
 
     def _evaluate(self, node: Node) -> torch.Tensor | None:
         if not self._is_candidate(node):

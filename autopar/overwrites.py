@@ -73,6 +73,34 @@ def overwritten(values: Iterable[Node], before: Node, writers: Sequence[Node], o
     return None
 
 
+def sources_of(values: Iterable[Node]) -> set[Node]:
+    """`values` and all that they are computed from."""
+    found: set[Node] = set()
+    pending = list(values)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def between(source: Node, value: Node) -> set[Node]:
+    """The nodes on the ways from `source` to `value`, both included; none where there is no way."""
+    seen: set[Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node not in seen and not node < source:
+            seen.add(node)
+            pending += node.all_input_nodes
+    found: set[Node] = set()
+    for node in sorted(seen):
+        if node is source or any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found if value in found else set()
+
+
 def _shows(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is None or node.target in _MAY_SHOW or any(each.alias_info is not None for each in schema.returns)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
-from autopar.emit import copy_origin, tensor_of
+from autopar.emit import copy_origin
 from autopar.keys import PHASE
 from autopar.markers import pinned, save, settled
 from autopar.program import Program
@@ -17,8 +18,14 @@ from autopar.views import WHOLE_VIEWS
 aten = torch.ops.aten
 
 _COMPARISONS = frozenset({aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor})
-# What shows the same numbers, and is therefore settled where they are made.
-_SHOWS = WHOLE_VIEWS | {aten.expand.default, aten.detach.default, save, pinned}
+# Of a difference they compare its two sides.
+_SIGNS = frozenset({aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar})
+# They move, pick, copy, convert or turn round numbers that were made above.
+_CARRY = WHOLE_VIEWS | {
+    aten.expand.default, aten.detach.default, aten.slice.Tensor, aten.select.int, aten.gather.default, aten.index.Tensor,
+    aten.index_select.default, aten.cat.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.clone.default,
+    aten._to_copy.default, aten.where.self, aten.neg.default, aten.abs.default, save, pinned,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -29,8 +36,10 @@ class SettleCompared:
     a sum add it up in one order for an all-reduce and in another for a reduce-scatter: the last bits differ, and of one reader's
     elements none would equal the other's maximum. Settled, a sum is reduced once; what readers want else is cut or gathered.
 
+    Settled is what was made, not what was then moved, picked or copied: both sides may be made of it.
+
     Reads: PHASE. Writes: `settled` nodes with PHASE, SOURCE. Ensures: values are unchanged; no floating-point value that a
-    comparison of two tensors reads is left as an unreduced sum.
+    comparison of two tensors shows, or that of a difference with a number, is left as an unreduced sum.
     """
 
     name: str = "settle compared"
@@ -48,15 +57,26 @@ class SettleCompared:
 
 
 def _compared(program: Program) -> Iterator[Node]:
-    """The floating-point values that calls made and comparisons read, through views and markers."""
+    """The floating-point values that calls made and comparisons read, wherever these were carried in between."""
     for node in program.graph.nodes:
         if node.op == "call_function" and node.target in _COMPARISONS:
-            for value in map(_shown, node.all_input_nodes):
-                if value.op == "call_function" and tensor_of(value).dtype.is_floating_point:
-                    yield value
+            yield from _made(node.all_input_nodes)
+        elif node.op == "call_function" and node.target in _SIGNS:
+            differences = [each for each in _made(node.all_input_nodes) if each.target is aten.sub.Tensor]
+            yield from _made(operand for each in differences for operand in each.all_input_nodes)
 
 
-def _shown(node: Node) -> Node:
-    while node.op == "call_function" and node.target in _SHOWS:
-        node = node.all_input_nodes[0]
-    return node
+def _made(values: Iterable[Node]) -> Iterator[Node]:
+    """The floating-point results of calls that `values` show."""
+    pending, seen = list(values), set[Node]()
+    while pending:
+        node = pending.pop()
+        value = node.meta.get("val")
+        if node in seen or node.op != "call_function" or (isinstance(value, torch.Tensor) and not value.dtype.is_floating_point):
+            continue
+        seen.add(node)
+        picks = node.target is operator.getitem and node.all_input_nodes[0].target in _CARRY
+        if picks or node.target in _CARRY:
+            pending += node.all_input_nodes
+        else:
+            yield node

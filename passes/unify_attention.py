@@ -18,7 +18,7 @@ from autopar.differentiable import differentiable
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.kernels.attention import attention
 from autopar.mesh import MICROBATCHES, Mesh, parent
-from autopar.overwrites import overwritten, writers_of
+from autopar.overwrites import overwritten, sources_of, writers_of
 from autopar.passes.attention_forms.layout import Labels, broadcast_to, flat
 from autopar.passes.attention_forms.masks import meaning_of_one
 from autopar.passes.attention_forms.write import attended
@@ -129,7 +129,8 @@ class _Said:
         found = meaning_of_one(call.mask, layout, scores, labels, constants)
         flags = found.is_causal or found.window > 0
         is_plain = not (flags or found.documents) and bool(found.attends or found.added) or (flags and not may_flag)
-        if is_plain or overwritten([call.mask, *found.nodes()], node, writers) is not None:
+        read = sources_of([call.mask])
+        if is_plain or overwritten({*read, *found.nodes()}, node, writers, own=read) is not None:
             return _Said(_merged_mask(emit, call.mask, num_dims, call.batch))
         assert not found.added, "an added mask is a flag, or what was given"
         documents = (None, None) if found.documents is None else found.documents.laid_out(emit, scores, labels)

@@ -28,6 +28,7 @@ from autopar.kernels.gpu.attention_scores import (
     load_rows,
     masked,
     precision_of,
+    require_addressable,
     rows_contiguous,
     strides_of,
 )
@@ -141,6 +142,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Te
     out = query.new_empty((batch, length, heads, value_size)).transpose(1, 2)
     log_sum_exp = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
     mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
+    require_addressable(query, key, value, out, mask, masks.keep)
     tiles = forward_tiles(query, max(block_of(size), block_of(value_size)), masks.crowding(size, value_size))
     ids, ids_strides = masks.ids(query)
     bounds, bounds_stride = masks.bounds(tiles.queries, tiles.keys, query)

@@ -151,6 +151,14 @@ def strides_of(value: Tensor | None) -> tuple[int, int, int, int]:
     return (0, 0, 0, 0) if value is None else value.stride()  # type: ignore[return-value]
 
 
+def require_addressable(*values: Tensor | None) -> None:
+    """Raises ValueError where a sample's rows reach beyond what the kernels' 32-bit offsets address."""
+    for value in values:
+        if value is not None and value.shape[-2] * abs(value.stride(-2)) >= 2**31:
+            reach = value.shape[-2] * abs(value.stride(-2))
+            raise ValueError(f"the rows of one sample of {tuple(value.shape)} span {reach} elements; attention's kernels address 2**31")
+
+
 def rows_contiguous(value: Tensor) -> Tensor:
     """Kernels read along the last dim without a stride."""
     return value if value.stride(-1) == 1 else value.contiguous()

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autopar.kernels.block_sparse_reference import BlockOptions
-from autopar.kernels.gpu.attention_scores import LOG2_E, block_of, load_rows, precision_of, rows_contiguous
+from autopar.kernels.gpu.attention_scores import LOG2_E, block_of, load_rows, precision_of, require_addressable, rows_contiguous
 from autopar.kernels.gpu.block_sparse_tiles import forward_tiles
 from autopar.kernels.registration import launch
 
@@ -136,6 +136,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, layout: Tensor, **options
     out = query.new_empty((batch, length, heads, value_size)).transpose(1, 2)
     log_sum_exp = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
     columns, value_columns = block_of(size), block_of(value_size)
+    require_addressable(query, key, value, out)
     lists = listed(layout, batch, heads, options["is_causal"])
     is_partial = size != columns or value_size != value_columns
     tiles = forward_tiles(query, max(columns, value_columns), is_partial, options["block_size"])

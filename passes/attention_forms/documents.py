@@ -196,7 +196,8 @@ def _ungathered(node: Node, layout: Layout, constants: Constants) -> tuple[Node,
 def _counted(ids: Node, constants: Constants) -> Node | None:
     """The positions of which `ids` count the restarts: cumsum(diff(positions, prepend=…) != 1), along the last dim."""
     for target in (aten.cumsum.default, aten.ne.Scalar, aten.diff.default):
-        if ids.target is not target:
+        # Fewer bits count around: other documents would get the same number, and positions would not rise.
+        if ids.target is not target or tensor_of(ids).dtype not in (torch.bool, torch.int32, torch.int64):
             return None
         last = tensor_of(ids).dim() - 1
         if target is aten.cumsum.default and int(ids.args[1]) % (last + 1) != last:  # type: ignore[arg-type]

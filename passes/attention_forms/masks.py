@@ -82,6 +82,8 @@ def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constan
         raise Refused(f"something is added after a mask of {finite[-1].value:g}, which a row that it masks wholly would show")
     reader.read(masks, found, flags=not finite_rows)
     found.even_rows = finite_rows
+    if decides and any(isinstance(mask, Added) and constants.value(mask.value) is None for mask in masks):
+        found.conditions.append("what is added to the scores masks no row wholly")
     if finite_rows:
         found.conditions.append("a row that attends to nothing weighs all keys alike, as there")
     elif (found.attends or found.may_be_empty) and not weights.safe and not weights.zeroed:

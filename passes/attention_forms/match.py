@@ -10,7 +10,7 @@ from torch.fx import Node
 from autopar.constants import Constants
 from autopar.emit import tensor_of
 from autopar.fusion import Refused
-from autopar.overwrites import overwritten, writers_of, writes
+from autopar.overwrites import between, overwritten, sources_of, writers_of, writes
 from autopar.passes.attention_forms.contractions import Contraction, contraction
 from autopar.passes.attention_forms.layout import Labels, Layout, flat
 from autopar.passes.attention_forms.masks import LOWEST, Masks, meaning
@@ -227,11 +227,20 @@ def _depends(node: Node, on: Node) -> bool:
 
 
 def _check_writes(found: Match) -> None:
-    """The op reads its operands where the product with the values stood: none may have been written since it was made."""
-    read = [each.node for each in (found.query, found.key, found.value)] + [factor.value for factor in found.scores.factors]
-    read += [mask.value if isinstance(mask, Added) else mask.condition for mask in found.scores.masks] + found.masks.nodes()
-    read += [] if found.sink is None else [found.sink.node]
-    if (writer := overwritten(read, found.product, writers_of(found.product.graph), found.interior)) is not None:
+    """The op reads its operands where the product with the values stood: none may have been written since it was made.
+
+    Nor may what was read through have been, from an operand up to its origin, and above a mask that the op has in other words.
+    """
+    writers = writers_of(found.product.graph)
+    if not writers:
+        return
+    masks = [mask.value if isinstance(mask, Added) else mask.condition for mask in found.scores.masks]
+    read = {factor.value for factor in found.scores.factors} | {*masks, *found.masks.nodes()}
+    read |= set() if found.sink is None else {found.sink.node}
+    operands = (*found.scores.product.node.all_input_nodes, *found.product.all_input_nodes)
+    passed = {node for each in (found.query, found.key, found.value) for operand in operands for node in between(each.node, operand)}
+    passed |= sources_of(mask for mask in masks if mask not in found.masks.nodes())
+    if (writer := overwritten(read | passed, found.product, writers, found.interior | passed)) is not None:
         raise Refused(f"{writer.target} writes into an operand in place, between where it is made and the product")
 
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.frontend.capture import capture
 from autopar.mesh import virtual_mesh
-from autopar.overwrites import is_last_reader, memory_of, overwritten, writers_of
+from autopar.overwrites import between, is_last_reader, memory_of, overwritten, sources_of, writers_of
 from autopar.program import Program
 
 aten = torch.ops.aten
@@ -84,3 +84,13 @@ def test_what_is_written_between() -> None:
     assert writer.target is aten.add_.Tensor and memory_of(writer.all_input_nodes[0]) is x and memory_of(y) is y
     assert overwritten([x], product, (writer,)) is writer and overwritten([y], product, (writer,)) is None
     assert overwritten([x], product, (writer,), own=(writer,)) is None and overwritten([x], y, (writer,)) is None
+
+
+def test_ways_between_two_values() -> None:
+    program = program_of(lambda x: (x.sin() * x.cos()).sum() + x.tan().sum())
+    x, sine, cosine, product, tangent = (
+        call(program, target) for target in (aten.exp.default, aten.sin.default, aten.cos.default, aten.mul.Tensor, aten.tan.default)
+    )
+    assert between(x, product) == {x, sine, cosine, product} and between(sine, product) == {sine, product}
+    assert between(tangent, product) == set() and between(x, x) == {x}
+    assert sources_of([product]) == {*x.all_input_nodes, x, sine, cosine, product}

@@ -230,6 +230,13 @@ def _(m: Any) -> Tensor:
     return scores.softmax(-1) @ m.value + query.sum()
 
 
+@form("key written through a view before it is read", reason="writes into an operand in place")
+def _(m: Any) -> Tensor:
+    key = m.key.clone()
+    key[..., 0].fill_(0.5)
+    return (m.query @ key.mT).softmax(-1) @ m.value
+
+
 @form("no product with values", reason="do not go into a product with values")
 def _(m: Any) -> Tensor:
     return (scores_of(m).softmax(-1)[..., None] * m.value[:, :, None]).sum(-2)

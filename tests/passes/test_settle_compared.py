@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 
@@ -71,6 +75,26 @@ def test_both_phases_read_what_is_settled() -> None:
     (compared,) = find(program, aten.eq.Tensor)
     assert mark.target is settled and PHASE[mark] == "forward" and PHASE[compared] == "backward"
     assert {user.target for user in mark.users} == {aten.view.default, save}
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda y: y.norm(p=math.inf, dim=1).sin().sum(),  # its backward compares |y|
+        lambda y: (y.sin() * (y[:, :2] >= y.amax(1, keepdim=True)).any(1, keepdim=True)).sum(),
+        lambda y: (y.sin() * (y.gather(1, y.argmax(1, keepdim=True)) >= y.amax(1, keepdim=True))).sum(),
+        lambda y: (y.sin() * ((y - y.amax(1, keepdim=True)) == 0)).sum(),
+        lambda y: (y[:, :4].sin() * (y[:, :4] >= y[:, 4:])).sum(),
+    ],
+    ids=["infinite norm", "slice", "gather", "difference", "halves"],
+)
+def test_what_is_compared_is_settled_where_it_was_made(compute: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Compared(Least):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compute(x @ self.first)
+
+    product, *_ = find(prepared(Compared(), batch()), aten.mm.default)
+    assert [user.target for user in product.users] == [settled]
 
 
 def test_what_is_settled_may_be_split_but_is_no_unreduced_sum() -> None:

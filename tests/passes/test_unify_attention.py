@@ -128,6 +128,25 @@ def written_later(ids: Tensor) -> Tensor:
     return mask
 
 
+def prefix() -> Tensor:
+    """The first two are seen by all."""
+    mask = triangle()
+    mask[:, :2].fill_(True)
+    return mask
+
+
+def prefix_beside(ids: Tensor) -> Tensor:
+    mask = same(ids)[:, None]
+    mask[..., :2].fill_(True)
+    return mask & triangle()
+
+
+def ids_partly_written(ids: Tensor) -> Tensor:
+    ids = ids.clone()
+    ids[:, :3].fill_(7)
+    return same(ids)[:, None] & triangle()
+
+
 IDS = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 3, 3, 3]])
 # By name: leading dims of the operands, the mask made of IDS; what the op says: (documents, causal, window, whether a mask is left).
 SAID: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[Any, ...]]] = {
@@ -145,6 +164,9 @@ SAID: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], tuple[Any, ..
     "documents by head": ((3, 2), lambda ids: same(ids), (None, False, 0, True)),
     "documents of floats": ((2, 3), lambda ids: same(ids * 0.5)[:, None], (None, False, 0, True)),
     "ids that are overwritten": ((2, 3), written_later, (None, False, 0, True)),
+    "ids that are partly written": ((2, 3), ids_partly_written, (None, False, 0, True)),
+    "written through a view": ((2, 3), lambda ids: prefix()[None, None], (None, False, 0, True)),
+    "written through a view, and documents": ((2, 3), prefix_beside, (None, False, 0, True)),
 }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.kernels.gpu import attention as gpu
 from autopar.kernels.gpu import attention_backward as gpu_backward
 from autopar.kernels.gpu import attention_mask_gradient as gpu_mask
-from autopar.kernels.gpu.attention_scores import Masks
+from autopar.kernels.gpu.attention_scores import Masks, require_addressable
 from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -235,3 +235,9 @@ def test_tiles_that_no_document_reaches_are_not_loaded(is_causal: bool) -> None:
     found = gpu_backward.backward(grad, None, query, key, value, out, log_sum_exp, masks)
     for one, other in zip((out, log_sum_exp, *found), (*results, *expected), strict=True):
         torch.testing.assert_close(one, other.detach(), atol=1e-5, rtol=1e-4)
+
+
+def test_rows_beyond_32_bit_offsets_are_refused() -> None:
+    far = torch.empty_strided((1, 1, 64, 16), (1, 1, 34_100_000, 1), device="meta")
+    with pytest.raises(ValueError, match=r"rows of one sample of \(1, 1, 64, 16\) span 2182400000 elements"):
+        require_addressable(far)
