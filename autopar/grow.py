@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from autopar.arguments import float_at
+from autopar.arguments import arguments, float_at
 from autopar.keys import DIMS
 from autopar.localise import LocalBuilder, localise, same_call
 from autopar.markers import MARKERS
@@ -71,7 +71,7 @@ _CLASSES = {
 def classes_of(node: Node) -> Node | None:
     """The operand that tells `node` which of its columns are padding, if there is one."""
     place = _CLASSES.get(str(node.target))
-    return node.args[place] if place is not None else None  # type: ignore[return-value]
+    return arguments(node)[place] if place is not None else None
 
 
 def can_grow(node: Node, dims: Dims) -> bool:

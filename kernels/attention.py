@@ -35,7 +35,7 @@ from autopar.kernels.attention_reference import (
     heads_inside,
     same_document,
 )
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import accumulation_dtype, register_op, runs_attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -51,7 +51,7 @@ def _attention(
     key_documents: Tensor | None,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]:
-    if _has_triton(query, value):
+    if runs_attention(query, value):
         from autopar.kernels.gpu import attention as gpu
 
         return gpu.forward(
@@ -79,7 +79,7 @@ def _attention_backward(
     log_sum_exp: Tensor,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_triton(query, value):
+    if runs_attention(query, value):
         from autopar.kernels.gpu import attention_backward as gpu
 
         masks = gpu.Masks(mask, keep, query_documents=query_documents, key_documents=key_documents, **options)
@@ -109,19 +109,13 @@ def _attention_mask_gradient(
     log_sum_exp: Tensor,
     **options: Unpack[Options],
 ) -> Tensor:
-    if not _has_triton(query, value):
+    if not runs_attention(query, value):
         arguments = (grad_out, grad_log_sum_exp, query, key, value, mask, keep, query_documents, key_documents, out, log_sum_exp)
         return attention_mask_gradient_reference(*arguments, **options)
     from autopar.kernels.gpu import attention_mask_gradient as gpu
 
     masks = gpu.Masks(mask, keep, query_documents=query_documents, key_documents=key_documents, **options)
     return gpu.mask_gradient(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
-
-
-def _has_triton(query: Tensor, value: Tensor) -> bool:
-    """Whether our own GPU kernels serve: their tiles hold heads of at most 256, in float32 64."""
-    most = 64 if query.dtype == torch.float32 else 256
-    return runs_triton(query) and query.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= most
 
 
 def _has_flash(query: Tensor, value: Tensor, keep: Tensor | None, options: Options) -> bool:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.block_sparse_reference import BlockOptions, backward_reference, forward_reference
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import accumulation_dtype, register_op, runs_attention
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -62,7 +62,7 @@ def block_sparse_attention(
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, layout: Tensor, **options: Unpack[BlockOptions]) -> tuple[Tensor, Tensor]:
     _require(query, key, value, layout, options)
-    if not _has_triton(query, value):
+    if not runs_attention(query, value):
         return forward_reference(query, key, value, layout, **options)
     from autopar.kernels.gpu import block_sparse as gpu
 
@@ -81,17 +81,11 @@ def _backward(
     **options: Unpack[BlockOptions],
 ) -> tuple[Tensor, Tensor, Tensor]:
     arguments = (grad_out, grad_log_sum_exp, query, key, value, layout, out, log_sum_exp)
-    if not _has_triton(query, value):
+    if not runs_attention(query, value):
         return backward_reference(*arguments, **options)
     from autopar.kernels.gpu import block_sparse_backward as gpu
 
     return gpu.backward(*arguments, **options)
-
-
-def _has_triton(query: Tensor, value: Tensor) -> bool:
-    """Whether our own GPU kernels serve: their tiles hold heads of at most 256, in float32 64."""
-    most = 64 if query.dtype == torch.float32 else 256
-    return runs_triton(query) and query.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= most
 
 
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, layout: Tensor, **options: Unpack[BlockOptions]) -> tuple[Tensor, Tensor]:

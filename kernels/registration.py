@@ -34,6 +34,12 @@ def runs_triton(value: Tensor) -> bool:
     return value.is_cuda and value.dtype in (torch.float16, torch.bfloat16, torch.float32) and _has_triton()
 
 
+def runs_attention(query: Tensor, value: Tensor) -> bool:
+    """Whether our Triton attention serves: its tiles hold heads of at most 256, in float32 64."""
+    most = 64 if query.dtype == torch.float32 else 256
+    return runs_triton(query) and query.dtype == value.dtype and max(query.shape[-1], value.shape[-1]) <= most
+
+
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None

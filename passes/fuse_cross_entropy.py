@@ -61,7 +61,7 @@ def _is_candidate(node: Node) -> bool:
     if node.target is aten.cross_entropy_loss.default:
         return True
     source = node.args[0] if node.target in _WRITTEN else None
-    return isinstance(source, Node) and source.target in _LOG_SOFTMAXES and _computes_in(source.args[0], tensor_of(source).dtype)  # type: ignore[arg-type]
+    return isinstance(source, Node) and source.target in _LOG_SOFTMAXES and _computes_in(source.args[0], tensor_of(source).dtype)
 
 
 def _looked_at(node: Node, writers: Sequence[Node]) -> Found:
@@ -101,7 +101,7 @@ def _logits(node: Node) -> Node:
     return source
 
 
-def _computes_in(value: Node, dtype: torch.dtype) -> bool:
+def _computes_in(value: object, dtype: torch.dtype) -> bool:
     """Whether the op on `value` loses nothing of what `value` made wider, to `dtype`, would have kept."""
     before = tensor_of(value)
     exact = accumulation_dtype(before)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.arguments import int_at
+from autopar.arguments import arguments, int_at
 from autopar.emit import Emitter, tensor_of
 from autopar.fusion import Found, FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
@@ -60,7 +60,7 @@ class FuseProjection:
         steps = _steps_up(node)
         if isinstance(steps, str):
             return Found.at(node, what, reason=steps)
-        writer = overwritten((*steps[-1].args[:2], *steps), node, writers)  # type: ignore[arg-type]
+        writer = overwritten((*arguments(steps[-1])[:2], *steps), node, writers)
         if writer is not None:
             return Found.at(node, what, reason=f"{writer.target} writes in place into what it reads")
         logits: Any = node.args[0]

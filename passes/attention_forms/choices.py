@@ -7,6 +7,7 @@ import math
 import torch
 from torch.fx import Node
 
+from autopar.arguments import node_at
 from autopar.constants import Constants
 from autopar.emit import tensor_of
 from autopar.passes.attention_forms.layout import Labels, Layout, above, broadcast_to
@@ -42,7 +43,7 @@ def _same(value: Node, layout: Layout, labels: Labels) -> tuple[Node, Layout] | 
     if value.op != "call_function" or not isinstance(value.meta.get("val"), torch.Tensor):
         return None
     if is_cast(value) and tensor_of(value.args[0]).is_floating_point():
-        return value.args[0], layout  # type: ignore[return-value]
+        return node_at(value, 0), layout
     return above(value, layout, labels)
 
 

@@ -12,10 +12,12 @@ and key numbers say: within a document each position is one more than that befor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments, int_at, node_at
 from autopar.constants import Constants
 from autopar.emit import Emitter, tensor_of
 from autopar.passes.attention_forms.arrange import arranged, broadcast_layout
@@ -70,13 +72,9 @@ def conjunction(condition: Condition, labels: Labels, constants: Constants) -> l
     if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor) or tensor_of(node).dtype != torch.bool:
         return [condition]
     if node.target in _NOTS and _is_bool(node.args[0]):
-        return conjunction(Condition(node.args[0], condition.layout, not condition.attends), labels, constants)  # type: ignore[arg-type]
+        return conjunction(Condition(node_at(node, 0), condition.layout, not condition.attends), labels, constants)
     if node.target in (_ANDS if condition.attends else _ORS) and all(_is_bool(operand) for operand in node.args):
-        return [
-            part
-            for operand in node.args
-            for part in conjunction(_operand(condition, operand), labels, constants)  # type: ignore[arg-type]
-        ]
+        return [part for operand in arguments(node) for part in conjunction(_operand(condition, operand), labels, constants)]
     inner = _unmoved(node, condition.layout, labels, constants)
     if inner is not None and _is_bool(inner[0]):
         return conjunction(Condition(*inner, condition.attends), labels, constants)
@@ -175,14 +173,14 @@ def _unmoved(node: Node, layout: Layout, labels: Labels, constants: Constants) -
 
 def _ungathered(node: Node, layout: Layout, constants: Constants) -> tuple[Node, Layout] | None:
     """What is indexed along every dim by 0, 1, 2, …, each in a dim of its own of the result."""
-    source, indices = node.args[:2]
+    source, indices = arguments(node)[:2]
     assert isinstance(source, Node) and isinstance(indices, (list, tuple))
     shape, num_dims = tensor_of(source).shape, len(layout)
     if len(indices) != len(shape) or not all(isinstance(index, Node) for index in indices):
         return None
     found: list[tuple[int, ...]] = []
     for index, size in zip(indices, shape, strict=True):
-        value = constants.value(index)  # type: ignore[arg-type]
+        value = constants.value(index)
         if value is None or value.dtype == torch.bool or value.numel() != size or not bool((value.flatten() == torch.arange(size)).all()):
             return None
         dims = [dim + num_dims - value.dim() for dim, length in enumerate(value.shape) if length > 1]
@@ -200,20 +198,21 @@ def _counted(ids: Node, constants: Constants) -> Node | None:
         if ids.target is not target or tensor_of(ids).dtype not in (torch.bool, torch.int32, torch.int64):
             return None
         last = tensor_of(ids).dim() - 1
-        if target is aten.cumsum.default and int(ids.args[1]) % (last + 1) != last:  # type: ignore[arg-type]
+        if target is aten.cumsum.default and int_at(ids, 1) % (last + 1) != last:
             return None
         if target is aten.ne.Scalar and ids.args[1] != 1:
             return None
         if target is aten.diff.default:
             return _counted_in(ids)
-        ids = ids.args[0]  # type: ignore[assignment]
+        ids = node_at(ids, 0)
     return None
 
 
 def _counted_in(diff: Node) -> Node | None:
-    source, count, dim, prepended, appended = (*diff.args, *(1, -1, None, None)[len(diff.args) - 1 :])[:5]
+    defaults: tuple[Any, ...] = (1, -1, None, None)
+    source, count, dim, prepended, appended = (*arguments(diff), *defaults[len(diff.args) - 1 :])[:5]
     assert isinstance(source, Node)
     num_dims = tensor_of(source).dim()
     # What stands before the first position only sets with which id the first document starts.
-    fits = count == 1 and int(dim) % num_dims == num_dims - 1 and isinstance(prepended, Node) and appended is None  # type: ignore[arg-type]
+    fits = count == 1 and int(dim) % num_dims == num_dims - 1 and isinstance(prepended, Node) and appended is None
     return source if fits and tensor_of(diff).shape == tensor_of(source).shape else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.fx import Graph, Node
@@ -25,9 +27,9 @@ def test_arguments_are_what_they_are() -> None:
 
 
 @pytest.mark.parametrize("read, position", [(node_at, 1), (int_at, 3), (int_at, 0), (float_at, 4), (list_at, 4), (list_at, 0)])
-def test_another_type_is_an_error_that_shows_the_call(read: object, position: int) -> None:
+def test_another_type_is_an_error_that_shows_the_call(read: Callable[[Node, int], object], position: int) -> None:
     with pytest.raises(AssertionError, match=rf"argument {position} of .*permute"):
-        read(call(), position)  # type: ignore[operator]
+        read(call(), position)
 
 
 def test_a_list_of_other_things_is_no_list_of_numbers() -> None:
