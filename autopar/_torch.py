@@ -82,11 +82,13 @@ def joint_graph(
 
 
 def describe_input(descriptor: Any) -> tuple[str, int]:
-    """("input", position) of an argument, or ("tangent", position of the output it belongs to)."""
+    """("input", position) of an argument, ("tangent", position of the output it belongs to), or ("mutation tangent", position of the
+    argument that is written)."""
     if isinstance(descriptor, PlainAOTInput):
         return "input", descriptor.idx
     assert isinstance(descriptor, TangentAOTInput), descriptor
-    return "tangent", describe_output(descriptor.output)[1]
+    kind, position = describe_output(descriptor.output)
+    return "mutation tangent" if kind == "mutation" else "tangent", position
 
 
 def describe_output(descriptor: Any) -> tuple[str, int]:

@@ -82,7 +82,7 @@ def _refuse_draws(graph: Graph) -> None:
 def _name_placeholders(graph: Graph, into: list[Any], program: Program) -> None:
     for descriptor, node in zip(into, list(graph.find_nodes(op="placeholder")), strict=True):
         kind, index = describe_input(descriptor)
-        node.name = program.placeholders[index].name if kind == "input" else f"tangent_{index}"
+        node.name = program.placeholders[index].name if kind == "input" else f"{kind.replace(' ', '_')}_{index}"
         node.target = node.name
 
 
@@ -90,6 +90,11 @@ def _input(descriptor: Any, node: Node, signature: Signature) -> Input:
     kind, index = describe_input(descriptor)
     if kind == "input":
         return signature.inputs[index]
+    if kind == "mutation tangent":
+        raise CaptureError(
+            f"the model writes a value that has a gradient into its {signature.inputs[index].kind} {signature.inputs[index].name!r}, "
+            "where the next step would find it; write x.detach(), or write under torch.no_grad()"
+        )
     value = node.meta["val"]
     return Input("tangent", signature.outputs[index].name, tuple(value.shape), value.dtype)
 

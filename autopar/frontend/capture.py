@@ -7,6 +7,7 @@ original and source lines attached; `autopar.frontend.exported` brings what it r
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import traceback
 import warnings
@@ -30,6 +31,7 @@ from autopar.program import Program
 from autopar.source import user_frames
 from autopar.traced import as_traced
 
+logger = logging.getLogger("autopar")
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 LossPlace = Literal["itself", "attribute", "key"]
 # The batch dim of each input that has one, by the input's flat index.
@@ -38,12 +40,16 @@ BatchDims = Mapping[int, int] | None
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """The user's output: its pytree `structure`, its `leaves` (TENSOR where a tensor stands) and where the loss is."""
+    """The user's output: its pytree `structure`, its `leaves` (TENSOR where a tensor stands) and where the loss is.
+
+    `assigned` are the buffers for which the forward sets another tensor (`self.mean = ...`), rather than writing into them.
+    """
 
     structure: Any
     leaves: tuple[Any, ...]
     loss: LossPlace | None
     loss_index: int
+    assigned: tuple[str, ...] = ()
 
 
 class _Captured(nn.Module):
@@ -84,6 +90,7 @@ def capture(
                 'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"'
             )
         program = _exported(model, args, kwargs, mesh, spec, loss)
+    _refuse_lost(program, spec.assigned)
     return _with_batch_dims(program, batch_dims)
 
 
@@ -108,6 +115,19 @@ def _refuse_autocast(model: nn.Module) -> None:
             f"{type(model).__name__} is called under torch.autocast({enabled[0]!r}), which autopar does not rewrite; leave the context "
             f"and cast the model's weights instead: model.to({torch.get_autocast_dtype(enabled[0])})"
         )
+
+
+def _refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
+    """The program writes into buffers; a new tensor in the place of one is lost, which shows where the old one is read."""
+    read = [item.name for item, node in program.named_inputs() if item.kind == "buffer" and item.name in assigned and node.users]
+    if read:
+        names, first = ", ".join(map(repr, read)), read[0].rpartition(".")[2]
+        raise CaptureError(
+            f"forward assigns a new tensor to the buffer {names}, which it also reads: the next step would read the old one; write into "
+            f"it, self.{first}.copy_(...) under torch.no_grad(), instead of self.{first} = ..."
+        )
+    for name in assigned:
+        logger.warning("forward assigns a new tensor to the buffer %r, which stays as it is; nothing in forward reads it", name)
 
 
 def _with_batch_dims(program: Program, batch_dims: BatchDims) -> Program:
@@ -139,7 +159,11 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
+        before = dict(fakes)
         output = as_traced(lambda: torch.func.functional_call(model, fakes, fake_args, fake_kwargs))
+    # After the call torch has noted in `fakes` what the model set.
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    assigned = tuple(name for name, value in fakes.items() if name in buffers and value is not before[name])
     leaves, structure = _flatten(output)
     place, loss = _find_loss(output)
     index = next((index for index, leaf in enumerate(leaves) if leaf is loss), None)
@@ -148,7 +172,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             f"the output holds a loss, but {type(output).__name__} is no structure that torch can take apart; "
             "return a dict, a tuple, a dataclass or a ModelOutput, or register the class with torch.utils._pytree.register_pytree_node"
         )
-    return OutputSpec(structure, tuple(leaf if _is_constant(leaf) else TENSOR for leaf in leaves), place, index or 0)
+    return OutputSpec(structure, tuple(leaf if _is_constant(leaf) else TENSOR for leaf in leaves), place, index or 0, assigned)
 
 
 def _flatten(output: Any) -> tuple[list[Any], Any]:

@@ -17,6 +17,9 @@ from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import HigherOrderOperator, fake_mode, pytree
+from autopar.arguments import node_at
+from autopar.differentiable import differentiable
+from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.keys import Source
@@ -60,6 +63,7 @@ def forward_program(
     outputs = _copy_outputs(exported, graph, mapping, loss_index, loss_alone)
     program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
     _refake(program)
+    _drop_needless_detaches(program)
     return program
 
 
@@ -123,7 +127,7 @@ def _on_cpu(argument: Any) -> Any:
 
 
 def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, Node]) -> Any:
-    """The body of a region: results of `no_grad` are detached; a disabled autocast changes nothing here."""
+    """The body of a region: what `no_grad` computes with is detached; a disabled autocast changes nothing here."""
     name, args = str(call.target), list(call.args)
     if name == "wrap_with_set_grad_enabled":
         detached, body, operands = not args[0], args[1], args[2:]
@@ -136,19 +140,27 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
         )
     assert isinstance(body, Node)
     region = getattr(module, str(body.target))
-    inner: dict[Node, Node] = {}
-    for placeholder, operand in zip(region.graph.find_nodes(op="placeholder"), operands, strict=True):
-        inner[placeholder] = mapping[operand]  # type: ignore[index]
-    results = _copy_calls(region, graph, inner)
-    if not detached:
-        return results
+    outer = [mapping[operand] for operand in operands]  # type: ignore[index]
+    # The operands rather than the results: what is written in place inside has no gradient either.
+    own = [_detached(graph, operand) if detached else operand for operand in outer]
+    results = _copy_calls(region, graph, dict(zip(region.graph.find_nodes(op="placeholder"), own, strict=True)))
+    # An operand that the region hands back is itself.
+    themselves = dict(zip(own, outer, strict=True))
+    return tuple(themselves.get(result, result) for result in results)
 
-    def detach(result: Node) -> Node:
-        node = graph.call_function(torch.ops.aten.detach.default, (result,))
-        node.meta = dict(result.meta)
-        return node
 
-    return tuple(detach(result) for result in results)
+def _detached(graph: Graph, operand: Node) -> Node:
+    node = graph.call_function(torch.ops.aten.detach.default, (operand,))
+    node.meta = dict(operand.meta)
+    return node
+
+
+def _drop_needless_detaches(program: Program) -> None:
+    """A value without gradients is detached as it is."""
+    trained = differentiable(program)
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        if node.args[0] not in trained:
+            replace(node, node_at(node, 0))
 
 
 def _region_source(module: GraphModule, args: list[Any]) -> Source:

@@ -95,3 +95,24 @@ def test_an_op_that_needs_all_samples_at_once_is_refused_with_its_line() -> None
 def test_one_microbatch_is_the_whole_batch() -> None:
     before = local("mean", number=1)
     assert SeparateMicrobatches().apply(before) is before
+
+
+class Penalised(nn.Module):
+    """The sum over the samples is finished in the middle of the loss, and of each gradient, where the weights' own joins it."""
+
+    def __init__(self, squared: bool) -> None:
+        super().__init__()
+        self.linear, self.squared = nn.Linear(4, 4), squared
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.linear(x).square().mean() + self.linear.weight.square().sum()
+        return loss.square() if self.squared else loss
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_what_is_exact_as_a_mean_is_no_warning(squared: bool, caplog: pytest.LogCaptureFixture) -> None:
+    program = passed(Penalised(squared), (X,), Lower, number=NUMBER)
+    assert mixing(program)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        SeparateMicrobatches().apply(program)
+    assert ("mix microbatches" in caplog.text) == squared, caplog.text

@@ -1,0 +1,125 @@
+"""Buffers that a forward changes: counts and running means are as one device has them, and what would be lost is refused."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import CaptureError
+
+
+class Counts(nn.Module):
+    """Two layers; what the first one's activations do to the buffers is `update(module, activations)`."""
+
+    def __init__(self, update: Callable[[Counts, Tensor], None]) -> None:
+        super().__init__()
+        self.first, self.last, self.update = nn.Linear(8, 16), nn.Linear(16, 8), update
+        self.register_buffer("count", torch.zeros(16))
+        self.register_buffer("mean", torch.ones(16))
+        self.count: Tensor
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.first(x))
+        self.update(self, h)
+        return ((self.last(h) * self.mean.mean()) ** 2).mean()
+
+
+def counted(module: Counts, h: Tensor) -> None:
+    """As mixture-of-experts models count the tokens of each expert."""
+    with torch.no_grad():
+        module.count += (h > 0.1).to(torch.float32).sum(0)
+
+
+def averaged(module: Counts, h: Tensor) -> None:
+    """In place, under no_grad, of a value that has a gradient outside."""
+    with torch.no_grad():
+        module.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+
+
+def copied(module: Counts, h: Tensor) -> None:
+    with torch.no_grad():
+        module.mean.copy_(module.mean * 0.9 + h.mean(0) * 0.1)
+
+
+def detached(module: Counts, h: Tensor) -> None:
+    module.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
+
+
+def assigned(module: Counts, h: Tensor) -> None:
+    with torch.no_grad():
+        module.mean = module.mean * 0.9 + h.mean(0) * 0.1
+
+
+def assigned_unread(module: Counts, h: Tensor) -> None:
+    module.count = h.detach().sum(0)
+
+
+def written_with_a_gradient(module: Counts, h: Tensor) -> None:
+    module.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
+
+
+X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+
+
+def both(update: Callable[[Counts, Tensor], None]) -> tuple[Counts, Counts]:
+    torch.manual_seed(0)
+    model = Counts(update)
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize(
+    ("update", "mesh", "number"),
+    [
+        (counted, {"dp": 2, "tp": 2}, 1),
+        (counted, {"dp": 2}, 4),
+        (counted, {"pp": 2, "dp": 2}, 4),
+        (averaged, {"dp": 2, "tp": 2}, 1),
+        (copied, {"dp": 2}, 1),
+        (detached, {"tp": 2}, 1),
+    ],
+)
+def test_buffers_are_as_on_one_device(update: Callable[[Counts, Tensor], None], mesh: dict[str, int], number: int) -> None:
+    model, reference = both(update)
+    parallel = autopar.compile(model, autopar.virtual_mesh(**mesh), example_inputs=(X,), backend="eager", num_microbatches=number)
+    for _ in range(2):
+        for module in (parallel, reference):
+            module.zero_grad()
+            module(X).backward()
+        torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+        for (name, ours), theirs in zip(parallel.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+    assert reference.count.any() or not torch.equal(reference.mean, torch.ones(16)), "something changed"
+    assert parallel.verify(X)
+
+
+def test_a_count_is_no_estimate_and_a_running_mean_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    for update, warns in ((counted, False), (averaged, True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "autopar"):
+            autopar.compile(both(update)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager", num_microbatches=4)
+        assert ("mix microbatches" in caplog.text) == warns, caplog.text
+
+
+@pytest.mark.parametrize(
+    ("update", "match"),
+    [
+        (assigned, r"assigns a new tensor to the buffer 'mean', which it also reads.*self\.mean\.copy_\(\.\.\.\)"),
+        (written_with_a_gradient, r"writes a value that has a gradient into its buffer 'mean'.*x\.detach\(\)"),
+    ],
+)
+def test_what_would_be_lost_is_refused(update: Callable[[Counts, Tensor], None], match: str) -> None:
+    with pytest.raises(CaptureError, match=match):
+        autopar.compile(both(update)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
+
+
+def test_a_new_tensor_for_a_buffer_that_nobody_reads_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autopar"):
+        autopar.compile(both(assigned_unread)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
+    assert "assigns a new tensor to the buffer 'count', which stays as it is" in caplog.text
