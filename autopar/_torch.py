@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo import functional_export
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._guards import TracingContext, tracing
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx import Graph, GraphModule
@@ -25,6 +27,7 @@ __all__ = [
     "apply_custom_function",
     "by_meta_kernel",
     "compiling",
+    "constraints_unchecked",
     "custom_functions_replaced",
     "describe_input",
     "describe_output",
@@ -34,6 +37,8 @@ __all__ = [
     "joint_graph",
     "pytree",
 ]
+
+_CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 
 
 def fake_mode() -> FakeTensorMode:
@@ -127,6 +132,23 @@ def custom_functions_replaced(by: Callable[[GraphModule, GraphModule, Sequence[A
 
 
 @contextmanager
+def checkpoints_called(note: Callable[[], None]) -> Generator[None]:
+    """While this is entered, what is under `torch.utils.checkpoint` is traced as a plain call; `note` is called for each."""
+    original = TagActivationCheckpoint.__call__
+
+    def call(self: TagActivationCheckpoint, gmod: GraphModule, *operands: Any, **options: Any) -> Any:
+        if get_proxy_mode() is not None:
+            note()
+        return gmod(*operands)
+
+    TagActivationCheckpoint.__call__ = call
+    try:
+        yield
+    finally:
+        TagActivationCheckpoint.__call__ = original
+
+
+@contextmanager
 def compiling() -> Generator[None]:
     """While this is entered, `torch.compiler.is_compiling()` is true, as it is for what Dynamo traces."""
     before = torch.compiler._is_compiling_flag
@@ -135,3 +157,20 @@ def compiling() -> Generator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextmanager
+def constraints_unchecked() -> Generator[None]:
+    """While this is entered, `torch.export` does not check its dynamic dims against what it traced.
+
+    The check writes the guards of all shapes as text, which takes a quarter of an export. Only for exports without dynamic dims.
+    """
+    original = getattr(functional_export, _CONSTRAINT_CHECK, None)
+    if original is None:
+        yield
+        return
+    setattr(functional_export, _CONSTRAINT_CHECK, lambda *_: None)
+    try:
+        yield
+    finally:
+        setattr(functional_export, _CONSTRAINT_CHECK, original)

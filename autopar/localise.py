@@ -180,13 +180,17 @@ def _convolution_backward(node: Node, strategy: Strategy, operands: tuple[Node, 
     return same_call(node, operands, builder, {3: [output[1]] if node.args[3] else node.args[3], 9: groups})
 
 
-@localiser(aten.native_layer_norm_backward.default)
-def _layer_norm_backward(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+@localiser(aten.native_layer_norm_backward.default, aten.view_as_complex.default)
+def _of_contiguous(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     return same_call(node, _all_contiguous(operands, builder), builder)
 
 
 def _all_contiguous(operands: tuple[Node, ...], builder: LocalBuilder) -> tuple[Node, ...]:
-    """Operands of a normalisation: on CPU its kernels read mean, deviation and gradient as if they were contiguous, whatever they are."""
+    """Collectives may leave a part laid out otherwise than the whole was.
+
+    On CPU the kernels of normalisations read mean, deviation and gradient as if they were contiguous, whatever they are; pairs of
+    real and imaginary parts are seen as complex numbers only where the two lie together.
+    """
     return tuple(
         operand if value_of(operand).is_contiguous() else builder.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
         for operand in operands

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from autopar.collectives import all_reduce, wait
+from autopar.collectives import all_reduce, is_launch, wait
 from autopar.emit import Emitter
 from autopar.errors import PlanError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE
@@ -56,6 +56,9 @@ class SeparateMicrobatches:
         counts, averaged = _added_to_buffers(program), _parts_of_means(program)
         mixed = mixing(program)
         places = [str(SOURCE.get(node)) for node in mixed if counts.isdisjoint(node.users) and averaged.isdisjoint(node.users)]
+        for node in program.graph.nodes:
+            if is_launch(node) and MICROBATCHES in node.args[1]:
+                _require_sum(node, number, or_maximum=node in mixed)
         for node in mixed:
             _separate(node, program, number, counts)
         if places:
@@ -127,15 +130,20 @@ def _is_mean(output: Output, node: Node, ahead: frozenset[Node]) -> bool:
     return output.kind in ("loss", "gradient") and not is_summed_later(output.sharding) and node not in ahead
 
 
-def _separate(launch: Node, program: Program, number: int, counts: frozenset[Node]) -> None:
-    """Replace a collective over the microbatches by what one of them makes of it; of `counts` it is the microbatch's own part."""
-    (completed,) = launch.users
-    operand, kind = launch.args[0], launch.args[-1]
-    if launch.target is not all_reduce or launch.args[1] != (MICROBATCHES,):
+def _require_sum(launch: Node, number: int, or_maximum: bool) -> None:
+    """Raises `PlanError` for a collective over the microbatches that is none of what they can make up for, or wait for."""
+    is_alone = launch.target is all_reduce and launch.args[1] == (MICROBATCHES,)
+    if not is_alone or not (or_maximum or launch.args[-1] == "sum"):
         raise PlanError(
             f"{SOURCE.get(launch)}: this op needs all samples of the batch at once ({op_name(launch.target)} over {number} microbatches), "
             "and no microbatch can make up its part alone; use num_microbatches=1"
         )
+
+
+def _separate(launch: Node, program: Program, number: int, counts: frozenset[Node]) -> None:
+    """Replace a collective over the microbatches by what one of them makes of it; of `counts` it is the microbatch's own part."""
+    (completed,) = launch.users
+    operand, kind = launch.args[0], launch.args[-1]
     assert isinstance(operand, Node) and completed.target is wait
     own = operand
     if kind == "sum":

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar._torch import fake_mode, pytree
+from autopar._torch import checkpoints_called, constraints_unchecked, fake_mode, pytree
 from autopar.caches import caches_kept_clean
 from autopar.compiled import TENSOR
 from autopar.errors import CaptureError
@@ -98,10 +98,22 @@ def _exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, spec: OutputSpec, loss: LossPlace | None
 ) -> Program:
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
-    with custom_functions_kept():
-        with _explained(model), caches_kept_clean(), warnings.catch_warnings(), torch.enable_grad():
+    checkpointed: list[None] = []
+    with custom_functions_kept(), constraints_unchecked():
+        with (
+            checkpoints_called(lambda: checkpointed.append(None)),
+            _explained(model),
+            caches_kept_clean(),
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+        ):
             warnings.simplefilter("ignore")
             exported = torch.export.export(_Captured(model, loss), args, kwargs, strict=True)
+        if checkpointed:
+            logger.warning(
+                "%d regions under torch.utils.checkpoint are captured as plain calls: their activations are kept, not recomputed",
+                len(checkpointed),
+            )
         loss_index = spec.loss_index if spec.loss is not None else None
         return forward_program(exported, mesh, trainable, spec.structure, spec.leaves, loss_index, loss is not None)
 

@@ -10,6 +10,7 @@ stages: it goes by sequence numbers, maxima and minima alone, so that stages and
                 Their seconds are the first reader's.
     saved       bytes are the producer's. A stage that reads the value of another one in its backward has received it.
     parameters  that one unit reads are its own; those of several units, be it through copied ops, are shared.
+    buffers     that change from microbatch to microbatch are read and made by one unit.
     gradients   are reduced over replicas once a step, not for each microbatch: that reshard has no seconds here, nor has what
                 else runs once a step.
 """
@@ -97,7 +98,30 @@ class _Reading:
             sequence = node.meta.get("seq_nr")
             count += sequence != before or sequence not in has_backward
             before, found[node] = sequence, count
-        return found
+        return self._joined(found) if self.program.mesh.num_microbatches > 1 else found
+
+    def _joined(self, units: dict[Node, int]) -> dict[Node, int]:
+        """With those between the first and the last that read or make a buffer which changes made one: the next microbatch reads on an
+        early stage what a later one would still have to make of this one."""
+        spans: list[tuple[int, int]] = []
+        old = {item.name: node for item, node in self.program.named_inputs() if item.kind == "buffer"}
+        for output, node in self.program.named_outputs():
+            if output.kind == "buffer":
+                touched = self._nearest(units, old[output.name], False) | self._nearest(units, node, True)
+                spans += [(min(touched), max(touched))] if touched else []
+        inside = {unit for first, last in spans for unit in range(first + 1, last + 1)}
+        numbers, count = list[int](), -1
+        for unit in range(max(units.values(), default=-1) + 1):
+            count += unit not in inside
+            numbers.append(count)
+        return {node: numbers[unit] for node, unit in units.items()}
+
+    def _nearest(self, units: dict[Node, int], node: Node, above: bool) -> set[int]:
+        """The units of those readers of `node` that have one, through views and copied ops; `above`, of what it is made from."""
+        if node in units:
+            return {units[node]}
+        others = node.all_input_nodes if above else node.users
+        return {unit for other in others if PHASE.get(other) == "forward" for unit in self._nearest(units, other, above)}
 
     def _grows(self, node: Node) -> bool:
         """Whether a view has more elements than what it shows."""

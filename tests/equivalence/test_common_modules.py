@@ -1,0 +1,141 @@
+"""What people build of torch's own modules and utilities: exact on a mesh, and split."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autopar
+from autopar.errors import PlanError
+
+WIDTH, LENGTH = 16, 3
+
+
+class Squared(nn.Module):
+    """The mean square of what `compute` makes of the module's parts and x."""
+
+    def __init__(self, compute: Callable[[Squared, Tensor], Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.compute, self.parts = compute, nn.ModuleDict(parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x).square().mean()
+
+
+def blocks() -> nn.Module:
+    return nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH)) for _ in range(3))
+
+
+def checkpointed(use_reentrant: bool) -> Squared:
+    def compute(module: Squared, x: Tensor) -> Tensor:
+        first, *others = module.parts["blocks"]  # type: ignore[misc]
+        x = first(x)  # Where nothing needs a gradient, torch's reentrant checkpoint gives none.
+        for block in others:
+            x = x + checkpoint(block, x, use_reentrant=use_reentrant)  # type: ignore[operator]
+        return x
+
+    return Squared(compute, blocks=blocks())
+
+
+def in_frequencies(module: Squared, x: Tensor) -> Tensor:
+    """Pairs of a Linear's outputs, seen as complex factors of frequencies."""
+    factors = torch.view_as_complex(module.parts["linear"](x).unflatten(-1, (WIDTH // 2 + 1, 2)))
+    return torch.fft.irfft(torch.fft.rfft(x) * factors, n=WIDTH)
+
+
+def routed(module: Squared, x: Tensor) -> Tensor:
+    """One-hot of the best of four, whose classes torch asserts."""
+    scores = module.parts["router"](x)
+    chosen = F.one_hot(scores.argmax(-1), 4).to(x.dtype)
+    return module.parts["linear"](x) * (chosen * scores.softmax(-1)).sum(-1, keepdim=True)
+
+
+MODELS: dict[str, Callable[[], Squared]] = {
+    "checkpoint": lambda: checkpointed(False),
+    "reentrant checkpoint": lambda: checkpointed(True),
+    "LSTM": lambda: Squared(lambda m, x: m.parts["lstm"](x)[0], lstm=nn.LSTM(WIDTH, WIDTH, batch_first=True)),
+    "two-way GRU": lambda: Squared(lambda m, x: m.parts["gru"](x)[0], gru=nn.GRU(WIDTH, 8, 2, batch_first=True, bidirectional=True)),
+    "encoder layer": lambda: Squared(
+        lambda m, x: m.parts["layer"](x), layer=nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True)
+    ),
+    "complex": lambda: Squared(in_frequencies, linear=nn.Linear(WIDTH, WIDTH + 2)),
+    "one-hot": lambda: Squared(routed, router=nn.Linear(WIDTH, 4), linear=nn.Linear(WIDTH, WIDTH)),
+    "spectral norm": lambda: Squared(
+        lambda m, x: m.parts["linear"](x), linear=torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    ),
+}
+X = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_exact_and_split(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), example_inputs=(X,), backend="eager")
+    for module in (parallel, reference):
+        module(X).backward()
+    for (key, ours), theirs in zip(parallel.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()), rtol=1e-12, atol=1e-12)
+    # The power iteration of spectral norm runs on whole weights.
+    assert parallel.summary()["flops_split"] >= (0.8 if name == "spectral norm" else 0.98), parallel.explain()
+
+
+def test_checkpoints_are_plain_calls_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "autopar"):
+        autopar.compile(checkpointed(False).double(), autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
+    assert "2 regions under torch.utils.checkpoint are captured as plain calls" in caplog.text
+
+
+def test_a_recurrent_network_that_drops_between_its_layers_is_refused() -> None:
+    model = Squared(lambda m, x: m.parts["lstm"](x)[0], lstm=nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.5)).double()
+    with pytest.raises(autopar.AutoparError, match=r"aten\.lstm\.input"):
+        autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
+    autopar.compile(model.eval(), autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
+
+
+class RunningMean(nn.Module):
+    """The running mean is read in front of the first layer and written behind it; so far apart, no stage may begin between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.mean: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.middle(torch.tanh(self.first(x - self.mean)))
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(h.mean((0, 1)), alpha=0.5)
+        return self.last(torch.relu(h)).square().mean()
+
+
+def test_a_pipeline_hands_buffers_from_microbatch_to_microbatch() -> None:
+    torch.manual_seed(0)
+    model = RunningMean().double()
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(model, autopar.virtual_mesh(pp=2), example_inputs=(X,), backend="eager", num_microbatches=2)
+    for _ in range(2):
+        parallel.zero_grad()
+        reference.zero_grad()
+        parallel(X).backward()
+        for part in X.chunk(2):
+            (reference(part) / 2).backward()
+        torch.testing.assert_close(model.mean, reference.mean, rtol=1e-12, atol=1e-12)
+        for (key, ours), theirs in zip(parallel.named_parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=key)
+
+
+def test_what_needs_all_samples_at_once_says_so() -> None:
+    bag = nn.EmbeddingBag(10, WIDTH, mode="sum").double()
+    model = Squared(lambda m, x: m.parts["linear"](m.parts["bag"]((x[..., 0].abs() * 4).long())), bag=bag, linear=nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(PlanError, match=r"test_common_modules\.py:\d+.* needs all samples of the batch at once.*num_microbatches=1"):
+        autopar.compile(model.double(), autopar.virtual_mesh(pp=2), example_inputs=(X,), backend="eager", num_microbatches=2)
