@@ -96,8 +96,9 @@ class ParallelModule(nn.Module):
 
     # ---- the call
 
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output structure; see the class."""
+        """The model's output structure; see the class. A compiled training loop calls it as it is: its fragments are compiled already."""
         call, compiled = self.start(args, kwargs)
         trainable = {item.name for item in compiled.local.signature.outputs_of("gradient")}
         if call.has_backward and trainable and torch.is_grad_enabled():

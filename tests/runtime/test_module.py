@@ -53,6 +53,18 @@ def test_loss_and_gradients_equal_the_models(mesh: Mesh, backend: str) -> None:
     check_gradients(parallel, reference)
 
 
+def test_a_compiled_training_loop_calls_it_as_it_is() -> None:
+    parallel, reference = parallel_mlp(virtual_mesh(dp=2, tp=2))
+
+    @torch.compile(backend="eager")
+    def scaled_loss(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return parallel(**inputs)["loss"] * 3
+
+    scaled_loss(batch()).backward()
+    (reference(**batch())["loss"] * 3).backward()
+    check_gradients(parallel, reference)
+
+
 def test_training_follows_the_model_step_by_step() -> None:
     parallel, reference = parallel_mlp(virtual_mesh(dp=2, tp=2))
     optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in (parallel, reference)]
