@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from torch.distributed.tensor import Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
 __all__ = [
@@ -22,10 +24,16 @@ __all__ = [
     "flatten_with_names",
     "gathers_strided_shards",
     "has_distributed",
+    "not_compiled",
     "reduce_scatter_flat",
     "shard",
     "unflatten",
 ]
+
+
+def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which a compiled caller calls as it is."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
 
 
 def backend_named(name: str) -> Backend:

@@ -16,7 +16,7 @@ from autopar.compiled import Compiled
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.mesh import Mesh
 from autopar.random_key import random_key
-from autopar.runtime._torch import Backend
+from autopar.runtime._torch import Backend, not_compiled
 from autopar.runtime.call import Call, differentiate
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_replicas, global_call
@@ -96,7 +96,7 @@ class ParallelModule(nn.Module):
 
     # ---- the call
 
-    @torch.compiler.disable
+    @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output structure; see the class. A compiled training loop calls it as it is: its fragments are compiled already."""
         call, compiled = self.start(args, kwargs)
