@@ -15,7 +15,7 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
@@ -139,7 +139,9 @@ def checkpoints_called(note: Callable[[], None]) -> Generator[None]:
     def call(self: TagActivationCheckpoint, gmod: GraphModule, *operands: Any, **options: Any) -> Any:
         if get_proxy_mode() is not None:
             note()
-        return gmod(*operands)
+        # With its calls' own lines and modules, not those of the checkpoint.
+        with preserve_node_meta():
+            return Interpreter(gmod).run(*operands)
 
     TagActivationCheckpoint.__call__ = call
     try:

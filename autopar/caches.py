@@ -5,32 +5,53 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import sys
 from collections.abc import Generator, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
 from autopar._torch import is_fake
 
-_CACHE = type(functools.lru_cache(lambda: None))
+_CACHE: Any = type(functools.lru_cache(lambda: None))
 
 
 @contextlib.contextmanager
 def caches_kept_clean() -> Generator[None]:
-    """Empty each `functools.lru_cache` that has a fake tensor as a result when the context ends.
+    """Empty each `functools.lru_cache` that was given a fake tensor as a result when the context ends.
 
     Models keep tables of positions in such caches (Beit's relative positions): after a run on fake tensors the model itself
     would compute with what has no values. Other caches are left alone.
     """
+    before = {cache: cache.cache_info().misses for cache in _every.caches()}
     try:
         yield
     finally:
-        # What refers to the type of all caches: a fifth of the time of looking at every object there is.
-        for cache in gc.get_referrers(_CACHE):
-            # Ours hold no tensors, and grow large: to look through them at every capture took longer than the capture.
-            if type(cache) is _CACHE and not str(getattr(cache, "__module__", "")).startswith("autopar.") and cache.cache_info().currsize:
+        for cache in _every.caches():
+            info = cache.cache_info()
+            # A cache without a miss was given nothing, one that is empty holds nothing; ours hold no tensors, and grow large.
+            if info.currsize and info.misses != before.get(cache) and not str(getattr(cache, "__module__", "")).startswith("autopar."):
                 if _holds_fakes(gc.get_referents(cache)):
                     cache.cache_clear()
+
+
+class _Every:
+    """All caches there are. To find them, every object of the process is looked at: a tenth of a second and more."""
+
+    def __init__(self) -> None:
+        self._known = WeakSet[Any]()
+        self._others = -1
+
+    def caches(self) -> list[Any]:
+        # Each cache holds one reference to its type, and so do few others, always the same ones.
+        if sys.getrefcount(_CACHE) - len(self._known) != self._others:
+            self._known = WeakSet(found for found in gc.get_referrers(_CACHE) if type(found) is _CACHE)
+            self._others = sys.getrefcount(_CACHE) - len(self._known)
+        return list(self._known)
+
+
+_every = _Every()
 
 
 def _holds_fakes(referents: Iterable[Any]) -> bool:

@@ -24,6 +24,7 @@ from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
 from autopar.mesh import RESERVED_AXES, Mesh
 from autopar.microbatches import mixing
+from autopar.passes.choose_kernels import ChooseKernels
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.copy_to_stages import CopyToStages
 from autopar.passes.cut_fragments import cut_fragments
@@ -130,7 +131,9 @@ def compile(
                     by cost within the memory budget), or a `PipelineSchedule`
     kernels         "auto": what is written in plain ops becomes ops of ours, where both compute the same: attention and cross
                     entropy, and on other devices than a CPU norms, gated activations, rotary embeddings and dropout;
-                    "triton": all of these on any device; "off": none. An op of ours runs in Triton on CUDA and in ATen elsewhere
+                    "triton": all of these on any device; "aten": attention alone; "off": none. An op of ours runs in Triton on
+                    CUDA and in ATen elsewhere. Where torch's own attention kernels know all of it (no mask, dropout, window, soft
+                    cap or ids), "triton" takes ours, "aten" and "off" torch's, "auto" what was measured to be the fastest
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
@@ -138,8 +141,8 @@ def compile(
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
-    if kernels not in ("auto", "triton", "off"):
-        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto", "triton" or "off"')
+    if kernels not in ("auto", "triton", "aten", "off"):
+        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto", "triton", "aten" or "off"')
     budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
     options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)
@@ -198,6 +201,7 @@ def default_passes(
         *((FuseNorms(),) if _writes_rows(options) else ()),  # after attention, whose forms it would hide
         KeyRandom(),  # draws become a function of position: the same on any mesh
         *((FuseDropout(),) if _writes_rows(options) else ()),  # after the keys, whose draws it repeats, and the norms, whose sums it leaves
+        *_choices(options),  # after the keys, which tell attention of its dropout; the backward is of the same kernel
         # GLOBAL
         TraceJoint(training),
         DecomposeBatchNorm(),  # after the trace, for a backward in closed form: autograd's of the sums would take twice the ops
@@ -226,6 +230,8 @@ def _fusions(options: Options) -> tuple[DecidingPass, ...]:
     """The passes that write ops of our own, but for norms, by `kernels` and the device."""
     if options.kernels == "off":
         return ()
+    if options.kernels == "aten":
+        return (FuseAttention(),)
     losses = (FuseCrossEntropy(), FuseProjection(options.budget.capacity_bytes))
     return (*losses, *((FuseGates(), FuseRotary()) if _writes_rows(options) else ()), FuseAttention())
 
@@ -233,6 +239,13 @@ def _fusions(options: Options) -> tuple[DecidingPass, ...]:
 def _writes_rows(options: Options) -> bool:
     """Whether norms, gates, rotary embeddings and dropout become ops of ours: a CPU's compiler joins plain ops with their neighbours."""
     return options.kernels == "triton" or (options.kernels == "auto" and options.cluster.device.name != "cpu")
+
+
+def _choices(options: Options) -> tuple[DecidingPass, ...]:
+    """The choice between kernels, where there are some: a laptop that plans for a GPU makes it, too."""
+    device = options.cluster.device.name
+    is_gpu = options.device == "cuda" or device not in ("cpu", Cluster.ideal().device.name)
+    return (ChooseKernels.by(options.kernels, device, options.plan),) if is_gpu else ()
 
 
 def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:
@@ -276,7 +289,8 @@ def compile_call(
     if order is not None and schedule == "auto":
         order = best_order(program, cost, order, options.budget.capacity_bytes)
     schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
-    plan, stages = Plan.of(program, decision), None
+    kernels = next((step.decision.kernels for step in history.steps if step.kind is ChooseKernels), {})
+    plan, stages = replace(Plan.of(program, decision), kernels=kernels), None
     if order is not None:
         stages = history.decision(PlaceStages)
         plan = plan.with_stages(program, order, stages)

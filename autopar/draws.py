@@ -55,17 +55,20 @@ class Draws:
 
     def bits(self, emit: Emitter, shape: Sequence[int]) -> Node:
         """Integers in [0, 2**32) of `shape`, int64, from the next site."""
-        first, second = self._words[self._num_taken]
-        self._num_taken += 1
-        lead = _num_lead_dims(shape)
-        if lead:
-            # More than 2³² positions: the leading dims change the words, the trailing dims walk along them.
-            row = _linear_index(emit, None, shape, range(lead))
-            first, second = (_mix(emit, emit.call(aten.bitwise_xor.Tensor, row, word)) for word in (first, second))
+        first, second, lead = self._site(emit, shape)
         value = _linear_index(emit, first, shape, range(lead, len(shape)))
         value = emit.call(aten.bitwise_xor.Tensor, _stir(emit, value, _FACTORS[0]), second)
         value = _stir(emit, value, _FACTORS[1])
         return emit.call(aten.bitwise_and.Scalar, emit.call(aten.mul.Tensor, value, _FACTORS[2]), _MASK_32)
+
+    def positions(self, emit: Emitter, shape: Sequence[int]) -> tuple[Node, Node, Node]:
+        """What `bits` of `shape` is made of, for ops that draw by themselves (`autopar/kernels/dropout.py`), from the next site.
+
+        (rows, second, columns), int64: rows broadcast to [..., 1], second too, columns are [N]; a + index is rows + columns.
+        """
+        first, second, lead = self._site(emit, shape)
+        rows = _linear_index(emit, first, (*shape[:-1], 1), range(lead, len(shape) - 1), inner=shape[-1])
+        return rows, second, emit.call(aten.arange.default, shape[-1], device=torch.device("cpu"))
 
     def mask(self, emit: Emitter, shape: Sequence[int], probability: float) -> Node:
         """Bools of `shape`, true with `probability` (to 2**-32)."""
@@ -99,6 +102,17 @@ class Draws:
         scaled = emit.call(aten.mul.Tensor, self.bits(emit, shape), high - low)
         return emit.call(aten.add.Tensor, emit.call(aten.bitwise_right_shift.Tensor_Scalar, scaled, 32), low)
 
+    def _site(self, emit: Emitter, shape: Sequence[int]) -> tuple[Node, Node, int]:
+        """The two words of the next site, and how many leading dims of `shape` they vary along."""
+        first, second = self._words[self._num_taken]
+        self._num_taken += 1
+        lead = _num_lead_dims(shape)
+        if lead:
+            # More than 2³² positions: the leading dims change the words, the trailing dims walk along them.
+            row = _linear_index(emit, None, shape, range(lead))
+            first, second = (_mix(emit, emit.call(aten.bitwise_xor.Tensor, row, word)) for word in (first, second))
+        return first, second, lead
+
     def _positive(self, emit: Emitter, shape: Sequence[int]) -> Node:
         """Integers in [1, 2**32]: their logarithm is finite."""
         return emit.call(aten.add.Tensor, self.bits(emit, shape), 1)
@@ -113,13 +127,16 @@ def _num_lead_dims(shape: Sequence[int]) -> int:
     return lead
 
 
-def _linear_index(emit: Emitter, start: Node | None, shape: Sequence[int], dims: range) -> Node:
-    """`start` + the linear index along `dims`, with size 1 in the other dims. Outer dims first: only the last sum is of full size."""
+def _linear_index(emit: Emitter, start: Node | None, shape: Sequence[int], dims: range, inner: int = 1) -> Node:
+    """`start` + `inner` · the linear index along `dims`, with size 1 in the other dims.
+
+    Outer dims first: only the last sum is of full size.
+    """
     total = start
     for dim in dims:
         if shape[dim] == 1:
             continue
-        stride = math.prod(shape[dim + 1 : dims.stop])
+        stride = inner * math.prod(shape[dim + 1 : dims.stop])
         index = emit.call(aten.arange.default, shape[dim], device=torch.device("cpu"))
         if stride != 1:
             index = emit.call(aten.mul.Tensor, index, stride)

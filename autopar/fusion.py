@@ -1,4 +1,4 @@
-"""What a rewriting pass says of every place where it looked: fused, on which conditions, or not, and why."""
+"""What passes say of ops of our own: of every place where they looked, fused or not and why, and which kernel runs it, and why."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.keys import SOURCE, Source
+
+
+def place_of(what: str, source: Source, name: str) -> str:
+    """`attention at model.py:41`; by the node's `name` where the user's line is not known."""
+    return f"{what} at {os.path.basename(source.file)}:{source.line}" if source.file else f"{what} {name}"
 
 
 class Refused(Exception):
@@ -36,8 +41,7 @@ class Found:
         return not self.reason
 
     def __str__(self) -> str:
-        file = os.path.basename(self.source.file)
-        place = f"{self.what} at {file}:{self.source.line}" if file else f"{self.what} {self.node}"
+        place = place_of(self.what, self.source, self.node)
         return f"{place} fused: {'; '.join(self.conditions)}" if self.fused else f"{place} not fused: {self.reason}"
 
 
@@ -57,3 +61,30 @@ class FusionDecision:
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.found)) or "nothing to fuse"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The `kernel` of the attention `key` (`node_keys`) of a FORWARD program, and why; `place` is where the user wrote it."""
+
+    key: str
+    kernel: str
+    reason: str
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.place} by {self.kernel}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class KernelDecision:
+    """A kernel for every attention, in the order of the program."""
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return {choice.key: choice.kernel for choice in self.choices}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.choices)) or "nothing to choose"

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.attention import attention
+from autopar.kernels.dropout import drawn
 from benchmarks.gpu_accuracy import compared
 from benchmarks.gpu_case import Case, Place, Row
 
 HALF, EVERY = (torch.bfloat16, torch.float16), (torch.bfloat16, torch.float16, torch.float32)
 TINY_LENGTH, TINY_SIZE = 19, 16
+# What dropout keeps, and a word and a first position of the draws.
+KEPT, WORD, START = 0.7, 0x9E3779B9, 2**32 - 12_345
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,16 @@ class Form:
     is_causal: bool = False
     window: int = 0
     soft_cap: float = 0.0
-    keep: bool = False
+    drops: bool = False
     both: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     documents: str = ""
 
     def options(self) -> dict[str, Any]:
         scale = self.shape[5] ** -0.5
-        return {"is_causal": self.is_causal, "scale": scale, "soft_cap": self.soft_cap, "window": self.window}
+        keep_below, keep_scale = (round(KEPT * 2**32), 1 / KEPT) if self.drops else (0, 1.0)
+        options = {"is_causal": self.is_causal, "scale": scale, "soft_cap": self.soft_cap, "window": self.window}
+        return options | {"keep_below": keep_below, "keep_scale": keep_scale, "kernel": "triton"}
 
 
 PLAIN, WIDE = (2, 4, 4, 777, 777, 64, 64), (2, 4, 2, 777, 777, 128, 128)
@@ -54,8 +59,12 @@ FORMS = {
     "mask of keys": Form(WIDE, mask="keys", dtypes=HALF),
     "bias, with its gradient": Form(PLAIN, mask="added", dtypes=EVERY),
     "bias, causal": Form(WIDE, mask="added", is_causal=True),
-    "keep": Form(PLAIN, is_causal=True, keep=True),
-    "bool mask and keep": Form(WIDE, mask="bool", keep=True),
+    "dropout": Form(PLAIN, is_causal=True, drops=True, dtypes=EVERY),
+    "dropout, heads of 128": Form(WIDE, is_causal=True, drops=True, dtypes=HALF),
+    "dropout, heads of 256": Form((1, 4, 2, 520, 520, 256, 256), is_causal=True, drops=True),
+    "dropout and bool mask": Form(WIDE, mask="bool", drops=True),
+    "dropout and bias": Form(PLAIN, mask="added", drops=True),
+    "dropout and documents": Form(WIDE, is_causal=True, documents="in order", drops=True),
     "window": Form(WIDE, is_causal=True, window=100),
     "window, heads of 64": Form(PLAIN, is_causal=True, window=100, dtypes=EVERY),
     "window on both sides": Form(WIDE, window=100),
@@ -96,13 +105,11 @@ def check(place: Place, name: str, form: Form, dtype: torch.dtype) -> list[Row]:
     mask = _mask(place, form.mask, shape)
     if form.mask == "added":
         operands.append(place.draw(1, heads, length, key_length, dtype=dtype))
-    drops = torch.rand(batch, heads, length, key_length, device=place.device) > 0.3
-    keep = drops.to(dtype) / 0.7 if form.keep else None
-
+    draws, keep = _dropout(place, form, shape)
     documents = _documents(place, form.documents, shape)
 
     def ours(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = mask) -> Any:
-        return attention(query, key, value, bias, keep, *documents, **form.options())[: 1 + form.both]
+        return attention(query, key, value, bias, *documents, *draws, **form.options())[: 1 + form.both]
 
     def plain(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = mask) -> Any:
         return written_out(query, key, value, bias, keep, documents, form)[: 1 + form.both]
@@ -142,6 +149,17 @@ def _documents(place: Place, kind: str, shape: tuple[int, ...]) -> tuple[Tensor 
     ids = [torch.randint(0, 1 + max(length, key_length) // 100, (batch, each), device=place.device) for each in (length, key_length)]
     of_query, of_key = (each.sort().values if kind == "in order" else each for each in ids)
     return of_query, of_key
+
+
+def _dropout(place: Place, form: Form, shape: tuple[int, ...]) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
+    """What dropout is drawn from, rows, word and columns; and what it multiplies probabilities by, drawn in plain ops."""
+    if not form.drops:
+        return (None, None, None), None
+    batch, heads, _, length, key_length = shape[:5]
+    rows = torch.arange(batch * heads * length, device=place.device).reshape(batch, heads, length, 1) * key_length + START
+    second, columns = torch.tensor(WORD, device=place.device), torch.arange(key_length, device=place.device)
+    options = form.options()
+    return (rows, second, columns), (drawn(rows, second, columns) < options["keep_below"]) * options["keep_scale"]
 
 
 def written_out(

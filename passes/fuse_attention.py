@@ -25,8 +25,8 @@ class FuseAttention:
     what was found where, on which conditions, and why a near miss is none.
 
     Reads: val and the source of nodes of a FORWARD program in which random ops are still ATen's: run it before `KeyRandom`.
-    Writes: `autopar.attention` on [B, H, S, D] operands; with dropout its `keep` is an `aten.dropout` of ones, of the
-        probabilities' shape, so that the same draws fall. With a sink, result 0 times sigmoid(result 1 − sink).
+    Writes: `autopar.attention` on [B, H, S, D] operands, with dropout one that `KeyRandom` is to draw. With a sink, result 0 times
+        sigmoid(result 1 − sink).
     Ensures: what is decided to be fused is; a softmax that is left is no attention, or has its reason in the decision.
     """
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from autopar.arguments import int_at
+from autopar.arguments import float_at, int_at
 from autopar.draws import Draws
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.errors import CaptureError
+from autopar.kernels.attention import attention
 from autopar.keys import SOURCE
 from autopar.program import Input, Program
 from autopar.rules.labels import argument
@@ -24,6 +25,8 @@ from autopar.rules.labels import argument
 aten = torch.ops.aten
 
 _RANDOM_KEY = "random_key"
+# Where attention takes what it draws from.
+_DRAWS = slice(6, 9)
 Lowered = Node | tuple[Node, Node]
 
 
@@ -31,9 +34,10 @@ Lowered = Node | tuple[Node, Node]
 class KeyRandom:
     """Dropout and random ops become integer arithmetic on positions (`autopar/draws.py`).
 
-    Reads: a FORWARD program; attention's dropout as `UnifyAttention` leaves it.
-    Writes: plain ATen ops in the place of random ones, and, if anything is drawn, one more input, the last, of kind "random_key":
-        int64, 0-d, in [0, 2**62), mixed from seed and step by `autopar.random_key`. Sites are numbered in graph order.
+    Reads: a FORWARD program; attention's dropout as `UnifyAttention` and `FuseAttention` leave it.
+    Writes: plain ATen ops in the place of random ones; positions and words into attention, which draws by itself; and, if anything
+        is drawn, one more input, the last, of kind "random_key": int64, 0-d, in [0, 2**62), mixed from seed and step by
+        `autopar.random_key`. Sites are numbered in graph order.
     Ensures: no op draws from a generator. Dropout in evaluation, or of probability 0, is gone. Raises `CaptureError` naming every
         random op that cannot be keyed.
     """
@@ -80,10 +84,15 @@ def _kept(node: Node) -> Lowered:
 
 
 def _is_random(node: Node) -> bool:
+    if node.target is attention:
+        return int(node.kwargs["keep_below"]) > 0 and node.args[_DRAWS] == (None, None, None)  # type: ignore[arg-type]
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if node.target is aten.scaled_dot_product_attention.default:
         return argument(node, 4, "dropout_p", 0.0) > 0.0
+    if node.target in _RECURRENT:
+        dropout = _RECURRENT[node.target]
+        return bool(node.args[dropout + 1]) and float_at(node, dropout) > 0.0
     return node.target is not aten.rrelu.default or bool(argument(node, 3, "training", False))
 
 
@@ -120,8 +129,6 @@ def _dropped(emit: Emitter, node: Node, mask: Node) -> Node:
     """value · mask / (1 − p). The mask stays bool: a byte per element is what the backward keeps of it."""
     value, probability = argument(node, 0), argument(node, 1, "p")
     scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
-    if value.target is aten.ones.default:
-        return emit.call(aten.mul.Tensor, emit.cast(mask, tensor_of(value).dtype), scale)
     return emit.call(aten.mul.Tensor, emit.call(aten.mul.Tensor, value, mask), scale)
 
 
@@ -138,6 +145,12 @@ def _feature_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
     """Drops whole channels."""
     shape = tensor_of(node).shape
     return _dropped(emit, node, draws.mask(emit, [*shape[:2], *(1 for _ in shape[2:])], 1.0 - argument(node, 1, "p")))
+
+
+def _attention(draws: Draws, emit: Emitter, node: Node) -> Node:
+    query, key = tensor_of(node.args[0]), tensor_of(node.args[1])
+    positions = draws.positions(emit, [*query.shape[:3], key.shape[2]])
+    return emit.call(attention, *node.args[: _DRAWS.start], *positions, **node.kwargs)
 
 
 def _uniform(draws: Draws, emit: Emitter, node: Node) -> Node:
@@ -208,7 +221,14 @@ _DROPOUTS_AND_ALPHA = {
     aten.feature_alpha_dropout.default,
     aten.feature_alpha_dropout_.default,
 }
+# Recurrent networks, with the position of their dropout, in front of whether they train.
+_RECURRENT: dict[object, int] = {
+    op: 5 + is_packed
+    for each in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+    for is_packed, op in enumerate((each.input, each.data))
+}
 _SITES: dict[object, _Site] = _DROPOUTS | {
+    attention: _Site(_attention),
     aten.rand.default: _Site(_uniform),
     aten.rand_like.default: _Site(_uniform),
     aten.uniform_.default: _Site(_uniform_in_place, in_place=True),

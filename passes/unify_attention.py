@@ -21,7 +21,7 @@ from autopar.mesh import MICROBATCHES, Mesh, parent
 from autopar.overwrites import overwritten, sources_of, writers_of
 from autopar.passes.attention_forms.layout import Labels, broadcast_to, flat
 from autopar.passes.attention_forms.masks import meaning_of_one
-from autopar.passes.attention_forms.write import attended
+from autopar.passes.attention_forms.write import attended, dropout_options
 from autopar.program import Program
 
 aten = torch.ops.aten
@@ -32,8 +32,8 @@ class UnifyAttention:
     """`aten.scaled_dot_product_attention` → `autopar.attention` and its result 0.
 
     Reads: a FORWARD program in which random ops are still ATen's: run it before `KeyRandom`, which keys the dropout it leaves.
-    Writes: `autopar.attention` on [B, H, S, D] operands; leading dims beyond that are merged. With dropout its `keep` is an
-        `aten.dropout` of ones. A direct `view` of the result becomes `reshape`: the op has a layout of its own.
+    Writes: `autopar.attention` on [B, H, S, D] operands; leading dims beyond that are merged. Its dropout is one that
+        `KeyRandom` is to draw. A direct `view` of the result becomes `reshape`: the op has a layout of its own.
         A mask that is the triangle or a band becomes a flag, ids of documents that it compares become operands, as in `FuseAttention`;
         where heads are fewer than the ranks that may split them it stays a mask: a flag counts rows from 0, and rows can be split then.
     Ensures: no `scaled_dot_product_attention` is left. Where the mask needs a gradient (a learned bias), or heads are broadcast in a
@@ -143,13 +143,9 @@ def _fused(emit: Emitter, call: _Call, said: _Said) -> Node:
         _merged(emit, node, shape, batch)
         for node, shape in zip((call.query, call.key, call.value), (query_shape, key_shape, value_shape), strict=True)
     )
-    keep = None
-    if call.dropout > 0.0:
-        scores = [math.prod(batch), *query_shape[-3:-1], key_shape[-2]]
-        ones = emit.call(aten.ones.default, scores, dtype=tensor_of(query).dtype, device=tensor_of(query).device)
-        keep = emit.call(aten.dropout.default, ones, call.dropout, True)
     options = {"is_causal": call.is_causal or said.is_causal, "scale": call.scale, "soft_cap": 0.0, "window": said.window}
-    result = emit.call(attention, query, key, value, said.mask, keep, *said.documents, **options)
+    options |= {**dropout_options(call.dropout), "kernel": "triton"}
+    result = emit.call(attention, query, key, value, said.mask, *said.documents, None, None, None, **options)
     out = emit.call(operator.getitem, result, 0)
     shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))
     wanted = [*shape, *tensor_of(call.query).shape[-3:-1], value_shape[-1]]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,11 @@ import pytest
 from tests.captures import keep_captures
 
 WORLD_SIZE = 4
+_GLOO, _FIXTURE = "gloo", "gloo_ranks"
 _SERVER = Path(__file__).with_name("gloo_rank.py")
+
+# Traces make objects by the million and keep most of them: a fifth of the suite's time was collections.
+gc.set_threshold(20_000, 10, 10)
 
 
 class GlooRanks:
@@ -31,7 +37,7 @@ class GlooRanks:
     def __init__(self, world_size: int = WORLD_SIZE) -> None:
         self._world_size = world_size
         self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._process: subprocess.Popen[bytes] | None = None
         self._pipes: list[Connection] = []
 
     def _start(self) -> None:
@@ -39,16 +45,16 @@ class GlooRanks:
         folder = Path(self._directory.name)
         listeners = [Listener(str(folder / f"rank{rank}"), "AF_UNIX") for rank in range(self._world_size)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        for rank in range(self._world_size):
-            command = [sys.executable, str(_SERVER), str(rank), str(self._world_size), str(folder)]
-            self._processes.append(subprocess.Popen(command, env=environment))
+        command = [sys.executable, str(_SERVER), str(self._world_size), str(folder)]
+        # A session of their own, by which they are killed together.
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
         for listener in listeners:
             self._pipes.append(listener.accept())
             listener.close()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """Call `function(*args)` on all ranks. The first rank's exception is raised here, with its traceback as a note."""
-        if not self._processes:
+        if self._process is None:
             self._start()
         code = sys.modules[function.__module__].__file__
         for pipe in self._pipes:
@@ -71,10 +77,10 @@ class GlooRanks:
 
     def stop(self) -> None:
         """Kill all: they hold nothing, and taking a world down in good order takes ten seconds."""
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        self._processes, self._pipes = [], []
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._process, self._pipes = None, []
         if self._directory is not None:
             self._directory.cleanup()
 
@@ -93,12 +99,23 @@ def gloo_ranks() -> Iterator[GlooRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One group for all users of the ranks, and one for each file, whose tests share fixtures and caches.
+    """One group for all users of the ranks, who come first, and one for each file, whose tests share fixtures and caches.
 
     xdist (--dist loadgroup) runs a group in one process. Before xdist reads the marks.
     """
     for item in items:
         if item.get_closest_marker("xdist_group"):
             continue
-        group = "gloo" if "gloo_ranks" in getattr(item, "fixturenames", ()) else str(item.path)
+        group = _GLOO if _is_on_ranks(item) else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: not _is_on_ranks(item))
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop the ranks when no test for them follows: idle ones poll for every group of ranks they ever made."""
+    if _is_on_ranks(item) and (nextitem is None or not _is_on_ranks(nextitem)):
+        item.funcargs[_FIXTURE].stop()  # type: ignore[attr-defined]
+
+
+def _is_on_ranks(item: pytest.Item) -> bool:
+    return _FIXTURE in getattr(item, "fixturenames", ())

@@ -1,7 +1,8 @@
-"""One gloo rank of the `gloo_ranks` fixture: python gloo_rank.py RANK WORLD_SIZE FOLDER."""
+"""The gloo ranks of the `gloo_ranks` fixture: python gloo_rank.py WORLD_SIZE FOLDER. Imports are made once, before the ranks are forked."""
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import pickle
@@ -15,13 +16,24 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+import tests.zoo  # noqa: F401  (what most tests import, and what takes longest)
 from tests.captures import keep_captures
+
+
+def fork(world_size: int, folder: Path) -> None:
+    """One process a rank; ends when they all have."""
+    for rank in range(world_size):
+        if os.fork() == 0:
+            serve(rank, world_size, folder)
+    for _ in range(world_size):
+        os.wait()
 
 
 def serve(rank: int, world_size: int, folder: Path) -> None:
     """Call what arrives, answer with (result, error, traceback), until killed, or the tests are gone."""
     pipe = Client(str(folder / f"rank{rank}"), "AF_UNIX")
     torch.set_num_threads(1)
+    gc.set_threshold(20_000, 10, 10)  # as in the tests
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=180)
@@ -57,4 +69,4 @@ def _pickled(error: Exception) -> bytes:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    fork(int(sys.argv[1]), Path(sys.argv[2]))

@@ -109,7 +109,7 @@ class Plan:
     mesh         the axes as decided upon, sub-axes included
     parameters   placements by original name; `inputs` those of batch, buffers and the rest, by kind and name
     strategies   the strategy of every node, by `node_keys`; valid on the graph with `fingerprint` only
-    kernels      which kernel runs which op, by module path and op
+    kernels      "triton" or "aten", of each attention of the FORWARD program on a GPU, by `node_keys`
     schedule     which rank of a pipeline runs which microbatch of which stage when; None where there is nothing to order
     cuts         the first op of each stage but the first, by `node_keys`, reshards included
     reasons      why, in words, by parameter name or node key
@@ -325,7 +325,10 @@ def node_keys(program: Program, with_reshards: bool = False) -> dict[Node, str]:
 
 
 def fingerprint(program: Program) -> str:
-    """A hash of what is computed: ops, literals, operands, shapes, dtypes, atoms. Node names, reshards and meshes do not count."""
+    """A hash of what is computed: ops, literals, operands, shapes, dtypes, atoms.
+
+    Node names, reshards, meshes and which kernel computes it do not count.
+    """
     numbers: dict[Node, int] = {}
     inputs = {node: f"{item.kind} {item.name}" for item, node in program.named_inputs()}
     digest, count = hashlib.sha256(), 0
@@ -335,7 +338,8 @@ def fingerprint(program: Program) -> str:
             continue
         count += 1
         numbers[node] = count
-        called = inputs.get(node) or f"{op_name(node.target)} {_argument((node.args, node.kwargs), numbers)}"
+        options = {name: value for name, value in node.kwargs.items() if name != "kernel"}
+        called = inputs.get(node) or f"{op_name(node.target)} {_argument((node.args, options), numbers)}"
         values = " ".join(f"{short_dtype(value.dtype)}{tuple(value.shape)}" for value in results_of(node) if value is not None)
         digest.update(f"{node.op} {called} {values} {DIMS.get(node)}\n".encode())
     return digest.hexdigest()[:32]

@@ -18,7 +18,7 @@ from torch.fx import Node
 from autopar.collectives import reshard
 from autopar.compiled import Compiled
 from autopar.cost import CostModel, is_view
-from autopar.fusion import FusionDecision
+from autopar.fusion import FusionDecision, KernelDecision
 from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.markers import pinned
 from autopar.mesh import MICROBATCHES, Mesh, parent
@@ -71,6 +71,7 @@ def explain(compiled: Compiled) -> str:
         ),
         *_section("what modules return, pinned by the user", fold_rows(pinned_rows(program))),
         *_section("ops of our own, and where they were not written", _fusions(compiled)),
+        *_section("whose kernel runs attention", _kernels(compiled)),
         *_section("not split", _unsplit(program, cost, places_of(compiled))),
         *_section("rules inferred by probing, not written by hand", _inferred(program)),
         *_section("communication, bytes a rank sends in a step", _sent(compiled, cost)),
@@ -81,8 +82,15 @@ def explain(compiled: Compiled) -> str:
 
 def _fusions(compiled: Compiled) -> Iterator[str]:
     """What the passes that write our own ops found; equal lines, of repeated layers, once."""
-    found = Counter(str(each) for step in compiled.steps if isinstance(step.decision, FusionDecision) for each in step.decision.found)
-    for line, number in found.items():
+    return _counted(each for step in compiled.steps if isinstance(step.decision, FusionDecision) for each in step.decision.found)
+
+
+def _kernels(compiled: Compiled) -> Iterator[str]:
+    return _counted(each for step in compiled.steps if isinstance(step.decision, KernelDecision) for each in step.decision.choices)
+
+
+def _counted(items: Iterable[object]) -> Iterator[str]:
+    for line, number in Counter(map(str, items)).items():
         yield line if number == 1 else f"{line}   × {number}"
 
 

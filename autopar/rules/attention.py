@@ -37,11 +37,13 @@ def _full(labels: Labels, tensor: Any, whole: tuple[int, ...]) -> Labels:
     return tuple(labels[offset + i] if size == whole[offset + i] else None for i, size in enumerate(shape))
 
 
-def _documents(documents: Sequence[Any], query: Labels, key: Labels, shape: tuple[int, ...]) -> list[tuple[Any, Labels]]:
-    """Ids of the queries' documents and of the keys', with labels as those of query and key."""
-    of_query, of_key = documents
-    (b, _, s, _), (_, _, t, _) = query, key
-    return [(of_query, _full((b, s), of_query, (shape[0], shape[2]))), (of_key, _full((b, t), of_key, (shape[0], shape[3])))]
+def _masking(masking: Sequence[Any], scores: Labels, shape: tuple[int, ...]) -> list[tuple[Any, Labels]]:
+    """(mask, documents of the queries and of the keys, what is drawn from: rows, second, columns) with labels of scores of `shape`."""
+    mask, of_query, of_key, *rows, columns = masking
+    b, _, s, t = scores
+    pairs = [(mask, _full(scores, mask, shape)), (of_query, _full((b, s), of_query, shape[::2]))]
+    pairs += [(of_key, _full((b, t), of_key, (shape[0], shape[3]))), (columns, _full((t,), columns, shape[3:]))]
+    return [*pairs, *((each, _full((*scores[:3], None), each, (*shape[:3], 1))) for each in rows)]
 
 
 def _is_positional(node: Node) -> bool:
@@ -55,14 +57,13 @@ def _gradients(node: Node) -> frozenset[int]:
 
 @rule("autopar.attention.default")
 def attention(node: Node) -> Rule:
-    """(query[b, h, s, d], key[b, g, t, d], value[b, g, t, e], mask?, keep?, query_documents[b, s]?, key_documents[b, t]?) →
-    (output[b, h, s, e], log_sum_exp[b, h, s])."""
-    query, key, value, mask, keep, *documents = node.args
+    """(query[b, h, s, d], key[b, g, t, d], value[b, g, t, e], mask?, query_documents[b, s]?, key_documents[b, t]?, drop_rows[b, h, s, 1]?,
+    drop_second?, drop_columns[t]?) → (output[b, h, s, e], log_sum_exp[b, h, s])."""
+    query, key, value, *masking = node.args
     heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
-    pairs = [(query, q), (key, kv), (value, kv), (mask, _full(scores, mask, shape)), (keep, _full(scores, keep, shape))]
-    pairs += _documents(documents, q, kv, shape)
+    pairs = [(query, q), (key, kv), (value, kv), *_masking(masking, scores, shape)]
     flops = 2.0 * numel(shape) * (shape_of(query)[3] + shape_of(value)[3])
     return Rule(aligned(node, pairs), (q, q[:3]), flops=flops, sizes=sizes)
 
@@ -70,7 +71,7 @@ def attention(node: Node) -> Rule:
 @rule("autopar.attention_backward.default")
 def attention_backward(node: Node) -> Rule:
     """(gradients of output and log_sum_exp?, operands of the forward, output, log_sum_exp) → (query, key, value) gradients."""
-    gradient, gradient_of_sum, query, key, value, mask, keep, *documents, output, log_sum_exp = node.args
+    gradient, gradient_of_sum, query, key, value, *masking, output, log_sum_exp = node.args
     heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
@@ -80,9 +81,7 @@ def attention_backward(node: Node) -> Rule:
         (query, q),
         (key, kv),
         (value, kv),
-        (mask, _full(scores, mask, shape)),
-        (keep, _full(scores, keep, shape)),
-        *_documents(documents, q, kv, shape),
+        *_masking(masking, scores, shape),
         (output, q),
         (log_sum_exp, q[:3]),
     ]
@@ -94,15 +93,15 @@ def attention_backward(node: Node) -> Rule:
 @rule("autopar.attention_mask_gradient.default")
 def attention_mask_gradient(node: Node) -> Rule:
     """(as of the backward, mask given) → gradient of the mask, summed over what it is broadcast over."""
-    gradient, gradient_of_sum, query, key, value, mask, keep, *documents, output, log_sum_exp = node.args
+    gradient, gradient_of_sum, query, key, value, *masking, output, log_sum_exp = node.args
     heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
     # A key's part needs no other key: the row's sums are given. Causal masks and windows count keys from 0.
     keys = None if _is_positional(node) else "t"
     scores, q, kv = ("b", heads, length, keys), ("b", heads, length, None), ("b", key_heads, keys, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
-    own = _full(scores, mask, shape)
-    pairs = [(gradient, q), (gradient_of_sum, q[:3]), (query, q), (key, kv), (value, kv), (mask, own)]
-    pairs += [(keep, _full(scores, keep, shape)), *_documents(documents, q, kv, shape), (output, q), (log_sum_exp, q[:3])]
+    own = _full(scores, masking[0], shape)
+    pairs = [(gradient, q), (gradient_of_sum, q[:3]), (query, q), (key, kv), (value, kv), *_masking(masking, scores, shape)]
+    pairs += [(output, q), (log_sum_exp, q[:3])]
     # Scores again over d, and the gradient of the probabilities over e.
     flops = 2.0 * numel(shape) * (shape_of(query)[3] + shape_of(value)[3])
     return Rule(aligned(node, pairs), (own,), linear=(_gradients(node),), flops=flops, sizes=sizes)

@@ -19,18 +19,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autopar.kernels.attention_masks import Masks
+from autopar.kernels.gpu.attention_masks import bounds, constants, crowding, operands
 from autopar.kernels.gpu.attention_scores import (
     LOG2_E,
-    Masks,
     block_of,
     capped,
+    kept,
     load_ids,
+    load_products,
     load_rows,
+    load_words,
     masked,
     precision_of,
     require_addressable,
     rows_contiguous,
-    strides_of,
 )
 from autopar.kernels.gpu.attention_tiles import forward_tiles
 from autopar.kernels.registration import launch
@@ -38,10 +41,10 @@ from autopar.kernels.registration import launch
 
 @triton.jit
 def _walk(
-    sums, total, largest, query, s, document_s, key, value, key_documents, key_t, value_t, mask, mask_s, mask_t, keep, keep_s, keep_t,
-    first, last, length, key_length, window, scale, soft_cap, column, value_column,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EDGE: tl.constexpr,
+    sums, total, largest, query, s, document_s, row, word, key, value, key_documents, columns, key_t, value_t, mask, mask_s, mask_t,
+    first, last, length, key_length, window, scale, soft_cap, keep_scale, column, value_column,
+    MASK: tl.constexpr, DROPS: tl.constexpr, LARGEST_KEPT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -60,9 +63,9 @@ def _walk(
         power = tl.exp2(score - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(power, 1)
-        if KEEP:
-            inside = (s < length)[:, None] & (t < key_length)[None, :]
-            power *= tl.load(keep + s[:, None] * keep_s + t[None, :] * keep_t, mask=inside, other=0.0).to(tl.float32)
+        if DROPS:
+            place = load_products(columns, t, 1, key_length, DROPS)
+            power *= kept(row[:, None], word[:, None], place[None, :], keep_scale, LARGEST_KEPT)
         held = load_rows(value, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
         sums = tl.dot(power.to(held.dtype), held, sums * shrink[:, None], input_precision=PRECISION)
         largest = larger
@@ -71,11 +74,12 @@ def _walk(
 
 @triton.jit
 def attention_forward(
-    query, key, value, mask, keep, query_documents, key_documents, bounds, out, log_sum_exp,
+    query, key, value, mask, query_documents, key_documents, rows, second, columns, bounds, out, log_sum_exp,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
-    keep_b, keep_h, keep_s, keep_t, query_documents_b, key_documents_b, bounds_b, out_b, out_h, out_s,
-    heads, heads_per_key, length, key_length, window, scale, soft_cap,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    query_documents_b, key_documents_b, rows_b, rows_h, rows_s, second_b, second_h, second_s, bounds_b, out_b, out_h, out_s,
+    heads, heads_per_key, length, key_length, window, scale, soft_cap, keep_scale,
+    MASK: tl.constexpr, DROPS: tl.constexpr, LARGEST_KEPT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -90,9 +94,10 @@ def attention_forward(
     key += batch * key_b + group * key_h
     value += batch * value_b + group * value_h
     mask += batch * mask_b + head * mask_h
-    keep += batch * keep_b + head * keep_h
     key_documents += batch * key_documents_b
     document_s = load_ids(query_documents + batch * query_documents_b, s, length, DOCUMENTS)
+    row = load_products(rows + batch * rows_b + head * rows_h, s, rows_s, length, DROPS)
+    word = load_words(second + batch * second_b + head * second_h, s, second_s, length, DROPS)
     held = load_rows(query, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
     sums = tl.zeros([BLOCK_QUERIES, BLOCK_VALUE], tl.float32)
     total = tl.zeros([BLOCK_QUERIES], tl.float32)
@@ -112,15 +117,15 @@ def attention_forward(
     if not (WINDOW or DOCUMENTS):
         middle = (tl.minimum(key_length, block * BLOCK_QUERIES) if CAUSAL else key_length) // BLOCK_KEYS * BLOCK_KEYS
         sums, total, largest = _walk(
-            sums, total, largest, held, s, document_s, key, value, key_documents, key_t, value_t,
-            mask, mask_s, mask_t, keep, keep_s, keep_t, first, middle, length, key_length, window, scale, soft_cap, column, value_column,
-            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS, tl.constexpr(False),
+            sums, total, largest, held, s, document_s, row, word, key, value, key_documents, columns, key_t, value_t,
+            mask, mask_s, mask_t, first, middle, length, key_length, window, scale, soft_cap, keep_scale, column, value_column,
+            MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS, tl.constexpr(False),
             SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
         )  # fmt: skip
     sums, total, largest = _walk(
-        sums, total, largest, held, s, document_s, key, value, key_documents, key_t, value_t,
-        mask, mask_s, mask_t, keep, keep_s, keep_t, middle, last, length, key_length, window, scale, soft_cap, column, value_column,
-        MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS, tl.constexpr(True),
+        sums, total, largest, held, s, document_s, row, word, key, value, key_documents, columns, key_t, value_t,
+        mask, mask_s, mask_t, middle, last, length, key_length, window, scale, soft_cap, keep_scale, column, value_column,
+        MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS, tl.constexpr(True),
         SIZE, VALUE_SIZE, BLOCK_SIZE, BLOCK_VALUE, BLOCK_KEYS, PRECISION,
     )  # fmt: skip
 
@@ -141,19 +146,16 @@ def forward(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Te
     key_length, value_size = value.shape[2:]
     out = query.new_empty((batch, length, heads, value_size)).transpose(1, 2)
     log_sum_exp = query.new_empty((batch, length, heads), dtype=torch.float32).transpose(1, 2)
-    mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
-    require_addressable(query, key, value, out, mask, masks.keep)
-    tiles = forward_tiles(query, max(block_of(size), block_of(value_size)), masks.crowding(size, value_size))
-    ids, ids_strides = masks.ids(query)
-    bounds, bounds_stride = masks.bounds(tiles.queries, tiles.keys, query)
+    require_addressable(query, key, value, out)
+    tiles = forward_tiles(query, max(block_of(size), block_of(value_size)), crowding(masks, size, value_size))
+    tensors, strides = operands(masks, query, key)
+    starts, starts_stride = bounds(masks, tiles.queries, tiles.keys, query)
     launch(
         attention_forward, (triton.cdiv(length, tiles.queries), batch * heads),
-        query, key, value, query if mask is None else mask, query if masks.keep is None else masks.keep, *ids, bounds,
-        out, log_sum_exp,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides_of(mask), *strides_of(masks.keep),
-        *ids_strides, bounds_stride, *out.stride()[:3],
-        heads, heads // key.shape[1], length, key_length, masks.window, masks.scale, masks.soft_cap, **masks.flags(),
-        SIZE=size, VALUE_SIZE=value_size, BLOCK_SIZE=block_of(size), BLOCK_VALUE=block_of(value_size),
+        query, key, value, *tensors, starts, out, log_sum_exp,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides, starts_stride, *out.stride()[:3],
+        heads, heads // key.shape[1], length, key_length, masks.window, masks.scale, masks.soft_cap, masks.keep_scale,
+        **constants(masks, query), SIZE=size, VALUE_SIZE=value_size, BLOCK_SIZE=block_of(size), BLOCK_VALUE=block_of(value_size),
         BLOCK_QUERIES=tiles.queries, BLOCK_KEYS=tiles.keys, PRECISION=precision_of(query),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip

@@ -15,20 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autopar.kernels.attention_masks import Masks
 from autopar.kernels.gpu.attention_gradients import gradients, options_of, prepared
-from autopar.kernels.gpu.attention_scores import Masks, load_ids, load_rows
+from autopar.kernels.gpu.attention_masks import bounds, crowding
+from autopar.kernels.gpu.attention_scores import load_ids, load_products, load_rows, load_words
 from autopar.kernels.gpu.attention_tiles import keys_tiles, queries_tiles
 from autopar.kernels.registration import launch
 
 
 @triton.jit
 def for_keys(
-    query, key, value, mask, keep, query_documents, key_documents, grad_out, log_sum_exp, row_sum,
+    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, row_sum,
     bounds, grad_key, grad_value,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
-    keep_b, keep_h, keep_s, keep_t, query_documents_b, key_documents_b, grad_b, grad_h, grad_s,
-    heads, heads_per_key, length, key_length, window, scale, soft_cap, bounds_b,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    query_documents_b, key_documents_b, rows_b, rows_h, rows_s, second_b, second_h, second_s, grad_b, grad_h, grad_s,
+    heads, heads_per_key, length, key_length, window, scale, soft_cap, keep_scale, bounds_b,
+    MASK: tl.constexpr, DROPS: tl.constexpr, LARGEST_KEPT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -41,6 +44,7 @@ def for_keys(
     value += batch * value_b + group * value_h
     query_documents += batch * query_documents_b
     document_t = load_ids(key_documents + batch * key_documents_b, t, key_length, DOCUMENTS)[:, None]
+    place = load_products(columns, t, 1, key_length, DROPS)[:, None]
     held_key = load_rows(key, t[:, None], key_t, column[None, :], key_length, SIZE, BLOCK_SIZE, SIZE)
     held_value = load_rows(value, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
     sum_key = tl.zeros([BLOCK_KEYS, BLOCK_SIZE], tl.float32)
@@ -60,40 +64,43 @@ def for_keys(
         query_head = query + batch * query_b + head * query_h
         grad_head = grad_out + batch * grad_b + head * grad_h
         mask_head = mask + batch * mask_b + head * mask_h
-        keep_head = keep + batch * keep_b + head * keep_h
+        rows_head, word_head = rows + batch * rows_b + head * rows_h, second + batch * second_b + head * second_h
         for start in range(first, last, BLOCK_QUERIES):
             s = start + tl.arange(0, BLOCK_QUERIES)
             document_s = load_ids(query_documents, s, length, DOCUMENTS)[None, :]
-            rows = (batch * length + s) * heads + head
-            normaliser = tl.load(log_sum_exp + rows, mask=s < length, other=0.0)[None, :]
-            mean = tl.load(row_sum + rows, mask=s < length, other=0.0)[None, :]
+            row = load_products(rows_head, s, rows_s, length, DROPS)[None, :]
+            word = load_words(word_head, s, second_s, length, DROPS)[None, :]
+            numbers = (batch * length + s) * heads + head
+            normaliser = tl.load(log_sum_exp + numbers, mask=s < length, other=0.0)[None, :]
+            mean = tl.load(row_sum + numbers, mask=s < length, other=0.0)[None, :]
             query_tile = load_rows(query_head, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
             arrives = load_rows(grad_head, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
             # Tiles are [keys, queries]: what is summed over the queries then needs no transpose.
             products = tl.dot(held_key, tl.trans(query_tile), input_precision=PRECISION)
             grad_probability = tl.dot(held_value, tl.trans(arrives), input_precision=PRECISION)
-            kept, grad_score, factor = gradients(
-                products, grad_probability, s[None, :], t[:, None], document_s, document_t, normaliser, mean,
-                mask_head, mask_s, mask_t, keep_head, keep_s, keep_t, length, key_length, window, scale, soft_cap,
-                MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
+            dropped, grad_score, factor = gradients(
+                products, grad_probability, s[None, :], t[:, None], document_s, document_t, row, word, place, normaliser, mean,
+                mask_head, mask_s, mask_t, length, key_length, window, scale, soft_cap, keep_scale,
+                MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
             )  # fmt: skip
-            sum_value = tl.dot(kept.to(arrives.dtype), arrives, sum_value, input_precision=PRECISION)
+            sum_value = tl.dot(dropped.to(arrives.dtype), arrives, sum_value, input_precision=PRECISION)
             sum_key = tl.dot((grad_score * factor).to(query_tile.dtype), query_tile, sum_key, input_precision=PRECISION)
-    rows = ((batch * key_length + t) * num_groups + group)[:, None]
+    numbers = ((batch * key_length + t) * num_groups + group)[:, None]
     inside = (t < key_length)[:, None]
-    where = grad_key + rows * SIZE + column[None, :]
+    where = grad_key + numbers * SIZE + column[None, :]
     tl.store(where, sum_key.to(grad_key.dtype.element_ty), mask=inside & (column < SIZE)[None, :])
-    where = grad_value + rows * VALUE_SIZE + value_column[None, :]
+    where = grad_value + numbers * VALUE_SIZE + value_column[None, :]
     tl.store(where, sum_value.to(grad_value.dtype.element_ty), mask=inside & (value_column < VALUE_SIZE)[None, :])
 
 
 @triton.jit
 def for_queries(
-    query, key, value, mask, keep, query_documents, key_documents, grad_out, log_sum_exp, row_sum, bounds, grad_query,
+    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, row_sum, bounds, grad_query,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
-    keep_b, keep_h, keep_s, keep_t, query_documents_b, key_documents_b, grad_b, grad_h, grad_s,
-    heads, heads_per_key, length, key_length, window, scale, soft_cap, bounds_b,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    query_documents_b, key_documents_b, rows_b, rows_h, rows_s, second_b, second_h, second_s, grad_b, grad_h, grad_s,
+    heads, heads_per_key, length, key_length, window, scale, soft_cap, keep_scale, bounds_b,
+    MASK: tl.constexpr, DROPS: tl.constexpr, LARGEST_KEPT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -106,14 +113,15 @@ def for_queries(
     value += batch * value_b + head // heads_per_key * value_h
     grad_out += batch * grad_b + head * grad_h
     mask += batch * mask_b + head * mask_h
-    keep += batch * keep_b + head * keep_h
     key_documents += batch * key_documents_b
     document_s = load_ids(query_documents + batch * query_documents_b, s, length, DOCUMENTS)[:, None]
+    row = load_products(rows + batch * rows_b + head * rows_h, s, rows_s, length, DROPS)[:, None]
+    word = load_words(second + batch * second_b + head * second_h, s, second_s, length, DROPS)[:, None]
     held = load_rows(query, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
     arrives = load_rows(grad_out, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
-    rows = (batch * length + s) * heads + head
-    normaliser = tl.load(log_sum_exp + rows, mask=s < length, other=0.0)[:, None]
-    mean = tl.load(row_sum + rows, mask=s < length, other=0.0)[:, None]
+    numbers = (batch * length + s) * heads + head
+    normaliser = tl.load(log_sum_exp + numbers, mask=s < length, other=0.0)[:, None]
+    mean = tl.load(row_sum + numbers, mask=s < length, other=0.0)[:, None]
     total = tl.zeros([BLOCK_QUERIES, BLOCK_SIZE], tl.float32)
     first, last = 0, key_length
     if CAUSAL:
@@ -130,15 +138,16 @@ def for_queries(
         key_tile = load_rows(key, t[:, None], key_t, column[None, :], key_length, SIZE, BLOCK_SIZE, SIZE)
         value_tile = load_rows(value, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
         document_t = load_ids(key_documents, t, key_length, DOCUMENTS)[None, :]
+        place = load_products(columns, t, 1, key_length, DROPS)[None, :]
         products = tl.dot(held, tl.trans(key_tile), input_precision=PRECISION)
         grad_probability = tl.dot(arrives, tl.trans(value_tile), input_precision=PRECISION)
         _, grad_score, factor = gradients(
-            products, grad_probability, s[:, None], t[None, :], document_s, document_t, normaliser, mean,
-            mask, mask_s, mask_t, keep, keep_s, keep_t, length, key_length, window, scale, soft_cap,
-            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
+            products, grad_probability, s[:, None], t[None, :], document_s, document_t, row, word, place, normaliser, mean,
+            mask, mask_s, mask_t, length, key_length, window, scale, soft_cap, keep_scale,
+            MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
         )  # fmt: skip
         total = tl.dot((grad_score * factor).to(key_tile.dtype), key_tile, total, input_precision=PRECISION)
-    where = grad_query + rows[:, None] * SIZE + column[None, :]
+    where = grad_query + numbers[:, None] * SIZE + column[None, :]
     tl.store(where, total.to(grad_query.dtype.element_ty), mask=(s < length)[:, None] & (column < SIZE)[None, :])
 
 
@@ -158,13 +167,13 @@ def backward(
     grad_query, grad_key, grad_value = (
         item.new_empty((item.shape[0], item.shape[2], item.shape[1], item.shape[3])).transpose(1, 2) for item in (query, key, value)
     )
-    block_size, crowding = max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), masks.crowding(query.shape[-1], value.shape[-1])
-    tiles = keys_tiles(query, block_size, crowding)
+    block_size, crowd = max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), crowding(masks, query.shape[-1], value.shape[-1])
+    tiles = keys_tiles(query, block_size, crowd)
     grid = (triton.cdiv(key.shape[2], tiles.keys), key.shape[0] * key.shape[1])
-    bounds, stride = masks.bounds(tiles.queries, tiles.keys, query, of_keys=True)
-    launch(for_keys, grid, *tensors, bounds, grad_key, grad_value, *numbers, stride, **constants, **options_of(tiles))
-    tiles = queries_tiles(query, block_size, crowding)
+    starts, stride = bounds(masks, tiles.queries, tiles.keys, query, of_keys=True)
+    launch(for_keys, grid, *tensors, starts, grad_key, grad_value, *numbers, stride, **constants, **options_of(tiles))
+    tiles = queries_tiles(query, block_size, crowd)
     grid = (triton.cdiv(query.shape[2], tiles.queries), query.shape[0] * query.shape[1])
-    bounds, stride = masks.bounds(tiles.queries, tiles.keys, query)
-    launch(for_queries, grid, *tensors, bounds, grad_query, *numbers, stride, **constants, **options_of(tiles))
+    starts, stride = bounds(masks, tiles.queries, tiles.keys, query)
+    launch(for_queries, grid, *tensors, starts, grad_query, *numbers, stride, **constants, **options_of(tiles))
     return grad_query, grad_key, grad_value

@@ -17,17 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from autopar.kernels.gpu.attention_scores import (
-    LOG2_E,
-    Masks,
-    block_of,
-    capped,
-    load_rows,
-    masked,
-    precision_of,
-    rows_contiguous,
-    strides_of,
-)
+from autopar.kernels.attention_masks import Masks
+from autopar.kernels.gpu.attention_masks import constants, operands
+from autopar.kernels.gpu.attention_scores import LOG2_E, block_of, capped, kept, load_rows, masked, precision_of, rows_contiguous
 from autopar.kernels.gpu.attention_tiles import Tiles
 from autopar.kernels.registration import launch
 
@@ -53,11 +45,12 @@ def row_sums(
 
 @triton.jit
 def gradients(
-    products, grad_probability, s, t, document_s, document_t, log_sum_exp, row_sum, mask, mask_s, mask_t, keep, keep_s, keep_t,
-    length, key_length, window, scale, soft_cap,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    products, grad_probability, s, t, document_s, document_t, row, word, place, log_sum_exp, row_sum, mask, mask_s, mask_t,
+    length, key_length, window, scale, soft_cap, keep_scale,
+    MASK: tl.constexpr, DROPS: tl.constexpr, LARGEST_KEPT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """(probabilities times keep, gradient of the masked scores, its factor for QKᵀ) of a tile, from QKᵀ and dO Vᵀ."""
+    """(probabilities after dropout, gradient of the masked scores, its factor for QKᵀ) of a tile, from QKᵀ and dO Vᵀ."""
     score = capped(products, scale, soft_cap, SOFT_CAP)
     factor = scale
     if SOFT_CAP:
@@ -69,13 +62,12 @@ def gradients(
     )  # fmt: skip
     # Beyond the last key scores are 0, which may be far above the row's: times the 0 of the key itself, but not where it is infinite.
     probability = tl.exp2(tl.minimum(score - log_sum_exp * LOG2_E, 0.0))
-    kept = probability
-    if KEEP:
-        inside = (s < length) & (t < key_length)
-        kept_scale = tl.load(keep + s * keep_s + t * keep_t, mask=inside, other=0.0).to(tl.float32)
-        kept = probability * kept_scale
-        grad_probability *= kept_scale
-    return kept, probability * (grad_probability - row_sum), factor
+    dropped = probability
+    if DROPS:
+        weight = kept(row, word, place, keep_scale, LARGEST_KEPT)
+        dropped = probability * weight
+        grad_probability *= weight
+    return dropped, probability * (grad_probability - row_sum), factor
 
 
 def prepared(
@@ -100,17 +92,14 @@ def prepared(
         row_sums, (triton.cdiv(length, 16), batch * heads), grad_out, out, grad_sum, row_sum, *grad_out.stride()[:3], *out.stride()[:3],
         heads, length, GRAD_SUM=has_grad_sum, VALUE_SIZE=value_size, BLOCK_VALUE=block_of(value_size), BLOCK_QUERIES=16, num_warps=4,
     )  # fmt: skip
-    mask = None if masks.mask is None else masks.mask.expand(batch, heads, length, key_length)
-    ids, ids_strides = masks.ids(query)
-    held = (query if mask is None else mask, query if masks.keep is None else masks.keep, *ids)
+    held, strides = operands(masks, query, key)
     numbers = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides_of(mask), *strides_of(masks.keep), *ids_strides,
-        *grad_out.stride()[:3],
-        heads, heads // key.shape[1], length, key_length, masks.window, masks.scale, masks.soft_cap,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides, *grad_out.stride()[:3],
+        heads, heads // key.shape[1], length, key_length, masks.window, masks.scale, masks.soft_cap, masks.keep_scale,
     )  # fmt: skip
-    constants = {"SIZE": size, "VALUE_SIZE": value_size, "BLOCK_SIZE": block_of(size), "BLOCK_VALUE": block_of(value_size)}
-    constants |= {**masks.flags(), "PRECISION": precision_of(query)}
-    return (query, key, value, *held, grad_out, log_sum_exp, row_sum), numbers, constants
+    sizes = {"SIZE": size, "VALUE_SIZE": value_size, "BLOCK_SIZE": block_of(size), "BLOCK_VALUE": block_of(value_size)}
+    compiled_for = {**sizes, **constants(masks, query), "PRECISION": precision_of(query)}
+    return (query, key, value, *held, grad_out, log_sum_exp, row_sum), numbers, compiled_for
 
 
 def _heads_inside(rows: Tensor) -> Tensor:

@@ -13,20 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from autopar.kernels.attention_masks import Masks
 from autopar.kernels.gpu.attention_gradients import gradients, options_of, prepared
-from autopar.kernels.gpu.attention_scores import Masks, load_ids, load_rows
+from autopar.kernels.gpu.attention_masks import crowding
+from autopar.kernels.gpu.attention_scores import load_ids, load_products, load_rows, load_words
 from autopar.kernels.gpu.attention_tiles import queries_tiles
 from autopar.kernels.registration import launch
 
 
 @triton.jit
 def for_mask(
-    query, key, value, mask, keep, query_documents, key_documents, grad_out, log_sum_exp, row_sum, grad_mask,
+    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, row_sum, grad_mask,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
-    keep_b, keep_h, keep_s, keep_t, query_documents_b, key_documents_b, grad_b, grad_h, grad_s,
-    heads, heads_per_key, length, key_length, window, scale, soft_cap,
+    query_documents_b, key_documents_b, rows_b, rows_h, rows_s, second_b, second_h, second_s, grad_b, grad_h, grad_s,
+    heads, heads_per_key, length, key_length, window, scale, soft_cap, keep_scale,
     batches_shared, heads_shared, own_heads,
-    MASK: tl.constexpr, KEEP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
+    MASK: tl.constexpr, DROPS: tl.constexpr, LARGEST_KEPT: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr, DOCUMENTS: tl.constexpr,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -47,16 +50,18 @@ def for_mask(
         value_tile = load_rows(value_head, t[:, None], value_t, value_column[None, :], key_length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
         document_s = load_ids(query_documents + batch * query_documents_b, s, length, DOCUMENTS)
         document_t = load_ids(key_documents + batch * key_documents_b, t, key_length, DOCUMENTS)
-        rows = (batch * length + s) * heads + head
-        normaliser = tl.load(log_sum_exp + rows, mask=s < length, other=0.0)[:, None]
-        mean = tl.load(row_sum + rows, mask=s < length, other=0.0)[:, None]
+        row = load_products(rows + batch * rows_b + head * rows_h, s, rows_s, length, DROPS)
+        word = load_words(second + batch * second_b + head * second_h, s, second_s, length, DROPS)
+        place = load_products(columns, t, 1, key_length, DROPS)
+        numbers = (batch * length + s) * heads + head
+        normaliser = tl.load(log_sum_exp + numbers, mask=s < length, other=0.0)[:, None]
+        mean = tl.load(row_sum + numbers, mask=s < length, other=0.0)[:, None]
         _, grad_score, _ = gradients(
             tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION),
             tl.dot(arrives, tl.trans(value_tile), input_precision=PRECISION),
-            s[:, None], t[None, :], document_s[:, None], document_t[None, :], normaliser, mean,
-            mask + batch * mask_b + head * mask_h, mask_s, mask_t,
-            keep + batch * keep_b + head * keep_h, keep_s, keep_t, length, key_length, window, scale, soft_cap,
-            MASK, KEEP, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
+            s[:, None], t[None, :], document_s[:, None], document_t[None, :], row[:, None], word[:, None], place[None, :], normaliser, mean,
+            mask + batch * mask_b + head * mask_h, mask_s, mask_t, length, key_length, window, scale, soft_cap, keep_scale,
+            MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
         )  # fmt: skip
         total += grad_score
     where = grad_mask + ((own_batch * own_heads + own_head) * length + s[:, None]) * key_length + t[None, :]
@@ -79,8 +84,8 @@ def mask_gradient(
     batch, heads, length, _ = query.shape
     own_batch, own_heads = ((1,) * (4 - masks.mask.dim()) + masks.mask.shape)[:2]
     result = query.new_empty((own_batch, own_heads, length, key.shape[2]), dtype=torch.float32)
-    crowding = masks.crowding(query.shape[-1], value.shape[-1]) if masks.query_documents is not None else 1
-    tiles = queries_tiles(query, max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), crowding)
+    crowd = crowding(masks, query.shape[-1], value.shape[-1])
+    tiles = queries_tiles(query, max(constants["BLOCK_SIZE"], constants["BLOCK_VALUE"]), crowd)
     grid = (triton.cdiv(length, tiles.queries), triton.cdiv(key.shape[2], tiles.keys), own_batch * own_heads)
     shared = (batch // own_batch, heads // own_heads, own_heads)
     launch(for_mask, grid, *tensors, result, *numbers, *shared, **constants, **options_of(tiles))

@@ -1,4 +1,4 @@
-"""What the attention kernels share: the scores of a tile with their masks, loads of rows.
+"""What the attention kernels share: the scores of a tile with their masks, what dropout keeps of them, loads of rows.
 
 Scores are in units of log 2, so that exponentials are `exp2`, one instruction. `s` and `t` are positions of queries and keys, of
 shapes that broadcast to the tile in whichever orientation a kernel has it.
@@ -9,17 +9,13 @@ shapes that broadcast to the tile in whichever orientation a kernel has it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from autopar.kernels.gpu.attention_documents import bounds
-from autopar.kernels.gpu.attention_tiles import DOCUMENTS
+from autopar.kernels.gpu.dropout import FIRST_FACTOR, drawn_of
 
-NO_MASK, BOOL_MASK, ADDED_MASK = 0, 1, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -48,6 +44,38 @@ def load_ids(documents, position, length, DOCUMENTS: tl.constexpr):
     if DOCUMENTS:
         found = tl.load(documents + position, mask=position < length, other=0)
     return found
+
+
+@triton.jit
+def load_products(start, position, stride, length, DROPS: tl.constexpr):
+    """Of rows or of columns, int64, at `position`: C1 times them, 0 outside; without DROPS just anything of their shape.
+
+    C1 · (row + column) is the sum of the two products: taken once a row and once a column, they leave a score one addition of 64 bits.
+    """
+    found = position
+    if DROPS:
+        found = tl.load(start + position * stride, mask=position < length, other=0) * FIRST_FACTOR
+    return found
+
+
+@triton.jit
+def load_words(second, position, stride, length, DROPS: tl.constexpr):
+    """The words of 32 bits at `position`: one for all of them where DROPS is 1, one each where it is 2."""
+    found = position
+    if DROPS == 1:
+        found = tl.broadcast_to(tl.load(second).to(tl.uint32), position.shape)
+    if DROPS == 2:
+        found = tl.load(second + position * stride, mask=position < length, other=0).to(tl.uint32)
+    return found
+
+
+@triton.jit
+def kept(row, word, column, keep_scale, LARGEST_KEPT: tl.constexpr):
+    """What dropout multiplies probabilities by, 0 or `keep_scale`, from the products of their rows and columns, and words of their rows.
+
+    To be multiplied by, not chosen by: what is dropped of an infinity is no number, as in plain ops.
+    """
+    return tl.where(drawn_of(row + column, word) <= LARGEST_KEPT, keep_scale, 0.0)
 
 
 @triton.jit
@@ -85,70 +113,6 @@ def masked(
             attends = attends & (document_s == document_t)
         score = tl.where(attends, score, float("-inf"))
     return score
-
-
-@dataclass(frozen=True)
-class Masks:
-    """What is not the tensors: mask, keep, predicates, scale, ids of documents; how kernels are told of them."""
-
-    mask: Tensor | None
-    keep: Tensor | None
-    is_causal: bool
-    scale: float
-    window: int = 0
-    soft_cap: float = 0.0
-    query_documents: Tensor | None = None
-    key_documents: Tensor | None = None
-
-    @property
-    def kind(self) -> int:
-        return NO_MASK if self.mask is None else BOOL_MASK if self.mask.dtype == torch.bool else ADDED_MASK
-
-    def crowding(self, *sizes: int) -> int:
-        """What else takes registers of a tile: 0 nothing, 1 a mask or heads whose `sizes` do not fill the tile, 2 two masks,
-        3 documents, 4 documents and a mask."""
-        if self.query_documents is not None:
-            return DOCUMENTS + int(self.mask is not None or self.keep is not None or self.soft_cap > 0.0)
-        if self.mask is not None and self.keep is not None:
-            return 2
-        masked = self.mask is not None or self.keep is not None or self.window > 0 or self.soft_cap > 0.0
-        return int(masked or any(size != block_of(size) for size in sizes))
-
-    def flags(self) -> dict[str, bool | int]:
-        return {
-            "MASK": self.kind,
-            "KEEP": self.keep is not None,
-            "CAUSAL": self.is_causal,
-            "WINDOW": self.window > 0,
-            "SOFT_CAP": self.soft_cap > 0.0,
-            "DOCUMENTS": self.query_documents is not None,
-        }
-
-    def ids(self, query: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        """The ids of documents of queries and of keys, and how far the next sample's lie; `query` and 0 where there are none."""
-        if self.query_documents is None or self.key_documents is None:
-            return (query, query), (0, 0)
-        of_query, of_key = self.query_documents.contiguous(), self.key_documents.contiguous()
-        return (of_query, of_key), (_sample_stride(of_query), _sample_stride(of_key))
-
-    def bounds(self, queries: int, keys: int, query: Tensor, of_keys: bool = False) -> tuple[Tensor, int]:
-        """Where each tile of queries starts and ends its walk over the keys (`of_keys`: of keys, over the queries), and how far the next
-        sample's lie; `query` and 0 where there are no documents."""
-        if self.query_documents is None or self.key_documents is None:
-            return query, 0
-        own, others = (self.query_documents, queries), (self.key_documents, keys)
-        own, others = (others, own) if of_keys else (own, others)
-        found = bounds(*own, *others)
-        return found, _sample_stride(found)
-
-
-def _sample_stride(value: Tensor) -> int:
-    """What lies between two samples of a contiguous tensor, 0 where one is for all of them."""
-    return value.stride(0) if value.shape[0] > 1 else 0
-
-
-def strides_of(value: Tensor | None) -> tuple[int, int, int, int]:
-    return (0, 0, 0, 0) if value is None else value.stride()  # type: ignore[return-value]
 
 
 def require_addressable(*values: Tensor | None) -> None:

@@ -23,8 +23,8 @@ class Tiles:
     num_stages: int
 
 
-# Of what crowds a tile (`Masks.crowding`): documents, more than these beside a mask.
-DOCUMENTS = 3
+# What crowds a tile (`crowding` of `attention_masks.py`): nothing, a mask, dropout, both, documents, documents beside any of them.
+NOTHING, MASK, DROPS, DROPS_MASK, DOCUMENTS, DOCUMENTS_MASK = range(6)
 
 # Of heads of at most 64, 128 and 256.
 Row = tuple[Tiles, Tiles, Tiles]
@@ -48,17 +48,32 @@ QUERIES: dict[str, Row] = {
 }
 # Heads of more than 128 that a mask, a window or a soft cap crowds: smaller steps would still spill, smaller blocks do not.
 CROWDED_KEYS, CROWDED_QUERIES = {"blackwell": Tiles(32, 32, 8, 1)}, {"hopper": Tiles(32, 32, 4, 1)}
-# Beside documents, whose ids take 64 bits, by generation and size of heads, where smaller steps would still spill. First with or
-# without a mask, then with one.
-DOCUMENTS_FORWARD = {(each, 64): Tiles(128, 32, 8, 3) for each in ("ampere", "hopper", "blackwell")}
-DOCUMENTS_MASK_FORWARD = DOCUMENTS_FORWARD | {("blackwell", 256): Tiles(64, 32, 8, 2)}
-DOCUMENTS_MASK_KEYS = {
-    ("ampere", 64): Tiles(16, 128, 8, 1),
-    ("ampere", 128): Tiles(16, 32, 8, 2),
-    ("ampere", 256): Tiles(16, 16, 8, 1),
-    ("blackwell", 64): Tiles(32, 64, 8, 1),
+# Where smaller steps would still spill, by what crowds the tile, generation and size of heads. Of a draw 64 bits are held for every column,
+# as of a document's id; more warps hold fewer columns each.
+Own = dict[int, dict[tuple[str, int], Tiles]]
+_WIDE = {(each, size): Tiles(128, 64, 8, 3) for each in ("ampere", "hopper", "blackwell") for size in (64, 128)}
+_DRAWN = _WIDE | {("ampere", 128): Tiles(64, 32, 4, 3)}
+_IDS = {(each, 64): Tiles(128, 32, 8, 3) for each in ("ampere", "hopper", "blackwell")}
+OWN_FORWARD: Own = {
+    DROPS: _DRAWN,
+    DROPS_MASK: _DRAWN,
+    DOCUMENTS: _IDS,
+    DOCUMENTS_MASK: _IDS | {("blackwell", 256): Tiles(64, 32, 8, 2)},
 }
-DOCUMENTS_MASK_QUERIES = {("ampere", 256): Tiles(32, 32, 8, 1)}
+OWN_KEYS: Own = {
+    DROPS_MASK: {
+        ("ampere", 64): Tiles(16, 128, 8, 1),
+        ("ampere", 128): Tiles(32, 32, 8, 2),
+        ("blackwell", 256): Tiles(16, 32, 8, 1),
+    },
+    DOCUMENTS_MASK: {
+        ("ampere", 64): Tiles(16, 128, 8, 1),
+        ("ampere", 128): Tiles(16, 32, 8, 2),
+        ("ampere", 256): Tiles(16, 16, 8, 1),
+        ("blackwell", 64): Tiles(32, 64, 8, 1),
+    },
+}
+OWN_QUERIES: Own = {DROPS_MASK: {("hopper", 256): Tiles(32, 16, 4, 1)}, DOCUMENTS_MASK: {("ampere", 256): Tiles(32, 32, 8, 1)}}
 # float32, heads of at most 64: every product is three of them on NVIDIA's matrix units, and their operands fill the registers.
 FLOAT32_FORWARD, FLOAT32_KEYS, FLOAT32_QUERIES = Tiles(32, 32, 4, 2), Tiles(16, 32, 8, 1), Tiles(32, 32, 4, 1)
 
@@ -73,40 +88,43 @@ def generation(value: Tensor) -> str:
 
 
 def forward_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
-    """Of the forward. `crowding` is what else takes registers of a tile, 0 to 4 (`Masks.crowding`): it walks in smaller steps."""
-    if crowding >= DOCUMENTS and (own := _own(value, block_size, DOCUMENTS_MASK_FORWARD if crowding > DOCUMENTS else DOCUMENTS_FORWARD)):
+    """Of the forward. `crowding` is what else takes registers of a tile, NOTHING to DOCUMENTS_MASK: it walks in smaller steps."""
+    if own := _own(value, block_size, crowding, OWN_FORWARD):
         return own
     tiles = _entry(value, block_size, FORWARD, FLOAT32_FORWARD)
-    return replace(tiles, keys=max(tiles.keys >> (2 if crowding > DOCUMENTS else min(crowding, 1)), 16))
+    if crowding in (DROPS, DROPS_MASK) and value.dtype == torch.float32:
+        tiles = replace(tiles, num_warps=8)
+    return replace(tiles, keys=max(tiles.keys >> (2 if crowding == DOCUMENTS_MASK else min(crowding, 1)), 16))
 
 
 def keys_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
     """Of `for_keys`, which walks over queries."""
-    if crowding > DOCUMENTS and (own := _own(value, block_size, DOCUMENTS_MASK_KEYS)):
+    if own := _own(value, block_size, crowding, OWN_KEYS):
         return own
     tiles = _entry(value, block_size, KEYS, FLOAT32_KEYS)
     if crowding and block_size > 128 and (own := CROWDED_KEYS.get(generation(value))):
         return own
-    if crowding > DOCUMENTS and value.dtype == torch.float32:
+    has_both = crowding in (DROPS_MASK, DOCUMENTS_MASK)
+    if has_both and value.dtype == torch.float32:
         tiles = replace(tiles, keys=tiles.keys // 2)
-    return replace(tiles, queries=max(tiles.queries >> (crowding - 2 if crowding >= DOCUMENTS else crowding), 16))
+    return replace(tiles, queries=max(tiles.queries >> (2 if has_both else min(crowding, 1)), 16))
 
 
 def queries_tiles(value: Tensor, block_size: int, crowding: int) -> Tiles:
     """Of `for_queries` and `for_mask`."""
-    if crowding > DOCUMENTS and (own := _own(value, block_size, DOCUMENTS_MASK_QUERIES)):
+    if own := _own(value, block_size, crowding, OWN_QUERIES):
         return own
     tiles = _entry(value, block_size, QUERIES, FLOAT32_QUERIES)
-    if crowding >= DOCUMENTS and value.dtype == torch.float32:
-        tiles = replace(tiles, num_warps=8)
+    if crowding > MASK and value.dtype == torch.float32:
+        tiles = replace(tiles, queries=tiles.queries >> int(crowding == DROPS_MASK), num_warps=8)
     if crowding and block_size > 128 and (own := CROWDED_QUERIES.get(generation(value))):
         return own
     return replace(tiles, keys=max(tiles.keys >> min(crowding, 1), 16))
 
 
-def _own(value: Tensor, block_size: int, table: dict[tuple[str, int], Tiles]) -> Tiles | None:
+def _own(value: Tensor, block_size: int, crowding: int, tables: Own) -> Tiles | None:
     size = next(each for each in (64, 128, 256) if block_size <= each)
-    return None if value.dtype == torch.float32 else table.get((generation(value), size))
+    return None if value.dtype == torch.float32 else tables.get(crowding, {}).get((generation(value), size))
 
 
 def _entry(value: Tensor, block_size: int, table: dict[str, Row], float32: Tiles) -> Tiles:

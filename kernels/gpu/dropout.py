@@ -19,13 +19,19 @@ from autopar.kernels.registration import launch
 
 BLOCK = 2048
 COLUMNS = 256
+FIRST_FACTOR = tl.constexpr(0x21F0AAAD)
 
 
 @triton.jit
 def _drawn(position, second):
     """Words of 32 bits: the draws at `position`, int64, with the site's word `second`, int64."""
-    product = position * 0x21F0AAAD
-    value = (product ^ (product >> 32)).to(tl.uint32) ^ second.to(tl.uint32)
+    return drawn_of(position * FIRST_FACTOR, second.to(tl.uint32))
+
+
+@triton.jit
+def drawn_of(product, second):
+    """The draws of positions that were multiplied by the first factor, int64, with the site's word, 32 bits."""
+    value = (product ^ (product >> 32)).to(tl.uint32) ^ second
     wide = value.to(tl.uint64) * 0x735A2D97
     return (wide ^ (wide >> 32)).to(tl.uint32) * 0x31848BAB
 

@@ -156,10 +156,21 @@ class _Reader:
         for position, part in enumerate(parts):
             if (documents := self._documents(part)) is not None:
                 found.documents = documents
+                rest: list[Added | Filled] = [
+                    each for each in parts[:position] + parts[position + 1 :] if not self._is_triangle(each, found)
+                ]
+                if self._are_one(documents):
+                    found.documents = None
+                    return rest
                 found.conditions.append("integer ids are compared, of rows and of keys")
                 found.may_be_empty = not reaches_itself(documents, self.wanted, self.labels)
-                return [each for each in parts[:position] + parts[position + 1 :] if not self._is_triangle(each, found)]
+                return rest
         return [mask]
+
+    def _are_one(self, documents: Documents) -> bool:
+        """Whether all rows and keys are known to have the same id: positions that nobody gave restart nowhere."""
+        rows, keys = (self.constants.number(node) for node in documents.nodes())
+        return rows is not None and rows == keys
 
     def _conjunction(self, mask: Filled) -> list[Filled]:
         """Masks all of which say together what `mask` says."""

@@ -10,6 +10,7 @@ from torch.fx import Node
 
 from autopar.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.kernels.attention import attention
+from autopar.overwrites import memory_of, writers_of
 from autopar.passes.attention_forms.arrange import arranged, broadcast_layout
 from autopar.passes.attention_forms.layout import Labels, Layout
 from autopar.passes.attention_forms.match import Match
@@ -42,8 +43,10 @@ class _Writer:
             "scale": found.scale,
             "soft_cap": found.scores.soft_cap,
             "window": found.masks.window,
+            **dropout_options(found.weights.dropout),
+            "kernel": "triton",
         }
-        result = emit.call(attention, query, key, value, mask, self._keep(query, key), *self._documents(), **options)
+        result = emit.call(attention, query, key, value, mask, *self._documents(), None, None, None, **options)
         out = self._beside_the_sink(emit.call(operator.getitem, result, 0), result)
         out = arranged(emit, out, found.out_layout, found.layout, self.labels)
         if found.weights.scale != 1.0:
@@ -51,6 +54,9 @@ class _Writer:
         shape = list(tensor_of(found.product).shape)
         out = out if list(tensor_of(out).shape) == shape else emit.call(aten.reshape.default, out, shape)
         out = emit.cast(out, tensor_of(found.product).dtype)
+        if any(memory_of(writer.all_input_nodes[0]) is found.product for writer in writers_of(emit.graph)):
+            # The op keeps its output for the backward; a product keeps its operands alone.
+            out = emit.call(aten.clone.default, out)
         replace(found.product, out)
         for node in sorted(found.interior, reverse=True):
             if not node.users:
@@ -78,13 +84,6 @@ class _Writer:
             value = self.emit.cast(arranged(self.emit, factor.value, factor.layout, wanted, self.labels), self.found.dtype)
             query = self.emit.call(aten.div.Tensor if factor.divides else aten.mul.Tensor, query, value)
         return query
-
-    def _keep(self, query: Node, key: Node) -> Node | None:
-        if not self.found.weights.dropout:
-            return None
-        shape = [*tensor_of(query).shape[:3], tensor_of(key).shape[2]]
-        ones = self.emit.call(aten.ones.default, shape, dtype=tensor_of(query).dtype, device=tensor_of(query).device)
-        return self.emit.call(aten.dropout.default, ones, self.found.weights.dropout, True)
 
     def _documents(self) -> tuple[Node | None, Node | None]:
         """Ids of the rows and of the keys: [B, S] and [B, T], or one for all of B."""
@@ -119,6 +118,14 @@ class _Writer:
 
     def _scores(self) -> Layout:
         return (*self.found.query_layout[:3], self.found.key_layout[2])
+
+
+def dropout_options(probability: float) -> dict[str, int | float]:
+    """Of a dropout that `KeyRandom` is to draw; one of probability 1 leaves nothing, of whatever is drawn."""
+    if probability == 0.0:
+        return {"keep_below": 0, "keep_scale": 1.0}
+    kept = 1.0 - probability
+    return {"keep_below": max(round(kept * 2**32), 1), "keep_scale": 1.0 / kept if kept else 0.0}
 
 
 def attended(emit: Emitter, masks: list[Filled], scores: Layout, labels: Labels) -> Node | None:

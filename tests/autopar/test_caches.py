@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import cache, lru_cache
 
 import torch
@@ -42,6 +43,28 @@ def test_caches_of_real_tensors_are_kept() -> None:
     with caches_kept_clean(), fake_mode():
         numbers(5)
     assert positions(5) is kept
+
+
+def test_caches_made_in_the_trace_or_before_it_are_emptied_wherever_they_are() -> None:
+    with caches_kept_clean():
+        pass  # the caches of this moment are known
+    before = lru_cache(torch.zeros)
+    with caches_kept_clean(), fake_mode():
+        within = [cache(torch.ones)]
+        before(2), within[0](3)
+    assert before.cache_info().currsize == within[0].cache_info().currsize == 0
+
+
+def test_a_cache_that_takes_the_place_of_a_forgotten_one_is_emptied() -> None:
+    forgotten = lru_cache(torch.zeros)
+    with caches_kept_clean():
+        pass
+    del forgotten
+    gc.collect()
+    instead = lru_cache(torch.zeros)
+    with caches_kept_clean(), fake_mode():
+        instead(2)
+    assert instead.cache_info().currsize == 0
 
 
 class Positioned(nn.Module):

@@ -18,6 +18,7 @@ import autopar.kernels.softmax  # noqa: F401 (all register ops)
 from autopar.prove import instance, prove
 from autopar.rule import rule_of
 from autopar.strategies import factors_of
+from tests.autopar.attention_operands import ATTENDS, DRAWS, DROPS
 
 ops: Any = torch.ops.autopar
 X, ROWS, WEIGHT = torch.empty(2, 4, 6), torch.empty(2, 4), torch.empty(6)
@@ -30,7 +31,6 @@ TABLE, TEN = torch.empty(10, 6), torch.empty(10, dtype=torch.int64)
 CLASSES, SILU = torch.empty(6, dtype=torch.int64), {"activation": "silu"}
 STARTS, WORD = torch.empty(2, 4, 1, dtype=torch.int64), torch.empty((), dtype=torch.int64)
 DROPPED: dict[str, Any] = {"keep_below": 2**31, "scale": 2.0}
-ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 EPS: dict[str, Any] = {"eps": 1e-5, "centred": True}
 # op, arguments, options, factors that the rule must find, sets of operands in which it is linear
 INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[int]]]] = {
@@ -82,52 +82,52 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
     "dropout and residual, few rows": (ops.add_dropout.default, (X, X, STARTS[0], WORD, CLASSES), DROPPED, "d0 d1 d2", [{0, 1}]),
     "rotary": (ops.rotary.default, (HEADS, ANGLES, ANGLES), {"interleaved": False}, "d0 d1 d2", [{0}]),
     "rotary backward": (ops.rotary_backward.default, (HEADS, ANGLES, ANGLES), {"interleaved": True}, "d0 d1 d2", [{0}]),
-    "attention, documents": (ops.attention.default, (Q, KV, KV, None, None, OF_QUERIES, OF_KEYS), ATTENDS, "b g r s", []),
+    "attention, documents": (ops.attention.default, (Q, KV, KV, None, OF_QUERIES, OF_KEYS, *[None] * 3), ATTENDS, "b g r s", []),
     "attention, causal, documents": (
         ops.attention.default,
-        (Q, Q, Q, None, None, OF_QUERIES, OF_QUERIES),
+        (Q, Q, Q, None, OF_QUERIES, OF_QUERIES, *[None] * 3),
         ATTENDS | {"is_causal": True},
         "b g",
         [],
     ),
     "attention backward, documents": (
         ops.attention_backward.default,
-        (Q, None, Q, Q, Q, None, None, OF_QUERIES, OF_QUERIES, Q, LSE),
+        (Q, None, Q, Q, Q, None, OF_QUERIES, OF_QUERIES, *[None] * 3, Q, LSE),
         ATTENDS,
         "b g s",
         [{0}],
     ),
     "attention's mask gradient": (
         ops.attention_mask_gradient.default,
-        (Q, None, Q, KV, KV, BIAS, *[None] * 3, Q, LSE),
-        ATTENDS,
+        (Q, None, Q, KV, KV, BIAS, None, None, *DRAWS, Q, LSE),
+        DROPS,
         "b g r s t",
         [{0}],
     ),
     "attention's mask gradient, documents": (
         ops.attention_mask_gradient.default,
-        (Q, None, Q, KV, KV, BIAS, None, OF_QUERIES, OF_KEYS, Q, LSE),
+        (Q, None, Q, KV, KV, BIAS, OF_QUERIES, OF_KEYS, *[None] * 3, Q, LSE),
         ATTENDS,
         "b g r s t",
         [{0}],
     ),
     "attention's mask gradient, of both results": (
         ops.attention_mask_gradient.default,
-        (Q, LSE, Q, KV, KV, BIAS, *[None] * 3, Q, LSE),
+        (Q, LSE, Q, KV, KV, BIAS, *[None] * 5, Q, LSE),
         ATTENDS | {"soft_cap": 2.0},
         "b g r s t",
         [{0, 1}],
     ),
     "attention's mask gradient, causal": (
         ops.attention_mask_gradient.default,
-        (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 3, Q, LSE),
+        (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 5, Q, LSE),
         ATTENDS | {"is_causal": True},
         "b g r",
         [{0}],
     ),
     "attention's mask gradient, in a window": (
         ops.attention_mask_gradient.default,
-        (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 3, Q, LSE),
+        (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 5, Q, LSE),
         ATTENDS | {"window": 3},
         "b g r",
         [{0}],

@@ -92,9 +92,9 @@ def test_documents_are_operands_and_exact(name: str) -> None:
         assert report and report.worst <= tolerance, str(report)
     assert parallel.summary()["flops_split"] >= 0.98, parallel.explain()
     program = parallel.print_program(after="trace joint")
-    # No mask, no keep; ids of queries and of keys.
+    # No mask; ids of queries and of keys; nothing to draw from.
     for op in ("attention", "attention_backward"):
-        operands = rf"autopar\.{op}\(.*, None, None, %cumsum, %cumsum, .*is_causal=True"
+        operands = rf"autopar\.{op}\(.*, None, %cumsum, %cumsum, None, None, None, .*is_causal=True"
         assert len(re.findall(operands, program)) == 1, program
     assert ".eq." not in program and "aten.eq" not in program
     if name == "written out":

@@ -1,4 +1,4 @@
-"""The attention op against attention written out in float64: values, gradients, layouts, tracing, refusals."""
+"""The attention op against attention written out in float64: values, gradients, layouts, tracing, dispatch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autopar._torch import fake_mode
 from autopar.kernels import attention as module
 from autopar.kernels.attention import attention, attention_backward, attention_mask_gradient
+from autopar.kernels.attention_masks import Draws, Masks
+from autopar.kernels.attention_reference import attention_backward_reference, attention_reference
+from autopar.kernels.gpu import attention_aten
+from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
 from tests.kernels.tracing import assert_traceable
 
 # B, H, G, S, T, D, E
@@ -25,7 +28,6 @@ SHAPES = [
     (1, 2, 1, 33, 65, 16, 16),
     (2, 4, 2, 5, 7, 8, 12),
 ]
-OPTIONS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 MASKS = ["none", "bool", "empty rows", "keys", "additive", "two dims"]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 
@@ -79,19 +81,19 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def results(
-    op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool
+    op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, draws: Draws | None, grad: Tensor, is_causal: bool
 ) -> list[Tensor]:
-    out, log_sum_exp = attention(*op_inputs, mask, keep, None, None, **OPTIONS | {"is_causal": is_causal})
-    return [
-        out,
-        *attention_backward(grad, None, *op_inputs, mask, keep, None, None, out, log_sum_exp, **OPTIONS | {"is_causal": is_causal}),
-    ]
+    options = PLAIN | (DROPS if draws else {}) | {"is_causal": is_causal}
+    operands = (*op_inputs, mask, None, None, *(draws or NO_DRAWS))
+    out, log_sum_exp = attention(*operands, **options)
+    return [out, *attention_backward(grad, None, *operands, out, log_sum_exp, **options)]
 
 
 def wanted_results(
-    op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, keep: Tensor | None, grad: Tensor, is_causal: bool
+    op_inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, draws: Draws | None, grad: Tensor, is_causal: bool
 ) -> list[Tensor]:
     leaves = [item.detach().double().requires_grad_() for item in op_inputs]
+    keep = kept_of((*op_inputs[0].shape[:3], op_inputs[1].shape[2]), draws, **DROPS) if draws else None
     out = written_out(*leaves, mask, keep, is_causal, 0.3)
     return [out, *torch.autograd.grad(out, leaves, grad.double())]
 
@@ -104,9 +106,9 @@ def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     for kind, is_causal, drops in itertools.product(MASKS, (False, True), (False, True)):
         inputs = make_inputs(shape, dtype)
         mask = make_mask(kind, batch, num_heads, length, key_length, dtype)
-        keep = (torch.rand(batch, num_heads, length, key_length) > 0.3).to(dtype) / 0.75 if drops else None
+        draws = draws_of((batch, num_heads, length, key_length)) if drops else None
         grad = torch.randn(batch, num_heads, length, value_size, dtype=dtype)
-        got, wanted = results(inputs, mask, keep, grad, is_causal), wanted_results(inputs, mask, keep, grad, is_causal)
+        got, wanted = results(inputs, mask, draws, grad, is_causal), wanted_results(inputs, mask, draws, grad, is_causal)
         for name, one, other in zip(("out", "query", "key", "value"), got, wanted, strict=True):
             assert one.dtype == dtype
             error = (one.double() - other).abs().max() / other.abs().max().clamp_min(1.0)
@@ -117,9 +119,9 @@ def test_the_plain_path_is_what_the_fused_one_is(monkeypatch: pytest.MonkeyPatch
     """So is log_sum_exp, which the one may be given by the other."""
     inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float64)
     mask = make_mask("empty rows", 2, 4, 6, 7, torch.float64)
-    fused = attention(*inputs, mask, None, None, None, **OPTIONS | {"is_causal": True})
+    fused = attention(*inputs, mask, *NOTHING[1:], **PLAIN | {"is_causal": True})
     monkeypatch.setattr(module, "_has_flash", lambda *_: False)
-    plain = attention(*inputs, mask, None, None, None, **OPTIONS | {"is_causal": True})
+    plain = attention(*inputs, mask, *NOTHING[1:], **PLAIN | {"is_causal": True})
     for one, other in zip(fused, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
         assert one.stride() == other.stride()
@@ -128,8 +130,15 @@ def test_the_plain_path_is_what_the_fused_one_is(monkeypatch: pytest.MonkeyPatch
 def test_rows_that_attend_to_nothing_are_zero() -> None:
     inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
     mask = torch.zeros(6, 7, dtype=torch.bool)
-    for keep in (None, torch.ones(2, 4, 6, 7)):
-        assert all(not item.any() for item in results(inputs, mask, keep, torch.randn(2, 4, 6, 8), False))
+    for draws in (None, draws_of((2, 4, 6, 7))):
+        assert all(not item.any() for item in results(inputs, mask, draws, torch.randn(2, 4, 6, 8), False))
+
+
+@pytest.mark.parametrize("kernel", ["triton", "aten"])
+def test_which_kernel_a_gpu_runs_is_nothing_to_a_cpu(kernel: str) -> None:
+    inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
+    for one, other in zip(attention(*inputs, *NOTHING, **PLAIN | {"kernel": kernel}), attention(*inputs, *NOTHING, **PLAIN), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("position", range(3))
@@ -150,19 +159,46 @@ def test_torchs_own_checks(shape: tuple[int, ...], drops: bool) -> None:
     """Schema, autograd registration, and fake values equal to real ones down to the strides, forward and backward."""
     batch, num_heads, _, length, key_length, _, value_size = shape
     inputs = tuple(item.requires_grad_() for item in make_inputs(shape, torch.float32))
-    keep = torch.ones(batch, num_heads, length, key_length) if drops else None
-    torch.library.opcheck(attention, (*inputs, None, keep, None, None), OPTIONS)
-    out, log_sum_exp = (item.detach() for item in attention(*inputs, None, keep, None, None, **OPTIONS))
+    options = PLAIN | (DROPS if drops else {})
+    masking = (None, None, None, *(draws_of((batch, num_heads, length, key_length)) if drops else NO_DRAWS))
+    torch.library.opcheck(attention, (*inputs, *masking), options)
+    out, log_sum_exp = (item.detach() for item in attention(*inputs, *masking, **options))
     grad = torch.randn(batch, num_heads, length, value_size)
     detached = tuple(item.detach() for item in inputs)
-    torch.library.opcheck(attention_backward, (grad, None, *detached, None, keep, None, None, out, log_sum_exp), OPTIONS)
+    torch.library.opcheck(attention_backward, (grad, None, *detached, *masking, out, log_sum_exp), options)
+
+
+def test_torchs_gpu_kernel_runs_where_it_is_asked_for_and_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for a gradient of log_sum_exp, which it does not take."""
+    calls: list[str] = []
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append("forward")
+        return attention_reference(*arguments)
+
+    def backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        calls.append("backward")
+        return attention_backward_reference(grad, None, *arguments)
+
+    monkeypatch.setattr(module, "_runs_aten", lambda query, key, value, masks: masks.kernel == "aten")
+    monkeypatch.setattr(attention_aten, "forward", forward)
+    monkeypatch.setattr(attention_aten, "backward", backward)
+    for kernel, which, expected in (("aten", 0, ["forward", "backward"]), ("aten", 1, ["forward"]), ("triton", 0, [])):
+        calls.clear()
+        inputs = [item.requires_grad_() for item in make_inputs(SHAPES[1], torch.float64)]
+        results = attention(*inputs, *NOTHING, **PLAIN | {"kernel": kernel})
+        found = torch.autograd.grad(results[which].square().sum(), inputs[:2])
+        assert calls == expected
+        plain = attention_reference(*inputs, Masks(is_causal=False, scale=0.3))
+        for one, other in zip(found, torch.autograd.grad(plain[which].square().sum(), inputs[:2]), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 def test_one_node_each_way_in_a_trace() -> None:
     inputs = tuple(item.requires_grad_() for item in make_inputs(SHAPES[0], torch.float32))
 
     def step(*operands: Tensor) -> tuple[Tensor, ...]:
-        out, _ = attention(*operands, *[None] * 4, **OPTIONS | {"is_causal": True})
+        out, _ = attention(*operands, *NOTHING, **PLAIN | {"is_causal": True})
         return torch.autograd.grad(out.sum(), operands)
 
     targets = [node.target for node in make_fx(step, tracing_mode="fake")(*inputs).graph.nodes]
@@ -178,7 +214,7 @@ def test_an_added_mask_has_a_gradient_of_its_shape(shape: tuple[int, ...], is_ca
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
     def call(*inputs: Tensor) -> Tensor:
-        return attention(*inputs, None, None, None, **OPTIONS | {"is_causal": is_causal})[0]
+        return attention(*inputs, *NOTHING[1:], **PLAIN | {"is_causal": is_causal})[0]
 
     assert torch.autograd.gradcheck(call, (*inputs, bias))
 
@@ -186,28 +222,19 @@ def test_an_added_mask_has_a_gradient_of_its_shape(shape: tuple[int, ...], is_ca
 def test_documents_trace() -> None:
     inputs = tuple(item.requires_grad_() for item in make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32))
     documents = (torch.tensor([[0, 0, 1, 1, 1, 2]]), torch.tensor([[0, 0, 1, 1, 2, 2, 3], [1, 1, 1, 0, 0, 0, 0]]))
-    assert_traceable(attention, (*inputs, None, None, *documents), OPTIONS, backward="autopar.attention_backward.default")
+    assert_traceable(attention, (*inputs, None, *documents, *NO_DRAWS), PLAIN, backward="autopar.attention_backward.default")
+
+
+def test_dropout_traces() -> None:
+    inputs = tuple(item.requires_grad_() for item in make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32))
+    masking = (None, None, None, *draws_of((2, 4, 6, 7), "a word a row"))
+    assert_traceable(attention, (*inputs, *masking), PLAIN | DROPS, backward="autopar.attention_backward.default")
 
 
 def test_the_gradient_of_a_mask_traces() -> None:
     query, key, value = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
     bias = torch.randn(4, 6, 7, requires_grad=True)
-    assert_traceable(attention, (query, key, value, bias, None, None, None), OPTIONS, backward="autopar.attention_mask_gradient.default")
-    out, log_sum_exp = attention(query, key, value, bias.detach(), None, None, None, **OPTIONS)
-    arguments = (torch.randn_like(out), None, query, key, value, bias.detach(), None, None, None, out, log_sum_exp)
-    assert_traceable(attention_mask_gradient, arguments, OPTIONS)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"key": (2, 3, 7, 8)}, "H a multiple of G"),
-        ({"value": (2, 2, 6, 8)}, "H a multiple of G"),
-        ({"mask": (2, 4, 6, 6)}, r"mask \(2, 4, 6, 6\) does not broadcast to \(2, 4, 6, 7\)"),
-        ({"keep": (2, 1, 6, 7)}, r"keep is \(2, 1, 6, 7\)"),
-    ],
-)
-def test_wrong_shapes_are_refused_when_traced(change: dict[str, tuple[int, ...]], message: str) -> None:
-    shapes = {"query": (2, 4, 6, 8), "key": (2, 2, 7, 8), "value": (2, 2, 7, 8), "mask": (6, 7), "keep": (2, 4, 6, 7)} | change
-    with fake_mode(), pytest.raises((ValueError, RuntimeError), match=message):
-        attention(*(torch.empty(shape) for shape in shapes.values()), None, None, **OPTIONS)
+    nothing, operands = NOTHING[1:], (query, key, value, bias.detach())
+    assert_traceable(attention, (query, key, value, bias, *nothing), PLAIN, backward="autopar.attention_mask_gradient.default")
+    out, log_sum_exp = attention(*operands, *nothing, **PLAIN)
+    assert_traceable(attention_mask_gradient, (torch.randn_like(out), None, *operands, *nothing, out, log_sum_exp), PLAIN)

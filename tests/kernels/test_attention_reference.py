@@ -13,9 +13,10 @@ from torch import Tensor
 
 from autopar.kernels import attention as module
 from autopar.kernels.attention import attention
+from autopar.kernels.attention_masks import Masks
 from autopar.kernels.attention_reference import attended, attention_reference
+from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of
 
-PLAIN: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
 OPTIONS = {
     f"{'causal' if is_causal else 'full'}, cap {soft_cap:g}, window {window}": PLAIN
     | {"is_causal": is_causal, "soft_cap": soft_cap, "window": window}
@@ -86,7 +87,7 @@ def test_both_results_and_their_gradients(name: str, mask_kind: str) -> None:
     options, inputs, mask = OPTIONS[name], make_inputs(), make_mask(mask_kind)
     leaves = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
     runs: list[list[Tensor]] = []
-    for results in (attention(*inputs, mask, None, None, None, **options), written_out(*inputs, mask, options)):
+    for results in (attention(*inputs, mask, *NOTHING[1:], **options), written_out(*inputs, mask, options)):
         torch.manual_seed(1)
         total = sum((result * torch.randn(result.shape, dtype=result.dtype)).sum() for result in results)
         runs.append([*results, *torch.autograd.grad(total, leaves)])  # type: ignore[arg-type]
@@ -99,10 +100,11 @@ def test_both_results_and_their_gradients(name: str, mask_kind: str) -> None:
 def test_gradients_by_small_steps(name: str, drops: bool) -> None:
     """With dropout too, and values of another size: the plain path."""
     inputs, bias = make_inputs(3, 4, 6), torch.randn(1, 4, 3, 1, dtype=torch.float64, requires_grad=True)
-    keep = (torch.rand(2, 4, 3, 4, dtype=torch.float64) > 0.3) / 0.7 if drops else None
+    draws = draws_of((2, 4, 3, 4), "a word a row") if drops else NO_DRAWS
+    options = OPTIONS[name] | (DROPS if drops else {})
 
     def call(*operands: Tensor) -> tuple[Tensor, Tensor]:
-        return attention(*operands, keep, None, None, **OPTIONS[name])
+        return attention(*operands, None, None, *draws, **options)
 
     assert torch.autograd.gradcheck(call, (*inputs, bias), fast_mode=True)
 
@@ -111,8 +113,8 @@ def test_gradients_by_small_steps(name: str, drops: bool) -> None:
 def test_either_result_alone_has_gradients(which: int) -> None:
     inputs = make_inputs()
     runs = []
-    for op in (attention, attention_reference):
-        result = op(*inputs, *[None] * 4, **PLAIN)[which]
+    for results in (attention(*inputs, *NOTHING, **PLAIN), attention_reference(*inputs, Masks(**PLAIN))):  # type: ignore[call-arg]
+        result = results[which]
         runs.append(torch.autograd.grad(result.square().sum(), inputs[: 3 - which]))
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -129,7 +131,7 @@ def test_windows_of_the_fused_kernel(dtype: torch.dtype, mask_kind: str, is_caus
     runs = []
     for has_flash in (True, False):
         monkeypatch.setattr(module, "_has_flash", lambda *_, answer=has_flash: answer)
-        out, log_sum_exp = attention(*inputs, mask, None, None, None, **options)
+        out, log_sum_exp = attention(*inputs, mask, *NOTHING[1:], **options)
         runs.append([out, log_sum_exp, *torch.autograd.grad(out.sum(), inputs)])
     tolerance = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2}[dtype]
     for one, other in zip(*runs, strict=True):
@@ -154,12 +156,12 @@ def test_documents_are_the_mask_of_equal_ids(name: str, mask_kind: str, monkeypa
     inputs, mask = make_inputs(), make_mask(mask_kind)
     leaves = [*inputs, mask] if mask is not None and mask.requires_grad else inputs
     for has_flash, options in itertools.product((True, False), OPTIONS.values()):
-        monkeypatch.setattr(module, "_has_flash", lambda *arguments, answer=has_flash: answer and not arguments[3]["soft_cap"])
+        monkeypatch.setattr(module, "_has_flash", lambda *arguments, answer=has_flash: answer and not arguments[2].soft_cap)
         whole = same if mask is None else same & mask if mask.dtype == torch.bool else mask.masked_fill(~same, -torch.inf)
         runs: list[list[Tensor]] = []
-        for call in ((mask, None, of_query, of_key), (whole, None, None, None)):
+        for call in ((mask, of_query, of_key), (whole, None, None)):
             torch.manual_seed(1)
-            results = attention(*inputs, *call, **options)
+            results = attention(*inputs, *call, *NOTHING[3:], **options)
             total = sum((result * torch.randn(result.shape, dtype=result.dtype)).sum() for result in results)
             runs.append([*results, *torch.autograd.grad(total, leaves)])  # type: ignore[arg-type]
         for one, other in zip(*runs, strict=True):
@@ -169,13 +171,13 @@ def test_documents_are_the_mask_of_equal_ids(name: str, mask_kind: str, monkeypa
 def test_documents_are_attended_to_one_by_one() -> None:
     """Causal attention over a packed sequence is that over each document, cut out; what has no key of its own is zero."""
     inputs, ids = make_inputs(7, 7), torch.tensor([[4, 4, 4, 2, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1]])
-    out, log_sum_exp = attention(*inputs, None, None, ids, ids, **PLAIN | {"is_causal": True})
+    out, log_sum_exp = attention(*inputs, None, ids, ids, *NOTHING[3:], **PLAIN | {"is_causal": True})
     for sample, start, end in ((0, 0, 3), (0, 3, 7), (1, 0, 1), (1, 1, 7)):
         cut = [item[sample : sample + 1, :, start:end] for item in inputs]
-        alone = attention(*cut, *[None] * 4, **PLAIN | {"is_causal": True})
+        alone = attention(*cut, *NOTHING, **PLAIN | {"is_causal": True})
         torch.testing.assert_close(out[sample, :, start:end], alone[0][0])
         torch.testing.assert_close(log_sum_exp[sample, :, start:end], alone[1][0])
-    out, log_sum_exp = attention(*inputs, None, None, ids, ids + 10, **PLAIN)
+    out, log_sum_exp = attention(*inputs, None, ids, ids + 10, *NOTHING[3:], **PLAIN)
     assert not bool(out.any()) and not bool(log_sum_exp.any())
     assert all(not bool(each.any()) for each in torch.autograd.grad(out.sum() + log_sum_exp.sum(), inputs))
 
@@ -194,13 +196,13 @@ def test_documents_that_do_not_fit_are_refused_when_traced(of_query: Tensor | No
     operands = [item.detach().to("meta") for item in make_inputs()]
     documents = [None if ids is None else ids.to("meta") for ids in (of_query, of_key)]
     with pytest.raises((ValueError, RuntimeError), match=message):
-        attention(*operands, None, None, *documents, **PLAIN)
+        attention(*operands, None, *documents, *NOTHING[3:], **PLAIN)
 
 
 def test_sinks_by_the_sum() -> None:
     """out · sigmoid(log_sum_exp − sink) is attention with one more key of score `sink` and of no value."""
     inputs, sinks = make_inputs(), torch.randn(4, dtype=torch.float64, requires_grad=True)
-    out, log_sum_exp = attention(*inputs, *[None] * 4, **PLAIN)
+    out, log_sum_exp = attention(*inputs, *NOTHING, **PLAIN)
     ours = out * (log_sum_exp - sinks[:, None]).sigmoid()[..., None]
     query, key, value = inputs
     scores = query @ key.repeat_interleave(2, 1).mT * 0.3
@@ -221,14 +223,14 @@ def test_which_positions_attend() -> None:
 
 def test_scores_near_the_cap_stay_finite() -> None:
     query, key, value = (item * 1e4 for item in make_inputs())
-    out, log_sum_exp = attention(query, key, value, *[None] * 4, **PLAIN | {"soft_cap": 30.0})
+    out, log_sum_exp = attention(query, key, value, *NOTHING, **PLAIN | {"soft_cap": 30.0})
     assert bool(out.isfinite().all()) and float(log_sum_exp.detach().abs().max()) <= 30.0 + math.log(7)
     leaves = [query.detach().requires_grad_(), key.detach().requires_grad_()]
-    out, _ = attention(*leaves, value.detach(), *[None] * 4, **PLAIN | {"soft_cap": 30.0})
+    out, _ = attention(*leaves, value.detach(), *NOTHING, **PLAIN | {"soft_cap": 30.0})
     assert all(bool(each.isfinite().all()) for each in torch.autograd.grad(out.sum(), leaves))
 
 
 @pytest.mark.parametrize(("option", "message"), [({"window": -1}, "window is -1"), ({"soft_cap": -2.0}, "soft cap is -2")])
 def test_options_without_a_meaning_are_refused_when_traced(option: dict[str, Any], message: str) -> None:
     with torch.device("meta"), pytest.raises((ValueError, RuntimeError), match=message):
-        attention(torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), *[None] * 4, **PLAIN | option)
+        attention(torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 4), *NOTHING, **PLAIN | option)

@@ -19,6 +19,8 @@ for _module in pkgutil.iter_modules(autopar.kernels.__path__):
 
 ops: Any = torch.ops.autopar
 ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
+ATTENDS |= {"keep_below": 0, "keep_scale": 1.0, "kernel": "triton"}
+ATTENDS_SOME = ATTENDS | {"keep_below": 2**31, "keep_scale": 2.0}
 PROBABILITIES: dict[str, Any] = {"scale": 0.5, "dtype": torch.float32}
 NORM: dict[str, Any] = {"eps": 1e-5, "centred": True}
 SILU: dict[str, Any] = {"activation": "silu"}
@@ -48,15 +50,17 @@ def heads(num_heads: int, length: int, size: int = 4, trained: bool = False) -> 
     return normal(2, length, num_heads, size).transpose(1, 2).requires_grad_(trained)
 
 
-def attention(trained: bool, mask: Tensor | None = None, has_keep: bool = False, has_documents: bool = False) -> Arguments:
-    keep = (normal(2, 4, 3, 5) > 0).float() * 2.0 if has_keep else None
+def attention(trained: bool, mask: Tensor | None = None, has_documents: bool = False, drops: bool = False) -> Arguments:
     documents = (torch.tensor([[0, 1, 1], [3, 2, 7]]), torch.tensor([[0, 0, 1, 1, 2]])) if has_documents else (None, None)
-    return heads(4, 3, trained=trained), heads(2, 5, trained=trained), heads(2, 5, trained=trained), mask, keep, *documents
+    rows, word = torch.arange(24).reshape(2, 4, 3, 1) * 5, torch.tensor([12345, 678]).reshape(2, 1, 1, 1)
+    draws = (rows, word, torch.arange(5)) if drops else (None, None, None)
+    operands = (heads(4, 3, trained=trained), heads(2, 5, trained=trained), heads(2, 5, trained=trained))
+    return *operands, mask, *documents, *draws
 
 
-def attention_gradients(mask: Tensor | None, has_sum: bool, has_documents: bool = False) -> Arguments:
-    operands = attention(False, mask, has_documents=has_documents)
-    out, log_sum_exp = ops.attention(*operands, **ATTENDS)
+def attention_gradients(mask: Tensor | None, has_sum: bool, has_documents: bool = False, drops: bool = False) -> Arguments:
+    operands = attention(False, mask, has_documents, drops)
+    out, log_sum_exp = ops.attention(*operands, **ATTENDS_SOME if drops else ATTENDS)
     return (normal(2, 4, 3, 4), normal(2, 4, 3) if has_sum else None, *operands, out, log_sum_exp)
 
 
@@ -104,12 +108,18 @@ INSTANCES: dict[str, tuple[Any, Callable[[], Arguments], dict[str, Any]]] = {
     "attention, soft cap": (ops.attention, lambda: attention(True), ATTENDS | {"soft_cap": 2.0}),
     "attention, mask": (ops.attention, lambda: attention(True, normal(2, 1, 3, 5) > 0), ATTENDS),
     "attention, learned mask": (ops.attention, lambda: attention(True, normal(1, 4, 3, 5, trained=True)), ATTENDS),
-    "attention, keep": (ops.attention, lambda: attention(True, None, True), ATTENDS),
+    "attention, dropout": (ops.attention, lambda: attention(True, normal(1, 4, 3, 5, trained=True), True, True), ATTENDS_SOME),
     "attention, documents": (ops.attention, lambda: attention(True, normal(1, 4, 3, 5, trained=True), has_documents=True), ATTENDS),
     "attention backward": (ops.attention_backward, lambda: attention_gradients(None, False), ATTENDS),
     "attention backward, of both": (ops.attention_backward, lambda: attention_gradients(None, True), ATTENDS),
     "attention backward, documents": (ops.attention_backward, lambda: attention_gradients(None, False, True), ATTENDS),
+    "attention backward, dropout": (ops.attention_backward, lambda: attention_gradients(None, True, False, True), ATTENDS_SOME),
     "attention's mask gradient": (ops.attention_mask_gradient, lambda: attention_gradients(normal(4, 3, 5), True), ATTENDS),
+    "attention's mask gradient, dropout": (
+        ops.attention_mask_gradient,
+        lambda: attention_gradients(normal(4, 3, 5), False, False, True),
+        ATTENDS_SOME,
+    ),
     "block-sparse attention": (ops.block_sparse_attention, lambda: block_sparse(True), SPARSE),
     "block-sparse attention, causal": (ops.block_sparse_attention, lambda: block_sparse(True), SPARSE | {"is_causal": True}),
     "block-sparse attention backward": (ops.block_sparse_attention_backward, lambda: block_sparse_gradients(False), SPARSE),

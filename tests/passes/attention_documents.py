@@ -149,13 +149,26 @@ def _(m: Any, ids: Tensor) -> Tensor:
 MEANING["documents and positions, gathered"] = (True, True, 0, False)
 
 
-@form("documents and positions, gathered", inputs=positions, **SQUARE)
-def _(m: Any, position: Tensor) -> Tensor:
+def packed(m: Any, position: Tensor) -> Tensor:
     """transformers: documents begin where positions do not rise by one."""
     ids = (torch.diff(position, prepend=position[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     batch, rows, keys = torch.arange(B)[:, None, None, None], torch.arange(S)[None, None, :, None], torch.arange(S)[None, None, None]
     mask = (ids[batch, rows] == ids[batch, keys]) & (position[batch, keys] <= position[batch, rows])
     return scores_of(m).masked_fill(~mask, -math.inf).softmax(-1) @ m.value
+
+
+@form("documents and positions, gathered", inputs=positions, **SQUARE)
+def _(m: Any, position: Tensor) -> Tensor:
+    return packed(m, position)
+
+
+MEANING["positions that nobody gave"] = (False, True, 0, False)
+
+
+@form("positions that nobody gave", **SQUARE)
+def _(m: Any) -> Tensor:
+    """They restart nowhere: one document, and so none."""
+    return packed(m, torch.arange(S).expand(B, S))
 
 
 MEANING["documents, and positions that may fall"] = (True, False, 0, True)

@@ -16,8 +16,10 @@ from autopar.fusion import Found, FusionDecision
 from autopar.kernels.attention import attention
 from autopar.mesh import virtual_mesh
 from autopar.passes.fuse_attention import FuseAttention
+from autopar.passes.key_random import KeyRandom
 from autopar.program import Program
 from autopar.promote import default_float64, promote
+from autopar.random_key import random_key
 from tests.passes import attention_caps_and_sinks, attention_layouts, attention_masks, attention_near_misses  # noqa: F401  (they register theirs)
 from tests.passes.attention_documents import MEANING
 from tests.passes.attention_forms import FORMS, NEAR_MISSES, AttentionForm
@@ -202,7 +204,7 @@ def test_window_is_a_flag_only_where_the_band_is_known(name: str) -> None:
 def test_documents_are_operands_only_where_integer_ids_are_compared(name: str) -> None:
     _, decision, after = fused(FORMS[name].module(), FORMS[name].inputs())
     call = next(node for node in after.graph.nodes if node.target is attention)
-    mask, _, of_query, of_key = call.args[3:]
+    mask, of_query, of_key = call.args[3:6]
     assert (of_query is not None, call.kwargs["is_causal"], call.kwargs["window"], mask is not None) == MEANING[name]
     assert ("documents; " in str(decision)) == (of_query is not None) == (of_key is not None)
 
@@ -252,7 +254,7 @@ def test_repeated_heads_are_undone() -> None:
 
 
 def test_dropout_drops_what_it_would_have() -> None:
-    """The dropout that is left is one of ones, of the probabilities' shape and place among the draws."""
+    """At the probabilities' place among the draws, and at their positions."""
 
     def compute(m: Any) -> Tensor:
         return torch.dropout((m.query @ m.key.mT).softmax(-1), 0.25, m.training) @ m.value
@@ -260,15 +262,31 @@ def test_dropout_drops_what_it_would_have() -> None:
     form = AttentionForm("dropout", compute, FORMS["divided"].shapes)
     program, decision, after = fused(form.module(), ())
     assert "dropout 0.25" in str(decision)
-    values = values_of(program, form.module(), ())
-    found = []
-    for each in (program, after):
-        torch.manual_seed(0)
-        found.append([tensor for tensors in results(each, values, True).values() for tensor in tensors])
+    values = [*values_of(program, form.module(), ()), torch.tensor(random_key(0, 0))]
+    found = [
+        [tensor for tensors in results(KeyRandom().apply(each), values, True).values() for tensor in tensors] for each in (program, after)
+    ]
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
     _, decision, after = fused(form.module().eval(), ())
     assert len(decision.fused) == 1 and aten.dropout.default not in targets(after)
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_a_result_may_be_written_in_place(through_a_view: bool) -> None:
+    """A product keeps its operands for the backward; the op keeps its output, too."""
+
+    def compute(m: Any) -> Tensor:
+        out = (m.query @ m.key.mT).softmax(-1) @ m.value
+        (out.mT if through_a_view else out).mul_(2.0)
+        return out
+
+    form = AttentionForm("written", compute, FORMS["divided"].shapes)
+    program, decision, after = fused(form.module(), ())
+    assert len(decision.fused) == 1
+    values = values_of(program, form.module(), ())
+    found = [results(each, values, True)["suite_0"] for each in (program, after)]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
 
 
 def test_a_router_is_no_attention() -> None:

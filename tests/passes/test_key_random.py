@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Iterator
 
@@ -18,6 +19,7 @@ from autopar.emit import Emitter
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.kernels.attention import attention
+from autopar.kernels.dropout import drawn
 from autopar.mesh import virtual_mesh
 from autopar.passes.key_random import KeyRandom
 from autopar.passes.unify_attention import UnifyAttention
@@ -268,10 +270,41 @@ def test_attention_dropout_is_keyed() -> None:
     x = torch.randn(2, 3, 4, 8)
     program = keyed(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), x)
     call = next(node for node in program.graph.nodes if node.target is attention)
-    assert call.args[4].meta["val"].shape == (2, 3, 4, 4)
+    assert [each.meta["val"].shape for each in call.args[6:9]] == [(2, 3, 4, 1), (), (4,)]
     assert not any(torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) for node in program.graph.nodes)
     first, second, other = run(program, x)[0], run(program, x)[0], run(program, x, step=1)[0]
     assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_attention_draws_as_its_probabilities_would() -> None:
+    x = torch.randn(2, 3, 4, 8, dtype=torch.float64)
+
+    def plain(x: Tensor) -> Tensor:
+        return F.dropout((x @ x.mT * 0.3).softmax(-1), 0.5) @ x
+
+    fused = keyed(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, scale=0.3), x)
+    torch.testing.assert_close(run(fused, x)[0], run(keyed(plain, x), x)[0], rtol=1e-12, atol=1e-12)
+    everything = keyed(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=1.0), x)
+    assert torch.equal(run(everything, x)[0], torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 1), (1, 1, 7), (2, 3, 4, 5), (3, 2**31, 2)], ids=str)
+def test_positions_are_what_the_bits_are_made_of(shape: tuple[int, ...]) -> None:
+    graph, mode = Graph(), fake_mode()
+    key = graph.placeholder("key")
+    with mode:
+        key.meta["val"] = torch.empty((), dtype=torch.int64)
+    graph.output((key,))
+    emit, one, other = Emitter(graph, next(reversed(graph.nodes))), *(Draws(graph, key, 1) for _ in range(2))
+    rows, second, columns = one.positions(emit, shape)
+    assert columns.meta["val"].shape == shape[-1:]
+    assert torch.broadcast_shapes(rows.meta["val"].shape, (*shape[:-1], 1)) == (*shape[:-1], 1)
+    bits = other.bits(emit, shape)
+    assert bits.meta["val"].shape == shape
+    if math.prod(shape) < 2**20:
+        next(reversed(graph.nodes)).args = ((rows, second, columns, bits),)
+        *positions, wanted = torch.fx.GraphModule({}, graph)(torch.tensor(random_key(3, 1)))
+        assert torch.equal(drawn(*positions).broadcast_to(shape), wanted)
 
 
 def test_distributions() -> None:

@@ -180,7 +180,7 @@ def test_masks_are_flags_and_documents_where_they_say_the_same(name: str) -> Non
 
     program = assert_as_torch(Masked(*tensors((*lead, 6, 8), (*lead, 6, 8), (*lead, 6, 8))), IDS)
     call = next(node for node in program.graph.nodes if node.target is attention)
-    mask, _, *documents = call.args[3:]
+    mask, *documents = call.args[3:6]
     shapes = {None if ids is None else tuple(ids.meta["val"].shape) for ids in documents}
     assert (shapes, call.kwargs["is_causal"], call.kwargs["window"], mask is not None) == ({wanted[0]}, *wanted[1:])
 
@@ -218,15 +218,14 @@ def test_a_mask_made_of_a_trained_value_by_comparison_is_a_constant() -> None:
     assert attention in targets(program)
 
 
-def test_dropout_is_left_as_a_dropout_of_ones() -> None:
+def test_dropout_is_left_to_be_drawn() -> None:
     program = unified(Attention(*tensors((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)), dropout_p=0.25))
     call = next(node for node in program.graph.nodes if node.target is attention)
-    keep = call.args[4]
-    assert keep.target is aten.dropout.default and keep.args[0].target is aten.ones.default
-    assert keep.meta["val"].shape == (2, 3, 5, 7) and keep.args[1] == 0.25
+    assert call.args[6:] == (None, None, None)
+    assert call.kwargs["keep_below"] == 3 * 2**30 and call.kwargs["keep_scale"] == 1 / 0.75
     parameters = [torch.ones(item.shape, dtype=item.dtype) for item in program.signature.inputs]
-    values = set(program.module()(*parameters)[0].unique().tolist())
-    assert len(values) > 2, "all ones come out as one value unless something is dropped"
+    with pytest.raises(ValueError, match="drop_rows"):
+        program.module()(*parameters)
 
 
 def test_a_view_of_the_result_fits_its_new_layout() -> None:

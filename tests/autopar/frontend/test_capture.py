@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.checks.checker import check
 from autopar.compiled import TENSOR
+from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.keys import SOURCE
 from autopar.passes.trace_joint import TraceJoint
@@ -265,3 +266,16 @@ def test_values_are_on_the_cpu_and_sources_are_the_users() -> None:
             assert SOURCE[node].file == __file__, SOURCE[node]
             assert "self.linear(x).relu().sum()" in SOURCE[node].code
     assert any(SOURCE[node].module == "linear" for node in program.graph.nodes if node.op == "call_function")
+
+
+class OfFour(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(4, 3) * 2
+
+
+def test_what_others_export_is_checked_by_torch_after_a_capture() -> None:
+    capture(OfFour(), (torch.ones(4, 3),), {}, MESH)
+    with pytest.raises(CaptureError):
+        capture(OfFour(), (torch.ones(4, 2),), {}, MESH)
+    with pytest.raises(Exception, match="Constraints violated"):
+        torch.export.export(OfFour(), (torch.ones(4, 3),), dynamic_shapes={"x": {0: torch.export.Dim("n")}}, strict=True)

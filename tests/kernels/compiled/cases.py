@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.kernels.attention_masks import Draws, Masks
 from autopar.kernels.gpu import (
     attention,
     attention_backward,
@@ -24,7 +25,6 @@ from autopar.kernels.gpu import (
     rotary,
     softmax,
 )
-from autopar.kernels.gpu.attention_scores import Masks
 
 MATMUL_KERNELS = {
     "attention_forward",
@@ -154,42 +154,67 @@ def attention_cases() -> dict[str, Case]:
         attention_backward.backward(*arguments)
         attention_mask_gradient.mask_gradient(*arguments)
 
-    def documents(is_causal: bool, mask: Tensor | None = None, window: int = 0) -> Masks:
-        ids = empty(2, 2048, dtype=torch.int64)
-        return Masks(mask, None, is_causal, 0.1, window, query_documents=ids, key_documents=ids)
-
-    causal, full = Masks(None, None, True, 0.1), Masks(None, None, False, 0.1)
+    causal, full = Masks(is_causal=True, scale=0.1), Masks(is_causal=False, scale=0.1)
+    ids, places = empty(2, 2048, dtype=torch.int64), empty(2, 8, 2048, 1, dtype=torch.int64)
+    packed, packed_causal = (replace(each, query_documents=ids, key_documents=ids) for each in (full, causal))
     added, flags = empty(1, 8, 2048, 2048), empty(2, 1, 2048, 2048, dtype=torch.bool)
-    keep = empty(2, 8, 2048, 2048)
-    return {
+
+    def dropped(masks: Masks, rows_differ: bool = False) -> Masks:
+        draws: Draws = places, places if rows_differ else empty(dtype=torch.int64), empty(2048, dtype=torch.int64)
+        rows, second, columns = draws
+        some = {"keep_below": round(0.9 * 2**32), "keep_scale": 1 / 0.9}
+        return replace(masks, drop_rows=rows, drop_second=second, drop_columns=columns, **some)  # type: ignore[arg-type]
+
+    plain = {
         "attention 64 causal": both(64, BF16, causal),
         "attention 128 causal": both(128, BF16, causal),
         "attention 256 causal": both(256, BF16, causal),
         "attention 64 causal float32": both(64, FP32, causal),
         "attention 16 full": both(16, BF16, full, 8),
         "attention 80 full": both(80, BF16, full),
-        "attention 128 window and soft-cap": both(128, BF16, Masks(None, None, True, 0.1, 512, 30.0)),
-        "attention 64 causal window": both(64, BF16, Masks(None, None, True, 0.1, 128)),
-        "attention 128 window": both(128, BF16, Masks(None, None, False, 0.1, 512)),
-        "attention 256 window": both(256, BF16, Masks(None, None, True, 0.1, 4096)),
-        "attention 256 bool mask": both(256, BF16, Masks(flags, None, False, 0.1)),
-        "attention 256 soft-cap": both(256, BF16, Masks(None, None, True, 0.1, 0, 50.0)),
-        "attention 256 window and soft-cap": both(256, BF16, Masks(None, None, True, 0.1, 4096, 50.0)),
-        "attention 64 added mask and soft-cap": both(64, BF16, Masks(added, None, False, 1.0, 0, 50.0)),
-        "attention 64 added mask": both(64, BF16, Masks(added, None, False, 1.0)),
-        "attention 64 documents": both(64, BF16, documents(False)),
-        "attention 64 causal documents": both(64, BF16, documents(True)),
-        "attention 64 causal documents float32": both(64, FP32, documents(True)),
-        "attention 128 causal documents": both(128, BF16, documents(True)),
-        "attention 256 causal documents": both(256, BF16, documents(True)),
-        "attention 256 documents and window": both(256, BF16, documents(True, window=4096)),
-        "attention 64 documents and bool mask": both(64, BF16, documents(True, flags)),
-        "attention 64 documents and bool mask float32": both(64, FP32, documents(True, flags)),
-        "attention 128 documents and added mask": both(128, BF16, documents(False, added)),
-        "attention 128 documents and soft-cap": both(128, BF16, replace(documents(True), soft_cap=30.0)),
-        "attention 256 documents and bool mask": both(256, BF16, documents(True, flags)),
-        "attention 128 mask and keep": both(128, BF16, Masks(flags, keep, False, 0.1)),
+        "attention 128 window and soft-cap": both(128, BF16, replace(causal, window=512, soft_cap=30.0)),
+        "attention 64 causal window": both(64, BF16, replace(causal, window=128)),
+        "attention 128 window": both(128, BF16, replace(full, window=512)),
+        "attention 256 window": both(256, BF16, replace(causal, window=4096)),
+        "attention 256 bool mask": both(256, BF16, replace(full, mask=flags)),
+        "attention 256 soft-cap": both(256, BF16, replace(causal, soft_cap=50.0)),
+        "attention 256 window and soft-cap": both(256, BF16, replace(causal, window=4096, soft_cap=50.0)),
+        "attention 64 added mask and soft-cap": both(64, BF16, replace(full, mask=added, soft_cap=50.0)),
+        "attention 64 added mask": both(64, BF16, replace(full, mask=added)),
     }
+    documents = {
+        "attention 64 documents": both(64, BF16, packed),
+        "attention 64 causal documents": both(64, BF16, packed_causal),
+        "attention 64 causal documents float32": both(64, FP32, packed_causal),
+        "attention 128 causal documents": both(128, BF16, packed_causal),
+        "attention 256 causal documents": both(256, BF16, packed_causal),
+        "attention 256 documents and window": both(256, BF16, replace(packed_causal, window=4096)),
+        "attention 64 documents and bool mask": both(64, BF16, replace(packed_causal, mask=flags)),
+        "attention 64 documents and bool mask float32": both(64, FP32, replace(packed_causal, mask=flags)),
+        "attention 128 documents and added mask": both(128, BF16, replace(packed, mask=added)),
+        "attention 128 documents and soft-cap": both(128, BF16, replace(packed_causal, soft_cap=30.0)),
+        "attention 256 documents and bool mask": both(256, BF16, replace(packed_causal, mask=flags)),
+    }
+    dropout = {
+        "attention 64 dropout": both(64, BF16, dropped(full), 8),
+        "attention 64 causal dropout": both(64, BF16, dropped(causal)),
+        "attention 64 causal dropout float32": both(64, FP32, dropped(causal)),
+        "attention 64 causal dropout, words of rows": both(64, BF16, dropped(causal, rows_differ=True)),
+        "attention 64 dropout and added mask float32": both(64, FP32, dropped(replace(full, mask=added))),
+        "attention 80 dropout": both(80, BF16, dropped(full)),
+        "attention 80 dropout and bool mask": both(80, BF16, dropped(replace(full, mask=flags))),
+        "attention 128 causal dropout": both(128, BF16, dropped(causal)),
+        "attention 128 causal dropout, words of rows": both(128, BF16, dropped(causal, rows_differ=True)),
+        "attention 256 causal dropout": both(256, BF16, dropped(causal)),
+        "attention 256 causal dropout, words of rows": both(256, BF16, dropped(causal, rows_differ=True)),
+        "attention 128 dropout, window and soft-cap": both(128, BF16, dropped(replace(causal, window=512, soft_cap=30.0))),
+    }
+    for size in (64, 128, 256):
+        dropout[f"attention {size} dropout and bool mask"] = both(size, BF16, dropped(replace(full, mask=flags)))
+        dropout[f"attention {size} causal dropout and bool mask"] = both(size, BF16, dropped(replace(causal, mask=flags)))
+        dropout[f"attention {size} dropout and added mask"] = both(size, BF16, dropped(replace(full, mask=added)))
+        dropout[f"attention {size} dropout and documents"] = both(size, BF16, dropped(packed_causal))
+    return plain | documents | dropout
 
 
 def block_sparse_cases() -> dict[str, Case]:

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.kernels.attention_masks import Masks
 from autopar.kernels.gpu import attention as gpu
 from autopar.kernels.gpu import attention_backward as gpu_backward
 from autopar.kernels.gpu import attention_mask_gradient as gpu_mask
-from autopar.kernels.gpu.attention_scores import Masks, require_addressable
+from autopar.kernels.gpu.attention_scores import require_addressable
 from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.kernels.drawing import KINDS, draws_of, kept_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DROPS: dict[str, Any] = {"keep_below": round(0.7 * 2**32), "keep_scale": 1 / 0.7}
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Form:
     is_causal: bool = False
     window: int = 0
     soft_cap: float = 0.0
-    keep: bool = False
+    drops: str = ""
     both: bool = False
     size: float = 1.0
     documents: str = ""
@@ -50,17 +53,23 @@ FORMS = {
     "soft-cap": Form(is_causal=True, soft_cap=2.0, size=3.0),
     "soft-cap and an added mask": Form((2, 2, 2, 33, 70, 16, 16), mask="added", soft_cap=1.5),
     "soft-cap and a window": Form((1, 2, 1, 150, 150, 16, 16), is_causal=True, soft_cap=2.0, window=20),
-    "soft-cap and keep": Form(keep=True, soft_cap=2.0),
+    "soft-cap and dropout": Form(drops="one word", soft_cap=2.0),
     "both results": Form((2, 6, 2, 33, 65, 16, 16), both=True),
     "both results, causal": Form((1, 2, 1, 70, 70, 24, 16), is_causal=True, both=True),
     "both results, rows that attend to nothing": Form(mask="empty rows", both=True),
-    "both results, with all options": Form((2, 2, 1, 70, 70, 16, 16), "added", True, 20, 2.0, keep=True, both=True),
+    "both results, with all options": Form((2, 2, 1, 70, 70, 16, 16), "added", True, 20, 2.0, "a word a row", both=True),
     "bool mask": Form(mask="bool"),
     "rows that attend to nothing": Form(mask="empty rows"),
     "mask of keys": Form((2, 2, 1, 33, 70, 16, 16), mask="keys"),
     "added mask": Form((2, 2, 2, 33, 70, 16, 16), mask="added"),
     "causal with an added mask": Form((2, 2, 1, 70, 70, 16, 16), mask="added", is_causal=True),
-    "keep": Form(keep=True, is_causal=True),
+    "dropout": Form(drops="one word", is_causal=True),
+    "dropout, grouped heads, a ragged end": Form((2, 6, 2, 33, 65, 16, 16), drops="rows for all heads, a word a sample"),
+    "dropout, rows for all samples": Form((2, 2, 1, 70, 150, 16, 16), drops="rows for all samples"),
+    "dropout, a word a row": Form((2, 2, 1, 70, 33, 24, 48), drops="a word a row"),
+    "dropout and rows that attend to nothing": Form((2, 2, 1, 70, 70, 16, 16), mask="empty rows", drops="one word", both=True),
+    "dropout and an added mask": Form((2, 2, 1, 70, 70, 16, 16), mask="added", drops="one word"),
+    "dropout and a window": Form((1, 2, 1, 150, 150, 16, 16), is_causal=True, window=20, drops="one word"),
     "no power of two": Form((1, 2, 1, 40, 40, 80, 80)),
     "values of another size": Form((1, 2, 1, 40, 40, 24, 48)),
     "heads of 64": Form((1, 1, 1, 40, 70, 64, 64), is_causal=True),
@@ -72,7 +81,8 @@ FORMS = {
     "documents in any order, causal": Form((2, 4, 2, 70, 70, 16, 16), is_causal=True, documents="mixed", both=True),
     "documents for all samples, more keys": Form((2, 2, 1, 40, 150, 16, 16), documents="for all"),
     "documents and a window": Form((1, 2, 1, 150, 150, 16, 16), is_causal=True, window=20, documents="in order"),
-    "documents, a soft cap and keep": Form((1, 2, 1, 70, 70, 16, 16), soft_cap=2.0, keep=True, documents="in order"),
+    "documents, a soft cap and dropout": Form((1, 2, 1, 70, 70, 16, 16), soft_cap=2.0, drops="one word", documents="in order"),
+    "documents and dropout, a word a row": Form((2, 2, 1, 70, 150, 16, 16), drops="a word a row", documents="mixed"),
     "documents and an added mask": Form((2, 2, 1, 70, 150, 16, 16), mask="added", documents="mixed"),
     "documents and a bool mask": Form((2, 2, 1, 70, 70, 16, 16), mask="bool", is_causal=True, documents="in order"),
     "huge scores": Form(size=30.0),
@@ -152,10 +162,13 @@ def test_forms(name: str, dtype: torch.dtype) -> None:
     query = heads_of(batch, heads, length, size, dtype) * form.size
     key, value = heads_of(batch, groups, key_length, size, dtype), heads_of(batch, groups, key_length, value_size, dtype)
     mask, scale = mask_of(form, dtype), size**-0.5
-    keep = (torch.rand(batch, heads, length, key_length) > 0.3).to(dtype) / 0.7 if form.keep else None
+    scores = (batch, heads, length, key_length)
+    draws = draws_of(scores, form.drops) if form.drops else (None, None, None)
+    keep = kept_of(scores, draws, **DROPS) if form.drops else None  # type: ignore[arg-type]
     grad, grad_sum = torch.randn(batch, heads, length, value_size).to(dtype), torch.randn(batch, heads, length) if form.both else None
     documents = documents_of(form)
-    masks = Masks(mask, keep, form.is_causal, scale, form.window, form.soft_cap, *documents)
+    options: dict[str, Any] = {"is_causal": form.is_causal, "scale": scale, "soft_cap": form.soft_cap, "window": form.window}
+    masks = Masks(mask, *documents, *draws, **options | (DROPS if form.drops else {}))
     out, log_sum_exp = gpu.forward(query, key, value, masks)
     has_bias = mask is not None and mask.dtype != torch.bool
     grads = gpu_backward.backward(grad, grad_sum, query, key, value, out, log_sum_exp, masks)
@@ -178,18 +191,40 @@ def test_forms(name: str, dtype: torch.dtype) -> None:
 
 def test_log_sum_exp_and_layouts() -> None:
     query, key = heads_of(2, 4, 33, 16, torch.float32), heads_of(2, 2, 70, 16, torch.float32)
-    masks = Masks(torch.rand(2, 1, 33, 70) > 0.5, None, False, 0.25)
+    masks = Masks(torch.rand(2, 1, 33, 70) > 0.5, is_causal=False, scale=0.25)
     out, log_sum_exp = gpu.forward(query, key, key, masks)
     scores = (query @ key.repeat_interleave(2, 1).mT * 0.25).masked_fill(~masks.mask, -torch.inf)  # type: ignore[operator]
     torch.testing.assert_close(log_sum_exp, scores.logsumexp(-1))
     assert out.transpose(1, 2).is_contiguous() and log_sum_exp.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_what_is_dropped_is_drawn_as_by_plain_ops(kind: str) -> None:
+    """Bit by bit, at the ends of what is kept: values that are the identity make the output the probabilities."""
+    query, key, value = heads_of(2, 4, 33, 16, torch.float32), heads_of(2, 2, 50, 16, torch.float32), torch.eye(50).expand(2, 2, 50, 50)
+    draws = draws_of((2, 4, 33, 50), kind)
+    for keep_below in (1, round(0.3 * 2**32), 2**32):
+        masks = Masks(None, None, None, *draws, is_causal=False, scale=0.25, keep_below=keep_below, keep_scale=3.0)
+        out, log_sum_exp = gpu.forward(query, key, value, masks)
+        keep = kept_of((2, 4, 33, 50), draws, keep_below, 3.0)
+        whole, sums = gpu.forward(query, key, value, Masks(is_causal=False, scale=0.25))
+        assert torch.equal(out != 0, keep != 0) and torch.equal(log_sum_exp, sums)
+        torch.testing.assert_close(out, whole * keep.float())
+
+
+def test_dropout_of_everything_is_zero() -> None:
+    query, key, grad = heads_of(1, 2, 33, 16, torch.float32), heads_of(1, 2, 40, 16, torch.float32), torch.randn(1, 2, 33, 16)
+    masks = Masks(None, None, None, *draws_of((1, 2, 33, 40)), is_causal=True, scale=0.25, keep_below=1, keep_scale=0.0)
+    out, log_sum_exp = gpu.forward(query, key, key, masks)
+    found = gpu_backward.backward(grad, None, query, key, key, out, log_sum_exp, masks)
+    assert all(bool((each == 0).all()) for each in (out, *found)) and bool((log_sum_exp != 0).any())
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 33, 40), (1, 4, 33, 40), (2, 1, 33, 40), (33, 40), (1, 1, 1, 40), (2, 1, 33, 1)])
 def test_the_gradient_of_a_mask_is_summed_to_its_shape(shape: tuple[int, ...]) -> None:
     query, key = heads_of(2, 4, 33, 16, torch.float32), heads_of(2, 2, 40, 16, torch.float32)
     mask = torch.randn(shape, requires_grad=True)
-    masks, grad = Masks(mask.detach(), None, False, 0.25), torch.randn(2, 4, 33, 16)
+    masks, grad = Masks(mask.detach(), is_causal=False, scale=0.25), torch.randn(2, 4, 33, 16)
     found = gpu_mask.mask_gradient(grad, None, query, key, key, *gpu.forward(query, key, key, masks), masks)
     (expected,) = torch.autograd.grad(plain(query, key, key, mask, None, Form(), 0.25)[0], mask, grad)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
@@ -199,7 +234,7 @@ def test_very_negative_scores_beside_a_ragged_end() -> None:
     """Beyond the last key a score of 0 is far above all others, and its exponential would be infinite."""
     query, key, value, grad = (torch.randn(1, 1, length, 16) for length in (70, 41, 41, 70))
     leaves = [item.requires_grad_() for item in (query + 8.0, key - 8.0, value)]
-    masks = Masks(None, None, False, 0.25)
+    masks = Masks(is_causal=False, scale=0.25)
     expected = torch.autograd.grad(plain(*leaves, None, None, Form(), 0.25)[0], leaves, grad)
     operands = [item.detach() for item in leaves]
     found = gpu_backward.backward(grad, None, *operands, *gpu.forward(*operands, masks), masks)
@@ -209,7 +244,7 @@ def test_very_negative_scores_beside_a_ragged_end() -> None:
 
 def test_rows_that_are_not_contiguous() -> None:
     query, key, value = (torch.randn(1, 2, 16, 33).mT for _ in range(3))
-    out, log_sum_exp = gpu.forward(query, key, value, masks := Masks(None, None, True, 0.25))
+    out, log_sum_exp = gpu.forward(query, key, value, masks := Masks(is_causal=True, scale=0.25))
     torch.testing.assert_close(out, plain(query, key, value, None, None, Form(is_causal=True), 0.25)[0])
     grad = torch.randn(1, 2, 16, 33).mT
     leaves = [item.detach().requires_grad_() for item in (query, key, value)]
@@ -230,7 +265,7 @@ def test_tiles_that_no_document_reaches_are_not_loaded(is_causal: bool) -> None:
     expected = torch.autograd.grad(results[0], leaves, grad)
     for item, planted in ((query, slice(64, 96)), (grad, slice(64, 96)), (key, slice(32, 96)), (value, slice(32, 96))):
         item[:, :, planted] = torch.nan
-    masks = Masks(None, None, is_causal, 0.25, query_documents=of_query, key_documents=of_key)
+    masks = Masks(None, of_query, of_key, is_causal=is_causal, scale=0.25)
     out, log_sum_exp = gpu.forward(query, key, value, masks)
     found = gpu_backward.backward(grad, None, query, key, value, out, log_sum_exp, masks)
     for one, other in zip((out, log_sum_exp, *found), (*results, *expected), strict=True):
