@@ -164,7 +164,7 @@ class _Builder:
         strategies = placeholder_strategies(item.kind, dims, mesh, BATCH[node][0], self.program.freedom)
         strategies = (self.pinned[node.name],) if node.name in self.pinned else whole_axes(strategies, (), (dims,), mesh)
         reads = () if left is None else (self.value_of(left),)
-        kind = self._number(("input", item.kind, dims, item.dtype, item.requires_grad))
+        kind = self._number(("input", item.kind, dims, item.dtype, item.requires_grad, len(reads)))
         if (kind, strategies) not in self._inputs:
             candidates = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
             self._inputs[kind, strategies] = candidates

@@ -21,7 +21,7 @@ KEPT, WORD, START = 0.7, 0x9E3779B9, 2**32 - 12_345
 
 @dataclass(frozen=True)
 class Form:
-    """B, H, G, S, T, D, E; what is masked, and how; whether log_sum_exp gets a gradient, too."""
+    """B, H, G, S, T, D, E; what is masked, and how; whether log_sum_exp gets a gradient, too; whose kernel runs it."""
 
     shape: tuple[int, ...]
     mask: str = ""
@@ -32,12 +32,13 @@ class Form:
     both: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     documents: str = ""
+    kernel: str = "triton"
 
     def options(self) -> dict[str, Any]:
         scale = self.shape[5] ** -0.5
         keep_below, keep_scale = (round(KEPT * 2**32), 1 / KEPT) if self.drops else (0, 1.0)
         options = {"is_causal": self.is_causal, "scale": scale, "soft_cap": self.soft_cap, "window": self.window}
-        return options | {"keep_below": keep_below, "keep_scale": keep_scale, "kernel": "triton"}
+        return options | {"keep_below": keep_below, "keep_scale": keep_scale, "kernel": self.kernel}
 
 
 PLAIN, WIDE = (2, 4, 4, 777, 777, 64, 64), (2, 4, 2, 777, 777, 128, 128)
@@ -79,6 +80,9 @@ FORMS = {
     "documents and bias": Form(PLAIN, mask="added", documents="in order"),
     "documents, heads of 256": Form((1, 4, 2, 520, 520, 256, 256), is_causal=True, documents="in order"),
     "both results": Form(WIDE, is_causal=True, both=True, dtypes=HALF),
+    "torch's kernel": Form(PLAIN, kernel="aten", dtypes=HALF),
+    "torch's kernel, causal, grouped": Form(WIDE, is_causal=True, kernel="aten", dtypes=HALF),
+    "torch's kernel forward, ours backward": Form(WIDE, is_causal=True, both=True, kernel="aten"),
 }
 
 

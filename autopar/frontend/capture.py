@@ -26,6 +26,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
+from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost
 from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.source import user_frames
@@ -79,7 +80,7 @@ def capture(
     """
     if outputs not in (None, "loss", "all"):
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
-    _refuse_autocast(model)
+    refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
     with attributes_kept(model):
         with attributes_kept(model, but_hooks=True), caches_kept_clean():
@@ -90,7 +91,7 @@ def capture(
                 'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"'
             )
         program = _exported(model, args, kwargs, mesh, spec, loss)
-    _refuse_lost(program, spec.assigned)
+    refuse_lost(program, spec.assigned)
     return _with_batch_dims(program, batch_dims)
 
 
@@ -118,30 +119,6 @@ def _exported(
         return forward_program(exported, mesh, trainable, spec.structure, spec.leaves, loss_index, loss is not None)
 
 
-def _refuse_autocast(model: nn.Module) -> None:
-    """A program has no casts of an autocast around the call: without them it would compute something else."""
-    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"} | {"cpu", "cuda"}
-    enabled = [kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
-    if enabled:
-        raise CaptureError(
-            f"{type(model).__name__} is called under torch.autocast({enabled[0]!r}), which autopar does not rewrite; leave the context "
-            f"and cast the model's weights instead: model.to({torch.get_autocast_dtype(enabled[0])})"
-        )
-
-
-def _refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
-    """The program writes into buffers; a new tensor in the place of one is lost, which shows where the old one is read."""
-    read = [item.name for item, node in program.named_inputs() if item.kind == "buffer" and item.name in assigned and node.users]
-    if read:
-        names, first = ", ".join(map(repr, read)), read[0].rpartition(".")[2]
-        raise CaptureError(
-            f"forward assigns a new tensor to the buffer {names}, which it also reads: the next step would read the old one; write into "
-            f"it, self.{first}.copy_(...) under torch.no_grad(), instead of self.{first} = ..."
-        )
-    for name in assigned:
-        logger.warning("forward assigns a new tensor to the buffer %r, which stays as it is; nothing in forward reads it", name)
-
-
 def _with_batch_dims(program: Program, batch_dims: BatchDims) -> Program:
     if batch_dims is None:
         sized = [item for item in program.signature.inputs_of("batch") if item.shape]
@@ -166,7 +143,8 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """Run the forward on fake tensors to learn what it returns."""
     mode = fake_mode()
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    with mode, torch.no_grad(), _explained(model), torch.random.fork_rng(devices=[]):
+    refused = inference_mode_refused() if torch.is_grad_enabled() else contextlib.nullcontext()
+    with mode, torch.no_grad(), _explained(model), torch.random.fork_rng(devices=[]), refused:
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)

@@ -24,6 +24,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.keys import Source
 from autopar.mesh import Mesh
+from autopar.overwrites import writes
 from autopar.program import Form, Input, InputKind, Output, Program, Signature
 from autopar.source import set_sources, source_of
 
@@ -144,9 +145,16 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
     # The operands rather than the results: what is written in place inside has no gradient either.
     own = [_detached(graph, operand) if detached else operand for operand in outer]
     results = _copy_calls(region, graph, dict(zip(region.graph.find_nodes(op="placeholder"), own, strict=True)))
-    # An operand that the region hands back is itself.
+    # An operand that the region hands back, written in place or not, is itself.
     themselves = dict(zip(own, outer, strict=True))
-    return tuple(themselves.get(result, result) for result in results)
+    return tuple(themselves.get(_written(result), result) for result in results)
+
+
+def _written(result: Node) -> Node:
+    """What the ops that made `result` in place, and give it back, have written."""
+    while result.op == "call_function" and writes(result) and (returned := result.target._schema.returns) and returned[0].alias_info:  # type: ignore[union-attr]
+        result = node_at(result, 0)
+    return result
 
 
 def _detached(graph: Graph, operand: Node) -> Node:

@@ -1,0 +1,56 @@
+"""What a capture would silently get wrong, refused before or after it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+
+import torch
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.program import Program
+
+logger = logging.getLogger("autopar")
+
+
+def refuse_autocast(model: nn.Module) -> None:
+    """A program has no casts of an autocast around the call: without them it would compute something else."""
+    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"} | {"cpu", "cuda"}
+    enabled = [kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
+    if enabled:
+        raise CaptureError(
+            f"{type(model).__name__} is called under torch.autocast({enabled[0]!r}), which autopar does not rewrite; leave the context "
+            f"and cast the model's weights instead: model.to({torch.get_autocast_dtype(enabled[0])})"
+        )
+
+
+def refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
+    """The program writes into buffers; a new tensor in the place of one is lost, which shows where the old one is read."""
+    read = [item.name for item, node in program.named_inputs() if item.kind == "buffer" and item.name in assigned and node.users]
+    if read:
+        names, first = ", ".join(map(repr, read)), read[0].rpartition(".")[2]
+        raise CaptureError(
+            f"forward assigns a new tensor to the buffer {names}, which it also reads: the next step would read the old one; write into "
+            f"it, self.{first}.copy_(...) under torch.no_grad(), instead of self.{first} = ..."
+        )
+    for name in assigned:
+        logger.warning("forward assigns a new tensor to the buffer %r, which stays as it is; nothing in forward reads it", name)
+
+
+@contextlib.contextmanager
+def inference_mode_refused() -> Generator[None]:
+    """torch.export leaves `torch.inference_mode` out of what it traces: what is computed there would get gradients."""
+    original = torch.inference_mode.__enter__
+
+    def enter(self: torch.inference_mode) -> None:
+        if self.mode:
+            raise CaptureError("forward enters torch.inference_mode(), which cannot be captured in training; use torch.no_grad() there")
+        original(self)
+
+    torch.inference_mode.__enter__ = enter
+    try:
+        yield
+    finally:
+        torch.inference_mode.__enter__ = original
