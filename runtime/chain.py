@@ -23,7 +23,7 @@ from autopar.program import Form, Program
 from autopar.promote import Promoting, copy_model, default_float64, promote, promote_compiled, promote_tensor
 from autopar.runtime.inputs import CallInputs
 from autopar.runtime.replay import Case, ReplayError, Results, run_forward, run_global, run_local, run_original, tangents_of
-from autopar.runtime.report import Difference, Report, error_of, floor_of, norm
+from autopar.runtime.report import Difference, Report, error_of, floor_of, norm, own_tolerance
 from autopar.runtime.watch import Watcher, difference_at, first_renamed
 
 # The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
@@ -44,11 +44,12 @@ def verify_compiled(
 ) -> Report:
     """Compare `model` with what was compiled from it, on inputs of global shape.
 
-    `promote` does both in float64. `tolerance` is 1e-9 then and 1e-4 otherwise, unless given. `key` is the value of the
+    `promote` does both in float64. `tolerance` is 1e-9 then and `own_tolerance` otherwise, unless given. `key` is the value of the
     program's random key. `run` adds the module's own run. Nothing of `model` changes. Needs memory for a copy of the model
     and for the activations of every rank.
     """
-    tolerance = (1e-9 if promote else 1e-4) if tolerance is None else tolerance
+    if tolerance is None:
+        tolerance = 1e-9 if promote else own_tolerance(_narrowest(compiled.forward))
     with ExitStack() as stack:
         if promote:
             stack.enter_context(default_float64())
@@ -99,6 +100,13 @@ def _gradient_error(value: torch.Tensor | None, wanted: torch.Tensor | None, sca
     return error_of(value, wanted, floor_of(known.dtype) * scale) if known is not None else 0.0
 
 
+def _narrowest(program: Program) -> torch.dtype:
+    """The floating-point dtype of fewest digits among the program's values."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    found = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
 class _Chain:
     def __init__(self, model: nn.Module, compiled: Compiled, inputs: CallInputs, promoted: bool, tolerance: float, key: int) -> None:
         self.promoted, self.tolerance = promoted, tolerance
@@ -145,6 +153,7 @@ class _Chain:
             buffer_errors=self.errors.buffers,
             replica_errors=self.errors.replicas,
             first_difference=difference,
+            narrowest=_narrowest(self.compiled.forward),
         )
 
     def agrees(self, results: Results) -> bool:

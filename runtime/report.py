@@ -45,6 +45,7 @@ class Report:
     gradient_errors  per parameter ‖a − b‖ / max(‖b‖, floor · ‖all gradients‖), see `floor_of`
     buffer_errors    per buffer that the model changes
     replica_errors   per result the largest difference between ranks that should hold the same part
+    narrowest        the dtype of fewest digits that the model computes in, where it is not promoted
     """
 
     loss_error: float
@@ -55,6 +56,7 @@ class Report:
     buffer_errors: Mapping[str, float] = field(default_factory=dict[str, float])
     replica_errors: Mapping[str, float] = field(default_factory=dict[str, float])
     first_difference: Difference | None = None
+    narrowest: torch.dtype = torch.float32
 
     def __bool__(self) -> bool:
         return self.first_difference is None and self.worst <= self.tolerance
@@ -68,10 +70,15 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "equal" if self else "NOT EQUAL"
-        how = "promoted to float64" if self.promoted else "in the model's own precision"
+        is_rounded = not self.promoted and self.narrowest not in (torch.float32, torch.float64)
+        name = str(self.narrowest).removeprefix("torch.")
+        how = "promoted to float64" if self.promoted else "in the model's own precision" + (f", {name} in part" if is_rounded else "")
         lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
         if self.reference == "forward program":
             lines.append("  (the program draws random numbers, which are keyed by position and not eager's: compared on one device)")
+        if is_rounded and not self:
+            rounding = torch.finfo(self.narrowest).eps
+            lines.append(f"  ({name} rounds by up to {rounding:.2g}, and more of a sum that cancels: promote=True compares without)")
         if self.first_difference is not None:
             lines.append(f"  first difference: {self.first_difference}")
         lines.append(f"  loss: {self.loss_error:.3g}")
@@ -83,6 +90,11 @@ class Report:
 def _worst_five(title: str, table: Mapping[str, float]) -> list[str]:
     worst = sorted(table.items(), key=lambda entry: -entry[1])[:5]
     return [f"  {title} {name}: {error:.3g}" for name, error in worst if error > 0 or title == "gradient"]
+
+
+def own_tolerance(narrowest: torch.dtype) -> float:
+    """What is asked for in the model's own precision: 1e-4, and eight roundings of the narrowest dtype that it computes in."""
+    return max(1e-4, 8 * torch.finfo(narrowest).eps)
 
 
 def norm(tensor: torch.Tensor) -> float:

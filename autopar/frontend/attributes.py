@@ -46,6 +46,16 @@ def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[None
                     attributes[name].update(added)
 
 
+def numbers_of(model: nn.Module) -> dict[str, float]:
+    """The plain numbers that modules hold as attributes, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
+
+
 def _installed(
     attributes: dict[str, Any], before: dict[str, Any], contents: list[tuple[Any, Any]]
 ) -> tuple[dict[str, dict[int, Any]], dict[str, bool]]:

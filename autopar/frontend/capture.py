@@ -23,10 +23,10 @@ from autopar._torch import checkpoints_called, constraints_unchecked, fake_mode,
 from autopar.caches import caches_kept_clean
 from autopar.compiled import TENSOR
 from autopar.errors import CaptureError
-from autopar.frontend.attributes import attributes_kept
+from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
-from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost
+from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
 from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.source import user_frames
@@ -84,7 +84,9 @@ def capture(
     args, kwargs = _distinct_examples(model, args, kwargs)
     with attributes_kept(model):
         with attributes_kept(model, but_hooks=True), caches_kept_clean():
+            numbers = numbers_of(model)
             spec = _output_spec(model, args, kwargs)
+            warn_of_frozen(numbers, numbers_of(model))
         loss = None if outputs == "all" else spec.loss
         if outputs == "loss" and loss is None:
             raise CaptureError(

@@ -1,10 +1,10 @@
-"""What a capture would silently get wrong, refused before or after it."""
+"""What a capture would silently get wrong: refused, or warned of where it need not matter."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 
 import torch
 from torch import nn
@@ -54,3 +54,13 @@ def inference_mode_refused() -> Generator[None]:
         yield
     finally:
         torch.inference_mode.__enter__ = original
+
+
+def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Numbers that forward changes on its modules (a counter of calls) are in the program what they were when it was captured."""
+    changed = [f"{name} ({before[name]:g} → {value:g})" for name, value in after.items() if name in before and before[name] != value]
+    if changed:
+        logger.warning(
+            "forward changes numbers on its modules, which the captured program has as they were: %s; where they matter, make them buffers",
+            ", ".join(changed),
+        )

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from autopar.runtime.report import Difference, Report, error_of, floor_of, norm
+from autopar.runtime.report import Difference, Report, error_of, floor_of, norm, own_tolerance
 
 NAN, INF = math.nan, math.inf
 
@@ -68,6 +68,14 @@ def test_a_report_is_truthy_when_all_errors_are_within_tolerance() -> None:
     assert not report(gradient_errors={"v": 0.0, "w": NAN}) and not report(gradient_errors={"w": 1e-8})
     assert not report(buffer_errors={"b": 1.0}) and not report(replica_errors={"loss 0": 1.0})
     assert not report(first_difference=Difference("mm", "", "lower", 1.0))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-4), (torch.float32, 1e-4), (torch.bfloat16, 0.0625)])
+def test_what_is_asked_for_is_what_the_dtype_can_give(dtype: torch.dtype, tolerance: float) -> None:
+    assert own_tolerance(dtype) == tolerance
+    text = str(Report(0.5, {}, tolerance, narrowest=dtype))
+    assert ("bfloat16 in part" in text) == ("promote=True compares without" in text) == (dtype == torch.bfloat16)
+    assert "promote=True" not in str(Report(0.0, {}, tolerance, narrowest=dtype)), "there is nothing to explain"
 
 
 def test_a_report_reads_verdict_first_and_the_worst_five() -> None:

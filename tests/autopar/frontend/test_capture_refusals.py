@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import pytest
@@ -165,3 +166,19 @@ def test_experts_visited_one_by_one_are_refused_with_the_setting_that_helps() ->
     assert "modeling_mixtral.py" in str(caught.value) and 'model.set_experts_implementation("grouped_mm")' in str(caught.value)
     case.model.set_experts_implementation("grouped_mm")
     capture(case.model, (), case.batch, MESH)
+
+
+def test_numbers_that_forward_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls, self.scale = nn.Linear(4, 4), 0, 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return (self.linear(x) * self.calls * self.scale).square().mean()
+
+    model = Counted()
+    with caplog.at_level(logging.WARNING, "autopar"):
+        capture(model, (torch.randn(2, 4),), {}, MESH)
+    assert "calls (0 → 1)" in caplog.text and "scale" not in caplog.text and model.calls == 0
