@@ -24,14 +24,14 @@ def caches_kept_clean() -> Generator[None]:
     Models keep tables of positions in such caches (Beit's relative positions): after a run on fake tensors the model itself
     would compute with what has no values. Other caches are left alone.
     """
-    before = {cache: cache.cache_info().misses for cache in _every.caches()}
+    before = {cache: cache.cache_info() for cache in _every.caches()}
     try:
         yield
     finally:
         for cache in _every.caches():
             info = cache.cache_info()
-            # A cache without a miss was given nothing, one that is empty holds nothing; ours hold no tensors, and grow large.
-            if info.currsize and info.misses != before.get(cache) and not str(getattr(cache, "__module__", "")).startswith("autopar."):
+            # A cache that nobody asked was given nothing, one that is empty holds nothing; ours hold no tensors, and grow large.
+            if info.currsize and info != before.get(cache) and not str(getattr(cache, "__module__", "")).startswith("autopar."):
                 if _holds_fakes(gc.get_referents(cache)):
                     cache.cache_clear()
 

@@ -23,7 +23,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
 from autopar.mesh import RESERVED_AXES, Mesh
-from autopar.microbatches import mixing
+from autopar.microbatches import estimates
 from autopar.passes.choose_kernels import ChooseKernels
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.copy_to_stages import CopyToStages
@@ -244,7 +244,7 @@ def _writes_rows(options: Options) -> bool:
 def _choices(options: Options) -> tuple[DecidingPass, ...]:
     """The choice between kernels, where there are some: a laptop that plans for a GPU makes it, too."""
     device = options.cluster.device.name
-    is_gpu = options.device == "cuda" or device not in ("cpu", Cluster.ideal().device.name)
+    is_gpu = options.device == "cuda" or device not in ("cpu", "tpu", Cluster.ideal().device.name)
     return (ChooseKernels.by(options.kernels, device, options.plan),) if is_gpu else ()
 
 
@@ -290,6 +290,8 @@ def compile_call(
         order = best_order(program, cost, order, options.budget.capacity_bytes)
     schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
     kernels = next((step.decision.kernels for step in history.steps if step.kind is ChooseKernels), {})
+    estimated = estimates(local)
+    is_estimated = bool(estimated.launches or (estimated.buffers and local.mesh.num_microbatches > 1))
     plan, stages = replace(Plan.of(program, decision), kernels=kernels), None
     if order is not None:
         stages = history.decision(PlaceStages)
@@ -298,7 +300,7 @@ def compile_call(
         forward=history.program(KeyRandom),
         program=program,
         local=local,
-        separated=history.program(SeparateMicrobatches) if mixing(local) else None,
+        separated=history.program(SeparateMicrobatches) if is_estimated else None,
         schedules=schedules,
         plan=plan,
         steps=tuple(history.steps),

@@ -27,6 +27,8 @@ from autopar.emit import Emitter, tensor_of
 aten = torch.ops.aten
 
 _MASK_32 = (1 << 32) - 1
+# That one word tells apart.
+_MOST_POSITIONS = 1 << 32
 # Below 2³⁰ (it multiplies a sum, up to 2³³), 2³¹ and 2³⁰.
 _FACTORS = (0x21F0AAAD, 0x735A2D97, 0x31848BAB)
 # Bits of a draw that a dtype can hold without rounding up to 1.
@@ -121,9 +123,9 @@ class Draws:
 def _num_lead_dims(shape: Sequence[int]) -> int:
     """How many leading dims stay outside the longest run of trailing dims with at most 2³² positions."""
     lead = len(shape)
-    while lead and math.prod(shape[lead - 1 :]) <= 2**32:
+    while lead and math.prod(shape[lead - 1 :]) <= _MOST_POSITIONS:
         lead -= 1
-    assert math.prod(shape[:lead]) <= 2**32, f"{tuple(shape)} has more positions than two words of 32 bits tell apart"
+    assert math.prod(shape[:lead]) <= _MOST_POSITIONS, f"{tuple(shape)} has more positions than two words of 32 bits tell apart"
     return lead
 
 

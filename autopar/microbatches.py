@@ -7,16 +7,37 @@ unreduced over `mb` is summed when all microbatches have run. One that is reduce
     known ahead   it descends from the batch's inputs alone (a count of tokens): computed for all microbatches first
     mixing        it joins what the network made of several microbatches (the statistics of a batch norm): each microbatch
                   takes its own estimate of it, as it would if it were the whole batch
+
+A buffer that changes goes from microbatch to microbatch. What is only added to one (a count) is the microbatch's own part, and exact.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Number
+
+import torch
 from torch.fx import Node
 
-from autopar.collectives import is_launch
+from autopar.collectives import all_reduce, is_launch, wait
+from autopar.emit import tensor_of
 from autopar.mesh import MICROBATCHES
 from autopar.program import Program
 from autopar.sharding import Sharding
+
+aten = torch.ops.aten
+
+# Of a sum they make the sum of what they make of its terms.
+_VIEWS = frozenset(
+    {
+        aten.clone.default, aten.alias.default, aten.reshape.default, aten.view.default, aten.t.default, aten.transpose.int,
+        aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.neg.default,
+        aten.sum.dim_IntList, aten.sum.default,
+    }
+)  # fmt: skip
+_SCALES = frozenset({aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor})
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
 _KNOWN_AHEAD = ("batch", "constant", "coordinate", "random_key")
 
@@ -53,3 +74,127 @@ def summed_later(sharding: Sharding) -> Sharding:
 def summed(sharding: Sharding) -> Sharding:
     """`sharding` once that sum is taken."""
     return Sharding(sharding.splits, tuple(entry for entry in sharding.unreduced if entry[0] != MICROBATCHES))
+
+
+@dataclass(frozen=True)
+class AddedToBuffers:
+    """What is only added to buffers: old ± value ± … is all that becomes of the old value and of `values`.
+
+    `sums` are those additions; `exact` the names of buffers that nothing else reads, whose sum over the microbatches is then exact.
+    """
+
+    sums: frozenset[Node]
+    values: frozenset[Node]
+    exact: frozenset[str]
+
+    def takes(self, user: Node) -> bool:
+        """Whether all that `user` makes of an operand ends in such an addition."""
+        return user in self.sums or (user in self.values and is_linear(user))
+
+
+def added_to_buffers(program: Program) -> AddedToBuffers:
+    """Of a LOCAL program."""
+    old = {item.name: node for item, node in program.named_inputs() if item.kind == "buffer"}
+    sums: set[Node] = set()
+    exact: set[str] = set()
+    for output, node in program.named_outputs():
+        chain = _additions(node, old[output.name]) if output.kind == "buffer" else []
+        sums.update(chain)
+        if chain and len(old[output.name].users) == 1 and all(_is_total(value) for each in chain for value in _values(each, chain, old)):
+            exact.add(output.name)
+    values = leading_to(program, sums, lambda user: user in sums or is_linear(user)) - sums - set(old.values())
+    return AddedToBuffers(frozenset(sums), values, frozenset(exact))
+
+
+def _additions(new: Node, old: Node) -> list[Node]:
+    """The additions by which `new` came from `old`, last first, each read by the next alone; none where there is anything else."""
+    found: list[Node] = []
+    while new is not old:
+        left, right = (*new.args, None, None)[:2]
+        if new.target not in _SUMS or len(new.users) != 1 or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
+            return []
+        found.append(new)
+        swapped = new.target is aten.add.Tensor and not new.kwargs and _comes_from(right, old) and not _comes_from(left, old)
+        new = right if swapped else left
+    return found
+
+
+def _values(addition: Node, chain: list[Node], old: dict[str, Node]) -> list[Node]:
+    """What `addition` adds to the old value, or to what the chain made of it."""
+    return [each for each in addition.all_input_nodes if each not in chain and each not in old.values()]
+
+
+def _is_total(value: Node) -> bool:
+    """Whether a value is a sum over the microbatches, but for a factor, its shape and sums over ranks."""
+    while is_linear(value):
+        if value.target is wait and MICROBATCHES in value.all_input_nodes[0].args[1]:  # type: ignore[operator]
+            return True
+        value = value.all_input_nodes[0]
+    return False
+
+
+def _comes_from(node: Node, old: Node) -> bool:
+    while node.target in _SUMS and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node is old
+
+
+def parts_of_means(program: Program) -> frozenset[Node]:
+    """The values of which nothing becomes but terms of losses and gradients that are the mean of what the microbatches have.
+
+    `number` times a microbatch's own part stands for such a sum exactly, once that mean is taken.
+    """
+    ahead = known_ahead(program)
+    means = [(node, is_mean(output.kind, output.sharding) and node not in ahead) for output, node in program.named_outputs()]
+    others = {node for node, mean in means if not mean}
+    ends = {node for node, _ in means if node not in others and all(user.op == "output" for user in node.users)}
+    return leading_to(program, ends, lambda user: user.target in _SUMS or is_linear(user))
+
+
+def is_mean(kind: str, sharding: Sharding | None) -> bool:
+    """Whether an output is one that the microbatches have alike, or estimates of, rather than parts."""
+    assert sharding is not None
+    return kind in ("loss", "gradient") and not is_summed_later(sharding)
+
+
+def leading_to(program: Program, ends: set[Node], through: Callable[[Node], bool]) -> frozenset[Node]:
+    """`ends` and the nodes that are read for them alone, each reader on the way being one `through` which to go."""
+    found = set(ends)
+    for node in reversed(program.graph.nodes):
+        if node.users and all(user in found and through(user) for user in node.users):
+            found.add(node)
+    return frozenset(found)
+
+
+def is_linear(node: Node) -> bool:
+    """Whether a call makes of a sum the sum of what it makes of its terms: views, factors, sums over ranks, casts that round at most."""
+    if node.target is all_reduce:
+        return node.args[-1] == "sum"
+    if node.target is wait:
+        return is_linear(node.all_input_nodes[0])
+    if node.target is aten._to_copy.default:
+        source, target = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
+        return target.is_floating_point or (target != torch.bool and not source.is_floating_point)
+    return node.target in _VIEWS or (node.target in _SCALES and isinstance(node.args[1], Number))
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Where microbatches come to something else than the whole batch would: `launches` that mix them, `buffers` changed anew by each."""
+
+    launches: tuple[Node, ...]
+    buffers: tuple[str, ...]
+
+
+def estimates(program: Program) -> Estimates:
+    """Of a LOCAL program, before its microbatches are separated."""
+    added, means = added_to_buffers(program), parts_of_means(program)
+    launches = tuple(node for node in mixing(program) if not _is_exact(node, added, means))
+    changed = (item.name for item in program.signature.outputs_of("buffer"))
+    return Estimates(launches, tuple(sorted(name for name in changed if name not in added.exact)))
+
+
+def _is_exact(launch: Node, added: AddedToBuffers, means: frozenset[Node]) -> bool:
+    """Whether what the microbatches take in place of a sum comes to that sum in the end."""
+    (completed,) = launch.users
+    return launch.args[-1] == "sum" and (completed in means or all(added.takes(user) for user in completed.users))

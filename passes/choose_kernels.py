@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,13 +13,14 @@ from autopar.errors import PlanError
 from autopar.fusion import Choice, KernelDecision, place_of
 from autopar.hardware.attention_rates import winner
 from autopar.kernels.attention import attention
+from autopar.kernels.attention_checks import KERNELS
 from autopar.kernels.attention_masks import Masks
 from autopar.kernels.gpu.attention_aten import why_not
 from autopar.keys import SOURCE, Source
 from autopar.plans.plan import Plan, node_keys
 from autopar.program import Program
 
-KERNELS = ("triton", "aten")
+logger = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ class ChooseKernels:
             key, kernel = next(iter(wrong.items()))
             raise PlanError(f"the plan's kernel of {key!r} is {kernel!r}; attention runs by {' or '.join(map(repr, KERNELS))}")
         keys = node_keys(program)
+        unknown = sorted(set(self.planned) - {keys[node] for node in program.graph.nodes if node.target is attention})
+        if unknown:
+            logger.warning("the plan has kernels for %d attentions that are not here, the first is %r", len(unknown), unknown[0])
         return KernelDecision(tuple(self._choice(node, keys[node]) for node in program.graph.nodes if node.target is attention))
 
     def apply(self, program: Program, decision: KernelDecision) -> Program:
@@ -74,7 +79,9 @@ class ChooseKernels:
         if self.kernels != "auto":
             return "triton" if self.kernels == "triton" else "aten", f'kernels="{self.kernels}"'
         fastest = winner(self.device, query.shape[3], key_tensor.shape[2], masks.is_causal)
-        return ("aten", f"nothing was measured on {self.device}") if fastest is None else (fastest.kernel, str(fastest))
+        if fastest is None:
+            return "aten", f"nothing was measured on {self.device}; ours where torch has none for it"
+        return fastest.kernel, str(fastest)
 
 
 def _sums(node: Node) -> str | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
@@ -14,22 +14,23 @@ from autopar.emit import Emitter
 from autopar.errors import PlanError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE
 from autopar.mesh import MICROBATCHES
-from autopar.microbatches import is_summed_later, known_ahead, mixing, summed_later
+from autopar.microbatches import (
+    AddedToBuffers,
+    Estimates,
+    added_to_buffers,
+    estimates,
+    is_mean,
+    known_ahead,
+    leading_to,
+    mixing,
+    summed_later,
+)
 from autopar.program import Output, Program
 from autopar.reports.printing import op_name
 
 logger = logging.getLogger("autopar")
 aten = torch.ops.aten
 
-# Of sums they make the sums of what they make of the terms; products and quotients of two tensors do not.
-_LINEAR = frozenset(
-    {
-        wait, aten._to_copy.default, aten.clone.default, aten.alias.default, aten.reshape.default, aten.view.default, aten.t.default,
-        aten.transpose.int, aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims,
-        aten.neg.default, aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor, aten.sum.dim_IntList, aten.sum.default,
-    }
-)  # fmt: skip
-_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 # So many places are named in the warning.
 _SHOWN = 4
 
@@ -53,24 +54,13 @@ class SeparateMicrobatches:
         if number == 1:
             return program
         program = program.copy()
-        counts, averaged = _added_to_buffers(program), _parts_of_means(program)
-        mixed = mixing(program)
-        places = [str(SOURCE.get(node)) for node in mixed if counts.isdisjoint(node.users) and averaged.isdisjoint(node.users)]
-        for node in program.graph.nodes:
-            if is_launch(node) and MICROBATCHES in node.args[1]:
-                _require_sum(node, number, or_maximum=node in mixed)
-        for node in mixed:
-            _separate(node, program, number, counts)
-        if places:
-            first = list(dict.fromkeys(places))
-            more = f"; and {len(first) - _SHOWN} more" if len(first) > _SHOWN else ""
-            logger.warning(
-                "%d values mix microbatches; each of the %d microbatches takes its own (batch norm: its own statistics): %s%s",
-                len(places),
-                number,
-                "; ".join(first[:_SHOWN]),
-                more,
-            )
+        added, mixed, estimated = added_to_buffers(program), set(mixing(program)), estimates(program)
+        launches = [node for node in program.graph.nodes if is_launch(node) and MICROBATCHES in node.args[1]]
+        for node in launches:
+            _require_sum(node, number, or_maximum=node in mixed)
+        _warn(estimated, number)
+        for node in launches:
+            _separate(node, program, number, added, node in mixed)
         return self._averaged(program, number)
 
     def _averaged(self, program: Program, number: int) -> Program:
@@ -80,54 +70,13 @@ class SeparateMicrobatches:
         results = list(program.results)
         for index, (output, node) in enumerate(program.named_outputs()):
             assert output.sharding is not None, output
-            if _is_mean(output, node, ahead):
+            if is_mean(output.kind, output.sharding) and node not in ahead:
                 part = Emitter(program.graph, program.graph.output_node(), node).call(aten.mul.Tensor, node, 1 / number)
                 DIMS[part], SHARDING[part] = (output.dims,), (summed_later(output.sharding),)
                 results[index], output = part, replace(output, sharding=summed_later(output.sharding))
             outputs.append(output)
         program.graph.output_node().args = (tuple(results),)
         return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))
-
-
-def _added_to_buffers(program: Program) -> frozenset[Node]:
-    """The values of which nothing becomes but terms of sums that are the buffers' new values: buffer + value."""
-    old = {item.name: node for item, node in program.named_inputs() if item.kind == "buffer"}
-    sums: set[Node] = set()
-    for output, node in program.named_outputs():
-        is_sum = output.kind == "buffer" and node.target is aten.add.Tensor and node.args[0] is old[output.name] is not node.args[1]
-        sums |= {node} if is_sum and len(node.users) == 1 else set()
-    return _leading_to(program, sums, lambda user: user in sums or _is_one_of(user, _LINEAR)) - sums
-
-
-def _parts_of_means(program: Program) -> frozenset[Node]:
-    """The values of which nothing becomes but terms of losses and gradients, whose mean over the microbatches is then exact."""
-    ahead = known_ahead(program)
-    is_mean = [(node, _is_mean(output, node, ahead)) for output, node in program.named_outputs()]
-    others = {node for node, mean in is_mean if not mean}
-    ends = {node for node, _ in is_mean if node not in others and all(user.op == "output" for user in node.users)}
-    return _leading_to(program, ends, lambda user: _is_one_of(user, _LINEAR | _SUMS))
-
-
-def _leading_to(program: Program, ends: set[Node], through: Callable[[Node], bool]) -> frozenset[Node]:
-    """`ends` and the nodes that are read for them alone, each reader on the way being one `through` which to go."""
-    found = set(ends)
-    for node in reversed(program.graph.nodes):
-        if node.users and all(user in found and through(user) for user in node.users):
-            found.add(node)
-    return frozenset(found)
-
-
-def _is_one_of(node: Node, ops: frozenset[object]) -> bool:
-    """Whether `node` is a call of one of `ops`, or a sum over ranks; of products and quotients, with a number."""
-    if node.target is all_reduce:
-        return node.args[-1] == "sum"
-    return node.target in ops and (node.target in _SUMS or len(node.all_input_nodes) == 1)
-
-
-def _is_mean(output: Output, node: Node, ahead: frozenset[Node]) -> bool:
-    """Whether an output is the mean of what the microbatches have of it."""
-    assert output.sharding is not None, output
-    return output.kind in ("loss", "gradient") and not is_summed_later(output.sharding) and node not in ahead
 
 
 def _require_sum(launch: Node, number: int, or_maximum: bool) -> None:
@@ -140,16 +89,64 @@ def _require_sum(launch: Node, number: int, or_maximum: bool) -> None:
         )
 
 
-def _separate(launch: Node, program: Program, number: int, counts: frozenset[Node]) -> None:
-    """Replace a collective over the microbatches by what one of them makes of it; of `counts` it is the microbatch's own part."""
+def _separate(launch: Node, program: Program, number: int, added: AddedToBuffers, is_mixing: bool) -> None:
+    """Put in place of a collective over the microbatches what one of them makes of it.
+
+    To a buffer it adds its own part. Else its part times their number, or its own maximum, is its estimate; what is known ahead stays
+    a sum, but for a buffer: that is written by every microbatch.
+    """
     (completed,) = launch.users
-    operand, kind = launch.args[0], launch.args[-1]
+    operand = launch.args[0]
     assert isinstance(operand, Node) and completed.target is wait
-    own = operand
-    if kind == "sum":
-        emit = Emitter(program.graph, launch)
-        own = emit.call(aten.alias.default, operand) if completed in counts else emit.call(aten.mul.Tensor, operand, number)
-        ORIGIN[own], DIMS[own], SHARDING[own] = ORIGIN[completed], DIMS[completed], SHARDING[completed]
-    completed.replace_all_uses_with(own)
-    program.graph.erase_node(completed)
-    program.graph.erase_node(launch)
+    emit, is_sum = Emitter(program.graph, launch), launch.args[-1] == "sum"
+    own = _Stand(emit, operand, completed)
+    for user in list(completed.users):
+        if is_sum and added.takes(user):
+            user.replace_input_with(completed, own.part())
+        elif is_mixing or _ends_in_buffers(user, program):
+            user.replace_input_with(completed, own.times(number) if is_sum else own.part())
+    if not completed.users:
+        program.graph.erase_node(completed)
+        program.graph.erase_node(launch)
+
+
+@dataclass
+class _Stand:
+    """What stands for `completed`, made once each: its `operand` as it is, or so many times."""
+
+    emit: Emitter
+    operand: Node
+    completed: Node
+    made: dict[int, Node] = field(default_factory=dict[int, Node])
+
+    def part(self) -> Node:
+        return self.times(1)
+
+    def times(self, number: int) -> Node:
+        if number not in self.made:
+            target, more = (aten.alias.default, ()) if number == 1 else (aten.mul.Tensor, (number,))
+            made = self.made[number] = self.emit.call(target, self.operand, *more)
+            ORIGIN[made], DIMS[made], SHARDING[made] = ORIGIN[self.completed], DIMS[self.completed], SHARDING[self.completed]
+        return self.made[number]
+
+
+def _ends_in_buffers(node: Node, program: Program) -> bool:
+    """Whether new values of buffers are all that becomes of `node`."""
+    buffers = {result for output, result in program.named_outputs() if output.kind == "buffer"}
+    others = {result for output, result in program.named_outputs() if output.kind != "buffer"}
+    return node in leading_to(program, buffers - others, lambda user: True)
+
+
+def _warn(estimated: Estimates, number: int) -> None:
+    places = list(dict.fromkeys(str(SOURCE.get(node)) for node in estimated.launches))
+    if places:
+        what = "%d values mix microbatches; each of the %d microbatches takes its own (batch norm: its own statistics): %s"
+        logger.warning(what, len(estimated.launches), number, _first(places))
+    elif estimated.buffers:
+        what = "each of the %d microbatches changes these buffers anew, from what the one before left: %s"
+        logger.warning(what, number, _first(estimated.buffers))
+
+
+def _first(items: Sequence[str]) -> str:
+    more = f"; and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return "; ".join(items[:_SHOWN]) + more

@@ -126,12 +126,16 @@ def replica_difference(parts: Mapping[int, torch.Tensor], sharding: Sharding, me
     worst = (0.0, 0, 0)
     for first, ranks in replicas(sharding, mesh).items():
         for other in ranks[1:]:
-            one, two = parts[first].double(), parts[other].double()
+            one, two = (_real(parts[rank]).double() for rank in (first, other))
             gap = torch.where((one == two) | (one.isnan() & two.isnan()), torch.zeros_like(one), (one - two).abs())
             difference = float(gap.nan_to_num(nan=float("inf")).max()) if gap.numel() else 0.0
             if difference > worst[0]:
                 worst = (difference, first, other)
     return worst
+
+
+def _real(part: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
 
 
 def indices(placement: Placement, rank: int) -> tuple[torch.Tensor, ...]:

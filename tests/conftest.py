@@ -114,7 +114,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Stop the ranks when no test for them follows: idle ones poll for every group of ranks they ever made."""
     if _is_on_ranks(item) and (nextitem is None or not _is_on_ranks(nextitem)):
-        item.funcargs[_FIXTURE].stop()  # type: ignore[attr-defined]
+        ranks: GlooRanks | None = getattr(item, "funcargs", {}).get(_FIXTURE)
+        if ranks is not None:  # None: the test was skipped
+            ranks.stop()
 
 
 def _is_on_ranks(item: pytest.Item) -> bool:

@@ -118,7 +118,20 @@ def _exported(
                 len(checkpointed),
             )
         loss_index = spec.loss_index if spec.loss is not None else None
-        return forward_program(exported, mesh, trainable, spec.structure, spec.leaves, loss_index, loss is not None)
+        program = forward_program(exported, mesh, trainable, spec.structure, spec.leaves, loss_index, loss is not None)
+    return _with_first_names(program, model)
+
+
+def _with_first_names(program: Program, model: nn.Module) -> Program:
+    """Buffers of a module that goes by two names are called by the first, as parameters are."""
+    names = {id(buffer): name for name, buffer in reversed(list(model.named_buffers(remove_duplicate=False)))}
+    first = {name: names[id(buffer)] for name, buffer in model.named_buffers(remove_duplicate=False)}
+
+    def named(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(replace(item, name=first[item.name]) if item.kind == "buffer" else item for item in items)
+
+    signature = program.signature
+    return replace(program, signature=replace(signature, inputs=named(signature.inputs), outputs=named(signature.outputs)))
 
 
 def _with_batch_dims(program: Program, batch_dims: BatchDims) -> Program:
@@ -154,7 +167,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         before = dict(fakes)
         output = as_traced(lambda: torch.func.functional_call(model, fakes, fake_args, fake_kwargs))
     # After the call torch has noted in `fakes` what the model set.
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    buffers = {name for name, _ in model.named_buffers()}
     assigned = tuple(name for name, value in fakes.items() if name in buffers and value is not before[name])
     leaves, structure = _flatten(output)
     place, loss = _find_loss(output)

@@ -24,7 +24,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.keys import Source
 from autopar.mesh import Mesh
-from autopar.overwrites import writes
+from autopar.overwrites import memory_of, writers_of, writes
 from autopar.program import Form, Input, InputKind, Output, Program, Signature
 from autopar.source import set_sources, source_of
 
@@ -151,9 +151,16 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
 
 
 def _written(result: Node) -> Node:
-    """What the ops that made `result` in place, and give it back, have written."""
-    while result.op == "call_function" and writes(result) and (returned := result.target._schema.returns) and returned[0].alias_info:  # type: ignore[union-attr]
-        result = node_at(result, 0)
+    """What the ops that made `result` in place, and give it back, have written: an operand, or what `out=` names."""
+    while result.op == "call_function" and writes(result):
+        schema = result.target._schema  # type: ignore[union-attr]
+        given = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+        if len(schema.returns) != 1 or len(given) != 1 or schema.returns[0].alias_info is None:
+            return result
+        operand = result.kwargs.get(given[0].name) if given[0].kwarg_only else result.args[0]
+        if not isinstance(operand, Node):
+            return result
+        result = operand
     return result
 
 
@@ -164,11 +171,12 @@ def _detached(graph: Graph, operand: Node) -> Node:
 
 
 def _drop_needless_detaches(program: Program) -> None:
-    """A value without gradients is detached as it is."""
-    trained = differentiable(program)
+    """A value without gradients is detached as it is, but for memory that may be written a value with one later."""
+    trained, written = differentiable(program), {memory_of(each) for each in writers_of(program.graph)}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
-        if node.args[0] not in trained:
-            replace(node, node_at(node, 0))
+        operand = node_at(node, 0)
+        if operand not in trained and (memory_of(operand) not in written or memory_of(operand).op == "placeholder"):
+            replace(node, operand)
 
 
 def _region_source(module: GraphModule, args: list[Any]) -> Source:

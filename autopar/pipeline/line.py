@@ -98,16 +98,17 @@ class _Reading:
             sequence = node.meta.get("seq_nr")
             count += sequence != before or sequence not in has_backward
             before, found[node] = sequence, count
-        return self._joined(found) if self.program.mesh.num_microbatches > 1 else found
+        return self._joined(found)
 
     def _joined(self, units: dict[Node, int]) -> dict[Node, int]:
         """With those between the first and the last that read or make a buffer which changes made one: the next microbatch reads on an
-        early stage what a later one would still have to make of this one."""
+        early stage what a later one would still have to make of this one, and what it becomes leaves its stage once."""
         spans: list[tuple[int, int]] = []
         old = {item.name: node for item, node in self.program.named_inputs() if item.kind == "buffer"}
         for output, node in self.program.named_outputs():
             if output.kind == "buffer":
                 touched = self._nearest(units, old[output.name], False) | self._nearest(units, node, True)
+                touched |= {unit for user in node.users for unit in self._nearest(units, user, False) if PHASE.get(user) == "forward"}
                 spans += [(min(touched), max(touched))] if touched else []
         inside = {unit for first, last in spans for unit in range(first + 1, last + 1)}
         numbers, count = list[int](), -1

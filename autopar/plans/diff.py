@@ -36,15 +36,16 @@ class PlanDiff:
     num_parameters: int = 0
     num_ops: int = 0
     pipeline: tuple[Change, ...] = ()
+    kernels: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.ops or self.pipeline)
+        return bool(self.parameters or self.ops or self.pipeline or self.kernels)
 
     def __str__(self) -> str:
         if not self:
             return "the plans are the same"
         lines = [f"{len(self.parameters)} of {self.num_parameters} parameters and {len(self.ops)} of {self.num_ops} ops differ"]
-        for title, changes in (("parameters", self.parameters), ("ops", self.ops)):
+        for title, changes in (("parameters", self.parameters), ("ops", self.ops), ("kernels", self.kernels)):
             lines += [title, *(f"  {line}" for line in _folded(changes))] if changes else []
         if self.pipeline:
             lines += ["pipeline", *(f"  {each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in self.pipeline)]

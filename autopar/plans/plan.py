@@ -237,7 +237,8 @@ class Plan:
         parameters, ops = changes(self.parameters, other.parameters), changes(self.strategies, other.strategies)
         num_parameters = len({*self.parameters, *other.parameters})
         pipeline = changes(self._pipeline(), other._pipeline())
-        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, len({*self.strategies, *other.strategies}), tuple(pipeline))
+        num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
+        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, tuple(pipeline), tuple(kernels))
 
     def _pipeline(self) -> dict[str, object]:
         """Its order, and where its stages begin."""
@@ -280,7 +281,7 @@ class Plan:
                 inputs={name: _to_placement(entry) for name, entry in content.get("inputs", {}).items()},
                 strategies={key: to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
                 fingerprint=content.get("fingerprint", ""),
-                kernels=content.get("kernels", {}),
+                kernels=dict(content.get("kernels", {}).items()),
                 schedule=to_schedule(content.get("schedule") or {}),
                 cuts=tuple((content.get("schedule") or {}).get("cuts", ())),
                 reasons=content.get("reasons", {}),
@@ -300,6 +301,7 @@ class Plan:
         width = max((len(name) for name in self.parameters), default=0)
         lines = [f"plan on {self.mesh}: {len(self.parameters)} parameters, {len(self.strategies)} ops"]
         lines += [f"  {name:<{width}}  {placement}" for name, placement in self.parameters.items()]
+        lines += [f"  {key}  by {kernel}" for key, kernel in self.kernels.items()]
         if self.schedule is not None:
             lines += [f"  {line}" for line in str(self.schedule).splitlines()]
             lines += [f"  stage {number} begins with {cut}" for number, cut in enumerate(self.cuts, 1)]

@@ -37,6 +37,28 @@ def counted(module: Counts, h: Tensor) -> None:
         module.count += (h > 0.1).to(torch.float32).sum(0)
 
 
+def in_two_terms(module: Counts, h: Tensor) -> None:
+    with torch.no_grad():
+        module.count.sub_((h > 0.1).to(torch.float32).sum(0))
+        module.count.copy_((h > 0.2).to(torch.float32).mean(0) + module.count)
+
+
+def squared(module: Counts, h: Tensor) -> None:
+    with torch.no_grad():
+        count = (h > 0.1).to(torch.float32).sum(0)
+        module.count += count * count
+
+
+def replaced(module: Counts, h: Tensor) -> None:
+    with torch.no_grad():
+        module.mean.copy_(h.mean(0))
+
+
+def largest(module: Counts, h: Tensor) -> None:
+    with torch.no_grad():
+        module.mean.copy_(torch.maximum(module.mean, h.amax(0)))
+
+
 def averaged(module: Counts, h: Tensor) -> None:
     """In place, under no_grad, of a value that has a gradient outside."""
     with torch.no_grad():
@@ -80,6 +102,7 @@ def both(update: Callable[[Counts, Tensor], None]) -> tuple[Counts, Counts]:
         (counted, {"dp": 2, "tp": 2}, 1),
         (counted, {"dp": 2}, 4),
         (counted, {"pp": 2, "dp": 2}, 4),
+        (in_two_terms, {"dp": 2}, 4),
         (averaged, {"dp": 2, "tp": 2}, 1),
         (copied, {"dp": 2}, 1),
         (detached, {"tp": 2}, 1),
@@ -97,6 +120,60 @@ def test_buffers_are_as_on_one_device(update: Callable[[Counts, Tensor], None], 
             torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
     assert reference.count.any() or not torch.equal(reference.mean, torch.ones(16)), "something changed"
     assert parallel.verify(X)
+
+
+@pytest.mark.parametrize("update", [squared, replaced, largest, averaged])
+def test_what_microbatches_change_one_after_another_is_said(
+    update: Callable[[Counts, Tensor], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each takes its own values for the whole batch's: sums of its own times their number."""
+    model, reference = both(update)
+    with caplog.at_level(logging.WARNING, "autopar"):
+        parallel = autopar.compile(model, autopar.virtual_mesh(dp=1), example_inputs=(X,), backend="eager", num_microbatches=4)
+    assert "microbatches" in caplog.text
+    parallel(X)
+    if update is not squared:
+        for part in X.chunk(4):
+            reference(part)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_a_count_of_the_inputs_is_taken_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("seen", torch.zeros(8))
+            self.seen: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += (x > 0).to(torch.float32).sum(0)
+            return self.linear(x).square().mean()
+
+    model = Seen()
+    with caplog.at_level(logging.WARNING, "autopar"):
+        parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager", num_microbatches=4)
+    parallel(X)
+    assert torch.equal(model.seen, (X > 0).to(torch.float32).sum(0)) and not caplog.text
+
+
+def test_buffers_of_a_module_under_two_names() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+            self.same = self.norm
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.same(torch.tanh(self.norm(self.linear(x)))).square().mean()
+
+    torch.manual_seed(0)
+    model = Twice()
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
+    for module in (parallel, reference):
+        module(X).backward()
+    torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
 
 
 def test_a_count_is_no_estimate_and_a_running_mean_is_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -134,6 +134,30 @@ def test_a_pipeline_hands_buffers_from_microbatch_to_microbatch() -> None:
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=key)
 
 
+class Stepped(nn.Module):
+    """A counter of steps is written in front of the first layer, and read behind the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("steps", torch.zeros(1))
+        self.steps: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        self.steps.add_(1.0)
+        return (self.last(torch.tanh(self.middle(h))) + self.steps).square().mean()
+
+
+def test_a_pipeline_reads_a_buffer_late_that_it_wrote_early() -> None:
+    torch.manual_seed(0)
+    model = Stepped().double()
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(model, autopar.virtual_mesh(pp=2), example_inputs=(X,), backend="eager", num_microbatches=1)
+    torch.testing.assert_close(parallel(X), reference(X), rtol=1e-12, atol=1e-12)
+    assert torch.equal(model.steps, reference.steps)
+
+
 def test_what_needs_all_samples_at_once_says_so() -> None:
     bag = nn.EmbeddingBag(10, WIDTH, mode="sum").double()
     model = Squared(lambda m, x: m.parts["linear"](m.parts["bag"]((x[..., 0].abs() * 4).long())), bag=bag, linear=nn.Linear(WIDTH, WIDTH))

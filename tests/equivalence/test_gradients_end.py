@@ -69,7 +69,33 @@ def cut_off(module: Between, h: Tensor) -> Tensor:
     return h.detach()
 
 
-CHANGES = [written, part_written, detached_written, handed_back, gradients_within, straight_through, by_decorator, cut_off]
+def written_elsewhere(module: Between, h: Tensor) -> Tensor:
+    double = torch.zeros_like(h)
+    with torch.no_grad():
+        torch.mul(h, 2, out=double)
+    return h + double
+
+
+def detached_before_it_is_written(module: Between, h: Tensor) -> Tensor:
+    """What is detached shares the memory of a value that gets a gradient later, and has none."""
+    total = torch.zeros(8, dtype=h.dtype)
+    fixed = total[None].detach()
+    total.add_(module.scale)
+    return h * fixed
+
+
+CHANGES = [
+    written,
+    part_written,
+    detached_written,
+    handed_back,
+    gradients_within,
+    straight_through,
+    by_decorator,
+    cut_off,
+    written_elsewhere,
+    detached_before_it_is_written,
+]
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+from autopar import draws
 from autopar._torch import fake_mode
 from autopar.draws import Draws
 from autopar.emit import Emitter
@@ -288,8 +289,11 @@ def test_attention_draws_as_its_probabilities_would() -> None:
     assert torch.equal(run(everything, x)[0], torch.zeros_like(x))
 
 
-@pytest.mark.parametrize("shape", [(5,), (3, 1), (1, 1, 7), (2, 3, 4, 5), (3, 2**31, 2)], ids=str)
-def test_positions_are_what_the_bits_are_made_of(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("most", [2**32, 24])
+@pytest.mark.parametrize("shape", [(5,), (3, 1), (1, 1, 7), (2, 3, 4, 5)], ids=str)
+def test_positions_are_what_the_bits_are_made_of(shape: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a word tells fewer positions apart than there are, so that leading dims have words of their own."""
+    monkeypatch.setattr(draws, "_MOST_POSITIONS", most)
     graph, mode = Graph(), fake_mode()
     key = graph.placeholder("key")
     with mode:
@@ -301,10 +305,10 @@ def test_positions_are_what_the_bits_are_made_of(shape: tuple[int, ...]) -> None
     assert torch.broadcast_shapes(rows.meta["val"].shape, (*shape[:-1], 1)) == (*shape[:-1], 1)
     bits = other.bits(emit, shape)
     assert bits.meta["val"].shape == shape
-    if math.prod(shape) < 2**20:
-        next(reversed(graph.nodes)).args = ((rows, second, columns, bits),)
-        *positions, wanted = torch.fx.GraphModule({}, graph)(torch.tensor(random_key(3, 1)))
-        assert torch.equal(drawn(*positions).broadcast_to(shape), wanted)
+    next(reversed(graph.nodes)).args = ((rows, second, columns, bits),)
+    *positions, wanted = torch.fx.GraphModule({}, graph)(torch.tensor(random_key(3, 1)))
+    assert torch.equal(drawn(*positions).broadcast_to(shape), wanted)
+    assert (positions[1].dim() > 0) == (math.prod(shape) > most)
 
 
 def test_distributions() -> None:

@@ -218,6 +218,18 @@ def test_a_mask_made_of_a_trained_value_by_comparison_is_a_constant() -> None:
     assert attention in targets(program)
 
 
+def test_a_result_may_be_written_in_place() -> None:
+    class Written(Attention):
+        def forward(self) -> Tensor:
+            return F.scaled_dot_product_attention(self.query, self.key, self.value).mul_(2.0)
+
+    program = unified(Written(*tensors((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 5, 8))))
+    values = [torch.randn(item.shape, dtype=item.dtype, requires_grad=item.requires_grad) for item in program.signature.inputs]
+    (out,) = program.module()(*values)
+    out.sum().backward()
+    assert all(value.grad is not None for value in values if value.requires_grad)
+
+
 def test_dropout_is_left_to_be_drawn() -> None:
     program = unified(Attention(*tensors((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)), dropout_p=0.25))
     call = next(node for node in program.graph.nodes if node.target is attention)

@@ -75,6 +75,11 @@ def test_replicas_that_differ_are_named() -> None:
     assert replica_difference(parts, sharding, mesh)[0] > 1e300
 
 
+def test_replicas_of_complex_parts_are_compared_whole() -> None:
+    parts = {0: torch.tensor([1 + 1j]), 1: torch.tensor([1 + 5j])}
+    assert replica_difference(parts, Sharding(((),)), Mesh((("dp", 2),))) == (4.0, 0, 1)
+
+
 def test_same_placement_forgets_atoms_and_sub_axes() -> None:
     coarse = Placement(((12,),), Sharding((("tp",),)), Mesh((("dp", 1), ("tp", 4))))
     fine = Mesh((("dp", 1), ("tp.0", 2), ("tp.1", 2)))

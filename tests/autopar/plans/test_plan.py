@@ -279,6 +279,16 @@ def test_reshards_have_keys_where_they_are_asked_for() -> None:
     assert all(keys[node] == key for node, key in node_keys(one).items())
 
 
+def test_kernels_are_printed_and_differ() -> None:
+    plan = replace(Plan.of(program()), kernels={"forward h.0 autopar.attention 0": "aten"})
+    other = replace(plan, kernels={"forward h.0 autopar.attention 0": "triton"})
+    assert "forward h.0 autopar.attention 0  by aten" in str(plan)
+    assert plan.diff(other) and "aten → triton" in str(plan.diff(other)) and not plan.diff(plan)
+    content = json.loads(plan.to_json()) | {"kernels": ["aten"]}
+    with pytest.raises(PlanError, match="the plan is malformed"):
+        Plan.from_json(json.dumps(content))
+
+
 def test_the_diff_of_two_plans_has_the_pipeline() -> None:
     one = piped().plan
     other = replace(one, schedule=generate("gpipe", 2, 2), cuts=("forward blocks.0 aten.add.Tensor 0",))
