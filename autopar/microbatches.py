@@ -20,7 +20,7 @@ from numbers import Number
 import torch
 from torch.fx import Node
 
-from autopar.collectives import all_reduce, is_launch, wait
+from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, wait
 from autopar.emit import tensor_of
 from autopar.mesh import MICROBATCHES
 from autopar.program import Program
@@ -28,14 +28,16 @@ from autopar.sharding import Sharding
 
 aten = torch.ops.aten
 
-# Of a sum they make the sum of what they make of its terms.
-_VIEWS = frozenset(
+# They give elements of their operand, each at another place.
+_MOVES = frozenset(
     {
-        aten.clone.default, aten.alias.default, aten.reshape.default, aten.view.default, aten.t.default, aten.transpose.int,
-        aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.neg.default,
-        aten.sum.dim_IntList, aten.sum.default,
+        all_gather, all_to_all, aten.clone.default, aten.alias.default, aten.reshape.default, aten.view.default, aten.t.default,
+        aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor,
+        aten.select.int, aten.index_select.default,
     }
 )  # fmt: skip
+# So do these, but for signs, repetitions and sums.
+_LINEAR = _MOVES | {aten.expand.default, aten.neg.default, aten.sum.dim_IntList, aten.sum.default}
 _SCALES = frozenset({aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor})
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 
@@ -107,11 +109,16 @@ def added_to_buffers(program: Program) -> AddedToBuffers:
 
 
 def _additions(new: Node, old: Node) -> list[Node]:
-    """The additions by which `new` came from `old`, last first, each read by the next alone; none where there is anything else."""
+    """The additions by which `new` came from `old`, last first, each read for the next alone; none where there is anything else."""
     found: list[Node] = []
     while new is not old:
+        if len(new.users) != 1:
+            return []
+        if _moves(new):
+            new = _moved(new)
+            continue
         left, right = (*new.args, None, None)[:2]
-        if new.target not in _SUMS or len(new.users) != 1 or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
+        if new.target not in _SUMS or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
             return []
         found.append(new)
         swapped = new.target is aten.add.Tensor and not new.kwargs and _comes_from(right, old) and not _comes_from(left, old)
@@ -119,9 +126,25 @@ def _additions(new: Node, old: Node) -> list[Node]:
     return found
 
 
+def _comes_from(node: Node, old: Node) -> bool:
+    while _moves(node) or (node.target in _SUMS and isinstance(node.args[0], Node)):
+        node = _moved(node)
+    return node is old
+
+
+def _moves(node: Node) -> bool:
+    return _moves(_moved(node)) if node.target is wait else node.target in _MOVES
+
+
+def _moved(node: Node) -> Node:
+    operand = node.args[0]
+    assert isinstance(operand, Node)
+    return operand
+
+
 def _values(addition: Node, chain: list[Node], old: dict[str, Node]) -> list[Node]:
     """What `addition` adds to the old value, or to what the chain made of it."""
-    return [each for each in addition.all_input_nodes if each not in chain and each not in old.values()]
+    return [each for each in addition.all_input_nodes if not any(_comes_from(each, placeholder) for placeholder in old.values())]
 
 
 def _is_total(value: Node) -> bool:
@@ -129,14 +152,8 @@ def _is_total(value: Node) -> bool:
     while is_linear(value):
         if value.target is wait and MICROBATCHES in value.all_input_nodes[0].args[1]:  # type: ignore[operator]
             return True
-        value = value.all_input_nodes[0]
+        value = _moved(value)
     return False
-
-
-def _comes_from(node: Node, old: Node) -> bool:
-    while node.target in _SUMS and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node is old
 
 
 def parts_of_means(program: Program) -> frozenset[Node]:
@@ -168,14 +185,14 @@ def leading_to(program: Program, ends: set[Node], through: Callable[[Node], bool
 
 def is_linear(node: Node) -> bool:
     """Whether a call makes of a sum the sum of what it makes of its terms: views, factors, sums over ranks, casts that round at most."""
-    if node.target is all_reduce:
+    if node.target in (all_reduce, reduce_scatter):
         return node.args[-1] == "sum"
     if node.target is wait:
-        return is_linear(node.all_input_nodes[0])
+        return is_linear(_moved(node))
     if node.target is aten._to_copy.default:
         source, target = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
         return target.is_floating_point or (target != torch.bool and not source.is_floating_point)
-    return node.target in _VIEWS or (node.target in _SCALES and isinstance(node.args[1], Number))
+    return node.target in _LINEAR or (node.target in _SCALES and isinstance(node.args[1], Number))
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,6 @@ class _Builder:
             candidates = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
             self._inputs[kind, strategies] = candidates
         candidates = self._inputs[kind, strategies]
-        # What a buffer becomes is read by the next microbatch.
         if reads and item.kind != "buffer":
             strategies, candidates = self._or_summed_later(strategies, candidates)
         phase = "backward" if item.kind == "parameter" else "forward"

@@ -124,7 +124,8 @@ def _with_signature(program: Program) -> Program:
     for output, node in program.named_outputs():
         home = nodes.get((HOMES.get(output.kind), output.name))  # type: ignore[call-overload]
         sharding = SHARDING[home][0] if home is not None else required_sharding(output, node, program)
-        if is_summed_later(SHARDING[node][0]):
+        # What a buffer becomes is read by the next microbatch.
+        if is_summed_later(SHARDING[node][0]) and output.kind != "buffer":
             sharding = summed_later(sharding)
         outputs.append(replace(output, dims=DIMS[node][0], sharding=sharding))
     return replace(program, signature=replace(program.signature, inputs=inputs, outputs=tuple(outputs)))
