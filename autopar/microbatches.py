@@ -20,8 +20,9 @@ from numbers import Number
 import torch
 from torch.fx import Node
 
-from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, wait
+from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.emit import tensor_of
+from autopar.keys import ORIGIN
 from autopar.mesh import MICROBATCHES
 from autopar.program import Program
 from autopar.sharding import Sharding
@@ -102,7 +103,7 @@ def added_to_buffers(program: Program) -> AddedToBuffers:
     for output, node in program.named_outputs():
         chain = _additions(node, old[output.name]) if output.kind == "buffer" else []
         sums.update(chain)
-        if chain and len(old[output.name].users) == 1 and all(_is_total(value) for each in chain for value in _values(each, chain, old)):
+        if chain and len(old[output.name].users) == 1 and all(_is_total(value) for each in chain for value in _values(each, old)):
             exact.add(output.name)
     values = leading_to(program, sums, lambda user: user in sums or is_linear(user)) - sums - set(old.values())
     return AddedToBuffers(frozenset(sums), values, frozenset(exact))
@@ -133,7 +134,12 @@ def _comes_from(node: Node, old: Node) -> bool:
 
 
 def _moves(node: Node) -> bool:
-    return _moves(_moved(node)) if node.target is wait else node.target in _MOVES
+    """Whether a call is part of a reshard, or a copy: the same value elsewhere. What the model itself rearranges is another value."""
+    if node.target is wait:
+        return _moves(_moved(node))
+    origin = ORIGIN.get(node)
+    is_own = origin is None or origin.startswith(reshard.__name__) or node.target in (aten.clone.default, aten.alias.default)
+    return node.target in _MOVES and is_own
 
 
 def _moved(node: Node) -> Node:
@@ -142,8 +148,8 @@ def _moved(node: Node) -> Node:
     return operand
 
 
-def _values(addition: Node, chain: list[Node], old: dict[str, Node]) -> list[Node]:
-    """What `addition` adds to the old value, or to what the chain made of it."""
+def _values(addition: Node, old: dict[str, Node]) -> list[Node]:
+    """What `addition` adds to the old value, or to what additions before it made of that."""
     return [each for each in addition.all_input_nodes if not any(_comes_from(each, placeholder) for placeholder in old.values())]
 
 
