@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar._torch import pytree
 from autopar.arguments import call_of
-from autopar.overwrites import memory_of, writers_of
+from autopar.overwrites import memory_of, writers_of, written_by
 from autopar.program import Program, operands
 from autopar.promote import default_float64, promote_tensor, promoted_dtype
 
@@ -37,7 +37,7 @@ class Constants:
             node: promote_tensor(program.constants[item.name]) if item.kind == "constant" else None for item, node in program.named_inputs()
         }
         # When which of their readers reads is not asked: nothing is known of memory that is written.
-        self._written = {memory_of(writer.all_input_nodes[0]) for writer in writers_of(program.graph)}
+        self._written = {memory_of(written_by(writer)) for writer in writers_of(program.graph)}
         self._values |= {node: None for node in self._written if node in self._values}
 
     def value(self, node: Node) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ from numbers import Number
 import torch
 from torch.fx import Node
 
+from autopar.arguments import arguments
 from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.emit import tensor_of
 from autopar.keys import ORIGIN
@@ -61,7 +62,12 @@ def known_ahead(program: Program) -> frozenset[Node]:
 def mixing(program: Program) -> tuple[Node, ...]:
     """The collectives of a LOCAL program that join what the network made of several microbatches."""
     ahead = known_ahead(program)
-    return tuple(node for node in program.graph.nodes if is_launch(node) and MICROBATCHES in node.args[1] and node not in ahead)
+    return tuple(node for node in program.graph.nodes if joins(node) and node not in ahead)
+
+
+def joins(node: Node) -> bool:
+    """Whether a call launches a collective over the microbatches."""
+    return is_launch(node) and MICROBATCHES in arguments(node)[1]
 
 
 def is_summed_later(sharding: Sharding) -> bool:
@@ -156,7 +162,7 @@ def _values(addition: Node, old: dict[str, Node]) -> list[Node]:
 def _is_total(value: Node) -> bool:
     """Whether a value is a sum over the microbatches, but for a factor, its shape and sums over ranks."""
     while is_linear(value):
-        if value.target is wait and MICROBATCHES in value.all_input_nodes[0].args[1]:  # type: ignore[operator]
+        if value.target is wait and joins(_moved(value)):
             return True
         value = _moved(value)
     return False

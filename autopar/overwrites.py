@@ -30,15 +30,28 @@ def writes(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def written_by(writer: Node) -> Node:
+    """The operand that a node writes into: its first, but for calls with `out=`."""
+    out = writer.kwargs.get("out")
+    return out if isinstance(out, Node) else writer.all_input_nodes[0]
+
+
 def writers_of(graph: Graph) -> tuple[Node, ...]:
-    """The nodes that write into their first operand, in order."""
+    """The nodes that write into an operand, in order."""
     return tuple(node for node in graph.nodes if node.op == "call_function" and writes(node))
+
+
+def gives_back(writer: Node) -> bool:
+    """Whether `writer` writes into an operand and its one result is that operand."""
+    schema = getattr(writer.target, "_schema", None)
+    returns = () if schema is None or not schema.is_mutable else schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
 def memory_of(node: Node) -> Node:
     """The node whose memory `node` may show."""
     while node.op == "call_function" and node.all_input_nodes and _shows(node):
-        node = node.all_input_nodes[0]
+        node = written_by(node)
     return node
 
 
@@ -67,7 +80,7 @@ def overwritten(values: Iterable[Node], before: Node, writers: Sequence[Node], o
         first[base] = min(value, first.get(base, value))
     own = set(own)
     for writer in writers:
-        made = first.get(memory_of(writer.all_input_nodes[0]))
+        made = first.get(memory_of(written_by(writer)))
         if made is not None and writer not in own and made < writer < before:
             return writer
     return None

@@ -15,7 +15,7 @@ from autopar.emit import Emitter, replace, tensor_of
 from autopar.fusion import Found, FusionDecision
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.registration import accumulation_dtype
-from autopar.overwrites import memory_of, overwritten, writers_of
+from autopar.overwrites import memory_of, overwritten, writers_of, written_by
 from autopar.passes.decompose_losses import reduce_rows
 from autopar.program import Program
 from autopar.rules.labels import argument
@@ -86,7 +86,7 @@ def _why_overwritten(node: Node, logits: Node, writers: Sequence[Node]) -> str:
         between.append(value)
         value = value.args[0]
     reader, memory = (between or [node])[-1], memory_of(logits)
-    late = (each for each in writers if reader < each and memory_of(each.all_input_nodes[0]) is memory)
+    late = (each for each in writers if reader < each and memory_of(written_by(each)) is memory)
     writer = next(late, None) or overwritten(between, node, writers)
     return f"{writer.target} writes into its logits in place" if writer is not None else ""
 

@@ -85,7 +85,7 @@ def _kept(node: Node) -> Lowered:
 
 def _is_random(node: Node) -> bool:
     if node.target is attention:
-        return int(node.kwargs["keep_below"]) > 0 and node.args[_DRAWS] == (None, None, None)  # type: ignore[arg-type]
+        return bool(node.kwargs["keep_below"]) and node.args[_DRAWS] == (None, None, None)
     if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     if node.target is aten.scaled_dot_product_attention.default:

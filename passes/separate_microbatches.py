@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import Node
 
-from autopar.collectives import all_reduce, is_launch, wait
+from autopar.collectives import all_reduce, wait
 from autopar.emit import Emitter
 from autopar.errors import PlanError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE
@@ -20,6 +20,7 @@ from autopar.microbatches import (
     added_to_buffers,
     estimates,
     is_mean,
+    joins,
     known_ahead,
     leading_to,
     mixing,
@@ -55,7 +56,7 @@ class SeparateMicrobatches:
             return program
         program = program.copy()
         added, mixed, estimated = added_to_buffers(program), set(mixing(program)), estimates(program)
-        launches = [node for node in program.graph.nodes if is_launch(node) and MICROBATCHES in node.args[1]]
+        launches = [node for node in program.graph.nodes if joins(node)]
         for node in launches:
             _require_sum(node, number, or_maximum=node in mixed)
         _warn(estimated, number)

@@ -18,7 +18,7 @@ from autopar.differentiable import differentiable
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.kernels.attention import attention
 from autopar.mesh import MICROBATCHES, Mesh, parent
-from autopar.overwrites import memory_of, overwritten, sources_of, writers_of
+from autopar.overwrites import memory_of, overwritten, sources_of, writers_of, written_by
 from autopar.passes.attention_forms.layout import Labels, broadcast_to, flat
 from autopar.passes.attention_forms.masks import meaning_of_one
 from autopar.passes.attention_forms.write import attended, dropout_options
@@ -54,7 +54,7 @@ class UnifyAttention:
                 _reshape_views(node)
                 by = _fused(emit, call, said) if fused else _plain(emit, call)
                 # The op keeps its output for the backward.
-                is_written = any(memory_of(writer.all_input_nodes[0]) is node for writer in writers)
+                is_written = any(memory_of(written_by(writer)) is node for writer in writers)
                 replace(node, emit.call(aten.clone.default, by) if is_written else by)
         return program
 

@@ -24,7 +24,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.keys import Source
 from autopar.mesh import Mesh
-from autopar.overwrites import memory_of, writers_of, writes
+from autopar.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.program import Form, Input, InputKind, Output, Program, Signature
 from autopar.source import set_sources, source_of
 
@@ -151,16 +151,9 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
 
 
 def _written(result: Node) -> Node:
-    """What the ops that made `result` in place, and give it back, have written: an operand, or what `out=` names."""
-    while result.op == "call_function" and writes(result):
-        schema = result.target._schema  # type: ignore[union-attr]
-        given = [each for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write]
-        if len(schema.returns) != 1 or len(given) != 1 or schema.returns[0].alias_info is None:
-            return result
-        operand = result.kwargs.get(given[0].name) if given[0].kwarg_only else result.args[0]
-        if not isinstance(operand, Node):
-            return result
-        result = operand
+    """What the ops that made `result` in place, and give it back, have written."""
+    while result.op == "call_function" and gives_back(result):
+        result = written_by(result)
     return result
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from autopar.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.kernels.attention import attention
-from autopar.overwrites import memory_of, writers_of
+from autopar.overwrites import memory_of, writers_of, written_by
 from autopar.passes.attention_forms.arrange import arranged, broadcast_layout
 from autopar.passes.attention_forms.layout import Labels, Layout
 from autopar.passes.attention_forms.match import Match
@@ -54,7 +54,7 @@ class _Writer:
         shape = list(tensor_of(found.product).shape)
         out = out if list(tensor_of(out).shape) == shape else emit.call(aten.reshape.default, out, shape)
         out = emit.cast(out, tensor_of(found.product).dtype)
-        if any(memory_of(writer.all_input_nodes[0]) is found.product for writer in writers_of(emit.graph)):
+        if any(memory_of(written_by(writer)) is found.product for writer in writers_of(emit.graph)):
             # The op keeps its output for the backward; a product keeps its operands alone.
             out = emit.call(aten.clone.default, out)
         replace(found.product, out)

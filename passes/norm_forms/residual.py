@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from autopar.emit import tensor_of
 from autopar.keys import SOURCE, Source
-from autopar.overwrites import memory_of, overwritten
+from autopar.overwrites import memory_of, overwritten, written_by
 from autopar.passes.norm_forms.match import Match
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def residual_of(found: Match, writers: Sequence[Node], across_modules: bool) -> 
     assert isinstance(left, Node) and isinstance(right, Node)
     if not across_modules and not _is_within(found.start, total):
         return None
-    if any(memory_of(writer.all_input_nodes[0]) is memory_of(total) for writer in writers):
+    if any(memory_of(written_by(writer)) is memory_of(total) for writer in writers):
         return None
     for before in (found.end, total.next):
         if _fits(found, total, before) and overwritten((left, right), before, writers) is None:

@@ -315,3 +315,20 @@ def test_several_attentions_of_one_program() -> None:
     for name, wanted in before.items():
         for one, other in zip(got[name], wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_mask_that_out_has_written_is_read_as_it_is() -> None:
+    """`out=` writes into what it names, not into its first operand: the triangle seen through a view is a diagonal by then."""
+
+    def compute(m: Any) -> Tensor:
+        scores = m.query @ m.key.mT
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        seen = mask[None, None]
+        torch.eq(torch.arange(scores.shape[-2])[:, None], torch.arange(scores.shape[-1]), out=mask)
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ m.value
+
+    form = AttentionForm("out", compute, FORMS["divided"].shapes)
+    program, _, after = fused(form.module(), ())
+    values = values_of(program, form.module(), ())
+    found = [results(each, values, True)["suite_0"] for each in (program, after)]
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
