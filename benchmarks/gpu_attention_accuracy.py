@@ -32,13 +32,13 @@ class Form:
     both: bool = False
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
     documents: str = ""
-    kernel: str = "triton"
+    implementation: str = "triton"
 
     def options(self) -> dict[str, Any]:
         scale = self.shape[5] ** -0.5
         keep_below, keep_scale = (round(KEPT * 2**32), 1 / KEPT) if self.drops else (0, 1.0)
         options = {"is_causal": self.is_causal, "scale": scale, "soft_cap": self.soft_cap, "window": self.window}
-        return options | {"keep_below": keep_below, "keep_scale": keep_scale, "kernel": self.kernel}
+        return options | {"keep_below": keep_below, "keep_scale": keep_scale, "implementation": self.implementation}
 
 
 PLAIN, WIDE = (2, 4, 4, 777, 777, 64, 64), (2, 4, 2, 777, 777, 128, 128)
@@ -80,9 +80,9 @@ FORMS = {
     "documents and bias": Form(PLAIN, mask="added", documents="in order"),
     "documents, heads of 256": Form((1, 4, 2, 520, 520, 256, 256), is_causal=True, documents="in order"),
     "both results": Form(WIDE, is_causal=True, both=True, dtypes=HALF),
-    "torch's kernel": Form(PLAIN, kernel="aten", dtypes=HALF),
-    "torch's kernel, causal, grouped": Form(WIDE, is_causal=True, kernel="aten", dtypes=HALF),
-    "torch's kernel forward, ours backward": Form(WIDE, is_causal=True, both=True, kernel="aten"),
+    "torch's kernel": Form(PLAIN, implementation="aten", dtypes=HALF),
+    "torch's kernel, causal, grouped": Form(WIDE, is_causal=True, implementation="aten", dtypes=HALF),
+    "torch's kernel forward, ours backward": Form(WIDE, is_causal=True, both=True, implementation="aten"),
 }
 
 

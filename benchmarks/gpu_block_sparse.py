@@ -95,7 +95,7 @@ def _contestants(place: Place, shape: Timed, layout: Tensor) -> Contestants:
     options = {"is_causal": True, "scale": shape.size**-0.5, "soft_cap": 0.0, "window": 0, "keep_below": 0, "keep_scale": 1.0}
     return {
         "ours": lambda q, k, v: block_sparse_attention(q, k, v, layout, block_size=shape.block_size, is_causal=True)[0],
-        "ours, dense": lambda q, k, v: attention(q, k, v, *[None] * 6, **options, kernel="triton")[0],
+        "ours, dense": lambda q, k, v: attention(q, k, v, *[None] * 6, **options, implementation="triton")[0],
         "flex": _flex(place, shape, layout[0]) if place.on_gpu else None,
     }
 

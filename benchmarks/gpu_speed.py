@@ -92,7 +92,7 @@ class Attention:
 
     def contestants(self, place: Place) -> Contestants:
         options: dict[str, Any] = {"is_causal": self.is_causal, "scale": self.size**-0.5, "soft_cap": 0.0, "window": 0}
-        options |= {"keep_below": 0, "keep_scale": 1.0, "kernel": "triton"}
+        options |= {"keep_below": 0, "keep_scale": 1.0, "implementation": "triton"}
         found: dict[str, Function | None] = {"ours": lambda q, k, v: attention(q, k, v, *[None] * 6, **options)[0]}
         for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
             found[name] = partial(self._forced, backend) if place.on_gpu else None

@@ -18,7 +18,8 @@ Dropout multiplies the probabilities by kept = keep_scale · (drawn(drop_rows, d
 `dropout.py`: no mask of the scores' size is written, read or held for the backward. `drop_rows` and `drop_second` broadcast to
 [B, H, S, 1], `drop_columns` is [T], all int64, rows + columns below 2³³; keep_below is from 1 to 2³². Without dropout keep_below is 0, the
 three are None and kept is 1. The three None and a keep_below are a dropout that is traced but not drawn yet: it does not run.
-`kernel` is what a GPU runs: "triton", our own, or "aten", torch's where it serves. They give the same, and take each other's results.
+`implementation` is what a GPU runs: "triton", our own, or "aten", torch's where it serves. They give the same, and take each other's
+results.
 
 `log_sum_exp` [B, H, S] is float64 for float64 inputs and float32 otherwise.
 Results lie in memory as [B, S, H, D] ([B, S, H]): what follows attention merges the heads, which is then free.
@@ -103,7 +104,7 @@ def _attention_mask_gradient(grad_out: Tensor, grad_log_sum_exp: Tensor | None, 
 
 def _runs_aten(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> bool:
     """Whether torch's GPU kernel is asked for, and serves."""
-    if masks.kernel != "aten" or not query.is_cuda:
+    if masks.implementation != "aten" or not query.is_cuda:
         return False
     from autopar.kernels.gpu import attention_aten
 
@@ -187,7 +188,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_log_sum_exp: Tensor |
 _GRADIENTS, _INPUTS = "Tensor grad_out, Tensor? grad_log_sum_exp", "Tensor query, Tensor key, Tensor value"
 _MASKING = "Tensor? query_documents, Tensor? key_documents, Tensor? drop_rows, Tensor? drop_second, Tensor? drop_columns"
 _RESULTS = "Tensor out, Tensor log_sum_exp"
-_OPTIONS = "*, bool is_causal, float scale, float soft_cap, int window, int keep_below, float keep_scale, str kernel"
+_OPTIONS = "*, bool is_causal, float scale, float soft_cap, int window, int keep_below, float keep_scale, str implementation"
 register_op(
     "attention",
     f"({_INPUTS}, Tensor? mask, {_MASKING}, {_OPTIONS}) -> (Tensor, Tensor)",

@@ -76,8 +76,8 @@ def require_options(masks: Masks) -> None:
         raise ValueError(f"attention's window is {masks.window}: it counts keys, and 0 is none")
     if masks.soft_cap < 0.0:
         raise ValueError(f"attention's soft cap is {masks.soft_cap:g}: it bounds the scores' size, and 0 is none")
-    if masks.kernel not in KERNELS:
-        raise ValueError(f"attention's kernel is {masks.kernel!r}: it is one of {', '.join(map(repr, KERNELS))}")
+    if masks.implementation not in KERNELS:
+        raise ValueError(f"attention's implementation is {masks.implementation!r}: it is one of {', '.join(map(repr, KERNELS))}")
 
 
 def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

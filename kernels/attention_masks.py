@@ -24,7 +24,7 @@ class Options(TypedDict):
     window: int
     keep_below: int
     keep_scale: float
-    kernel: str
+    implementation: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Masks:
     window: int = 0
     keep_below: int = 0
     keep_scale: float = 1.0
-    kernel: str = "triton"
+    implementation: str = "triton"
 
     @property
     def has_documents(self) -> bool:

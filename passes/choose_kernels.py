@@ -25,7 +25,7 @@ logger = logging.getLogger("autopar")
 
 @dataclass(frozen=True)
 class ChooseKernels:
-    """`kernel=` of every `autopar.attention`: "triton" or "aten".
+    """`implementation=` of every `autopar.attention`: "triton" or "aten".
 
     What torch's kernels do not know (masks, documents, windows, soft caps, dropout by position) ours run. What they know runs by the
     plan, else as `kernels` asks ("triton", "aten"), else the kernel that was measured to be the fastest on `device`
@@ -34,7 +34,7 @@ class ChooseKernels:
     Raises `PlanError` for a kernel of the plan that is neither.
 
     Reads: a FORWARD program; run it after `KeyRandom`, and before the trace, whose backward is of the same kernel.
-    Writes: the option `kernel`.
+    Writes: the option `implementation`.
     """
 
     kernels: str
@@ -61,7 +61,7 @@ class ChooseKernels:
         program, kernels = program.copy(), decision.kernels
         for node, key in node_keys(program).items():
             if key in kernels:
-                node.kwargs = {**node.kwargs, "kernel": kernels[key]}
+                node.kwargs = {**node.kwargs, "implementation": kernels[key]}
         return program
 
     def _choice(self, node: Node, key: str) -> Choice:

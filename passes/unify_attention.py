@@ -147,7 +147,7 @@ def _fused(emit: Emitter, call: _Call, said: _Said) -> Node:
         for node, shape in zip((call.query, call.key, call.value), (query_shape, key_shape, value_shape), strict=True)
     )
     options = {"is_causal": call.is_causal or said.is_causal, "scale": call.scale, "soft_cap": 0.0, "window": said.window}
-    options |= {**dropout_options(call.dropout), "kernel": "triton"}
+    options |= {**dropout_options(call.dropout), "implementation": "triton"}
     result = emit.call(attention, query, key, value, said.mask, *said.documents, None, None, None, **options)
     out = emit.call(operator.getitem, result, 0)
     shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))

@@ -340,7 +340,7 @@ def fingerprint(program: Program) -> str:
             continue
         count += 1
         numbers[node] = count
-        options = {name: value for name, value in node.kwargs.items() if name != "kernel"}
+        options = {name: value for name, value in node.kwargs.items() if name != "implementation"}
         called = inputs.get(node) or f"{op_name(node.target)} {_argument((node.args, options), numbers)}"
         values = " ".join(f"{short_dtype(value.dtype)}{tuple(value.shape)}" for value in results_of(node) if value is not None)
         digest.update(f"{node.op} {called} {values} {DIMS.get(node)}\n".encode())

@@ -44,7 +44,7 @@ class _Writer:
             "soft_cap": found.scores.soft_cap,
             "window": found.masks.window,
             **dropout_options(found.weights.dropout),
-            "kernel": "triton",
+            "implementation": "triton",
         }
         result = emit.call(attention, query, key, value, mask, *self._documents(), None, None, None, **options)
         out = self._beside_the_sink(emit.call(operator.getitem, result, 0), result)

@@ -13,7 +13,7 @@ from autopar.kernels.attention_masks import Draws
 from autopar.kernels.dropout import drawn
 
 PLAIN: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
-PLAIN |= {"keep_below": 0, "keep_scale": 1.0, "kernel": "triton"}
+PLAIN |= {"keep_below": 0, "keep_scale": 1.0, "implementation": "triton"}
 # A scale that is not 1 / p: it is the op's to multiply by, whatever it is.
 DROPS: dict[str, Any] = {"keep_below": round(0.7 * 2**32), "keep_scale": 1 / 0.75}
 NO_DRAWS = (None, None, None)

@@ -137,7 +137,9 @@ def test_rows_that_attend_to_nothing_are_zero() -> None:
 @pytest.mark.parametrize("kernel", ["triton", "aten"])
 def test_which_kernel_a_gpu_runs_is_nothing_to_a_cpu(kernel: str) -> None:
     inputs = make_inputs((2, 4, 2, 6, 7, 8, 8), torch.float32)
-    for one, other in zip(attention(*inputs, *NOTHING, **PLAIN | {"kernel": kernel}), attention(*inputs, *NOTHING, **PLAIN), strict=True):
+    for one, other in zip(
+        attention(*inputs, *NOTHING, **PLAIN | {"implementation": kernel}), attention(*inputs, *NOTHING, **PLAIN), strict=True
+    ):
         assert torch.equal(one, other)
 
 
@@ -180,13 +182,13 @@ def test_torchs_gpu_kernel_runs_where_it_is_asked_for_and_serves(monkeypatch: py
         calls.append("backward")
         return attention_backward_reference(grad, None, *arguments)
 
-    monkeypatch.setattr(module, "_runs_aten", lambda query, key, value, masks: masks.kernel == "aten")
+    monkeypatch.setattr(module, "_runs_aten", lambda query, key, value, masks: masks.implementation == "aten")
     monkeypatch.setattr(attention_aten, "forward", forward)
     monkeypatch.setattr(attention_aten, "backward", backward)
     for kernel, which, expected in (("aten", 0, ["forward", "backward"]), ("aten", 1, ["forward"]), ("triton", 0, [])):
         calls.clear()
         inputs = [item.requires_grad_() for item in make_inputs(SHAPES[1], torch.float64)]
-        results = attention(*inputs, *NOTHING, **PLAIN | {"kernel": kernel})
+        results = attention(*inputs, *NOTHING, **PLAIN | {"implementation": kernel})
         found = torch.autograd.grad(results[which].square().sum(), inputs[:2])
         assert calls == expected
         plain = attention_reference(*inputs, Masks(is_causal=False, scale=0.3))

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from autopar.kernels.attention_masks import Masks
 from autopar.kernels.gpu import attention_aten
 
-MASKS = Masks(is_causal=True, scale=0.3, kernel="aten")
+MASKS = Masks(is_causal=True, scale=0.3, implementation="aten")
 
 
 @pytest.fixture(params=["FLASH_ATTENTION", "CUDNN_ATTENTION"])

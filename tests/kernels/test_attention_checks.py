@@ -56,7 +56,7 @@ def test_wrong_shapes_are_refused_when_traced(change: dict[str, tuple[int, ...]]
         ((), {}, r"keep_below is 0: draws are in \[0, 2\*\*32\), and it is from 1"),
         ((), {"keep_below": 2**32 + 1}, "keep_below is 4294967297"),
         ((0, 1, 2), {"keep_below": -1}, "keep_below is -1"),
-        ((), DROPS | {"kernel": "flash"}, "kernel is 'flash': it is one of 'triton', 'aten'"),
+        ((), DROPS | {"implementation": "flash"}, "implementation is 'flash': it is one of 'triton', 'aten'"),
     ],
 )
 def test_draws_and_options_that_do_not_fit_are_refused_when_traced(missing: tuple[int, ...], options: dict[str, Any], message: str) -> None:

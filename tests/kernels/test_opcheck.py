@@ -19,7 +19,7 @@ for _module in pkgutil.iter_modules(autopar.kernels.__path__):
 
 ops: Any = torch.ops.autopar
 ATTENDS: dict[str, Any] = {"is_causal": False, "scale": 0.3, "soft_cap": 0.0, "window": 0}
-ATTENDS |= {"keep_below": 0, "keep_scale": 1.0, "kernel": "triton"}
+ATTENDS |= {"keep_below": 0, "keep_scale": 1.0, "implementation": "triton"}
 ATTENDS_SOME = ATTENDS | {"keep_below": 2**31, "keep_scale": 2.0}
 PROBABILITIES: dict[str, Any] = {"scale": 0.5, "dtype": torch.float32}
 NORM: dict[str, Any] = {"eps": 1e-5, "centred": True}

@@ -47,7 +47,7 @@ def chosen(model: nn.Module, kernels: str = "auto", device: str = "a100") -> tup
     after = choose.apply(program, decision)
     (node,) = [node for node in after.graph.nodes if node.target is attention]
     (choice,) = decision.choices
-    assert node.kwargs["kernel"] == choice.kernel == decision.kernels[choice.key]
+    assert node.kwargs["implementation"] == choice.kernel == decision.kernels[choice.key]
     return choice.kernel, str(decision)
 
 
@@ -99,7 +99,7 @@ def test_the_choice_is_in_the_plan_and_explained_and_may_be_edited() -> None:
     (key, kernel), *others = parallel.plan.kernels.items()
     assert kernel == "aten" and not others
     assert "whose kernel runs attention" in parallel.explain() and "by aten: cuDNN " in parallel.explain()
-    assert parallel.print_program().count("kernel='aten'") >= 2, "the backward is of the same kernel"
+    assert parallel.print_program().count("implementation='aten'") >= 2, "the backward is of the same kernel"
     edited = dataclasses.replace(Plan.from_json(parallel.plan.to_json()), kernels={key: "triton"})
     again = autopar.compile(model, mesh, example_inputs=(x,), backend="eager", cluster="8xH100", plan=edited)
     assert again.plan.kernels == {key: "triton"} and again.plan.strategies == parallel.plan.strategies
