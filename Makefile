@@ -1,6 +1,7 @@
 # make demo   trains a small GPT on a virtual 2 × 2 mesh in this one process
 # make test   runs the tests, but for those marked slow
 # make test-slow   runs the slow ones: every model on every mesh, 50 random plans each (docs/slow-suites.md has the last result)
+# make test-backends   a training step of eight models by each backend, on virtual ranks and on processes
 # make test-kernels   runs the Triton kernels: interpreted in one process, compiled for GPUs that need not be here in another
 # make lint   formatting, lint and types
 # Each sets up .venv by itself, once. Another interpreter: make demo PYTHON=python3.12
@@ -15,7 +16,7 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 # loadgroup keeps the tests of a file, and those on real ranks, in one process, where they share fixtures and one pool of ranks.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
-.PHONY: demo test test-slow test-kernels lint format clean
+.PHONY: demo test test-slow test-backends test-kernels lint format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/train_gpt.py --mesh dp=2,tp=2
@@ -25,6 +26,9 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-backends: $(VENV)/.installed-test
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/equivalence/test_backends.py $(PYTEST_ARGS)
 
 # Triton decides at import whether it interprets: two processes. The first line fails where Triton is not installed.
 test-kernels: $(VENV)/.installed-test

@@ -1,0 +1,132 @@
+"""What a user gets who names no backend, and who names another: one training step of each model, exact, by every backend.
+
+A backend compiles the fragments, so a name it dislikes, a layout it assumes or an op it lowers wrongly shows nowhere else. The reports are
+of the module's own run, with its backend and its transport: in the model's float32, and but for Inductor (for which it would be another
+compile of everything) promoted to float64 as well.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import Cluster, ParallelModule
+from autopar.runtime.report import Report
+from tests import zoo, zoo_language, zoo_vision
+from tests.conftest import GlooRanks
+from tests.zoo import Batch, Case
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A model on a mesh of four ranks. `is_drawn`: its dropout draws other numbers than eager's, so that only programs can be compared."""
+
+    make: Callable[[], Case]
+    axes: tuple[tuple[str, int], ...] = (("dp", 2), ("tp", 2))
+    number: int | None = None
+    is_drawn: bool = False
+
+    @property
+    def reference(self) -> str:
+        return "forward program" if self.is_drawn else "original model"
+
+
+CELLS = {
+    "gpt2": Cell(zoo.gpt2),
+    "llama": Cell(zoo.llama),
+    "bert": Cell(zoo.bert),
+    "vit": Cell(zoo.vit),
+    "resnet": Cell(zoo_vision.resnet),
+    "mixtral": Cell(zoo_language.mixtral),
+    "pipeline": Cell(lambda: zoo.gpt2(2), (("pp", 2), ("tp", 2)), number=4),
+    "dropout": Cell(lambda: zoo.gpt2(1, 0.1), is_drawn=True),
+}
+BACKENDS = ("inductor", "aot_eager", "eager")
+QUICK = {("inductor", "gpt2"), ("inductor", "pipeline"), ("inductor", "dropout")}
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(BACKENDS, CELLS)]
+
+
+def compiled(name: str, backend: str, mesh: Any) -> tuple[ParallelModule, torch.nn.Module, Batch]:
+    """The parallel model in float32, as users have them, a plain copy, and the global batch."""
+    torch.manual_seed(0)  # one model on all ranks
+    cell = CELLS[name]
+    case = cell.make()
+    batch = {key: value.float() if value.is_floating_point() else value for key, value in case.batch.items()}
+    model = case.model.float()
+    reference = copy.deepcopy(model)
+    options: dict[str, Any] = {} if backend == "inductor" else {"backend": backend}  # the default is what is tested
+    if cell.number is not None:
+        options["num_microbatches"] = cell.number
+    parallel = autopar.compile(model, mesh, example_inputs=share(batch, mesh), cluster=Cluster.ideal(), **options)
+    return parallel, reference, batch
+
+
+def share(batch: Batch, mesh: Any) -> Batch:
+    """This process's part of the batch."""
+    if not isinstance(mesh, DeviceMesh) or "dp" not in (mesh.mesh_dim_names or ()):
+        return batch
+    return {name: value.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")] for name, value in batch.items()}
+
+
+def step(parallel: ParallelModule, reference: torch.nn.Module, batch: Batch, mine: Batch) -> float:
+    """One SGD step of both; by how much the losses and the parameters held here differ."""
+    loss, wanted = parallel(**mine).loss, reference(**batch).loss
+    worst = abs(float(loss.detach() - wanted.detach()))
+    loss.backward()
+    wanted.backward()
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    for name, parameter in parallel.named_parameters():
+        ours, theirs = parameter.grad, gradients[name]
+        assert ours is not None and theirs is not None, name
+        worst = max(worst, float((whole(ours) - theirs).abs().max()))
+    return worst
+
+
+def whole(value: Tensor) -> Tensor:
+    """Put together by torch, on the ranks that hold parts of it: those of one stage."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def reports(name: str, backend: str, parallel: ParallelModule, reference: torch.nn.Module, batch: Batch, mine: Batch) -> list[Report]:
+    if not CELLS[name].is_drawn:
+        worst = step(parallel, reference, batch, mine)
+        assert worst <= 1e-4, f"loss or a gradient is off by {worst}"
+    plain = parallel.verify(**mine)
+    return [plain] if backend == "inductor" else [plain, parallel.verify(promote=True, **mine)]
+
+
+def assert_exact(name: str, found: list[Report]) -> None:
+    for report, tolerance in zip(found, (1e-4, 1e-9), strict=False):
+        assert report and report.worst <= tolerance and report.reference == CELLS[name].reference, str(report)
+
+
+@pytest.mark.parametrize(("backend", "name"), CASES)
+def test_a_step_on_virtual_ranks(backend: str, name: str) -> None:
+    parallel, reference, batch = compiled(name, backend, autopar.virtual_mesh(**dict(CELLS[name].axes)))
+    assert_exact(name, reports(name, backend, parallel, reference, batch, batch))
+    assert parallel.summary()["flops_split"] >= 0.95, parallel.explain()
+
+
+def on_a_rank(name: str, backend: str) -> list[Report]:
+    assert dist.get_world_size() == 4
+    axes = dict(CELLS[name].axes)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    parallel, reference, batch = compiled(name, backend, mesh)
+    return reports(name, backend, parallel, reference, batch, share(batch, mesh))
+
+
+@pytest.mark.parametrize(("backend", "name"), [pytest.param(*each.values, marks=pytest.mark.slow, id=each.id) for each in CASES])
+def test_a_step_on_processes(backend: str, name: str, gloo_ranks: GlooRanks) -> None:
+    for found in gloo_ranks.run(on_a_rank, name, backend, timeout=600.0):
+        assert_exact(name, found)
