@@ -16,8 +16,10 @@ from torch.fx import Graph, Interpreter, Node
 from torch.fx.graph import CodeGen
 
 from autopar._torch import describe_input, describe_output, fake_mode_of, joint_graph
+from autopar.emit import Emitter
 from autopar.errors import CaptureError
 from autopar.keys import PHASE
+from autopar.overwrites import memory_of
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.source import set_sources
 
@@ -43,6 +45,7 @@ class TraceJoint:
 
 def trace_joint(program: Program, training: bool) -> Program:
     assert program.form is Form.FORWARD
+    program = _with_own_memory(program) if training else program
     mode = fake_mode_of(program.placeholders[0].meta["val"])
     fakes: list[torch.Tensor] = []
     with mode:
@@ -72,6 +75,20 @@ def trace_joint(program: Program, training: bool) -> Program:
     )
     _order_by_phase(joint)
     return joint
+
+
+def _with_own_memory(program: Program) -> Program:
+    """Copy the outputs that show the memory of an input or of another output: AOTAutograd gives these no tangent of their own."""
+    program = program.copy()
+    taken: set[Node] = set(program.placeholders)
+    results = list(program.results)
+    for index, (output, node) in enumerate(program.named_outputs()):
+        memory = memory_of(node)
+        if output.requires_grad and memory in taken:
+            results[index] = Emitter(program.graph, program.graph.output_node(), node).call(aten.clone.default, node)
+        taken.add(memory)
+    program.graph.output_node().args = (tuple(results),)
+    return program
 
 
 def _refuse_draws(graph: Graph) -> None:
