@@ -47,6 +47,7 @@ class Call:
         self.is_pipelined = compiled.is_pipelined
         self.world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self._key, self._device = batch, key, device
+        self._shapes: dict[str, torch.Size] = {}
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
         self._everyones = compiled.schedules
         self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
@@ -69,11 +70,18 @@ class Call:
             held = self.held(item)
             if held.parts:
                 self._tensors[item.name].copy_(self.world.whole(*held))
-        return {item.name: self.world.whole(*self.held(item)) for item in self.results}
+        results = {item.name: self.world.whole(*self.held(item)) for item in self.results}
+        self._shapes = {name: result.shape for name, result in results.items()}
+        return results
 
-    def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result."""
-        given = {item.name: self.world.parts(tangents[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
+    def backward(self, tangents: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result.
+
+        A parameter that gradients reach only through results without a tangent has none.
+        """
+        reached = self._reached({name for name, tangent in tangents.items() if tangent is not None})
+        wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
+        given = {item.name: self.world.parts(wholes[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
         if not self.is_pipelined:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
@@ -82,7 +90,7 @@ class Call:
         found = {}
         for item in self.signature.outputs_of("gradient"):
             held = self.held(item)
-            if held.parts:
+            if held.parts and item.name in reached:
                 parts = {rank: owned.own(part) for rank, part in held.parts.items()}
                 found[item.name] = self.world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
         if self.is_pipelined:  # they are those of the loss itself
@@ -90,6 +98,20 @@ class Call:
             for gradient in found.values():
                 local_of(gradient).mul_(scale)
         return found
+
+    def _reached(self, given: set[str]) -> set[str]:
+        """The parameters whose gradients come back through one of the results that have a tangent, here or on another rank.
+
+        Ranks must agree: a gradient of None on one of them would let its replicas drift apart.
+        """
+        gradients, tangents = self.signature.outputs_of("gradient"), self.signature.inputs_of("tangent")
+        if all(len(item.through) in (0, len(tangents)) for item in gradients):
+            return {item.name for item in gradients if given}
+        anywhere = set().union(*self.world.gather(given))
+        return {item.name for item in gradients if anywhere.intersection(item.through)}
+
+    def _tangent(self, item: Input, given: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(self._shapes[item.name], dtype=item.dtype, device=self._device) if given is None else given
 
     def held(self, item: Output) -> Held:
         """What the ranks of this process hold of a result or gradient, while this call is kept.
@@ -181,12 +203,13 @@ class _Differentiable(torch.autograd.Function):
         ctx.call, ctx.names, ctx.results = call, names, tuple(results)
         # Saved for their version counters only: torch refuses a backward through parameters changed since.
         ctx.save_for_backward(*(tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor for tensor in parameters))
+        ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
         ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in tangents))
         return tuple(results.values())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         _ = ctx.saved_tensors
         if ctx.call is None:
             raise RuntimeError(

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.mesh import virtual_mesh
@@ -37,6 +39,8 @@ RETURNED: dict[str, Callable[..., Any]] = {
     "a parameter that y reads too": lambda self, y, x: (y @ self.table, self.table),
     "a view of a parameter": lambda self, y, x: (y @ self.table, self.table.t()[:2]),
     "a parameter expanded": lambda self, y, x: (y, self.scale.expand(4, 8)),
+    "a parameter rounded": lambda self, y, x: (y, self.table.floor()),
+    "two heads": lambda self, y, x: (y, x * self.scale),
     "a frozen parameter": lambda self, y, x: (y, self.frozen.weight),
     "a detached parameter": lambda self, y, x: (y, self.table.detach()),
     "a buffer": lambda self, y, x: (y, self.count),
@@ -67,3 +71,33 @@ def compare(returned: Callable[..., Any], chosen: Callable[[list[Tensor]], list[
 @pytest.mark.parametrize("kind", RETURNED)
 def test_gradients_come_back_through_all_that_is_returned(kind: str) -> None:
     compare(RETURNED[kind], lambda outputs: outputs)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in RETURNED if kind not in ("a parameter alone", "an output twice")])
+def test_what_the_backward_does_not_reach_has_no_gradient(kind: str) -> None:
+    """Zeros instead of None would let an optimizer decay what nothing trains."""
+    compare(RETURNED[kind], lambda outputs: outputs[-1:])
+    compare(RETURNED[kind], lambda outputs: outputs[:1])
+
+
+def on_a_rank() -> tuple[list[str], float, bool]:
+    """Rank 0 needs the first head alone, the others both: names without a gradient, the error of the second head's, and whether a backward
+    from the first head alone leaves it None."""
+    torch.manual_seed(0)
+    model = Returning(RETURNED["two heads"])
+    plain = copy.deepcopy(model)
+    mesh, rank = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), dist.get_rank()
+    parallel = autopar.compile(model, mesh, example_inputs=(X[rank : rank + 1],), backend="eager", timeout=60)
+    first, second = parallel(X[rank : rank + 1])
+    (first.sum() + second.sum() if rank else first.sum()).backward()
+    plain(X)[1][1:].sum().div(4).backward()
+    missing = [name for name, each in parallel.named_parameters() if each.requires_grad and each.grad is None]
+    error = float((parallel.scale.grad.to_local() - plain.scale.grad).abs().max())
+    parallel.zero_grad()
+    parallel(X[rank : rank + 1])[0].sum().backward()
+    return missing, error, parallel.scale.grad is None
+
+
+def test_ranks_agree_on_what_has_no_gradient(gloo_ranks: Any) -> None:
+    for missing, error, is_none in gloo_ranks.run(on_a_rank):
+        assert set(missing) == {"table", "shift"} and error < 1e-12 and is_none
