@@ -115,7 +115,8 @@ def _joint_norm(gradients: Mapping[str, torch.Tensor], world: DistributedWorld, 
         present[_NORM_DTYPES.index(local.dtype.to_real())] = 1
     everyone = world.groups.along(world.mesh, world.mesh.names)
     told = torch.cat([total.view(1), present])
-    dist.all_reduce(told, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
+    with world.groups.naming_all("the norm of the gradients"):
+        dist.all_reduce(told, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
     found = [dtype for dtype, number in zip(_NORM_DTYPES, told[1:].tolist(), strict=True) if number]
     return told[0] if is_maximum else told[0] ** (1 / norm_type), reduce(torch.promote_types, found or [torch.float32])
 
