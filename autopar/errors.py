@@ -37,3 +37,7 @@ class ScheduleError(AutoparError):
 
 class PeerError(AutoparError, RuntimeError):
     """A rank that this one waited for is gone or late; names this rank, the instruction and the other ranks."""
+
+
+class BackwardError(AutoparError, RuntimeError):
+    """A backward that no call of a parallel module can run: a second one, one to be differentiated, one through a detached output."""

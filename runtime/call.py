@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
+from autopar.errors import BackwardError
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import summed
 from autopar.program import Input, Output
@@ -208,16 +208,26 @@ class _Differentiable(torch.autograd.Function):
         return tuple(results.values())
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        _ = ctx.saved_tensors
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise BackwardError(_SECOND_DERIVATIVE)
         if ctx.call is None:
-            raise RuntimeError(
-                "backward ran a second time through one call of a parallel module; its activations are gone: call the module again"
-            )
+            raise BackwardError(_SECOND_TIME)
+        _ = ctx.saved_tensors
         call, ctx.call = ctx.call, None
         gradients = call.backward(dict(zip(ctx.results, tangents, strict=True)))
         return (None, None, *(gradients.get(name) for name in ctx.names))
+
+
+_SECOND_DERIVATIVE = (
+    "backward was asked for with create_graph=True, but the gradients of a parallel module have no graph of their own: a gradient penalty "
+    "would be a constant. Leave create_graph out; for a penalty let the model itself compare its outputs at two inputs, "
+    "(f(x + h * v) - f(x)) / h, or train that model without autopar"
+)
+_SECOND_TIME = (
+    "backward ran a second time through one call of a parallel module; what it saved is gone after the first, with retain_graph=True, too: "
+    "add up the losses of one call and run backward once, or call the module again"
+)
 
 
 def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
