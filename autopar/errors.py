@@ -19,6 +19,10 @@ class PlanError(AutoparError):
     """A pin or a plan cannot be kept on this graph and mesh."""
 
 
+class UnmatchedPinError(PlanError):
+    """A pin names no parameter and no module of the model: a slip of the pen, as a rule."""
+
+
 class MemoryBudgetError(PlanError):
     """No plan fits into the memory of a rank; says what conflicts and what would help."""
 
