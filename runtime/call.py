@@ -16,6 +16,7 @@ from autopar.microbatches import summed
 from autopar.program import Input, Output
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.interpreter import RankState, execute
+from autopar.runtime.outputs import refuse_detached
 from autopar.runtime.transport import Transport
 from autopar.runtime.world import Held, Parts, World, local_of
 from autopar.schedule import Schedule, microbatch_of
@@ -61,6 +62,11 @@ class Call:
     def results(self) -> tuple[Output, ...]:
         """The outputs that the caller gets: the loss, or the user's output tensors."""
         return tuple(item for item in self.signature.outputs if item.kind in ("loss", "output"))
+
+    @property
+    def detached(self) -> tuple[Output, ...]:
+        """Results through which no gradient comes back, although the model would let one."""
+        return tuple(item for item in self.results if item.is_detached)
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Run to PAUSE; the results by flat index. Buffers that the model changes are written back."""
@@ -199,12 +205,13 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, names: tuple[str, ...], *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = call.forward()
-        tangents = {item.name for item in call.signature.inputs_of("tangent")}
+        # One that is detached is on the tape, too, so that a backward through it is refused instead of lost.
+        taped = {item.name for item in (*call.signature.inputs_of("tangent"), *call.detached)}
         ctx.call, ctx.names, ctx.results = call, names, tuple(results)
         # Saved for their version counters only: torch refuses a backward through parameters changed since.
         ctx.save_for_backward(*(tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor for tensor in parameters))
         ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
-        ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in tangents))
+        ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in taped))
         return tuple(results.values())
 
     @staticmethod
@@ -213,9 +220,11 @@ class _Differentiable(torch.autograd.Function):
             raise BackwardError(_SECOND_DERIVATIVE)
         if ctx.call is None:
             raise BackwardError(_SECOND_TIME)
+        given = dict(zip(ctx.results, tangents, strict=True))
+        refuse_detached(ctx.call.signature, [item.name for item in ctx.call.detached if given[item.name] is not None])
         _ = ctx.saved_tensors
         call, ctx.call = ctx.call, None
-        gradients = call.backward(dict(zip(ctx.results, tangents, strict=True)))
+        gradients = call.backward(given)
         return (None, None, *(gradients.get(name) for name in ctx.names))
 
 
