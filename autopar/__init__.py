@@ -1,7 +1,7 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
 from autopar.compiler import compile
-from autopar.errors import AutoparError, CaptureError, CheckError, InputError, MeshError, PeerError, PlanError, ScheduleError
+from autopar.errors import AutoparError, BackwardError, CaptureError, CheckError, InputError, MeshError, PeerError, PlanError, ScheduleError
 from autopar.hardware.calibrate import calibrate
 from autopar.hardware.cluster import Cluster
 from autopar.mesh import Mesh, virtual_mesh
@@ -10,6 +10,7 @@ from autopar.runtime.module import ParallelModule
 
 __all__ = [
     "AutoparError",
+    "BackwardError",
     "CaptureError",
     "CheckError",
     "Cluster",

@@ -35,6 +35,7 @@ __all__ = [
     "fake_mode_of",
     "is_fake",
     "joint_graph",
+    "leaves_behind",
     "pytree",
 ]
 
@@ -84,6 +85,21 @@ def joint_graph(
         graph = joint.graph_module.graph
     into = [node.meta["desc"] for node in graph.nodes if node.op == "placeholder"]
     return graph, into, list(graph.output_node().meta["desc"])
+
+
+def leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The leaves that a backward from `tensor` reaches."""
+    if tensor.grad_fn is None:
+        return [tensor]
+    found, seen, pending = list[torch.Tensor](), set[Any](), [tensor.grad_fn]
+    while pending:
+        function = pending.pop()
+        if function not in seen:
+            seen.add(function)
+            if (leaf := getattr(function, "variable", None)) is not None:
+                found.append(leaf)
+            pending += [following for following, _ in function.next_functions if following is not None]
+    return found
 
 
 def describe_input(descriptor: Any) -> tuple[str, int]:

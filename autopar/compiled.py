@@ -54,7 +54,7 @@ class Compiled:
     steps     every pass that ran, in order
     search    the result of the sharding search; None where a plan fixed every decision
     cost      the `CostModel` that priced it
-    decide_again  `pins -> (program, decision)`: the search with other pins, from the program before them on
+    decide_again  `pins -> (program, decision, stages)`: the search with other pins, from the program before them on
     order     which stage runs which microbatch when; None where one microbatch runs through one stage
     stages    the `StageDecision`: where the forward is cut, and what each stage takes; None as above
     """
@@ -67,7 +67,7 @@ class Compiled:
     steps: tuple[Step, ...] = ()
     search: Any = None
     cost: Any = None
-    decide_again: Callable[[Any], tuple[Program, Any]] | None = None
+    decide_again: Callable[[Any], tuple[Program, Any, Any]] | None = None
     separated: Program | None = None
     order: PipelineSchedule | None = None
     stages: Any = None

@@ -49,7 +49,7 @@ from autopar.passes.mark_pinned import MarkPinned
 from autopar.passes.mark_saved import MarkSaved
 from autopar.passes.merge_equal_calls import MergeEqualCalls
 from autopar.passes.pad_atoms import PadAtoms
-from autopar.passes.place_stages import PlaceStages
+from autopar.passes.place_stages import PlaceStages, StageDecision
 from autopar.passes.refine_mesh import RefineMesh
 from autopar.passes.separate_microbatches import SeparateMicrobatches
 from autopar.passes.settle_compared import SettleCompared
@@ -316,13 +316,14 @@ def compile_call(
 
 def _decide_again(
     program: Program, options: Options, pins: Pins | Plan | None, order: PipelineSchedule | None = None
-) -> tuple[Program, ShardingDecision]:
+) -> tuple[Program, ShardingDecision, StageDecision | None]:
     """What `program`, which no pins have touched yet, is with `pins` and no plan: with reshards and stages, and what was decided."""
     freedom = _freedom(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
     passes = default_passes(replace(options, plan=None, pins=_shardings(pins)), training=True, order=order)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()
-    return run_passes(program.copy(freedom=freedom), passes[first:last], (history,)), history.decision(ChooseShardings)
+    found = run_passes(program.copy(freedom=freedom), passes[first:last], (history,))
+    return found, history.decision(ChooseShardings), history.decision(PlaceStages) if order is not None else None
 
 
 def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:

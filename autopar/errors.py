@@ -19,6 +19,10 @@ class PlanError(AutoparError):
     """A pin or a plan cannot be kept on this graph and mesh."""
 
 
+class UnmatchedPinError(PlanError):
+    """A pin names no parameter and no module of the model: a slip of the pen, as a rule."""
+
+
 class MemoryBudgetError(PlanError):
     """No plan fits into the memory of a rank; says what conflicts and what would help."""
 
@@ -37,3 +41,7 @@ class ScheduleError(AutoparError):
 
 class PeerError(AutoparError, RuntimeError):
     """A rank that this one waited for is gone or late; names this rank, the instruction and the other ranks."""
+
+
+class BackwardError(AutoparError, RuntimeError):
+    """A backward that no call of a parallel module can run: a second one, one to be differentiated, one through a detached output."""

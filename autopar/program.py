@@ -59,7 +59,8 @@ class Output:
     """One result of the graph, in order: the loss, a tensor of the user's output, a gradient, or a buffer's new value.
 
     `name` is a gradient's parameter, a buffer's name, or the flat index in the user's output structure. A gradient has its
-    parameter's `padding`.
+    parameter's `padding`, and comes back `through` the outputs of these flat indices; through all where none is named. Of an output
+    that `is_detached` the model would let gradients come back, and this program does not.
     """
 
     kind: OutputKind
@@ -70,6 +71,8 @@ class Output:
     dims: Dims = ()
     sharding: Sharding | None = None
     padding: Padding | None = None
+    through: tuple[str, ...] = ()
+    is_detached: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from autopar.differentiable import differentiable
 from autopar.emit import Emitter
 from autopar.errors import CaptureError
-from autopar.program import Program
+from autopar.program import Output, Program
 
 aten = torch.ops.aten
 
@@ -18,7 +19,8 @@ aten = torch.ops.aten
 class DetachOutputs:
     """Let no gradient come back through the outputs beside the loss.
 
-    Reads: a FORWARD program. Writes: `detach` on its outputs. Ensures: with `training`, the loss alone is differentiated.
+    Reads: a FORWARD program. Writes: `detach` on its outputs, and in the signature which of them had gradients. Ensures: with
+    `training`, the loss alone is differentiated.
     Raises `CaptureError` when there is none.
     """
 
@@ -35,9 +37,12 @@ class DetachOutputs:
             )
         program = program.copy()
         results: list[Node] = []
+        outputs: list[Output] = []
+        trained = differentiable(program)
         for output, node in program.named_outputs():
             emit = Emitter(program.graph, program.graph.output_node(), node)
             results.append(emit.call(aten.detach.default, node) if output.kind == "output" else node)
+            is_loss, is_detached = output.kind == "loss", output.kind == "output" and node in trained
+            outputs.append(replace(output, requires_grad=output.requires_grad and is_loss, is_detached=is_detached))
         program.graph.output_node().args = (tuple(results),)
-        outputs = tuple(replace(each, requires_grad=each.requires_grad and each.kind == "loss") for each in program.signature.outputs)
-        return replace(program, signature=replace(program.signature, outputs=outputs))
+        return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))

@@ -102,14 +102,23 @@ def _fitted(
 def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
     """A result is resharded right after it is made: a loss before the backward begins, a gradient while it goes on."""
     is_result = user.op == "output"
-    place = program.graph.inserting_after(_last_placeholder(value)) if is_result else program.graph.inserting_before(user)
+    at_once = is_result and value not in _tangents(program)
+    place = program.graph.inserting_after(_last_placeholder(value)) if at_once else program.graph.inserting_before(user)
     with place:
         node = program.graph.call_function(reshard, (value, target))  # type: ignore[arg-type]
     node.meta["val"] = value.meta["val"]
     copy_origin(value, node)
     DIMS[node], BATCH[node], SHARDING[node] = DIMS[value], BATCH[value], (target,)
-    PHASE[node] = (PHASE.get(value) or "forward") if is_result else PHASE[user]
+    if is_result:
+        PHASE[node] = PHASE.get(value) or ("forward" if at_once else "backward")
+    else:
+        PHASE[node] = PHASE[user]
     return node
+
+
+def _tangents(program: Program) -> set[Node]:
+    """What arrives when the forward is over; a gradient may be a tangent as it is."""
+    return {node for item, node in program.named_inputs() if item.kind == "tangent"}
 
 
 def _last_placeholder(value: Node) -> Node:

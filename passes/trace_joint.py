@@ -6,6 +6,7 @@ a node that only the backward needs (a transposed weight) is put there, so that 
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 from torch.fx.graph import CodeGen
 
-from autopar._torch import describe_input, describe_output, fake_mode_of, joint_graph
+from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
+from autopar.emit import Emitter
 from autopar.errors import CaptureError
 from autopar.keys import PHASE
+from autopar.overwrites import memory_of
 from autopar.program import Form, Input, Output, Program, Signature
 from autopar.source import set_sources
 
@@ -43,12 +46,9 @@ class TraceJoint:
 
 def trace_joint(program: Program, training: bool) -> Program:
     assert program.form is Form.FORWARD
+    program = _with_own_memory(program) if training else program
     mode = fake_mode_of(program.placeholders[0].meta["val"])
-    fakes: list[torch.Tensor] = []
-    with mode:
-        for item in program.signature.inputs:
-            fakes.append(torch.empty(item.shape, dtype=item.dtype).requires_grad_(training and item.requires_grad))
-    graph, into, out = joint_graph(Interpreter(program.module()).run, fakes, mode, _DECOMPOSITIONS)
+    graph, into, out = joint_graph(Interpreter(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
     graph.set_codegen(CodeGen())
     # What torch's decompositions assert of values (that a class is one of those there are) has no result.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg):
@@ -71,7 +71,47 @@ def trace_joint(program: Program, training: bool) -> Program:
         program.freedom,
     )
     _order_by_phase(joint)
-    return joint
+    return _with_ways_back(joint, program) if len(joint.signature.inputs_of("tangent")) > 1 else joint
+
+
+def _fakes(program: Program, mode: FakeTensorMode, training: bool) -> list[torch.Tensor]:
+    with mode:
+        return [
+            torch.empty(item.shape, dtype=item.dtype).requires_grad_(training and item.requires_grad) for item in program.signature.inputs
+        ]
+
+
+def _with_ways_back(joint: Program, forward: Program) -> Program:
+    """Note of every gradient through which outputs it comes back, as autograd has it: one that depends on the values of no tangent has its
+    way, too (of `floor` it is zeros)."""
+    fakes = _fakes(forward, mode := fake_mode_of(forward.placeholders[0].meta["val"]), training=True)
+    with mode, torch.enable_grad():
+        results = Interpreter(forward.module()).run(*fakes)
+    names = {id(fake): item.name for item, fake in zip(forward.signature.inputs, fakes, strict=True) if item.kind == "parameter"}
+    ways: dict[str, list[str]] = {}
+    for item, result in zip(forward.signature.outputs, results, strict=True):
+        if item.requires_grad and result.requires_grad:
+            for leaf in leaves_behind(result):
+                ways.setdefault(names.get(id(leaf), ""), []).append(item.name)
+    outputs = tuple(
+        dataclasses.replace(item, through=tuple(ways.get(item.name, ()))) if item.kind == "gradient" else item
+        for item in joint.signature.outputs
+    )
+    return dataclasses.replace(joint, signature=dataclasses.replace(joint.signature, outputs=outputs))
+
+
+def _with_own_memory(program: Program) -> Program:
+    """Copy the outputs that show the memory of an input or of another output: AOTAutograd gives these no tangent of their own."""
+    program = program.copy()
+    taken: set[Node] = set(program.placeholders)
+    results = list(program.results)
+    for index, (output, node) in enumerate(program.named_outputs()):
+        memory = memory_of(node)
+        if output.requires_grad and memory in taken:
+            results[index] = Emitter(program.graph, program.graph.output_node(), node).call(aten.clone.default, node)
+        taken.add(memory)
+    program.graph.output_node().args = (tuple(results),)
+    return program
 
 
 def _refuse_draws(graph: Graph) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "gathers_strided_shards",
     "has_distributed",
     "not_compiled",
+    "paths_of",
     "reduce_scatter_flat",
     "shard",
     "unflatten",
@@ -54,6 +55,12 @@ def flatten_with_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tu
     """Each leaf of a call with how the user would name it: `args[0]`, `input_ids`, `batch['mask']`."""
     pairs, _ = pytree.tree_flatten_with_path((args, kwargs))
     return [(_name(path), leaf) for path, leaf in pairs]
+
+
+def paths_of(structure: Any) -> list[str]:
+    """How the user reaches each leaf of `structure`: `.loss`, `['logits']`, `[1]`."""
+    leaves = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+    return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(leaves)[0]]
 
 
 def _name(path: tuple[Any, ...]) -> str:

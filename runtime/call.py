@@ -7,15 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
+from autopar.errors import BackwardError
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import summed
 from autopar.program import Input, Output
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.interpreter import RankState, execute
+from autopar.runtime.outputs import refuse_detached
 from autopar.runtime.transport import Transport
 from autopar.runtime.world import Held, Parts, World, local_of
 from autopar.schedule import Schedule, microbatch_of
@@ -47,6 +48,7 @@ class Call:
         self.is_pipelined = compiled.is_pipelined
         self.world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self._key, self._device = batch, key, device
+        self._shapes: dict[str, torch.Size] = {}
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
         self._everyones = compiled.schedules
         self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
@@ -61,6 +63,11 @@ class Call:
         """The outputs that the caller gets: the loss, or the user's output tensors."""
         return tuple(item for item in self.signature.outputs if item.kind in ("loss", "output"))
 
+    @property
+    def detached(self) -> tuple[Output, ...]:
+        """Results through which no gradient comes back, although the model would let one."""
+        return tuple(item for item in self.results if item.is_detached)
+
     def forward(self) -> dict[str, torch.Tensor]:
         """Run to PAUSE; the results by flat index. Buffers that the model changes are written back."""
         self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self.is_pipelined])
@@ -69,11 +76,18 @@ class Call:
             held = self.held(item)
             if held.parts:
                 self._tensors[item.name].copy_(self.world.whole(*held))
-        return {item.name: self.world.whole(*self.held(item)) for item in self.results}
+        results = {item.name: self.world.whole(*self.held(item)) for item in self.results}
+        self._shapes = {name: result.shape for name, result in results.items()}
+        return results
 
-    def backward(self, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result."""
-        given = {item.name: self.world.parts(tangents[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
+    def backward(self, tangents: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result.
+
+        A parameter that gradients reach only through results without a tangent has none.
+        """
+        reached = self._reached({name for name, tangent in tangents.items() if tangent is not None})
+        wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
+        given = {item.name: self.world.parts(wholes[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
         if not self.is_pipelined:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
@@ -82,7 +96,7 @@ class Call:
         found = {}
         for item in self.signature.outputs_of("gradient"):
             held = self.held(item)
-            if held.parts:
+            if held.parts and item.name in reached:
                 parts = {rank: owned.own(part) for rank, part in held.parts.items()}
                 found[item.name] = self.world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
         if self.is_pipelined:  # they are those of the loss itself
@@ -90,6 +104,20 @@ class Call:
             for gradient in found.values():
                 local_of(gradient).mul_(scale)
         return found
+
+    def _reached(self, given: set[str]) -> set[str]:
+        """The parameters whose gradients come back through one of the results that have a tangent, here or on another rank.
+
+        Ranks must agree: a gradient of None on one of them would let its replicas drift apart.
+        """
+        gradients, tangents = self.signature.outputs_of("gradient"), self.signature.inputs_of("tangent")
+        if all(len(item.through) in (0, len(tangents)) for item in gradients):
+            return {item.name for item in gradients if given}
+        anywhere = set().union(*self.world.gather(given))
+        return {item.name for item in gradients if anywhere.intersection(item.through)}
+
+    def _tangent(self, item: Input, given: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(self._shapes[item.name], dtype=item.dtype, device=self._device) if given is None else given
 
     def held(self, item: Output) -> Held:
         """What the ranks of this process hold of a result or gradient, while this call is kept.
@@ -177,24 +205,38 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, names: tuple[str, ...], *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = call.forward()
-        tangents = {item.name for item in call.signature.inputs_of("tangent")}
+        # One that is detached is on the tape, too, so that a backward through it is refused instead of lost.
+        taped = {item.name for item in (*call.signature.inputs_of("tangent"), *call.detached)}
         ctx.call, ctx.names, ctx.results = call, names, tuple(results)
         # Saved for their version counters only: torch refuses a backward through parameters changed since.
         ctx.save_for_backward(*(tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor for tensor in parameters))
-        ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in tangents))
+        ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
+        ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in taped))
         return tuple(results.values())
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *tangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        _ = ctx.saved_tensors
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise BackwardError(_SECOND_DERIVATIVE)
         if ctx.call is None:
-            raise RuntimeError(
-                "backward ran a second time through one call of a parallel module; its activations are gone: call the module again"
-            )
+            raise BackwardError(_SECOND_TIME)
+        given = dict(zip(ctx.results, tangents, strict=True))
+        refuse_detached(ctx.call.signature, [item.name for item in ctx.call.detached if given[item.name] is not None])
+        _ = ctx.saved_tensors
         call, ctx.call = ctx.call, None
-        gradients = call.backward(dict(zip(ctx.results, tangents, strict=True)))
+        gradients = call.backward(given)
         return (None, None, *(gradients.get(name) for name in ctx.names))
+
+
+_SECOND_DERIVATIVE = (
+    "backward was asked for with create_graph=True, but the gradients of a parallel module have no graph of their own: a gradient penalty "
+    "would be a constant. Leave create_graph out; for a penalty let the model itself compare its outputs at two inputs, "
+    "(f(x + h * v) - f(x)) / h, or train that model without autopar"
+)
+_SECOND_TIME = (
+    "backward ran a second time through one call of a parallel module; what it saved is gone after the first, with retain_graph=True, too: "
+    "add up the losses of one call and run backward once, or call the module again"
+)
 
 
 def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

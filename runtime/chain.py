@@ -154,6 +154,7 @@ class _Chain:
             replica_errors=self.errors.replicas,
             first_difference=difference,
             narrowest=_narrowest(self.compiled.forward),
+            num_detached=sum(item.is_detached for item in self.compiled.forward.signature.outputs),
         )
 
     def agrees(self, results: Results) -> bool:

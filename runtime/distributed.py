@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,6 +17,21 @@ from autopar.errors import MeshError, PeerError
 from autopar.mesh import Mesh
 from autopar.runtime._torch import all_gather_flat, has_distributed, reduce_scatter_flat
 from autopar.schedule import Channel, Launch, Layout, Receive, Send
+
+
+@contextmanager
+def naming(rank: int, peers: Sequence[int], what: object) -> Generator[None]:
+    """Turn torch's error, which names no rank, into a `PeerError`: `rank` waited for `peers` at `what`."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, PeerError):
+        raise
+    except RuntimeError as error:
+        others = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+        raise PeerError(
+            f"rank {rank} got no answer from {others} for {what}: {error}\n"
+            f"Look at the output of {others} first: a rank died, is stuck or left early; if it is only slow, raise `timeout`"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -61,19 +76,27 @@ class ProcessGroups:
             for rank in range(mesh.size):
                 members = mesh.group(rank, axes)
                 if frozenset(members) not in self._groups:
-                    ranks = [self.global_ranks[member] for member in members]
-                    group = dist.new_group(ranks, timeout=self._timeout)
                     # A rank outside the group gets a mark instead; it never asks for the group.
-                    self._groups[frozenset(members)] = group  # type: ignore[assignment]
+                    self._groups[frozenset(members)] = self._new_group(members, f"a group of ranks along {', '.join(axes)}")
 
     def create_channels(self, channels: Iterable[Channel]) -> None:
         """Create what is missing of the groups of `channels`, pairs of ranks of the mesh: (sender, receiver)."""
         for channel in sorted(set(channels)):
             if channel not in self._channels:
-                group = dist.new_group([self.global_ranks[rank] for rank in channel], timeout=self._timeout)
+                what = f"a channel from rank {channel[0]} to rank {channel[1]}"
                 # A rank outside the channel gets a mark instead; it never asks for the group.
-                self._channels[channel] = group  # type: ignore[assignment]
-                self._connect(channel)
+                self._channels[channel] = self._new_group(channel, what)
+                with naming(self.rank, [rank for rank in channel if rank != self.rank], what):
+                    self._connect(channel)
+
+    def _new_group(self, members: Sequence[int], what: str) -> Any:
+        """All ranks of the world take part, members or not."""
+        with self.naming_all(what):
+            return dist.new_group([self.global_ranks[member] for member in members], timeout=self._timeout)
+
+    def naming_all(self, what: str) -> AbstractContextManager[None]:
+        """While this is entered, torch's errors become a `PeerError`: all other ranks were waited for."""
+        return naming(self.rank, [rank for rank in range(self.mesh.size) if rank != self.rank], what)
 
     def _connect(self, channel: Channel) -> None:
         """Send one byte. NCCL blocks both ranks at their first transfer, so two that sent to each other first would never meet."""
@@ -105,14 +128,16 @@ class ProcessGroups:
         if mesh.size_of(axes) > 1:
             members = mesh.group(self.rank, axes)
             tensor = tensor.contiguous()
-            dist.broadcast(tensor, self.global_ranks[members[root]], group=self._groups[frozenset(members)])
+            with naming(self.rank, [rank for rank in members if rank != self.rank], f"a broadcast from rank {members[root]}"):
+                dist.broadcast(tensor, self.global_ranks[members[root]], group=self._groups[frozenset(members)])
         return tensor
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in the mesh's order; any picklable object. Collective."""
+    def gather(self, value: Any, what: str = "what every rank has to tell before it goes on") -> list[Any]:
+        """Every rank's `value`, in the mesh's order; any picklable object. Collective. `what` it is stands in the error."""
         group = self.along(self.mesh, self.mesh.names)
         values: list[Any] = [None] * group.size
-        dist.all_gather_object(values, value, group=group.group)
+        with self.naming_all(what):
+            dist.all_gather_object(values, value, group=group.group)
         return [values[place] for place in group.order]
 
 
@@ -151,7 +176,8 @@ class DistributedTransport:
             peers = tuple(rank for rank in self.mesh.group(self.rank, axes) if rank != self.rank)
             self._groups[axes] = self._process_groups.along(self.mesh, axes), peers
         group, peers = self._groups[axes]
-        return Launched(instruction, peers, (_START[instruction.collective](group, instruction, tensor),))
+        with naming(self.rank, peers, instruction):
+            return Launched(instruction, peers, (_START[instruction.collective](group, instruction, tensor),))
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Launched:
         channel = instruction.channel(self.mesh, self.rank)
@@ -175,7 +201,7 @@ class DistributedTransport:
         self, start: Callable[..., dist.Work | None], instruction: Send | Receive, tensor: torch.Tensor, channel: Channel, peer: int
     ) -> dist.Work:
         groups = self._process_groups
-        with self._naming(instruction, (peer,)):
+        with naming(self.rank, (peer,), instruction):
             work = start(tensor, groups.global_ranks[peer], groups.channel(channel))
         assert work is not None
         return work
@@ -193,24 +219,10 @@ class DistributedTransport:
 
     def _landed(self, handle: Launched) -> tuple[torch.Tensor, ...]:
         # The group's timeout bounds each wait.
-        with self._naming(handle.instruction, handle.peers):
+        with naming(self.rank, handle.peers, handle.instruction):
             for flight in handle.flights:
                 flight.work.wait()
         return tuple(flight.finish(flight.arriving) for flight in handle.flights)
-
-    @contextmanager
-    def _naming(self, instruction: Launch | Send | Receive, peers: tuple[int, ...]) -> Generator[None]:
-        """Turn torch's error, which names no rank, into a `PeerError`."""
-        try:
-            yield
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            others = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
-            raise PeerError(
-                f"rank {self.rank} got no answer from {others} for {instruction}: {error}\n"
-                f"Look at the output of {others} first: a rank died, is stuck or left early; if it is only slow, raise `timeout`"
-            ) from error
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:

@@ -120,7 +120,7 @@ def _microbatch_problem(name: str, share: int, number: int) -> list[str]:
     return [f"a rank's share of {name!r} is {share} samples, which num_microbatches={number} does not divide: use one of {divisors}"]
 
 
-def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: Callable[[Any], Sequence[Any]]) -> None:
+def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: Callable[..., Sequence[Any]]) -> None:
     """Raise `InputError` on every rank when one of them cannot run its call, or when their calls need different programs. Collective.
 
     problem     why this rank's inputs cannot run, or None
@@ -130,7 +130,7 @@ def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: 
     """
     shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for _, name, tensor in inputs.tensors}
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(key)).encode()).hexdigest()
-    everyone = gather((problem, digest, shapes))
+    everyone = gather((problem, digest, shapes), "a comparison of the ranks' calls")
     problems: dict[str, int] = {}
     for rank, (text, _, _) in enumerate(everyone):
         if text is not None:
@@ -162,14 +162,14 @@ def global_call(inputs: CallInputs, dims: Mapping[int, int], num_shares: int) ->
     return inputs.call(grown)
 
 
-def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gather: Callable[[Any], Sequence[Any]]) -> None:
+def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gather: Callable[..., Sequence[Any]]) -> None:
     """Compare by checksum what ranks must pass alike; collective.
 
     Inputs with a batch dim must agree among ranks at equal places along dp, others among all. Raises `InputError` on
     every rank, naming the inputs and two ranks.
     """
     mine = {index: checksum(tensor) for index, _, tensor in inputs.tensors}
-    everyone = gather(mine)
+    everyone = gather(mine, "a comparison of the ranks' inputs")
     problems = []
     for index, name, _ in inputs.tensors:
         seen: dict[int, int] = {}

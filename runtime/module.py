@@ -254,7 +254,11 @@ class ParallelModule(nn.Module):
         return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, a 0-d tensor. Collective."""
+        """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, a 0-d tensor. Collective.
+
+        Use it in place of `torch.nn.utils.clip_grad_norm_(parallel.parameters(), ...)`: with pp on processes, torch's own would clip each
+        stage by the norm of that stage's gradients alone, and cannot tell that there are others.
+        """
         return clip_grad_norm(dict(self.named_parameters()), self._world, max_norm, norm_type, error_if_nonfinite)
 
     # ---- inspection

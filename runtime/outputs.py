@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from autopar.compiled import TENSOR
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, BackwardError
 from autopar.program import Signature
-from autopar.runtime._torch import unflatten
+from autopar.runtime._torch import paths_of, unflatten
 
 
 class OmittedTensor:
@@ -56,3 +56,15 @@ def build_output(signature: Signature, tensors: Mapping[str, torch.Tensor]) -> A
     for index, tensor in tensors.items():
         leaves[int(index)] = tensor
     return unflatten(leaves, signature.structure)
+
+
+def refuse_detached(signature: Signature, indices: Sequence[str]) -> None:
+    """Raise `BackwardError` where a backward came through outputs, by flat index, that a pipeline has detached."""
+    if indices:
+        paths = paths_of(signature.structure)
+        names = ", ".join(f"output{paths[int(index)]}" for index in indices)
+        raise BackwardError(
+            f"a gradient came back through {names}, but with pp > 1 or several microbatches the backward runs inside the call, from the "
+            "loss alone: add up all losses inside the model and return the sum as its loss, or use .detach() on what is only looked at; "
+            "with pp = 1 and num_microbatches=1 every output may be differentiated"
+        )

@@ -151,7 +151,7 @@ def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-def check_equal_models(model: nn.Module, gather: Callable[[Any], Sequence[Any]]) -> None:
+def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -> None:
     """Raise `MeshError` on every rank when ranks start from different values, naming a parameter or buffer and two ranks. Collective.
 
     Each rank keeps its part of its own model, so unequal models would be mixed into one that nobody built.
@@ -159,7 +159,9 @@ def check_equal_models(model: nn.Module, gather: Callable[[Any], Sequence[Any]])
     """
     fakes = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     named = (*model.named_parameters(), *model.named_buffers())
-    everyone = gather((fakes, {name: "meta" if tensor.is_meta else checksum(tensor) for name, tensor in named}))
+    everyone = gather(
+        (fakes, {name: "meta" if tensor.is_meta else checksum(tensor) for name, tensor in named}), "a comparison of the ranks' models"
+    )
     for rank, (theirs, _) in enumerate(everyone):
         if theirs:
             raise MeshError(

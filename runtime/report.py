@@ -46,6 +46,7 @@ class Report:
     buffer_errors    per buffer that the model changes
     replica_errors   per result the largest difference between ranks that should hold the same part
     narrowest        the dtype of fewest digits that the model computes in, where it is not promoted
+    num_detached     outputs of which a pipeline gives the values alone: the gradients compared are those of the loss
     """
 
     loss_error: float
@@ -57,6 +58,7 @@ class Report:
     replica_errors: Mapping[str, float] = field(default_factory=dict[str, float])
     first_difference: Difference | None = None
     narrowest: torch.dtype = torch.float32
+    num_detached: int = 0
 
     def __bool__(self) -> bool:
         return self.first_difference is None and self.worst <= self.tolerance
@@ -76,6 +78,9 @@ class Report:
         lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
         if self.reference == "forward program":
             lines.append("  (the program draws random numbers, which are keyed by position and not eager's: compared on one device)")
+        if self.num_detached:
+            outputs = f"{self.num_detached} other output{'s' if self.num_detached > 1 else ''}"
+            lines.append(f"  (gradients are those of the loss alone: a pipeline refuses a backward through {outputs}, compared by value)")
         if is_rounded and not self:
             rounding = torch.finfo(self.narrowest).eps
             lines.append(f"  ({name} rounds by up to {rounding:.2g}, and more of a sum that cancels: promote=True compares without)")

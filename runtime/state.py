@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.runtime.placement import like, torch_can_gather_tensor
 from autopar.runtime.world import DistributedWorld, World
 
@@ -82,28 +83,42 @@ def clip_grad_norm(
     """See `ParallelModule.clip_grad_norm_`."""
     if not isinstance(world, DistributedWorld):
         return torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm, norm_type, error_if_nonfinite)
+    if norm_type <= 0:
+        raise AutoparError(f"norm_type={norm_type} is no norm that ranks can put together from their parts; use a positive one, or inf")
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    total = _joint_norm(gradients, world, norm_type)
+    total, dtype = _joint_norm(gradients, world, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in gradients.values():
         local = _local(gradient)
         local.mul_(scale.to(local.device, local.dtype))
-    return total
+    return total.to(dtype)
 
 
-def _joint_norm(gradients: Mapping[str, torch.Tensor], world: DistributedWorld, norm_type: float) -> torch.Tensor:
-    """The norm over all parts, each counted on one of the ranks that hold it; summed in float64."""
+# In which norms are returned: torch's promotion, which needs no words between ranks but which of these there are.
+_NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _joint_norm(gradients: Mapping[str, torch.Tensor], world: DistributedWorld, norm_type: float) -> tuple[torch.Tensor, torch.dtype]:
+    """The norm over all parts, each counted on one of the ranks that hold it, summed in float64; and the dtype that torch would give it."""
     is_maximum = norm_type == float("inf")
-    total = torch.zeros((), dtype=torch.float64, device=next((_local(g).device for g in gradients.values()), torch.device("cpu")))
+    device = next((_local(gradient).device for gradient in gradients.values()), world.groups.device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    present = torch.zeros(len(_NORM_DTYPES), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
+        local = _local(gradient)
         if world.is_first(name):
-            norm = torch.linalg.vector_norm(_local(gradient), norm_type).double()
+            wide = torch.promote_types(local.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(local, norm_type, dtype=wide).double()
             total = torch.maximum(total, norm) if is_maximum else total + norm**norm_type
+        present[_NORM_DTYPES.index(local.dtype.to_real())] = 1
     everyone = world.groups.along(world.mesh, world.mesh.names)
-    dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
-    return (total if is_maximum else total ** (1 / norm_type)).float()
+    told = torch.cat([total.view(1), present])
+    with world.groups.naming_all("the norm of the gradients"):
+        dist.all_reduce(told, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
+    found = [dtype for dtype, number in zip(_NORM_DTYPES, told[1:].tolist(), strict=True) if number]
+    return told[0] if is_maximum else told[0] ** (1 / norm_type), reduce(torch.promote_types, found or [torch.float32])
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -78,8 +78,8 @@ class World(Protocol):
 
     def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None: ...
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's picklable `value`. Collective."""
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        """Every rank's picklable `value`. Collective. `what` it is stands in the error when a rank does not answer."""
         ...
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
@@ -123,7 +123,7 @@ class VirtualWorld:
         assert isinstance(first, VirtualTransport)
         first.board.check_empty()
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.mesh.size
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
@@ -172,7 +172,7 @@ class DistributedWorld:
         return self.groups.device
 
     def prepare(self, compiled: Compiled) -> None:
-        fingerprints = self.gather(compiled.fingerprint)
+        fingerprints = self.gather(compiled.fingerprint, "a comparison of the ranks' programs")
         for rank, fingerprint in enumerate(fingerprints):
             if fingerprint != fingerprints[0]:
                 raise ScheduleError(
@@ -190,11 +190,13 @@ class DistributedWorld:
         check_equal_models(model, self.gather)
         mesh = compiled.local.mesh.ranks
         stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))
-        self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
+        with self.groups.naming_all("the groups of the refined mesh"):
+            self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
         self.placements = all_placements(model, compiled.local.signature, stage)
         self.holders = _holders(self.placements, compiled)
         held = {name for name, stages in self.holders.items() if self._stage in stages}
-        device_mesh = stage_device_mesh(self.device_mesh, stage)
+        with self.groups.naming_all("the groups of the parameters' mesh"):
+            device_mesh = stage_device_mesh(self.device_mesh, stage)
         place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held)
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
@@ -207,8 +209,8 @@ class DistributedWorld:
             for blocked in execution:
                 raise AssertionError(f"a real rank blocks inside its waits and never yields: {blocked}")
 
-    def gather(self, value: Any) -> list[Any]:
-        return self.groups.gather(value)
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        return self.groups.gather(value, what) if what else self.groups.gather(value)
 
     def _place(self, mesh: Mesh) -> int:
         """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""
@@ -311,7 +313,7 @@ def from_first(world: World, make: Callable[[], str]) -> str:
         except Exception as caught:  # whatever it is, the others wait for this rank's answer
             error = caught
     told = f"found no plan: {error}" if isinstance(error, AutoparError) else f"failed: {type(error).__name__}: {error}"
-    text, problem = world.gather((text, error and told))[0]
+    text, problem = world.gather((text, error and told), "the plan of rank 0")[0]
     if error is not None:
         raise error
     if problem is not None:

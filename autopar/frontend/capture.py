@@ -26,6 +26,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
+from autopar.frontend.hints import hint_for
 from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
 from autopar.mesh import Mesh
 from autopar.program import Program
@@ -217,9 +218,11 @@ def _explained(model: nn.Module) -> Any:
         raise
     except Exception as error:
         text = str(error).split("\nfrom user code")[0].split("\nUser Stack")[0].strip()
-        what = f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: {text}"
         where = _where(error)
-        raise CaptureError(f"{what}\n  where: {where}\n  how to mend it: {_hint(type(error).__name__ + text + where)}") from error
+        hint, is_known = hint_for(type(error).__name__ + text + where)
+        text = text.splitlines()[0] if is_known and text else text
+        what = f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: {text}"
+        raise CaptureError(f"{what}\n  where: {where}\n  how to mend it: {hint}") from error
 
 
 def _where(error: Exception) -> str:
@@ -228,33 +231,3 @@ def _where(error: Exception) -> str:
     if not frames:
         frames = [frame for frame in user_frames("".join(traceback.format_tb(error.__traceback__))) if not frame.file.startswith(_OWN)]
     return f"{frames[-1].file}:{frames[-1].line}  {frames[-1].code}" if frames else "(no source line)"
-
-
-_HINTS = (
-    (
-        ("expert_hit",),
-        'experts are visited one by one, by what their indices say: model.set_experts_implementation("grouped_mm"), which sets '
-        'config._experts_implementation, or "batched_mm", which copies an expert\'s weights for each token but splits over dp',
-    ),
-    (
-        ("DynamicCache", "pytree"),
-        "the output holds an object that is no tensor structure (a key-value cache): set config.use_cache=False, or return tensors only",
-    ),
-    (
-        ("DataDependent", "data-dependent", "Dynamic control flow", "item()"),
-        "forward reads the value of a tensor (a branch, .item(), .tolist()); write it with torch.where, or decide it before the call",
-    ),
-    (
-        ("DynamicOutputShape", "nonzero"),
-        "the shape of a result depends on values (a boolean index, nonzero, unique); keep the shape and mask with torch.where",
-    ),
-    (
-        ("graph break", "Unsupported", "skip", "numpy"),
-        "this line leaves the graph (I/O, a foreign library, an unsupported call); move it out of forward",
-    ),
-)
-
-
-def _hint(text: str) -> str:
-    found = (hint for words, hint in _HINTS if any(word.lower() in text.lower() for word in words))
-    return next(found, "the model must run as plain tensor code on inputs of these shapes")

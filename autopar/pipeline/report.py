@@ -131,6 +131,8 @@ def pipeline_lines(compiled: Compiled, cost: CostModel) -> Iterator[str]:
     yield f"it waits for {_path(found)}"
     yield "at most " + ", ".join(f"{in_bytes(peak)} on rank {rank}" for rank, peak in enumerate(found.peak_bytes))
     yield from cut_lines(compiled)
+    if order.num_stages > 1:
+        yield "clip gradients by parallel.clip_grad_norm_: on processes torch's own sees the gradients of one stage alone"
 
 
 def shortened(lines: list[str]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from types import EllipsisType
 
 from torch.fx import Node
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, UnmatchedPinError
 from autopar.keys import BATCH, DIMS, SOURCE
 from autopar.markers import pinned
 from autopar.mesh import Mesh
@@ -53,7 +53,8 @@ def resolve(pins: Pins | Plan, program: Program) -> ResolvedPins:
         resolver.add(pattern, pin)
     if resolver.problems:
         lines = "\n".join(f"  {problem}" for problem in resolver.problems)
-        raise PlanError(f"pins that cannot be kept:\n{lines}\npin another dim, or drop the pin")
+        kind = UnmatchedPinError if resolver.has_unmatched else PlanError
+        raise kind(f"pins that cannot be kept:\n{lines}\npin another dim, or drop the pin")
     plan = Plan(program.mesh, resolver.found, reasons={name: "pinned by the user" for name in resolver.found})
     return ResolvedPins(plan, resolver.outputs)
 
@@ -69,6 +70,7 @@ class _Resolver:
         self.found: dict[str, PlannedInput] = {}
         self.outputs: dict[str, Strategy] = {}
         self.problems: list[str] = []
+        self.has_unmatched = False
 
     def add(self, pattern: str, pin: Sequence[DimPin]) -> None:
         names = [pattern] if pattern in self.parameters else [name for name in self.parameters if matches_name(name, pattern)]
@@ -84,6 +86,7 @@ class _Resolver:
     def _add_modules(self, pattern: str, pin: Sequence[DimPin]) -> None:
         modules = [module for module in self.marked if matches_module(module, pattern)]
         if not modules:
+            self.has_unmatched = True
             parameters, paths = near_names(pattern, self.parameters), near_names(pattern, _modules(self.program))
             self.problems.append(f"{pattern!r} matches no parameter; there are {parameters}; and no module that runs; there are {paths}")
         for module in modules:

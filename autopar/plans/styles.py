@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, UnmatchedPinError
 from autopar.pattern import matches_module, near_names
 from autopar.plans.plan import DimPin, Pins, Plan
 
@@ -51,7 +51,8 @@ def without_styles(pins: UserPins | Plan | None, model: nn.Module) -> Pins | Pla
     for pattern, pin in pins.items():
         translation.add(pattern, pin)
     if translation.problems:
-        raise PlanError("styles that cannot be kept:\n" + "\n".join(f"  {problem}" for problem in translation.problems))
+        kind = UnmatchedPinError if translation.has_unmatched else PlanError
+        raise kind("styles that cannot be kept:\n" + "\n".join(f"  {problem}" for problem in translation.problems))
     return translation.pins
 
 
@@ -63,6 +64,7 @@ class _Translation:
     names: Mapping[int, str]
     pins: dict[str, Sequence[DimPin]] = field(default_factory=dict[str, Sequence[DimPin]])
     problems: list[str] = field(default_factory=list[str])
+    has_unmatched: bool = False
     _by_style: dict[str, tuple[str, Pin]] = field(default_factory=dict[str, tuple[str, Pin]])
 
     def add(self, pattern: str, pin: Sequence[DimPin] | ParallelStyle | tuple[str, ParallelStyle]) -> None:
@@ -73,6 +75,7 @@ class _Translation:
             return
         paths = [path for path in self.modules if path and matches_module(path, pattern)]
         if not paths:
+            self.has_unmatched = True
             self.problems.append(f"{pattern!r} matches no module; there are {near_names(pattern, filter(None, self.modules))}")
         for path in paths:
             try:

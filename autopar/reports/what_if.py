@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.compiled import Compiled
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, PlanError, UnmatchedPinError
 from autopar.pipeline.report import StepOnPaper
 from autopar.plans.diff import PlanDiff
 from autopar.plans.plan import Plan
@@ -96,16 +96,21 @@ def what_if(compiled: Compiled, pins: Any) -> WhatIf:
     """The plan that `compile` would find with `pins` in place of those it was given: `{}` frees everything.
 
     Pins as in `compile`. Other calls that were captured before are not looked at. Raises `AutoparError` for a program that
-    nobody searched.
+    nobody searched, and `UnmatchedPinError` for a pin that names nothing; what else cannot be kept is an answer.
     """
     if compiled.decide_again is None or compiled.search is None:
         raise AutoparError("this program was not made by autopar.compile: there is nothing to decide again")
     now = _prices(compiled.program, compiled.search, compiled)
     try:
-        program, decision = compiled.decide_again(pins)
+        program, decision, stages = compiled.decide_again(pins)
+    except UnmatchedPinError:
+        raise
     except PlanError as refusal:
         return WhatIf(now, compiled.plan, refusal=str(refusal))
-    plan = Plan.of(program, decision)
+    # Pins choose no kernels.
+    plan = replace(Plan.of(program, decision), kernels=compiled.plan.kernels)
+    if compiled.order is not None:
+        plan = plan.with_stages(program, compiled.order, stages)
     return WhatIf(now, compiled.plan, _prices(program, decision, compiled), plan, diff=compiled.plan.diff(plan))
 
 

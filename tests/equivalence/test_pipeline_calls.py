@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
+from autopar import BackwardError, CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
 from autopar.pipeline.actions import parse_schedule
 from autopar.pipeline.schedules import generate
 from tests.pipelined import assert_split, compiled, parameters_of, tagger
@@ -119,8 +119,21 @@ def test_outputs_of_all_microbatches_come_back_in_the_order_of_the_batch() -> No
     torch.testing.assert_close(only["logits"], wanted["logits"], rtol=1e-12, atol=1e-14)
     trained = parallel(**case.batch)
     torch.testing.assert_close(trained["logits"], wanted["logits"], rtol=1e-12, atol=1e-14)
-    assert trained["loss"].requires_grad and not trained["logits"].requires_grad
-    assert parallel.verify(promote=True, **case.batch)
+    report = parallel.verify(promote=True, **case.batch)
+    assert report and "gradients are those of the loss alone: a pipeline refuses a backward through 1 other output" in str(report)
+
+
+@pytest.mark.parametrize(("mesh", "number"), [(PP2, 1), ({"dp": 2}, 2)], ids=str)
+def test_a_backward_through_another_output_than_the_loss_is_refused(mesh: dict[str, int], number: int) -> None:
+    """Its gradient would be lost: what it alone trains would stay as it is, in silence."""
+    case = tagger()
+    parallel = compiled(case, mesh, number, outputs="all")
+    output = parallel(**case.batch)
+    with pytest.raises(BackwardError, match=r"came back through output\['logits'\], but with pp > 1 .* return the sum as its loss"):
+        (output["loss"] + output["logits"].square().mean()).backward()
+    output = parallel(**case.batch)
+    (output["loss"] + output["logits"].detach().square().mean()).backward()
+    assert all(parameter.grad is not None for parameter in parallel.parameters())
 
 
 def test_a_scaled_loss_scales_the_gradients() -> None:

@@ -43,7 +43,7 @@ class Ranks:
             def __init__(self) -> None:
                 self.ranks = (rank,)
 
-            def gather(self, value: Any) -> list[Any]:
+            def gather(self, value: Any, what: str = "") -> list[Any]:
                 if rank == 0:
                     ranks.first = value
                 return [ranks.first, value]

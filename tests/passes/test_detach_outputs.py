@@ -30,6 +30,12 @@ def test_gradients_come_back_through_the_loss_alone() -> None:
     assert [item.requires_grad for item in detached.signature.outputs] == [item.kind == "loss" for item in detached.signature.outputs]
 
 
+def test_outputs_that_had_a_gradient_are_told_from_those_that_had_none() -> None:
+    captured = of(lambda layer, x, y: {**both(layer, x, y), "same": y * 2, "best": layer.linear(x).argmax(-1)}, X, Y, outputs="all")
+    structure = {item.name: item.is_detached for item in DetachOutputs().apply(captured).signature.outputs}
+    assert list(structure.values()) == [False, True, False, False]
+
+
 def test_values_are_what_they_were_and_gradients_those_of_the_loss() -> None:
     layer = Layer(both)
     inputs = inputs_of(of(both, X, Y), layer, (X, Y), {})

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
-from autopar.errors import InputError, MeshError, PlanError, ScheduleError
+from autopar.errors import InputError, MeshError, PeerError, PlanError, ScheduleError
 from autopar.mesh import Mesh
 from autopar.runtime._torch import gathers_strided_shards
 from autopar.runtime.distributed import DistributedTransport, ProcessGroups
@@ -136,7 +136,8 @@ def real_mlp(**options: Any) -> tuple[ParallelModule, Mlp]:
         assert all(not isinstance(parameter, DTensor) and parameter.shape in ((8, 6), (6, 8)) for parameter in model.parameters())
         return mlp_compiled(mesh, torch.is_grad_enabled())
 
-    return ParallelModule(model, mesh, capture=capture, backend="eager", device_mesh=device_mesh, timeout=30, **options), reference
+    options = {"backend": "eager", "timeout": 30, **options}
+    return ParallelModule(model, mesh, capture=capture, device_mesh=device_mesh, **options), reference
 
 
 def global_batch(seed: int = 1) -> dict[str, torch.Tensor]:
@@ -306,6 +307,34 @@ def test_ranks_that_disagree_are_named_on_every_rank(gloo_ranks: Any, function: 
         assert expected in text
 
 
+def leaves_before_the_first_collective(where: str) -> str:
+    """Rank 3 does not call the module, or is lost while it captures; what the others hear of it."""
+    parallel, _ = real_mlp(timeout=1)
+    ours, is_lost = parallel._capture, dist.get_rank() == 3
+
+    def capture(*args: Any, **kwargs: Any) -> Compiled:
+        if is_lost:
+            raise ZeroDivisionError
+        return ours(*args, **kwargs)
+
+    parallel._capture = capture
+    if where == "capture" or not is_lost:
+        with pytest.raises(ZeroDivisionError if is_lost else PeerError) as caught:
+            parallel(**share(global_batch()))
+    dist.barrier()
+    return "" if is_lost else str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "asked"), [("call", "a comparison of the ranks' calls"), ("capture", "a comparison of the ranks' programs")]
+)
+def test_a_rank_that_is_lost_before_the_first_collective_is_named(gloo_ranks: Any, where: str, asked: str) -> None:
+    others = ("ranks 1, 2, 3", "ranks 0, 2, 3", "ranks 0, 1, 3")
+    for rank, (text, named) in enumerate(zip(gloo_ranks.run(leaves_before_the_first_collective, where), others, strict=False)):
+        assert text.startswith(f"rank {rank} got no answer from {named} for {asked}: "), text
+        assert f"Look at the output of {named} first" in text
+
+
 def weighs_its_own_loss() -> float:
     parallel, reference = real_mlp()
     weight = 1.0 + 2 * (dist.get_rank() // 2)
@@ -325,7 +354,7 @@ class OneOfTwo:
     def __init__(self, rank: int, brought: list[Any]) -> None:
         self.ranks, self.brought = (rank,), brought
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "") -> list[Any]:
         self.brought.append(value)
         return self.brought
 
@@ -350,10 +379,10 @@ def test_parameters_on_meta_on_any_rank_are_refused_on_all(fakes: tuple[int, ...
     brought: list[Any] = []
     for model in models:  # what each brings, whatever it is answered
         with pytest.raises(RuntimeError, match="stop"):
-            check_equal_models(model, lambda mine: (brought.append(mine), stop())[1])
+            check_equal_models(model, lambda mine, what: (brought.append(mine), stop())[1])
     for model in models:
         with pytest.raises(MeshError, match=f"2 parameters are on meta on rank {fakes[0]}, the first is 'fc.weight'.*to_empty"):
-            check_equal_models(model, lambda _: brought)
+            check_equal_models(model, lambda *_: brought)
 
 
 def stop() -> Any:

@@ -61,8 +61,8 @@ def test_replicas_are_compared_by_dtype_shape_and_bytes() -> None:
 
     def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
         sums: list[Any] = []
-        check_replicas(CallInputs.of((), {"x": theirs}), {}, mesh, lambda mine: sums.append(mine) or [mine, mine])
-        check_replicas(CallInputs.of((), {"x": ours}), {}, mesh, lambda mine: [mine, sums[0]])
+        check_replicas(CallInputs.of((), {"x": theirs}), {}, mesh, lambda mine, what: sums.append(mine) or [mine, mine])
+        check_replicas(CallInputs.of((), {"x": ours}), {}, mesh, lambda mine, what: [mine, sums[0]])
 
     compare(torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16))
     compare(torch.tensor(True), torch.tensor(True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import AutoparError, InputError, MeshError
+from autopar.errors import AutoparError, BackwardError, InputError, MeshError
 from autopar.mesh import Mesh, virtual_mesh
 from autopar.runtime.module import ParallelModule
 from tests.runtime.schedules import BATCH, WIDTH, Mlp, mlp_compiled
@@ -110,12 +110,21 @@ def test_parameters_changed_between_forward_and_backward_are_refused() -> None:
         loss.backward()
 
 
-def test_a_second_backward_through_one_call_is_refused() -> None:
+@pytest.mark.parametrize("retained", [True, False])
+def test_a_second_backward_through_one_call_is_refused(retained: bool) -> None:
     parallel, _ = parallel_mlp(virtual_mesh(tp=2, dp=1))
     loss = parallel(**batch())["loss"]
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second time"):
+    loss.backward(retain_graph=retained)
+    with pytest.raises(BackwardError, match="second time .*add up the losses of one call"):
         loss.backward()
+
+
+def test_gradients_that_are_to_be_differentiated_are_refused() -> None:
+    """A gradient penalty would be a constant, in silence."""
+    parallel, _ = parallel_mlp(virtual_mesh(tp=2, dp=1))
+    with pytest.raises(BackwardError, match="create_graph=True.*would be a constant"):
+        torch.autograd.grad(parallel(**batch())["loss"], list(parallel.parameters()), create_graph=True)
+    assert issubclass(BackwardError, RuntimeError)
 
 
 def test_a_parameter_written_behind_autograds_back_is_not_stale() -> None:

@@ -25,6 +25,7 @@ def test_explain_shows_stages_grid_and_step() -> None:
     assert re.search(r"a step takes \S+ [mµ]s on paper, of which ranks idle \d+\.\d%; the update \S+ \S+ more", section)
     assert "it waits for 0F0 " in section
     assert re.search(r"at most \S+ kB on rank 0, \S+ kB on rank 1", section)
+    assert "clip gradients by parallel.clip_grad_norm_" in section
 
 
 def test_the_reason_for_a_cut_is_what_another_would_cost() -> None:
@@ -40,7 +41,7 @@ def test_microbatches_alone_need_no_grid() -> None:
     compiled = piped(pp=1, num_microbatches=4, dp=1).compiled
     lines = list(pipeline_lines(compiled, cost_of(compiled)))
     assert lines[0] == "4 microbatches, one after another" and "idle" not in lines[1]
-    assert not any("rank 0 |" in line for line in lines)
+    assert not any("rank 0 |" in line or "clip" in line for line in lines)
 
 
 def test_a_program_without_gradients_runs_its_forwards() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError, UnmatchedPinError
 from autopar.reports.what_if import what_if
 from autopar.runtime.module import ParallelModule
-from tests.piped import piped
-from tests.residual import parallel_residual
+from tests.piped import piped, plain_pipe
+from tests.residual import WIDTH, WORDS, parallel_residual
 
 PINS = {"blocks.*.mlp.up.weight": (None, "tp"), "blocks.*.mlp": (None, "tp", ...)}
 
@@ -60,6 +64,39 @@ def test_a_refusal_is_an_answer(parallel: ParallelModule) -> None:
     found = parallel.what_if({"blocks.*.mlp.up.weight": ("ep", None)})
     assert not found.is_kept and found.plan is None and found.seconds == float("inf") and found.memory == {}
     assert str(found).startswith("refused: pins that cannot be kept:\n  'blocks.0.mlp.up.weight' ('ep', None): axis 'ep'")
+
+
+@pytest.mark.parametrize("pin", [(None, "tp"), ColwiseParallel()], ids=["a tuple", "a style"])
+def test_a_pin_that_names_nothing_raises_as_in_a_compile(parallel: ParallelModule, pin: Any) -> None:
+    pins = {"blocks.*.mpl.up": pin}
+    with pytest.raises(UnmatchedPinError, match=r"'blocks.\*.mpl.up' matches no (parameter|module); there are .*blocks"):
+        parallel.what_if(pins)
+    with pytest.raises(PlanError, match="matches no"):
+        parallel_residual(pins=pins)
+
+
+class Attending(nn.Module):
+    """Reads ids as `Residual` does; each position attends to those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        heads = self.table(ids).unflatten(-1, (2, WIDTH // 2)).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return nn.functional.cross_entropy(self.head(attended.transpose(1, 2).flatten(2)).flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize("make", [lambda: parallel_residual(Attending(), cluster="h100"), plain_pipe], ids=["kernels", "stages"])
+def test_what_pins_do_not_touch_does_not_change(make: Callable[[], ParallelModule]) -> None:
+    """Kernels and the order of a pipeline are part of the plan."""
+    parallel = make()
+    assert parallel.plan.kernels or parallel.plan.cuts
+    assert "what changes: the plans are the same" in str(parallel.what_if({}))
+    found = parallel.what_if({"head.weight": ("dp" if parallel.plan.cuts else "tp", None)})
+    assert found.diff.parameters and not found.diff.kernels and not found.diff.pipeline
+    assert found.plan is not None and found.plan.schedule == parallel.plan.schedule
 
 
 def test_a_program_that_nobody_searched_is_refused(parallel: ParallelModule) -> None:
