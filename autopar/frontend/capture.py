@@ -83,7 +83,7 @@ def capture(
     refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
     with attributes_kept(model):
-        with attributes_kept(model, but_hooks=True), caches_kept_clean():
+        with attributes_kept(model, but_hooks=True) as written, caches_kept_clean():
             numbers = numbers_of(model)
             spec = _output_spec(model, args, kwargs)
             warn_of_frozen(numbers, numbers_of(model))
@@ -94,7 +94,7 @@ def capture(
             )
         program = _exported(model, args, kwargs, mesh, spec, loss)
     refuse_lost(program, spec.assigned)
-    return _with_batch_dims(program, batch_dims)
+    return replace(_with_batch_dims(program, batch_dims), written=tuple(sorted(written)))
 
 
 def _exported(

@@ -76,7 +76,7 @@ def test_training_follows_the_model_step_by_step() -> None:
             losses[-1].backward()
             optimizer.step()
         torch.testing.assert_close(losses[0], losses[1])
-    assert parallel.step == 5
+    assert parallel.step == 0  # nothing is drawn
 
 
 def test_gradients_accumulate_and_forwards_may_precede_backwards() -> None:
@@ -159,12 +159,11 @@ def test_seed_and_step_travel_with_the_state(tmp_path: Any) -> None:
     parallel, reference = parallel_mlp(virtual_mesh(dp=2, tp=2))
     torch.manual_seed(7)
     parallel(**batch())
-    parallel.eval()(**batch())
-    assert (parallel.seed, parallel.step) == (7, 1)
+    parallel.step = 3
     torch.save(parallel.state_dict(), tmp_path / "state.pt")
     other, _ = parallel_mlp(virtual_mesh(dp=2, tp=2))
     other.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert (other.seed, other.step) == (7, 1)
+    assert (other.seed, other.step) == (7, 3)
     reference.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
 
 
