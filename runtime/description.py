@@ -29,6 +29,7 @@ _OPEN_CLASSES = ("types.SimpleNamespace", "argparse.Namespace")
 _TENSORS = ("_parameters", "_buffers")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+FORWARD_HOOKS = (*_HOOKS[:2], *_HOOK_FLAGS)
 # No part of what a call computes; that hooks were full ones shows in the hooks.
 _APART = frozenset(
     {*_TENSORS, *_HOOKS, *_HOOK_FLAGS, "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}

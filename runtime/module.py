@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from autopar.mesh import Mesh
 from autopar.random_key import random_key
 from autopar.runtime._torch import Backend, not_compiled
 from autopar.runtime.call import Call, differentiate
+from autopar.runtime.description import FORWARD_HOOKS
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.guard import ModelGuard
 from autopar.runtime.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_replicas, global_call
@@ -45,8 +47,10 @@ _PRIVATE_NAMES = (
     "_captures",
     "_placements",
     "_latest",
+    "_again",
 )
 Capture = Callable[..., Compiled]
+Again = Callable[[nn.Module, World], "ParallelModule"]
 CallKey = tuple[Any, ...]
 
 
@@ -86,6 +90,8 @@ class ParallelModule(Inspected, NamesOfModel):
     batch_dims  see `autopar.runtime.inputs.batch_dims_of`
     timeout     seconds that a real rank waits for its peers; None keeps torch's default
     num_microbatches  which must divide every rank's share of the batch; None where the capture chooses it
+    world       that of the module of which this is a copy
+    again       makes the parallel module of a copied model, in a world; without it there are no copies
 
     A call raises `InputError` for inputs that cannot run and `MeshError`, `ScheduleError` or what the compiler raises.
     """
@@ -103,6 +109,8 @@ class ParallelModule(Inspected, NamesOfModel):
         batch_dims: BatchDims = None,
         timeout: float | None = None,
         num_microbatches: int | None = None,
+        world: World | None = None,
+        again: Again | None = None,
     ) -> None:
         super().__init__()
         check_names(model, ParallelModule, (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
@@ -113,7 +121,8 @@ class ParallelModule(Inspected, NamesOfModel):
         self.step = 0
         self.seed: int | None = None
         self._capture, self._backend, self._batch_dims, self._num_microbatches = capture, backend, batch_dims, num_microbatches
-        self._world: World = VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout)
+        self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
+        self._again = again
         self._captures: dict[CallKey, Captured] = {}
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
@@ -225,10 +234,9 @@ class ParallelModule(Inspected, NamesOfModel):
         changed = f"; the model changed: {changes}" if changes else ""
         logger.info("recapturing: no program fits this call (%s; %s%s); this is capture %d", shapes, mode, changed, number)
         if number > MAX_QUIET_CAPTURES:
-            others = "pad batches to a few shapes" if not changes else f"the latest change is {changes}"
-            warnings.warn(
-                f"{number} captures of one model: each new shape and each change of the model compiles anew; {others}", stacklevel=5
-            )
+            why = "each new shape compiles anew; pad batches to a few shapes"
+            why = f"each change of the model compiles anew; the latest: {changes}" if changes else why
+            warnings.warn(f"{number} captures of one model: {why}", stacklevel=5)
 
     def _check_placements(self, placements: Mapping[str, Placement]) -> None:
         for name, placement in placements.items():
@@ -282,5 +290,36 @@ class ParallelModule(Inspected, NamesOfModel):
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, a 0-d tensor. Collective."""
         return clip_grad_norm(dict(self.named_parameters()), self._world, max_norm, norm_type, error_if_nonfinite)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise MeshError("a parallel module cannot be copied; copy the model and compile the copy")
+    # ---- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with parameters of its own, and the programs that are there. Raises `MeshError` where there cannot be one."""
+        if self._again is None:
+            raise MeshError("this parallel module was not made by autopar.compile; copy the model and compile the copy")
+        if not self._world.is_virtual:
+            self._check_copy()
+        copied = self._again(copy.deepcopy(self._model, memo), self._world)
+        memo[id(self)] = copied
+        copied.seed, copied.step, copied._latest = self.seed, self.step, self._latest
+        copied._captures, copied._placements = dict(self._captures), dict(self._placements)
+        copied._guard = self._guard.copied(copied._model)
+        for name in FORWARD_HOOKS:
+            copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        return copied
+
+    def _check_copy(self) -> None:
+        """A copy must be able to run what is compiled, with the parts of parameters that this process has."""
+        if not self._captures:
+            raise MeshError("a copy on a real mesh before the first capture: its parameters have no places yet; call the module first")
+        elsewhere = next((name for name, parameter in self._model.named_parameters() if parameter.is_meta), None)
+        if elsewhere is not None:
+            raise MeshError(
+                f"a copy of one stage of a pipeline: {elsewhere!r} lies with another stage only, and what averages parameters would pair "
+                "this process's with those of the whole model; average the values of state_dict() instead"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoparError(
+            "a parallel module cannot be saved or pickled as a whole: it holds compiled programs. Save parallel.state_dict(), or "
+            "parallel.full_state_dict() for another mesh, and load it into a model that is compiled again; copy.deepcopy works"
+        )
