@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.errors import PlanError
+from autopar.errors import InputError, PlanError
 from autopar.runtime.guard import ModelGuard
 from autopar.runtime.module import ParallelModule
 
@@ -76,6 +78,14 @@ def check_step(parallel: ParallelModule, model: nn.Module) -> float:
     return loss.item()
 
 
+def guard_of(model: nn.Module) -> ModelGuard:
+    """A guard of a model that is captured as it is."""
+    guard = ModelGuard(model)
+    assert guard.state() == 0
+    guard.captured(())
+    return guard
+
+
 def doubled(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output * 2
 
@@ -114,39 +124,45 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_another_state(change: str) -> None:
     model = Model()
-    guard = ModelGuard(model)
+    guard = guard_of(model)
     assert guard.state() == guard.state() == 0
     CHANGES[change](model)
     assert guard.state() == guard.state() == 1
     assert " → " in guard.changes()
+    guard.captured(())
+    assert guard.state() == 1 and not guard.changes()
 
 
 def test_a_change_taken_back_is_the_state_of_before() -> None:
     model = Model()
-    guard = ModelGuard(model)
-    first = guard.state()
-    for change, undo in (
-        (lambda: model.eval(), lambda: model.train()),
-        (lambda: setattr(model, "scale", 0.3), lambda: setattr(model, "scale", float("1"))),
-        (lambda: setattr(model.blocks[0], "act", nn.GELU()), lambda: setattr(model.blocks[0], "act", nn.ReLU())),
-        (lambda: model.config.loss.update(factor=2.0), lambda: setattr(model, "config", SimpleNamespace(loss={"factor": 1.0}, offset=0.0))),
+    guard = guard_of(model)
+    for number, (change, undo) in enumerate(
+        (
+            (lambda: model.eval(), lambda: model.train()),
+            (lambda: setattr(model, "scale", 0.3), lambda: setattr(model, "scale", float("1"))),
+            (lambda: setattr(model.blocks[0], "act", nn.GELU()), lambda: setattr(model.blocks[0], "act", nn.ReLU())),
+            (
+                lambda: model.config.loss.update(factor=2.0),
+                lambda: setattr(model, "config", SimpleNamespace(loss={"factor": 1.0}, offset=0.0)),
+            ),
+        )
     ):
         change()
-        assert guard.state() != first
+        assert guard.state() == number + 1
+        guard.captured(())
         undo()
-        assert guard.state() == first
+        assert guard.state() == 0
     for _ in range(2):  # torch numbers hooks as they come
         handle = model.register_forward_hook(doubled)
         assert guard.state() == 5
+        guard.captured(())
         handle.remove()
-        assert guard.state() == first
+        assert guard.state() == 0
 
 
 def test_values_of_parameters_and_buffers_are_no_change() -> None:
     model = Model()
-    guard = ModelGuard(model)
-    guard.state()
-    guard.captured(())
+    guard = guard_of(model)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(4, WIDTH), torch.randn(4, WIDTH)).backward()
     optimizer.step()
@@ -221,9 +237,7 @@ def test_training_and_evaluation_in_turn_are_two_captures() -> None:
 )
 def test_changed_parameters_are_refused(change: Callable[[Any], Any], expected: str) -> None:
     model = Model().double()
-    guard = ModelGuard(model)
-    guard.state()
-    guard.captured(())
+    guard = guard_of(model)
     change(model)
     with pytest.raises(PlanError, match=expected):
         guard.state()
@@ -239,3 +253,47 @@ def test_every_call_that_draws_draws_anew(switch: str) -> None:
     dropped = [parallel(batch()[0]) == 0 for _ in range(3)]
     assert not torch.equal(dropped[0], dropped[1]) and not torch.equal(dropped[1], dropped[2])
     assert parallel.step == 3 and parallel.state_dict()._metadata[""]["autopar"]["step"] == 3
+
+
+def changes_on_ranks() -> tuple[list[str], list[float], int]:
+    """What is said when ranks change their models differently; how far losses are from the plain model's after equal changes."""
+    torch.manual_seed(0)
+    model = Model().double()
+    model.blocks[0].norm = nn.Identity()
+    reference, rank = copy.deepcopy(model), dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine = tuple(tensor.chunk(2)[rank // 2] for tensor in batch())
+    parallel = autopar.compile(model, mesh, example_inputs=mine, backend="eager", cluster=autopar.Cluster.ideal())
+    said, errors = list[str](), list[float]()
+
+    def refused() -> None:
+        with pytest.raises(InputError) as caught:
+            parallel(*mine)
+        said.append(str(caught.value))
+
+    def check() -> None:
+        with torch.no_grad():
+            losses = torch.zeros(4, dtype=torch.float64)
+            losses[rank] = parallel(*mine).item()
+            dist.all_reduce(losses)
+            errors.append(abs(losses.mean().item() - reference(*batch()).item()))
+
+    check()
+    model.scale = 1.0 + rank // 2
+    refused()
+    model.scale = reference.scale = 3.0
+    check()
+    if rank == 3:
+        model.add_module("more", nn.Linear(2, 2))
+    refused()
+    if rank == 3:
+        del model.more
+    check()
+    return said, errors, len(parallel._captures)
+
+
+def test_ranks_change_together_or_not_at_all(gloo_ranks: Any) -> None:
+    for (settings, parameters), errors, captures in gloo_ranks.run(changes_on_ranks):
+        assert "ranks 0 and 2 make different calls" in settings and "the model's modes, hooks, attributes and submodules" in settings
+        assert "rank 3: the parameters of the model changed since it was captured: 'more.weight' is a new parameter" in parameters
+        assert max(errors) < 1e-9 and captures == 3
