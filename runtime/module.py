@@ -28,6 +28,7 @@ from autopar.runtime.names import NamesOfModel, check_names
 from autopar.runtime.outputs import build_output
 from autopar.runtime.parameters import Placement, same_placement
 from autopar.runtime.placement import all_placements, global_parameters, placements_of
+from autopar.runtime.signature import check_arguments
 from autopar.runtime.state import clip_grad_norm, full_state, random_state_of, sharded_state, with_random_state
 from autopar.runtime.world import DistributedWorld, VirtualWorld, World, from_first
 
@@ -77,7 +78,8 @@ class ParallelModule(Inspected, NamesOfModel):
     along dp, and where the model computes no loss it gets its share of the outputs: gradients are then those of the mean
     over dp of the ranks' own losses, as with DDP. Parameters, buffers and submodules are the model's own, under their own
     names; on a real mesh the first capture replaces the parameters by this process's parts, as DTensors. Other names of the
-    model's are read and written there, too; its methods run as they are written, and what they call is the model.
+    model's are read and written there, too; its methods run as they are written, and what they call is the model. Backward hooks
+    of the model itself run around the call, with the parallel module as the module.
 
     The model may be changed between calls: its modes, hooks, attributes, `config` and submodules are compared with those that were
     captured, and where they differ the call is captured anew, which is logged. Other parameters are a `PlanError`.
@@ -117,6 +119,7 @@ class ParallelModule(Inspected, NamesOfModel):
         # The very dicts of the model: every name, tie, hook and submodule is what it was.
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self._backward_hooks, self._backward_pre_hooks = model._backward_hooks, model._backward_pre_hooks
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
@@ -184,12 +187,14 @@ class ParallelModule(Inspected, NamesOfModel):
     def _check(self, inputs: CallInputs) -> CallKey:
         """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""
         state = self._guard.state()
-        dims = batch_dims_of(inputs, self._batch_dims)
         device, number = self._world.device(self._model), self._num_microbatches
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        key = (inputs.key, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
+        if key not in self._captures:
+            check_arguments(self._model, *inputs.call())
+        dims = batch_dims_of(inputs, self._batch_dims)
         check_inputs(inputs, dims, self.mesh, device, is_virtual=self._world.is_virtual, num_microbatches=number)
-        kind = device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return (inputs.key, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
+        return key
 
     def _before_run(self, inputs: CallInputs, captured: Captured) -> None:
         if self.seed is None:
