@@ -53,6 +53,16 @@ class NamesOfModel(nn.Module):
         if "_model" in self.__dict__:
             self.__dict__["_model"].training = mode
 
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Of the backward hooks, which are one dict with the model's."""
+        return self.__dict__["_model"]._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, is_full: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if "_model" in self.__dict__:
+            self.__dict__["_model"]._is_full_backward_hook = is_full
+
 
 def check_names(model: nn.Module, own: type[nn.Module], attributes: Collection[str]) -> None:
     """Raise `AutoparError` when the root of `model` has a parameter, buffer or submodule under one of `attributes`: they would clash.

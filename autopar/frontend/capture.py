@@ -26,7 +26,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
-from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
+from autopar.frontend.refusals import backward_hooks_apart, inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
 from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.source import user_frames
@@ -82,7 +82,7 @@ def capture(
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
-    with attributes_kept(model):
+    with attributes_kept(model), backward_hooks_apart(model):
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean():
             numbers = numbers_of(model)
             spec = _output_spec(model, args, kwargs)

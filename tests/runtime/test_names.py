@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import autopar
+from autopar.errors import CaptureError
 from autopar.runtime.module import ParallelModule
 
 
@@ -93,3 +95,41 @@ def test_a_name_of_both_is_ours_and_that_is_said(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, logger="autopar"):
         compiled()
     assert not caplog.records
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
+@pytest.mark.parametrize("on_parallel", [False, True])
+def test_backward_hooks_of_the_whole_model_see_what_they_see_in_plain_torch(mesh: dict[str, int], on_parallel: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Model(), nn.Identity())
+    model[0].fc = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(model, autopar.virtual_mesh(**mesh), backend="eager")
+    seen = dict[str, list[Any]](ours=[], theirs=[])
+    x = torch.randn(8, 4)
+    for name, module, called in (("ours", parallel if on_parallel else model, parallel), ("theirs", reference, reference)):
+        module.register_full_backward_hook(lambda _, *gradients, to=seen[name]: to.append(gradients))
+        handle = module.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 3,))
+        called(x).backward()
+        handle.remove()
+        called(x).backward()
+    torch.testing.assert_close(seen["ours"], seen["theirs"])
+    assert [float(gradients[1][0]) for gradients in seen["ours"]] == [3.0, 1.0]
+    for ours, theirs in zip(parallel.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert len(parallel._captures) == 1
+
+
+def test_backward_hooks_inside_the_model_are_refused_in_training_alone() -> None:
+    parallel, model = compiled()
+    x, seen = torch.randn(4, 4), list[Any]()
+    before = parallel(x)
+    handle = model.fc.register_full_backward_hook(lambda *gradients: seen.append(gradients))
+    with pytest.raises(CaptureError, match=r"fc \(Linear\) has a backward hook, which asks for gradients inside .* hooks of parameters"):
+        parallel(x)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x), before.detach())
+    model(x).backward()
+    assert len(seen) == 1
+    handle.remove()
+    parallel(x).backward()
