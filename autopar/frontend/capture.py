@@ -26,6 +26,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
+from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.refusals import backward_hooks_apart, inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
 from autopar.mesh import Mesh
 from autopar.program import Program
@@ -117,6 +118,7 @@ def _exported(
                 "%d regions under torch.utils.checkpoint are captured as plain calls: their activations are kept, not recomputed",
                 len(checkpointed),
             )
+        refuse_mixed_dtypes(exported)
         loss_index = spec.loss_index if spec.loss is not None else None
         program = forward_program(exported, mesh, trainable, spec.structure, spec.leaves, loss_index, loss is not None)
     return _with_first_names(program, model)
