@@ -66,6 +66,7 @@ from autopar.program import Program
 from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import Placement
+from autopar.runtime.world import World
 
 Backend = str | Callable[..., Any]
 
@@ -147,22 +148,29 @@ def compile(
     options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
     options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)
 
-    def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
-        here = replace(
-            options, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type
-        )  # a model may move before a call
-        return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
+    def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
+        """Not captured yet. A deep copy is made by it, too, in the same world."""
 
-    parallel = ParallelModule(
-        model,
-        logical,
-        capture=capture_call,
-        backend=backend,
-        device_mesh=None if isinstance(mesh, Mesh) else mesh,
-        batch_dims=batch_dims,
-        timeout=timeout,
-        num_microbatches=num_microbatches,
-    )
+        def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
+            # A model may move before a call.
+            here = replace(options, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type)
+            return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
+
+        parallel = ParallelModule(
+            model,
+            logical,
+            capture=capture_call,
+            backend=backend,
+            device_mesh=None if isinstance(mesh, Mesh) else mesh,
+            batch_dims=batch_dims,
+            timeout=timeout,
+            num_microbatches=num_microbatches,
+            world=world,
+            again=parallel_of,
+        )
+        return parallel
+
+    parallel = parallel_of(model)
     if isinstance(example_inputs, Mapping):
         parallel.prepare((), dict(example_inputs))
     elif isinstance(example_inputs, (tuple, list)):

@@ -31,6 +31,10 @@ class InputError(AutoparError):
     """A call's inputs do not fit: device, batch size, or replicas that differ."""
 
 
+class ArgumentError(InputError, TypeError):
+    """A call passes other arguments than forward takes."""
+
+
 class CheckError(AutoparError):
     """A program broke an invariant after a pass; lists every violation found."""
 

@@ -103,6 +103,7 @@ class Program:
     """A graph with its meaning. Passes never change a program they were given: they `copy` and rewrite the copy.
 
     `logical_share`: of the FLOPs of the graph's contractions those that are the model's; the rest is padding.
+    `written`: the attributes of modules that forward sets, by path; the program has what they were before.
     """
 
     graph: Graph
@@ -112,6 +113,7 @@ class Program:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     freedom: Freedom = Freedom()
     logical_share: float = 1.0
+    written: tuple[str, ...] = ()
 
     def copy(self, **changes: Any) -> Program:
         graph = Graph()

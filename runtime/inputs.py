@@ -146,7 +146,7 @@ def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: 
         if theirs != first_digest:
             raise InputError(
                 f"ranks 0 and {rank} make different calls with inputs of equal shapes ({first_shapes}): arguments that are no tensors, "
-                "training mode, grad mode, autocast and requires_grad must be equal on all ranks"
+                "grad mode, autocast, requires_grad and the model's modes, hooks, attributes and submodules must be equal on all ranks"
             )
 
 

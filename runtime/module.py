@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +19,16 @@ from autopar.mesh import Mesh
 from autopar.random_key import random_key
 from autopar.runtime._torch import Backend, not_compiled
 from autopar.runtime.call import Call, differentiate
+from autopar.runtime.description import FORWARD_HOOKS
 from autopar.runtime.fragments import CompiledFragments
+from autopar.runtime.guard import ModelGuard
 from autopar.runtime.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_replicas, global_call
+from autopar.runtime.inspection import Inspected
+from autopar.runtime.names import NamesOfModel, check_names
 from autopar.runtime.outputs import build_output
 from autopar.runtime.parameters import Placement, same_placement
 from autopar.runtime.placement import all_placements, global_parameters, placements_of
+from autopar.runtime.signature import check_arguments
 from autopar.runtime.state import clip_grad_norm, full_state, random_state_of, sharded_state, with_random_state
 from autopar.runtime.world import DistributedWorld, VirtualWorld, World, from_first
 
@@ -31,18 +37,37 @@ logger = logging.getLogger("autopar")
 MAX_QUIET_CAPTURES = 8
 # What a parallel module keeps on itself, beside the dicts that it shares with the model.
 _PUBLIC_NAMES = ("mesh", "step", "seed", "plan", "compiled")
-_PRIVATE_NAMES = ("_model", "_capture", "_backend", "_batch_dims", "_num_microbatches", "_world", "_captures", "_placements", "_latest")
+_PRIVATE_NAMES = (
+    "_model",
+    "_guard",
+    "_capture",
+    "_backend",
+    "_batch_dims",
+    "_num_microbatches",
+    "_world",
+    "_captures",
+    "_placements",
+    "_latest",
+    "_again",
+)
 Capture = Callable[..., Compiled]
+Again = Callable[[nn.Module, World], "ParallelModule"]
+CallKey = tuple[Any, ...]
 
 
 @dataclass
-class _Captured:
+class Captured:
     compiled: Compiled
     fragments: CompiledFragments
     are_replicas_checked: bool = False
 
+    @property
+    def draws(self) -> bool:
+        """Whether a call draws random numbers."""
+        return bool(self.compiled.local.signature.inputs_of("random_key"))
 
-class ParallelModule(nn.Module):
+
+class ParallelModule(Inspected, NamesOfModel):
     """`model` on `mesh`, behind a plain call.
 
         loss = parallel(**batch).loss
@@ -52,7 +77,14 @@ class ParallelModule(nn.Module):
     On a virtual mesh a call takes the global batch; on a real mesh (`device_mesh`) each process passes its share
     along dp, and where the model computes no loss it gets its share of the outputs: gradients are then those of the mean
     over dp of the ranks' own losses, as with DDP. Parameters, buffers and submodules are the model's own, under their own
-    names; on a real mesh the first capture replaces the parameters by this process's parts, as DTensors.
+    names; on a real mesh the first capture replaces the parameters by this process's parts, as DTensors. Other names of the
+    model's are read and written there, too; its methods run as they are written, and what they call is the model. Backward hooks
+    of the model itself run around the call, with the parallel module as the module.
+
+    The model may be changed between calls: its modes, hooks, attributes, `config` and submodules are compared with those that were
+    captured, and where they differ the call is captured anew, which is logged. Other parameters are a `PlanError`.
+
+    `step` counts the calls that draw random numbers, `seed` is where those begin; both are in the state.
 
     capture     `(args, kwargs, *, pins) -> Compiled`: inputs of global shape (values are not read on a real mesh), and the
                 placements of parameters that an earlier capture fixed, by name (None at the first)
@@ -60,6 +92,8 @@ class ParallelModule(nn.Module):
     batch_dims  see `autopar.runtime.inputs.batch_dims_of`
     timeout     seconds that a real rank waits for its peers; None keeps torch's default
     num_microbatches  which must divide every rank's share of the batch; None where the capture chooses it
+    world       that of the module of which this is a copy
+    again       makes the parallel module of a copied model, in a world; without it there are no copies
 
     A call raises `InputError` for inputs that cannot run and `MeshError`, `ScheduleError` or what the compiler raises.
     """
@@ -77,22 +111,26 @@ class ParallelModule(nn.Module):
         batch_dims: BatchDims = None,
         timeout: float | None = None,
         num_microbatches: int | None = None,
+        world: World | None = None,
+        again: Again | None = None,
     ) -> None:
         super().__init__()
-        _check_names(model)
+        check_names(model, ParallelModule, (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
         # The very dicts of the model: every name, tie, hook and submodule is what it was.
         self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self.training = model.training
-        self.__dict__["_model"] = model
+        self._backward_hooks, self._backward_pre_hooks = model._backward_hooks, model._backward_pre_hooks
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
         self._capture, self._backend, self._batch_dims, self._num_microbatches = capture, backend, batch_dims, num_microbatches
-        self._world: World = VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout)
-        self._captures: dict[Any, _Captured] = {}
+        self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
+        self._again = again
+        self._captures: dict[CallKey, Captured] = {}
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
+        self._guard = ModelGuard(model)
+        self.__dict__["_model"] = model  # the last: names that come after it are the model's
 
     # ---- the call
 
@@ -110,43 +148,55 @@ class ParallelModule(nn.Module):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """Capture and compile for such a call and place the parameters, without running it. Inputs as in a call."""
-        return self._captured(self._checked(args, kwargs)).compiled
+        return self.captured(args, kwargs)[1].compiled
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
-        """A call that has not run yet, counted as a step in training mode: `call.forward()`, then `call.backward(tangents)`."""
-        inputs = self._checked(args, kwargs)
-        captured = self._captured(inputs)
+        """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`."""
+        inputs, captured = self.captured(args, kwargs)
         self._before_run(inputs, captured)
-        self.step += self.training
+        self.step += captured.draws
         assert self.seed is not None
         key = random_key(self.seed, self.step)
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         call = Call(captured.compiled, captured.fragments, self._world, tensors, inputs.leaves, key, self._world.device(self))
         return call, captured.compiled
 
-    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
+    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallInputs, Captured]:
+        """The inputs of such a call, and the program that runs it, captured where there is none yet."""
         inputs = CallInputs.of(args, kwargs)
-        if self._world.is_virtual:
-            self._check(inputs)
-            return inputs
-        error = None
+        key = self._check(inputs) if self._world.is_virtual else self._agreed(inputs)
+        if key not in self._captures:
+            self._captures[key] = self._compile(inputs)
+        self._latest = self._captures[key].compiled
+        return inputs, self._captures[key]
+
+    def _agreed(self, inputs: CallInputs) -> CallKey:
+        """The key, once all ranks agree that they make this call. Collective."""
+        error, key = None, ()
         try:
-            self._check(inputs)
+            key = self._check(inputs)
         except Exception as caught:  # whatever it is, the peers must hear of it
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            agree_on_call(inputs, error and problem, self._key(inputs), self._world.gather)
+            agree_on_call(inputs, error and problem, key, self._world.gather)
         except AutoparError as refusal:
             raise refusal from error
-        return inputs
+        return key
 
-    def _check(self, inputs: CallInputs) -> None:
-        dims = batch_dims_of(inputs, self._batch_dims)
+    def _check(self, inputs: CallInputs) -> CallKey:
+        """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""
+        state = self._guard.state()
         device, number = self._world.device(self._model), self._num_microbatches
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        key = (inputs.key, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
+        if key not in self._captures:
+            check_arguments(self._model, *inputs.call())
+        dims = batch_dims_of(inputs, self._batch_dims)
         check_inputs(inputs, dims, self.mesh, device, is_virtual=self._world.is_virtual, num_microbatches=number)
+        return key
 
-    def _before_run(self, inputs: CallInputs, captured: _Captured) -> None:
+    def _before_run(self, inputs: CallInputs, captured: Captured) -> None:
         if self.seed is None:
             self.seed = int(self._world.gather(torch.initial_seed())[0])
         if not captured.are_replicas_checked and not self._world.is_virtual:
@@ -155,23 +205,7 @@ class ParallelModule(nn.Module):
 
     # ---- captures
 
-    def _key(self, inputs: CallInputs) -> tuple[Any, ...]:
-        """Equal for calls that one program serves."""
-        kind = self._world.device(self._model).type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        modes = tuple(module.training for module in self._model.modules())
-        parameters = tuple((parameter.dtype, parameter.requires_grad) for parameter in self._model.parameters())
-        return (inputs.key, modes, torch.is_grad_enabled(), autocast, parameters)
-
-    def _captured(self, inputs: CallInputs) -> _Captured:
-        key = self._key(inputs)
-        if key not in self._captures:
-            self._captures[key] = self._compile(inputs, key)
-        captured = self._captures[key]
-        self._latest = captured.compiled
-        return captured
-
-    def _compile(self, inputs: CallInputs, key: tuple[Any, ...]) -> _Captured:
+    def _compile(self, inputs: CallInputs) -> Captured:
         self._announce(inputs)
         args, kwargs = inputs.call()
         if not self._world.is_virtual:
@@ -188,7 +222,8 @@ class ParallelModule(nn.Module):
         holders = compiled.holders
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements
-        return _Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend))
+        self._guard.captured(compiled.forward.written)
+        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend))
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` gives on rank 0, on every rank; it is called there alone. Collective."""
@@ -200,9 +235,13 @@ class ParallelModule(nn.Module):
             return
         shapes = ", ".join(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, name, tensor in inputs.tensors)
         mode = f"training={self.training}, grad={torch.is_grad_enabled()}"
-        logger.info("recapturing: no program fits this call (%s; %s); this is capture %d", shapes, mode, number)
+        changes = self._guard.changes()
+        changed = f"; the model changed: {changes}" if changes else ""
+        logger.info("recapturing: no program fits this call (%s; %s%s); this is capture %d", shapes, mode, changed, number)
         if number > MAX_QUIET_CAPTURES:
-            warnings.warn(f"{number} captures of one model: each new shape compiles anew; pad batches to a few shapes", stacklevel=5)
+            why = "each new shape compiles anew; pad batches to a few shapes"
+            why = f"each change of the model compiles anew; the latest: {changes}" if changes else why
+            warnings.warn(f"{number} captures of one model: {why}", stacklevel=5)
 
     def _check_placements(self, placements: Mapping[str, Placement]) -> None:
         for name, placement in placements.items():
@@ -227,7 +266,6 @@ class ParallelModule(nn.Module):
 
     def train(self, mode: bool = True) -> ParallelModule:
         self._model.train(mode)
-        self.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -261,83 +299,36 @@ class ParallelModule(nn.Module):
         """
         return clip_grad_norm(dict(self.named_parameters()), self._world, max_norm, norm_type, error_if_nonfinite)
 
-    # ---- inspection
+    # ---- copies
 
-    @property
-    def compiled(self) -> Compiled:
-        """The program of the latest call or `prepare`."""
-        if self._latest is None:
-            raise MeshError("nothing is captured yet: pass example_inputs to autopar.compile, or call the module once")
-        return self._latest
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
+        """A module with parameters of its own, and the programs that are there. Raises `MeshError` where there cannot be one."""
+        if self._again is None:
+            raise MeshError("this parallel module was not made by autopar.compile; copy the model and compile the copy")
+        if not self._world.is_virtual:
+            self._check_copy()
+        copied = self._again(copy.deepcopy(self._model, memo), self._world)
+        memo[id(self)] = copied
+        copied.seed, copied.step, copied._latest = self.seed, self.step, self._latest
+        copied._captures, copied._placements = dict(self._captures), dict(self._placements)
+        copied._guard = self._guard.copied(copied._model)
+        for name in FORWARD_HOOKS:
+            copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        return copied
 
-    @property
-    def plan(self) -> Any:
-        return self.compiled.plan
-
-    def explain(self) -> str:
-        """The decisions with their reasons, the cost split and the runner-up, as text."""
-        import autopar.reports.inspect
-
-        return autopar.reports.inspect.explain(self.compiled)
-
-    def summary(self) -> dict[str, Any]:
-        """What `explain` says, as a JSON-able dict."""
-        import autopar.reports.inspect
-
-        return autopar.reports.inspect.summary(self.compiled)
-
-    def why(self, pattern: str) -> str:
-        """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
-        import autopar.reports.inspect
-
-        return autopar.reports.inspect.why(self.compiled, pattern)
-
-    def what_if(self, pins: Any) -> Any:
-        """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
-        import autopar.reports.inspect
-
-        return autopar.reports.inspect.what_if(self.compiled, pins)
-
-    def print_program(self, after: str | None = None, rank: int = 0) -> str:
-        """The program after pass `after`, or what `rank` runs."""
-        import autopar.reports.inspect
-
-        return autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank)
-
-    def diff(self, before: str, after: str) -> str:
-        """How the program differs between after pass `before` and after pass `after`."""
-        import autopar.reports.inspect
-
-        return autopar.reports.inspect.diff(self.compiled, before, after)
-
-    def timeline(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step of a pipeline on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.
-
-        Nothing changes: no gradient is kept, no buffer written. Collective.
-        """
-        from autopar.runtime import timeline
-
-        return timeline.timeline(self, args, kwargs)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
-
-    def verify(self, *args: Any, promote: bool = False, tolerance: float | None = None, **kwargs: Any) -> Any:
-        """Run original and rewritten program side by side on these inputs; the report is truthy when they agree.
-
-        `promote` does it in float64 and asks for 1e-9, else 1e-4 is asked for (6e-2 of bfloat16, 8e-3 of float16), or `tolerance`.
-        """
-        from autopar.runtime import verify
-
-        return verify.verify(self, args, kwargs, promote, tolerance)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise MeshError("a parallel module cannot be copied; copy the model and compile the copy")
-
-
-def _check_names(model: nn.Module) -> None:
-    """Raise `AutoparError` when the root of `model` has a parameter, buffer or submodule under a name of ours: ours would overwrite it."""
-    taken = {**model._parameters, **model._buffers, **model._modules}
-    for name in (*_PUBLIC_NAMES, *_PRIVATE_NAMES):
-        if name in taken:
-            raise AutoparError(
-                f"the model has a parameter, buffer or submodule {name!r}, a name that the parallel module itself uses; "
-                "wrap the model in another module, so that the name is not at the root, or rename it"
+    def _check_copy(self) -> None:
+        """A copy must be able to run what is compiled, with the parts of parameters that this process has."""
+        if not self._captures:
+            raise MeshError("a copy on a real mesh before the first capture: its parameters have no places yet; call the module first")
+        elsewhere = next((name for name, parameter in self._model.named_parameters() if parameter.is_meta), None)
+        if elsewhere is not None:
+            raise MeshError(
+                f"a copy of one stage of a pipeline: {elsewhere!r} lies with another stage only, and what averages parameters would pair "
+                "this process's with those of the whole model; average the values of state_dict() instead"
             )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoparError(
+            "a parallel module cannot be saved or pickled as a whole: it holds compiled programs. Save parallel.state_dict(), or "
+            "parallel.full_state_dict() for another mesh, and load it into a model that is compiled again; copy.deepcopy works"
+        )

@@ -40,11 +40,10 @@ def verify(
     buffers, seed, step and torch's generator stay as they were.
     Collective: every rank works through the whole, and holds the whole model for that time.
     """
-    inputs = parallel._checked(args, kwargs)
-    captured = parallel._captured(inputs)
+    inputs, captured = parallel.captured(args, kwargs)
     world = parallel._world
     seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
-    key = random_key(seed, parallel.step + parallel.training)
+    key = random_key(seed, parallel.step + captured.draws)
     model = parallel._model if world.is_virtual else _whole_model(parallel)
     args, kwargs = inputs.call() if world.is_virtual else _global_inputs(parallel, inputs)
     run = _OwnRun(parallel, inputs, captured.fragments, promote)

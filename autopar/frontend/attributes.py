@@ -23,18 +23,24 @@ _HOOKS = (
 
 
 @contextmanager
-def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[None]:
+def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[set[str]]:
     """Give back to `model` what it held before: attributes, and the dicts, lists and sets among them, which stay the same objects.
+
+    Yields a set that has the paths of the attributes given back, once they are.
 
     With `but_hooks`, where the first forward installs hooks (transformers, to record router logits), the hooks stay and so do
     the flags that say so: export cannot follow their installation, but follows the hooks.
     """
+    paths = [path for path, _ in model.named_modules()]
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
     containers = [value for _, kept in modules for value in kept.values() if type(value) in _CONTAINERS]
     contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
+    written: set[str] = set()
     try:
-        yield
+        yield written
     finally:
+        for path, (attributes, kept) in zip(paths, modules, strict=True):
+            written.update(f"{path}.{name}".lstrip(".") for name in _written(attributes, kept, contents))
         installed = [_installed(attributes, kept, contents) for attributes, kept in modules] if but_hooks else []
         for container, content in [*modules, *contents]:
             container.clear()
@@ -54,6 +60,20 @@ def numbers_of(model: nn.Module) -> dict[str, float]:
         for name, value in vars(module).items()
         if isinstance(value, (int, float)) and not isinstance(value, bool)
     }
+
+
+def _written(attributes: dict[str, Any], before: dict[str, Any], contents: list[tuple[Any, Any]]) -> set[str]:
+    """The names that hold another value than before, or a container of other contents; hooks and what torch keeps apart are none."""
+    old = {id(container): content for container, content in contents}
+    found = {name for name in {**before, **attributes} if attributes.get(name, old) is not before.get(name, old)}
+    found |= {name for name, value in before.items() if id(value) in old and _items(value) != _items(old[id(value)])}
+    return found - set(vars(nn.Module()))
+
+
+def _items(container: Any) -> list[int]:
+    """The identities of what it holds, keys as well."""
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
 
 
 def _installed(

@@ -27,7 +27,8 @@ from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
 from autopar.frontend.hints import hint_for
-from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
+from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
+from autopar.frontend.refusals import backward_hooks_apart, inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
 from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.source import user_frames
@@ -83,8 +84,8 @@ def capture(
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
-    with attributes_kept(model):
-        with attributes_kept(model, but_hooks=True), caches_kept_clean():
+    with attributes_kept(model), backward_hooks_apart(model):
+        with attributes_kept(model, but_hooks=True) as written, caches_kept_clean():
             numbers = numbers_of(model)
             spec = _output_spec(model, args, kwargs)
             warn_of_frozen(numbers, numbers_of(model))
@@ -95,7 +96,7 @@ def capture(
             )
         program = _exported(model, args, kwargs, mesh, spec, loss)
     refuse_lost(program, spec.assigned)
-    return _with_batch_dims(program, batch_dims)
+    return replace(_with_batch_dims(program, batch_dims), written=tuple(sorted(written)))
 
 
 def _exported(
@@ -118,6 +119,7 @@ def _exported(
                 "%d regions under torch.utils.checkpoint are captured as plain calls: their activations are kept, not recomputed",
                 len(checkpointed),
             )
+        refuse_mixed_dtypes(exported)
         loss_index = spec.loss_index if spec.loss is not None else None
         program = forward_program(exported, mesh, trainable, spec.structure, spec.leaves, loss_index, loss is not None)
     return _with_first_names(program, model)

@@ -13,6 +13,7 @@ from autopar.errors import CaptureError
 from autopar.program import Program
 
 logger = logging.getLogger("autopar")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def refuse_autocast(model: nn.Module) -> None:
@@ -54,6 +55,31 @@ def inference_mode_refused() -> Generator[None]:
         yield
     finally:
         torch.inference_mode.__enter__ = original
+
+
+@contextlib.contextmanager
+def backward_hooks_apart(model: nn.Module) -> Generator[None]:
+    """While this is entered `model` has no backward hooks: those of the root are run around the whole call.
+
+    Those of submodules want gradients that no rank has whole: in training they are a `CaptureError`, otherwise they never run.
+    """
+    held = [(path, module, kind) for path, module in model.named_modules() for kind in _BACKWARD_HOOKS if vars(module)[kind]]
+    inner = next(((path, module) for path, module, _ in held if path or module._is_full_backward_hook is False), None)
+    if inner is not None and torch.is_grad_enabled():
+        path, module = inner
+        raise CaptureError(
+            f"{path or 'the model'} ({type(module).__name__}) has a backward hook, which asks for gradients inside the captured graph; "
+            "remove it (handle.remove()). What runs: hooks of parameters (register_hook, register_post_accumulate_grad_hook), and "
+            "register_full_backward_hook of the whole model or of the parallel module"
+        )
+    hooks = [(module, kind, vars(module)[kind]) for _, module, kind in held]
+    for module, kind, kept in hooks:
+        vars(module)[kind] = type(kept)()
+    try:
+        yield
+    finally:
+        for module, kind, kept in hooks:
+            vars(module)[kind] = kept
 
 
 def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float]) -> None:

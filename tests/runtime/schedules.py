@@ -73,7 +73,7 @@ class Mlp(torch.nn.Module):
         self.fc = torch.nn.Linear(WIDTH, HIDDEN, bias=False)
         self.proj = torch.nn.Linear(HIDDEN, WIDTH, bias=False)
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(self, x: torch.Tensor, y: torch.Tensor, **others: torch.Tensor) -> dict[str, torch.Tensor]:
         out = self.proj(torch.relu(self.fc(x)))
         return {"loss": (out * y).sum() / out.numel(), "out": out}
 

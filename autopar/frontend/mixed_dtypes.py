@@ -1,0 +1,95 @@
+"""Operands of several dtypes that no kernel takes together: fake tensors let many pass, and the first real call would fail."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from autopar._torch import OpOverload, pytree
+from autopar.errors import CaptureError, InputError
+from autopar.source import user_frames
+
+MAX_ELEMENTS = 1 << 20  # of an operand; an op is tried on real tensors up to there
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum", "bilinear"})
+
+
+def refuse_mixed_dtypes(exported: ExportedProgram) -> None:
+    """Raise `InputError` where an input's dtype meets another one in an op that takes one dtype, as plain torch does; without such
+    an input it is a `CaptureError`."""
+    state = (*exported.state_dict.values(), *exported.constants.values())
+    usual = {value.dtype for value in state if isinstance(value, torch.Tensor)}
+    given = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
+    for node in exported.graph.nodes:
+        dtypes = {value.dtype for value in _values(node)}
+        if node.op == "call_function" and len(dtypes) > 1 and _is_refused(node, dtypes):
+            odd = [each for each in _ancestors(node) if each.name in given and each.meta["val"].dtype in dtypes - usual]
+            raise _refusal(node, dtypes, odd, usual)
+
+
+def _values(node: Node) -> list[torch.Tensor]:
+    values = (operand.meta.get("val") for operand in node.all_input_nodes)
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _is_refused(node: Node, dtypes: Collection[torch.dtype]) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten" or torch.Tag.pointwise in target.tags:
+        return False
+    if target.overloadpacket.__name__ in _PRODUCTS:
+        return True
+    floats = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if len(floats) < 2 or max(value.numel() for value in _values(node)) > MAX_ELEMENTS:
+        return False
+    return not _runs(node, None) and _runs(node, functools.reduce(torch.promote_types, floats))
+
+
+def _runs(node: Node, dtype: torch.dtype | None) -> bool:
+    """Whether the op takes zeros of its operands' shapes, in their dtypes or all floats in one."""
+
+    def zeros(operand: Node) -> Any:
+        def zero(value: torch.Tensor) -> torch.Tensor:
+            return torch.zeros(value.shape, dtype=dtype if dtype is not None and value.is_floating_point() else value.dtype)
+
+        return pytree.tree_map_only(torch.Tensor, zero, operand.meta["val"])
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            node.target(*map_arg(node.args, zeros), **map_arg(node.kwargs, zeros))  # type: ignore[operator]
+        except (RuntimeError, NotImplementedError):
+            return False
+    return True
+
+
+def _ancestors(node: Node) -> list[Node]:
+    """Those that `node` is computed from, in the order of the graph."""
+    seen, waiting = set[Node](), [node]
+    while waiting:
+        for operand in waiting.pop().all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                waiting.append(operand)
+    graph: Graph = node.graph
+    return [each for each in graph.nodes if each in seen]
+
+
+def _refusal(node: Node, dtypes: Collection[torch.dtype], odd: list[Node], usual: Collection[torch.dtype]) -> Exception:
+    frames = user_frames(node.meta.get("stack_trace") or "")
+    where = f"{frames[-1].file}:{frames[-1].line}  {frames[-1].code}" if frames else "(no source line)"
+    op = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    what = f"{op} takes operands of one dtype, and here they are {' and '.join(sorted(map(_name, dtypes)))}\n  where: {where}"
+    if not odd:
+        return CaptureError(f"{what}\n  how to mend it: cast one of them, as plain torch asks for, too")
+    theirs = " and ".join(sorted(_name(dtype) for dtype in set(dtypes) & set(usual))) or "others"
+    casts = "; ".join(f"{each.name!r} is {_name(each.meta['val'].dtype)}, the model's tensors there are {theirs}" for each in odd)
+    return InputError(f"{what}\n  how to mend it: {casts}: pass {odd[0].name}.to(torch.{theirs.split(' and ')[0]}), or cast the model")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,86 @@
+"""Names of the model reach the model: what a parallel module has no name for itself is read, written and deleted there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from autopar.errors import AutoparError
+
+logger = logging.getLogger("autopar")
+
+
+class NamesOfModel(nn.Module):
+    """A module with the names of another, the attribute `_model`, beside its own.
+
+    Its own come first: those of the class, of `nn.Module` and what it was given before `_model`. Methods of the model are bound
+    to the model, and what they call is the model: they run as written, in this process, not on the mesh.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if "_model" in self.__dict__ and not (name.startswith("__") and name.endswith("__")):
+            return getattr(self.__dict__["_model"], name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["_model"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self.__dict__["_model"], name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.__dict__.get("_model", self.__class__))})
+
+    def _is_own(self, name: str) -> bool:
+        return "_model" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)
+
+    @property
+    def training(self) -> bool:
+        """The model's, which may be changed through either."""
+        return self.__dict__["_model"].training
+
+    @training.setter
+    def training(self, mode: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]  (a plain attribute of nn.Module)
+        if "_model" in self.__dict__:
+            self.__dict__["_model"].training = mode
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Of the backward hooks, which are one dict with the model's."""
+        return self.__dict__["_model"]._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, is_full: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if "_model" in self.__dict__:
+            self.__dict__["_model"]._is_full_backward_hook = is_full
+
+
+def check_names(model: nn.Module, own: type[nn.Module], attributes: Collection[str]) -> None:
+    """Raise `AutoparError` when the root of `model` has a parameter, buffer or submodule under one of `attributes`: they would clash.
+
+    Another name that `own` has as well is logged: it stays the model's, and is reached through the model alone.
+    """
+    taken = {**model._parameters, **model._buffers, **model._modules}
+    for name in attributes:
+        if name in taken:
+            raise AutoparError(
+                f"the model has a parameter, buffer or submodule {name!r}, a name that the parallel module itself uses; "
+                "wrap the model in another module, so that the name is not at the root, or rename it"
+            )
+    ours = {name for name in (*attributes, *dir(own)) if not name.startswith("_")} - set(dir(nn.Module()))
+    theirs = ours & {*vars(model), *taken, *dir(type(model))}
+    if theirs:
+        logger.warning(
+            "the model has names that the parallel module has, too: %s; parallel.%s is autopar's, use the model itself for its own",
+            ", ".join(sorted(theirs)),
+            min(theirs),
+        )

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import CaptureError, InputError
+
+
+class Model(nn.Module):
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.fc, self.scale, self.norm = nn.Linear(8, 8), nn.Parameter(torch.rand(8)), nn.GroupNorm(2, 8)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+REFUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "linear": lambda model, x: model.fc(x[:, 0] * 2),
+    "matmul": lambda model, x: x @ model.scale,
+    "attention": lambda model, x: model.attention(x, x, x)[0],
+    "group_norm": lambda model, x: model.norm(x.transpose(1, 2)),
+    "index_add": lambda model, x: torch.zeros(4, 8).index_add(0, torch.arange(4), x[:, 0]) * model.scale,
+    "binary_cross_entropy": lambda model, x: F.binary_cross_entropy(model.scale.expand(4, 3, 8).sigmoid(), x.sigmoid()),
+}
+RUN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "mul": lambda model, x: x * model.scale,
+    "cast": lambda model, x: model.fc(x.float()),
+    "cat": lambda model, x: torch.cat([x, model.scale.expand(4, 1, 8)], 1),
+    "where": lambda model, x: torch.where(x > 0, x, model.scale),
+    "mse": lambda model, x: F.mse_loss(model.fc(model.scale).expand(4, 3, 8), x),
+}
+
+
+def compiled(model: nn.Module) -> Any:
+    return autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), backend="eager")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_plain_torch_refuses_is_refused_before_it_is_compiled(name: str) -> None:
+    model, x = Model(REFUSED[name]), torch.rand(4, 3, 8, dtype=torch.float64)
+    with pytest.raises(RuntimeError):
+        model(x)
+    with pytest.raises(InputError, match="here they are float32 and float64") as refused:
+        compiled(model)(x)
+    text = str(refused.value)
+    assert "is float64, the model's tensors there are float32: pass args_0.to(torch.float32), or cast the model" in text
+    assert "where: " in text and ".py:" in text
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_what_plain_torch_runs_runs(name: str) -> None:
+    model, x = Model(RUN[name]), torch.rand(4, 3, 8, dtype=torch.float64)
+    torch.testing.assert_close(compiled(model)(x), model(x))
+
+
+def test_an_integer_input_where_a_float_is_asked_for() -> None:
+    with pytest.raises(InputError, match=r"'args_0' is int64, the model's tensors there are float32: pass args_0.to\(torch.float32\)"):
+        compiled(Model(REFUSED["matmul"]))(torch.ones(4, 3, 8, dtype=torch.int64))
+
+
+def test_a_model_that_mixes_dtypes_itself_is_told_where() -> None:
+    model = Model(lambda model, x: model.fc(x).half() @ model.scale)
+    with pytest.raises(CaptureError, match="matmul takes operands of one dtype, and here they are float16 and float32") as refused:
+        compiled(model)(torch.rand(4, 3, 8))
+    assert "test_mixed_dtypes.py" in str(refused.value)
