@@ -34,7 +34,8 @@ from autopar.traced import as_traced
 
 logger = logging.getLogger("autopar")
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-LossPlace = Literal["itself", "attribute", "key"]
+# Where the user's output has its loss: it is one, it is `.loss`, `["loss"]`, or the element with this index.
+LossPlace = Literal["itself", "attribute", "key"] | int
 # The batch dim of each input that has one, by the input's flat index.
 BatchDims = Mapping[int, int] | None
 
@@ -65,6 +66,8 @@ class _Captured(nn.Module):
         output = self.model(*args, **kwargs)
         if self.loss == "attribute":
             return output.loss
+        if isinstance(self.loss, int):
+            return output[self.loss]
         return output["loss"] if self.loss == "key" else output
 
 
@@ -90,7 +93,8 @@ def capture(
         loss = None if outputs == "all" else spec.loss
         if outputs == "loss" and loss is None:
             raise CaptureError(
-                'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"]; pass labels, or outputs="all"'
+                'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"], nor a tuple with exactly one '
+                'scalar; pass labels, or outputs="all"'
             )
         program = _exported(model, args, kwargs, mesh, spec, loss)
     refuse_lost(program, spec.assigned)
@@ -201,7 +205,9 @@ def _find_loss(output: Any) -> tuple[LossPlace | None, Any]:
         return "attribute", output.loss
     if isinstance(output, Mapping) and _is_loss(output.get("loss")):
         return "key", output["loss"]
-    return None, None
+    # `return logits, loss`: of two scalars nobody can say which one is it.
+    scalars = [place for place, value in enumerate(output) if _is_loss(value)] if isinstance(output, (tuple, list)) else []
+    return (scalars[0], output[scalars[0]]) if len(scalars) == 1 else (None, None)
 
 
 def _is_loss(value: Any) -> bool:

@@ -127,6 +127,8 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], tuple[Any, ...], str]] = {
     "named tuple": (lambda y: Pair(y.sum(), y), (TENSOR, TENSOR), "0"),
     "dataclass": (lambda y: Result(y, y.sum()), (TENSOR, TENSOR, "as it is"), "1"),
     "model output": (lambda y: transformers.modeling_outputs.MaskedLMOutput(loss=y.sum(), logits=y), (TENSOR, TENSOR), "0"),
+    "logits, loss": (lambda y: (y, y.sum()), (TENSOR, TENSOR), "1"),
+    "a list": (lambda y: [y, None, y.sum(), y.argmax()], (TENSOR, None, TENSOR, TENSOR), "2"),
     "nested": (lambda y: {"a": (y, None), "loss": y.sum()}, (TENSOR, None, TENSOR), "2"),
 }
 
@@ -150,6 +152,11 @@ def test_without_a_loss_every_tensor_is_an_output() -> None:
     program = of(lambda self, x: (self.linear(x), [x, 5]), X)
     assert [(item.kind, item.name, item.shape) for item in program.signature.outputs] == [("output", "0", (8, 4)), ("output", "1", (8, 4))]
     assert program.signature.leaves == (TENSOR, TENSOR, 5)
+
+
+def test_of_two_scalars_none_is_the_loss() -> None:
+    program = of(lambda self, x: (self.linear(x).sum(), self.linear(x).mean()), X)
+    assert [item.kind for item in program.signature.outputs] == ["output", "output"]
 
 
 def test_a_loss_per_sample_is_an_output_like_others() -> None:
