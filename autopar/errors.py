@@ -27,6 +27,10 @@ class InputError(AutoparError):
     """A call's inputs do not fit: device, batch size, or replicas that differ."""
 
 
+class ValueCheckError(AutoparError, AssertionError):
+    """What the model, or a function of torch that it calls, asserts of values does not hold in this call."""
+
+
 class CheckError(AutoparError):
     """A program broke an invariant after a pass; lists every violation found."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def trace_joint(program: Program, training: bool) -> Program:
     joint = Program(
         graph,
         program.mesh,
-        Signature(inputs, tuple(output for output, _ in pairs), program.signature.structure, program.signature.leaves),
+        replace(program.signature, inputs=inputs, outputs=tuple(output for output, _ in pairs)),
         Form.GLOBAL,
         program.constants,
         program.freedom,

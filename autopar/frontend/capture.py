@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import traceback
 import warnings
 from collections.abc import Mapping
@@ -26,14 +25,15 @@ from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
+from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
+from autopar.frontend.value_checks import asserts_assumed
 from autopar.mesh import Mesh
 from autopar.program import Program
 from autopar.source import user_frames
 from autopar.traced import as_traced
 
 logger = logging.getLogger("autopar")
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # Where the user's output has its loss: it is one, it is `.loss`, `["loss"]`, or the element with this index.
 LossPlace = Literal["itself", "attribute", "key"] | int
 # The batch dim of each input that has one, by the input's flat index.
@@ -85,8 +85,8 @@ def capture(
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
-    with attributes_kept(model):
-        with attributes_kept(model, but_hooks=True), caches_kept_clean():
+    with attributes_kept(model), library_checks_asserted():
+        with attributes_kept(model, but_hooks=True), caches_kept_clean(), asserts_assumed():
             numbers = numbers_of(model)
             spec = _output_spec(model, args, kwargs)
             warn_of_frozen(numbers, numbers_of(model))
@@ -230,9 +230,7 @@ def _explained(model: nn.Module) -> Any:
 
 def _where(error: Exception) -> str:
     """The innermost line of the user's that the error, or Dynamo's text of it, passes through."""
-    frames = [frame for frame in user_frames(str(error)) if not frame.file.startswith(_OWN)]
-    if not frames:
-        frames = [frame for frame in user_frames("".join(traceback.format_tb(error.__traceback__))) if not frame.file.startswith(_OWN)]
+    frames = user_frames(str(error)) or user_frames("".join(traceback.format_tb(error.__traceback__)))
     return f"{frames[-1].file}:{frames[-1].line}  {frames[-1].code}" if frames else "(no source line)"
 
 

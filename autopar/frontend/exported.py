@@ -22,6 +22,7 @@ from autopar.differentiable import differentiable
 from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
+from autopar.frontend.value_checks import checks_as_outputs
 from autopar.keys import Source
 from autopar.mesh import Mesh
 from autopar.overwrites import gives_back, memory_of, writers_of, written_by
@@ -65,7 +66,7 @@ def forward_program(
     program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
     _refake(program)
     _drop_needless_detaches(program)
-    return program
+    return checks_as_outputs(program)
 
 
 def _inputs(exported: ExportedProgram, trainable: frozenset[str]) -> list[tuple[Input, Node]]:
@@ -102,7 +103,9 @@ def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) ->
     for node in module.graph.nodes:
         if node.op == "output":
             return torch.fx.map_arg(node.args[0], lambda argument: mapping[argument])
-        if node.op in ("placeholder", "get_attr") or "_assert" in str(node.target):
+        if node.op in ("placeholder", "get_attr") or (
+            "_assert" in str(node.target) and node.target is not torch.ops.aten._assert_async.msg
+        ):
             continue
         assert node.op == "call_function", node.format_node()
         if isinstance(node.target, HigherOrderOperator):
