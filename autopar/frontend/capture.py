@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import traceback
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, is_dataclass, replace
@@ -24,13 +23,13 @@ from autopar.compiled import TENSOR
 from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
+from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.mesh import Mesh
 from autopar.program import Program
-from autopar.source import user_frames
 from autopar.traced import as_traced
 
 logger = logging.getLogger("autopar")
@@ -109,7 +108,7 @@ def _exported(
     with custom_functions_kept(), constraints_unchecked():
         with (
             checkpoints_called(lambda: checkpointed.append(None)),
-            _explained(model),
+            explained(model),
             caches_kept_clean(),
             warnings.catch_warnings(),
             torch.enable_grad(),
@@ -163,7 +162,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode = fake_mode()
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else contextlib.nullcontext()
-    with mode, torch.no_grad(), _explained(model), torch.random.fork_rng(devices=[]), refused:
+    with mode, torch.no_grad(), explained(model), torch.random.fork_rng(devices=[]), refused:
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -212,53 +211,3 @@ def _find_loss(output: Any) -> tuple[LossPlace | None, Any]:
 
 def _is_loss(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
-
-
-@contextlib.contextmanager
-def _explained(model: nn.Module) -> Any:
-    """Turn what Dynamo or the model raises while it is traced into a `CaptureError`."""
-    try:
-        yield
-    except CaptureError:
-        raise
-    except Exception as error:
-        text = str(error).split("\nfrom user code")[0].split("\nUser Stack")[0].strip()
-        what = f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: {text}"
-        where = _where(error)
-        raise CaptureError(f"{what}\n  where: {where}\n  how to mend it: {_hint(type(error).__name__ + text + where)}") from error
-
-
-def _where(error: Exception) -> str:
-    """The innermost line of the user's that the error, or Dynamo's text of it, passes through."""
-    frames = user_frames(str(error)) or user_frames("".join(traceback.format_tb(error.__traceback__)))
-    return f"{frames[-1].file}:{frames[-1].line}  {frames[-1].code}" if frames else "(no source line)"
-
-
-_HINTS = (
-    (
-        ("expert_hit",),
-        'experts are visited one by one, by what their indices say: model.set_experts_implementation("grouped_mm"), which sets '
-        'config._experts_implementation, or "batched_mm", which copies an expert\'s weights for each token but splits over dp',
-    ),
-    (
-        ("DynamicCache", "pytree"),
-        "the output holds an object that is no tensor structure (a key-value cache): set config.use_cache=False, or return tensors only",
-    ),
-    (
-        ("DataDependent", "data-dependent", "Dynamic control flow", "item()"),
-        "forward reads the value of a tensor (a branch, .item(), .tolist()); write it with torch.where, or decide it before the call",
-    ),
-    (
-        ("DynamicOutputShape", "nonzero"),
-        "the shape of a result depends on values (a boolean index, nonzero, unique); keep the shape and mask with torch.where",
-    ),
-    (
-        ("graph break", "Unsupported", "skip", "numpy"),
-        "this line leaves the graph (I/O, a foreign library, an unsupported call); move it out of forward",
-    ),
-)
-
-
-def _hint(text: str) -> str:
-    found = (hint for words, hint in _HINTS if any(word.lower() in text.lower() for word in words))
-    return next(found, "the model must run as plain tensor code on inputs of these shapes")
