@@ -23,7 +23,7 @@ from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.value_checks import checks_as_outputs
-from autopar.keys import Source
+from autopar.keys import SOURCE, Source
 from autopar.mesh import Mesh
 from autopar.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.program import Form, Input, InputKind, Output, Program, Signature
@@ -218,3 +218,16 @@ def _refake(program: Program) -> None:
             if node in values:
                 node.meta["val"] = values[node]
     set_sources(program.graph, _PREFIX)
+    _refuse_sparse(program.graph)
+
+
+def _refuse_sparse(graph: Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            place = SOURCE[node]
+            raise CaptureError(
+                f"{node.target} makes a tensor of layout {value.layout}, of which nothing is known that could be split\n"
+                f"  where: {place.file}:{place.line}  {place.code}\n"
+                "  how to mend it: compute with dense tensors, masked where they are zero, or with scatter_add and index_select"
+            )

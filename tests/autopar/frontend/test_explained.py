@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
+from autopar.passes.trace_joint import TraceJoint
 from tests.capturing import MESH, Layer, X, of
 from tests.zoo_language import SIZES
 
@@ -157,3 +158,25 @@ def test_inside_a_library_the_users_line_comes_first() -> None:
     lines = str(caught_error.value).splitlines()
     assert lines[1].startswith(f"  where: {__file__}:") and lines[1].endswith("return self.inner(ids).logits.sum()"), lines
     assert lines[2].startswith("  inside: ") and "transformers" in lines[2], lines
+
+
+def scaled_in_place(layer: Layer, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.linear.weight.mul_(0.5)
+    return layer.linear(x).sum()
+
+
+def sparse(layer: Layer, x: Tensor) -> Tensor:
+    return torch.sparse.mm(x.to_sparse(), layer.linear.weight).sum()
+
+
+def test_a_parameter_written_in_forward_is_refused_with_the_line_that_writes() -> None:
+    expected = r"parameter 'linear\.weight' in forward\n  where: .*test_explained.*linear\.weight\.mul_\(0\.5\)\n.*outside of forward"
+    with pytest.raises(CaptureError, match=expected):
+        TraceJoint().apply(of(scaled_in_place, X))
+
+
+def test_a_sparse_tensor_is_refused_with_the_line_that_makes_it() -> None:
+    expected = r"a tensor of layout torch\.sparse_coo.*\n  where: .*test_explained.*x\.to_sparse\(\).*\n.*compute with dense"
+    with pytest.raises(CaptureError, match=expected):
+        of(sparse, X)
