@@ -46,12 +46,13 @@ def forward_program(
     structure: Any,
     leaves: tuple[Any, ...],
     loss_index: int | None,
-    loss_alone: bool,
+    kept: tuple[int, ...] | None = None,
 ) -> Program:
     """The FORWARD program of what was exported.
 
     `trainable` names the parameters that get gradients; `structure` and `leaves` describe the user's output, in which the
-    loss is leaf `loss_index` (None: there is none); with `loss_alone` it is the only output. Raises `CaptureError` for what has no place.
+    loss is leaf `loss_index` (None: there is none); `kept` are the leaves that the graph returns, all by default.
+    Raises `CaptureError` for what has no place.
     """
     graph, mapping = Graph(), dict[Node, Node]()
     constants: dict[str, torch.Tensor] = {}
@@ -62,7 +63,7 @@ def forward_program(
         if item.kind == "constant":
             constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
     _copy_calls(exported.graph_module, graph, mapping)
-    outputs = _copy_outputs(exported, graph, mapping, loss_index, loss_alone)
+    outputs = _copy_outputs(exported, graph, mapping, loss_index, kept)
     program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
     _refake(program)
     _drop_needless_detaches(program)
@@ -183,9 +184,9 @@ def _region_source(module: GraphModule, args: list[Any]) -> Source:
 
 
 def _copy_outputs(
-    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None, alone: bool
+    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None, kept: tuple[int, ...] | None
 ) -> tuple[Output, ...]:
-    """Outputs of the graph; the loss, where there is one, is the leaf `loss_index` of the user's structure, and `alone` the only one."""
+    """Outputs of the graph; the loss, where there is one, is the leaf `loss_index` of the user's structure; `kept` as above."""
     outputs: list[Output] = []
     nodes: list[Node] = []
     position = 0
@@ -194,7 +195,7 @@ def _copy_outputs(
         mutation = entry.kind == ExportedOutput.BUFFER_MUTATION
         if isinstance(node, Node):
             value = node.meta["val"]
-            place = loss_index if alone and loss_index is not None else position
+            place = position if mutation or kept is None else kept[position]
             kind = "buffer" if mutation else "loss" if place == loss_index else "output"
             name = (entry.target or "").removeprefix(_PREFIX) if mutation else str(place)
             outputs.append(Output(kind, name, tuple(value.shape), value.dtype, not mutation and value.is_floating_point()))

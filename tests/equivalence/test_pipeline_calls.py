@@ -150,6 +150,27 @@ def test_a_loss_at_the_second_place_of_a_tuple_is_the_loss(mesh: dict[str, int])
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
     with pytest.raises(autopar.AutoparError, match='compile with outputs="all"'):
         logits.mean()
+    with torch.no_grad():
+        for found, expected in zip(parallel(**batch), reference(**batch), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+class Statistics(LogitsAndLoss):
+    def forward(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor | None]:  # type: ignore[override]
+        logits, loss = super().forward(ids, targets)
+        return {"loss": loss, "logits": logits, "largest": logits.amax((0, 1))}
+
+
+def test_without_gradients_microbatches_give_what_has_a_batch_dim() -> None:
+    torch.manual_seed(0)
+    model = Statistics().double()
+    reference, batch = copy.deepcopy(model), {"ids": torch.randint(12, (8, 4)), "targets": torch.randint(12, (8, 4))}
+    parallel = autopar.compile(model, virtual_mesh(pp=2), backend="eager", num_microbatches=2)
+    with torch.no_grad():
+        found, expected = parallel(**batch), reference(**batch)
+    for name in ("loss", "logits"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+    assert "not computed" in repr(found["largest"])
 
 
 def test_a_scaled_loss_scales_the_gradients() -> None:
