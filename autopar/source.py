@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,6 +16,7 @@ from autopar.keys import SOURCE, Source
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # The package itself, and what its links to the folders beside it lead to.
 _OWN = tuple(
     folder + os.sep
@@ -60,6 +62,11 @@ def user_frames(text: str) -> list[Source]:
     """The frames outside of torch and of this package in a printed stack, outermost first."""
     frames = [Source(frame["file"], int(frame["line"]), frame["code"].strip()) for frame in _FRAME.finditer(text)]
     return [frame for frame in frames if not is_torchs(frame.file) and not frame.file.startswith(_OWN)]
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is Python's own or was installed."""
+    return file.startswith(_LIBRARIES) or "site-packages" in file
 
 
 def is_torchs(file: str) -> bool:

@@ -25,7 +25,7 @@ from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.outputs import OutputSpec, Place
-from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
+from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen, warn_of_globals
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.mesh import Mesh
 from autopar.program import Program
@@ -90,11 +90,12 @@ def _exported(
             checkpoints_called(lambda: checkpointed.append(None)),
             explained(model),
             caches_kept_clean(),
-            warnings.catch_warnings(),
+            warnings.catch_warnings(record=True) as heard,
             torch.enable_grad(),
         ):
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("always")
             exported = torch.export.export(_Captured(model, places), args, kwargs, strict=True)
+        warn_of_globals(str(warning.message) for warning in heard)
         if checkpointed:
             logger.warning(
                 "%d regions under torch.utils.checkpoint are captured as plain calls: their activations are kept, not recomputed",

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import logging
 import re
-import sysconfig
 import traceback
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.keys import Source
-from autopar.source import user_frames
+from autopar.source import is_library, user_frames
 
 # Of torch's own text so much is shown.
 _MOST_CHARACTERS = 400
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 # These report each failure of a trace, whoever handles it.
 _LOUD = ("torch._subclasses.fake_tensor", "torch.export._trace", "torch._dynamo.variables.builder")
 
@@ -190,17 +188,13 @@ def _frames(error: Exception) -> list[Source]:
 
 def _where(model: nn.Module, places: list[Source]) -> list[str]:
     """The innermost line of the user's own, and below it that of the library which it calls; of a library's model the latter alone."""
-    own = [place for place in places if not _is_library(place.file)]
+    own = [place for place in places if not is_library(place.file)]
     inner = [place for place in places if "site-packages" in place.file]
     if own and inner and places.index(inner[-1]) > places.index(own[-1]):
         return [f"where: {_at(own[-1])}", f"inside: {_at(inner[-1])}"]
     if own or inner:
         return [f"where: {_at((own or inner)[-1])}"]
     return [f"where: {_definition(model)}"]
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(_LIBRARIES) or "site-packages" in file
 
 
 def _at(place: Source) -> str:

@@ -178,3 +178,20 @@ def test_numbers_that_forward_changes_are_named(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "autopar"):
         capture(model, (torch.randn(2, 4),), {}, MESH)
     assert "calls (0 → 1)" in caplog.text and "scale" not in caplog.text and model.calls == 0
+
+
+SEEN: list[Tensor] = []
+
+
+def test_globals_that_forward_changes_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    def compute(layer: Layer, x: Tensor) -> Tensor:
+        y = layer.linear(x)
+        SEEN.append(y.detach())
+        return y.sum()
+
+    with caplog.at_level(logging.WARNING, "autopar"):
+        of(compute, X)
+        SEEN.clear()
+        of(lambda layer, x: layer.linear(x).sum(), X)
+    (text,) = caplog.messages
+    assert "forward changes globals, which a call of the captured program leaves as they are" in text and f"SEEN of {__name__}" in text
