@@ -1,7 +1,18 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
 from autopar.compiler import compile
-from autopar.errors import AutoparError, BackwardError, CaptureError, CheckError, InputError, MeshError, PeerError, PlanError, ScheduleError
+from autopar.errors import (
+    AutoparError,
+    BackwardError,
+    CaptureError,
+    CheckError,
+    InputError,
+    MeshError,
+    PeerError,
+    PlanError,
+    ScheduleError,
+    ValueCheckError,
+)
 from autopar.hardware.calibrate import calibrate
 from autopar.hardware.cluster import Cluster
 from autopar.mesh import Mesh, virtual_mesh
@@ -22,6 +33,7 @@ __all__ = [
     "PeerError",
     "PlanError",
     "ScheduleError",
+    "ValueCheckError",
     "calibrate",
     "compile",
     "virtual_mesh",

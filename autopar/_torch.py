@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
-from torch._dynamo import functional_export
+from torch._dynamo import functional_export, trace_rules
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
@@ -15,16 +16,25 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.distributions import constraints
 from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "CAUSAL_MASK_DETECTION",
+    "DEPENDENT_CONSTRAINT",
     "FakeTensorMode",
     "HigherOrderOperator",
+    "IS_ALL_TRUE",
+    "MATRIX_CONSTRAINTS",
+    "NORM_OF_BATCH",
     "OpOverload",
+    "TorchDispatchMode",
     "apply_custom_function",
+    "attributes_replaced",
     "by_meta_kernel",
     "compiling",
     "constraints_unchecked",
@@ -39,6 +49,16 @@ __all__ = [
     "pytree",
 ]
 
+# Where torch's own functions ask of values: (holder, name), or the classes. Dynamo refuses to look into `is_dependent`.
+DEPENDENT_CONSTRAINT = constraints._Dependent
+IS_ALL_TRUE = (torch, "_is_all_true")
+CAUSAL_MASK_DETECTION = (torch.nn.modules.transformer, "_detect_is_causal_mask")
+NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
+MATRIX_CONSTRAINTS = (
+    constraints._Symmetric,
+    constraints._PositiveSemidefinite,
+    constraints._PositiveDefinite,
+)
 _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 
 
@@ -164,6 +184,17 @@ def checkpoints_called(note: Callable[[], None]) -> Generator[None]:
         yield
     finally:
         TagActivationCheckpoint.__call__ = original
+
+
+@contextmanager
+def attributes_replaced(replaced: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Generator[None]:
+    """While this is entered, (holder, name, by): `by` is what Dynamo finds, and traces, under `name` of `holder`."""
+    # Dynamo looks up once, by name, what it must not trace: what is there now, not what stands for it.
+    trace_rules.get_torch_obj_rule_map()
+    with ExitStack() as stack:
+        for holder, name, by in replaced:
+            stack.enter_context(mock.patch.object(holder, name, by))
+        yield
 
 
 @contextmanager

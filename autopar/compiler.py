@@ -123,7 +123,7 @@ def compile(
     memory_budget   what a rank may hold: "40GiB", or bytes. Parameters may then be split over dp as well
     optimizer       whose state the budget counts: "adamw", "sgd", a class or an instance of torch.optim; Adam by default
     batch_dims      batch dims of inputs by name; by default dim 0 of every input as long there as the first
-    outputs         "loss": the loss alone, where there is one (the default); "all": every tensor of the output
+    outputs         "loss": the loss alone, where there is one (the default where gradients are on); "all": every tensor of the output
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
     timeout         seconds that a real rank waits for its peers
     num_microbatches  how many slices every rank's share of the batch runs in, one after another; it must divide the share. By

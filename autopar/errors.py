@@ -35,6 +35,10 @@ class ArgumentError(InputError, TypeError):
     """A call passes other arguments than forward takes."""
 
 
+class ValueCheckError(AutoparError, AssertionError):
+    """What the model, or a function of torch that it calls, asserts of values does not hold in this call."""
+
+
 class CheckError(AutoparError):
     """A program broke an invariant after a pass; lists every violation found."""
 

@@ -23,7 +23,7 @@ from autopar.padding import Padding
 from autopar.sharding import Dims, Sharding
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "random_key", "tangent", "coordinate"]
-OutputKind = Literal["loss", "output", "gradient", "buffer"]
+OutputKind = Literal["loss", "output", "gradient", "buffer", "check"]
 
 
 class Form(Enum):
@@ -56,7 +56,8 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """One result of the graph, in order: the loss, a tensor of the user's output, a gradient, or a buffer's new value.
+    """One result of the graph, in order: the loss, a tensor of the user's output, a gradient, a buffer's new value, or a check:
+    how many values violate what the model asserts (`Signature.checks`).
 
     `name` is a gradient's parameter, a buffer's name, or the flat index in the user's output structure. A gradient has its
     parameter's `padding`, and comes back `through` the outputs of these flat indices; through all where none is named. Of an output
@@ -78,12 +79,14 @@ class Output:
 @dataclass(frozen=True)
 class Signature:
     """What the placeholders and results of a graph mean. `structure` is the pytree spec of the user's output;
-    `leaves` its flat leaves (`compiled.TENSOR` where a tensor stands)."""
+    `leaves` its flat leaves (`compiled.TENSOR` where a tensor stands). `checks` are what the model asserts of values, by number,
+    each a text with its line."""
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     structure: Any = None
     leaves: tuple[Any, ...] = ()
+    checks: tuple[str, ...] = ()
 
     def inputs_of(self, kind: InputKind) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sysconfig
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,6 +16,13 @@ from autopar.keys import SOURCE, Source
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+# The package itself, and what its links to the folders beside it lead to.
+_OWN = tuple(
+    folder + os.sep
+    for here in (os.path.dirname(os.path.abspath(__file__)),)
+    for folder in (here, *(os.path.realpath(os.path.join(here, name)) for name in ("passes", "runtime", "kernels")))
+)
 
 
 def set_sources(graph: Graph, prefix: str = "") -> None:
@@ -30,7 +38,7 @@ def set_sources(graph: Graph, prefix: str = "") -> None:
 
 
 def source_of(node: Node, prefix: str = "") -> Source:
-    """The innermost line outside of torch, and the innermost module."""
+    """The innermost line outside of torch and of this package, and the innermost module."""
     frames = user_frames(node.meta.get("stack_trace") or "")
     place = frames[-1] if frames else Source()
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
@@ -51,9 +59,18 @@ def module_calls(node: Node, prefix: str = "model.") -> dict[str, str]:
 
 
 def user_frames(text: str) -> list[Source]:
-    """The frames outside of torch in a printed stack, outermost first."""
+    """The frames outside of torch and of this package in a printed stack, outermost first."""
     frames = [Source(frame["file"], int(frame["line"]), frame["code"].strip()) for frame in _FRAME.finditer(text)]
-    return [frame for frame in frames if not frame.file.startswith(_TORCH)]
+    return [frame for frame in frames if not is_torchs(frame.file) and not frame.file.startswith(_OWN)]
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is Python's own or was installed."""
+    return file.startswith(_LIBRARIES) or "site-packages" in file
+
+
+def is_torchs(file: str) -> bool:
+    return file.startswith(_TORCH)
 
 
 def _module_path(stack: Any, prefix: str) -> str:

@@ -33,7 +33,7 @@ class DetachOutputs:
         if not program.signature.outputs_of("loss"):
             raise CaptureError(
                 "several microbatches or pipeline stages run their backward inside the call, which needs a loss to start from, and this "
-                "model returns none: let it return a scalar or .loss, or use pp = 1 and num_microbatches=1"
+                f"model returns {_instead(program)}, or use pp = 1 and num_microbatches=1"
             )
         program = program.copy()
         results: list[Node] = []
@@ -46,3 +46,13 @@ class DetachOutputs:
             outputs.append(replace(output, requires_grad=output.requires_grad and is_loss, is_detached=is_detached))
         program.graph.output_node().args = (tuple(results),)
         return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))
+
+
+def _instead(program: Program) -> str:
+    """What the model returns in place of one loss, and what would be one."""
+    outputs = program.signature.outputs_of("output")
+    scalars = [item.name for item in outputs if item.shape == () and item.dtype.is_floating_point]
+    if len(scalars) < 2:
+        return "none: let it return a scalar or .loss"
+    places = f"{', '.join(scalars[:-1])} and {scalars[-1]}"
+    return f'{len(scalars)} scalars (outputs {places}), of which none is called loss: let it return {{"loss": ...}} or an object with .loss'

@@ -6,11 +6,10 @@ a node that only the backward needs (a transposed weight) is put there, so that 
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 from torch.fx import Graph, Interpreter, Node
@@ -19,9 +18,9 @@ from torch.fx.graph import CodeGen
 from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
 from autopar.emit import Emitter
 from autopar.errors import CaptureError
-from autopar.keys import PHASE
-from autopar.overwrites import memory_of
-from autopar.program import Form, Input, Output, Program, Signature
+from autopar.keys import PHASE, SOURCE
+from autopar.overwrites import memory_of, writers_of, written_by
+from autopar.program import Form, Input, Output, Program
 from autopar.source import set_sources
 
 aten = torch.ops.aten
@@ -55,17 +54,15 @@ def trace_joint(program: Program, training: bool) -> Program:
         graph.erase_node(node)
     _refuse_draws(graph)
     _name_placeholders(graph, into, program)
-    inputs = tuple(
-        _input(descriptor, node, program.signature) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True)
-    )
+    inputs = tuple(_input(descriptor, node, program) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True))
     results = graph.output_node().args[0]
-    pairs = [(_output(d, program.signature), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]  # type: ignore[arg-type]
+    pairs = [(_output(d, program), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]  # type: ignore[arg-type]
     graph.output_node().args = (tuple(node for _, node in pairs),)
     set_sources(graph, "model.")
     joint = Program(
         graph,
         program.mesh,
-        Signature(inputs, tuple(output for output, _ in pairs), program.signature.structure, program.signature.leaves),
+        replace(program.signature, inputs=inputs, outputs=tuple(output for output, _ in pairs)),
         Form.GLOBAL,
         program.constants,
         program.freedom,
@@ -94,10 +91,9 @@ def _with_ways_back(joint: Program, forward: Program) -> Program:
             for leaf in leaves_behind(result):
                 ways.setdefault(names.get(id(leaf), ""), []).append(item.name)
     outputs = tuple(
-        dataclasses.replace(item, through=tuple(ways.get(item.name, ()))) if item.kind == "gradient" else item
-        for item in joint.signature.outputs
+        replace(item, through=tuple(ways.get(item.name, ()))) if item.kind == "gradient" else item for item in joint.signature.outputs
     )
-    return dataclasses.replace(joint, signature=dataclasses.replace(joint.signature, outputs=outputs))
+    return replace(joint, signature=replace(joint.signature, outputs=outputs))
 
 
 def _with_own_memory(program: Program) -> Program:
@@ -129,28 +125,52 @@ def _name_placeholders(graph: Graph, into: list[Any], program: Program) -> None:
         node.target = node.name
 
 
-def _input(descriptor: Any, node: Node, signature: Signature) -> Input:
+def _input(descriptor: Any, node: Node, program: Program) -> Input:
+    signature = program.signature
     kind, index = describe_input(descriptor)
     if kind == "input":
         return signature.inputs[index]
     if kind == "mutation tangent":
+        source = program.signature.inputs[index]
+        if source.kind == "parameter":
+            _refuse_write(program, index)
         raise CaptureError(
-            f"the model writes a value that has a gradient into its {signature.inputs[index].kind} {signature.inputs[index].name!r}, "
-            "where the next step would find it; write x.detach(), or write under torch.no_grad()"
+            f"the model writes a value that has a gradient into its {source.kind} {source.name!r}, where the next step would find it"
+            f"{_written_at(program, index)}\n  how to mend it: write x.detach(), or write under torch.no_grad()"
         )
     value = node.meta["val"]
     return Input("tangent", signature.outputs[index].name, tuple(value.shape), value.dtype)
 
 
-def _output(descriptor: Any, signature: Signature) -> Output:
+def _output(descriptor: Any, program: Program) -> Output:
+    signature = program.signature
     kind, index = describe_output(descriptor)
     if kind == "output":
         return signature.outputs[index]
     source = signature.inputs[index]
     if kind == "mutation" and source.kind != "buffer":
-        what = f"parameter {source.name!r}" if source.kind == "parameter" else f"its {source.kind} input {source.name}"
-        raise CaptureError(f"the model writes into {what} in forward; write out of place (x = x * 2 for x.mul_(2)), or make it a buffer")
+        _refuse_write(program, index)
     return Output("gradient" if kind == "gradient" else "buffer", source.name, source.shape, source.dtype)
+
+
+def _refuse_write(program: Program, index: int) -> NoReturn:
+    source = program.signature.inputs[index]
+    mend = "write out of place (x = x * 2 for x.mul_(2)), or make it a buffer"
+    if source.kind == "parameter":
+        mend = "change parameters outside of forward, after the optimizer's step, or make it a buffer"
+    what = {"parameter": f"parameter {source.name!r}", "constant": "a tensor that it holds and that is no buffer"}
+    raise CaptureError(
+        f"the model writes into {what.get(source.kind, f'its {source.kind} input {source.name}')} in forward{_written_at(program, index)}\n"
+        f"  how to mend it: {mend}"
+    )
+
+
+def _written_at(program: Program, index: int) -> str:
+    """The line that writes into an input of a FORWARD program."""
+    target = program.placeholders[index]
+    places = (SOURCE[node] for node in writers_of(program.graph) if memory_of(written_by(node)) is target and node in SOURCE)
+    place = next((place for place in places if place.file), None)
+    return f"\n  where: {place.file}:{place.line}  {place.code}" if place else ""
 
 
 def _order_by_phase(program: Program) -> None:

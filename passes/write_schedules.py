@@ -241,7 +241,9 @@ class _Writer:
             return (name if found.after else sum_of(name),)
         if name in self.per_step:
             return (name,)
-        numbers = self.microbatches if output.sharding is not None and MICROBATCHES in output.sharding.axes else self.microbatches[-1:]
+        is_split = output.sharding is not None and MICROBATCHES in output.sharding.axes
+        # What one microbatch violates, the others need not.
+        numbers = self.microbatches if is_split or output.kind == "check" else self.microbatches[-1:]
         return tuple(self.of_microbatch(number)(name) for number in numbers)
 
     def schedule(self) -> Schedule:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.compiled import Compiled
-from autopar.errors import BackwardError
+from autopar.errors import BackwardError, ValueCheckError
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import summed
 from autopar.program import Input, Output
@@ -69,9 +69,10 @@ class Call:
         return tuple(item for item in self.results if item.is_detached)
 
     def forward(self) -> dict[str, torch.Tensor]:
-        """Run to PAUSE; the results by flat index. Buffers that the model changes are written back."""
+        """Run to PAUSE; the results by flat index. Buffers that the model changes are written back. Raises `ValueCheckError`."""
         self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self.is_pipelined])
         self._run()
+        self._check_values()
         for item in self.signature.outputs_of("buffer"):
             held = self.held(item)
             if held.parts:
@@ -79,6 +80,17 @@ class Call:
         results = {item.name: self.world.whole(*self.held(item)) for item in self.results}
         self._shapes = {name: result.shape for name, result in results.items()}
         return results
+
+    def _check_values(self) -> None:
+        """Raise `ValueCheckError` for what the model asserts of values, and does not hold."""
+        checks = self.signature.outputs_of("check")
+        if not checks:
+            return
+        # One look for all: on a GPU each would wait for it.
+        violations = torch.stack([torch.stack(list(self.held(item).parts.values())).amax() for item in checks]).tolist()
+        failed = [(text, count) for text, count in zip(self.signature.checks, violations, strict=True) if count]
+        if failed:
+            raise ValueCheckError("\n".join(f"{text}\n  violated by {count} values" if count > 1 else text for text, count in failed))
 
     def backward(self, tangents: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result.

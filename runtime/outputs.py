@@ -29,7 +29,7 @@ class OmittedTensor:
 
 def _omitted(what: str) -> AutoparError:
     return AutoparError(
-        f"this output was not computed, and {what}: only the loss leaves the mesh by default; "
+        f"this output was not computed, and {what}: where gradients are on, only the loss leaves the mesh by default; "
         'compile with outputs="all" to get every tensor of the output'
     )
 

@@ -37,7 +37,16 @@ def kept_capture(
     if identity is None or autopar.compiler.capture is not kept_capture:
         return capture(model, args, kwargs, mesh, outputs, batch_dims)
     batch = tuple(sorted(batch_dims.items())) if batch_dims is not None else None
-    key = (identity, CallInputs.of(args, kwargs).key, tuple(kwargs), outputs, batch, torch.is_grad_enabled(), torch.get_default_dtype())
+    key = (
+        identity,
+        CallInputs.of(args, kwargs).key,
+        tuple(kwargs),
+        outputs,
+        batch,
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        mesh.num_microbatches > 1,
+    )
     if key not in _kept:
         _kept[key] = capture(model, args, kwargs, mesh, outputs, batch_dims)
     # A pass that changed what it is given would show in the next test: each gets its own copy all the same.

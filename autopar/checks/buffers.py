@@ -225,7 +225,7 @@ class _Walk:
             self.say("PAUSE comes twice", "at most one PAUSE", "another before", "hand the outputs out once")
         self.paused = True
         self.alive |= self.late
-        self._present("loss", "output")
+        self._present("loss", "output", "check")
 
     def _present(self, *kinds: str) -> None:
         for item, name in zip(self.schedule.signature.outputs, self.schedule.outputs, strict=True):
@@ -241,7 +241,7 @@ class _Walk:
 
     def end(self) -> None:
         self.here = f"rank {self.rank}, at the end"
-        self._present(*(("gradient", "buffer") if self.paused else ("loss", "output", "gradient", "buffer")))
+        self._present(*(("gradient", "buffer") if self.paused else ("loss", "output", "check", "gradient", "buffer")))
         for name, flight in self.flying.items():
             what = f"the collective into {name}" if isinstance(flight, Launch) else f"the {_noun(flight)} {name}"
             self.say(f"{what} is never waited for", f"one WAIT for each {_word(flight)}", "none", f"add WAIT {name}")

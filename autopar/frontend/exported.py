@@ -22,7 +22,8 @@ from autopar.differentiable import differentiable
 from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
-from autopar.keys import Source
+from autopar.frontend.value_checks import checks_as_outputs
+from autopar.keys import SOURCE, Source
 from autopar.mesh import Mesh
 from autopar.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.program import Form, Input, InputKind, Output, Program, Signature
@@ -45,12 +46,13 @@ def forward_program(
     structure: Any,
     leaves: tuple[Any, ...],
     loss_index: int | None,
-    loss_alone: bool,
+    kept: tuple[int, ...] | None = None,
 ) -> Program:
     """The FORWARD program of what was exported.
 
     `trainable` names the parameters that get gradients; `structure` and `leaves` describe the user's output, in which the
-    loss is leaf `loss_index` (None: there is none); with `loss_alone` it is the only output. Raises `CaptureError` for what has no place.
+    loss is leaf `loss_index` (None: there is none); `kept` are the leaves that the graph returns, all by default.
+    Raises `CaptureError` for what has no place.
     """
     graph, mapping = Graph(), dict[Node, Node]()
     constants: dict[str, torch.Tensor] = {}
@@ -61,11 +63,11 @@ def forward_program(
         if item.kind == "constant":
             constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
     _copy_calls(exported.graph_module, graph, mapping)
-    outputs = _copy_outputs(exported, graph, mapping, loss_index, loss_alone)
+    outputs = _copy_outputs(exported, graph, mapping, loss_index, kept)
     program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
     _refake(program)
     _drop_needless_detaches(program)
-    return program
+    return checks_as_outputs(program)
 
 
 def _inputs(exported: ExportedProgram, trainable: frozenset[str]) -> list[tuple[Input, Node]]:
@@ -102,7 +104,9 @@ def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) ->
     for node in module.graph.nodes:
         if node.op == "output":
             return torch.fx.map_arg(node.args[0], lambda argument: mapping[argument])
-        if node.op in ("placeholder", "get_attr") or "_assert" in str(node.target):
+        if node.op in ("placeholder", "get_attr") or (
+            "_assert" in str(node.target) and node.target is not torch.ops.aten._assert_async.msg
+        ):
             continue
         assert node.op == "call_function", node.format_node()
         if isinstance(node.target, HigherOrderOperator):
@@ -180,9 +184,9 @@ def _region_source(module: GraphModule, args: list[Any]) -> Source:
 
 
 def _copy_outputs(
-    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None, alone: bool
+    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None, kept: tuple[int, ...] | None
 ) -> tuple[Output, ...]:
-    """Outputs of the graph; the loss, where there is one, is the leaf `loss_index` of the user's structure, and `alone` the only one."""
+    """Outputs of the graph; the loss, where there is one, is the leaf `loss_index` of the user's structure; `kept` as above."""
     outputs: list[Output] = []
     nodes: list[Node] = []
     position = 0
@@ -191,7 +195,7 @@ def _copy_outputs(
         mutation = entry.kind == ExportedOutput.BUFFER_MUTATION
         if isinstance(node, Node):
             value = node.meta["val"]
-            place = loss_index if alone and loss_index is not None else position
+            place = position if mutation or kept is None else kept[position]
             kind = "buffer" if mutation else "loss" if place == loss_index else "output"
             name = (entry.target or "").removeprefix(_PREFIX) if mutation else str(place)
             outputs.append(Output(kind, name, tuple(value.shape), value.dtype, not mutation and value.is_floating_point()))
@@ -215,3 +219,16 @@ def _refake(program: Program) -> None:
             if node in values:
                 node.meta["val"] = values[node]
     set_sources(program.graph, _PREFIX)
+    _refuse_sparse(program.graph)
+
+
+def _refuse_sparse(graph: Graph) -> None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            place = SOURCE[node]
+            raise CaptureError(
+                f"{node.target} makes a tensor of layout {value.layout}, of which nothing is known that could be split\n"
+                f"  where: {place.file}:{place.line}  {place.code}\n"
+                "  how to mend it: compute with dense tensors, masked where they are zero, or with scatter_add and index_select"
+            )

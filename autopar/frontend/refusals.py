@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Mapping
+import re
+import sys
+from collections.abc import Generator, Iterable, Mapping
 
 import torch
 from torch import nn
 
 from autopar.errors import CaptureError
 from autopar.program import Program
+from autopar.source import is_library
 
 logger = logging.getLogger("autopar")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+# `G['__import_package_dot_module'].NAME`, as Dynamo names a global of a module.
+_GLOBAL = re.compile(r"G\['__import_(\w+)'\](?:\.(\w+))?")
 
 
 def refuse_autocast(model: nn.Module) -> None:
@@ -90,3 +95,21 @@ def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float]) -> N
             "forward changes numbers on its modules, which the captured program has as they were: %s; where they matter, make them buffers",
             ", ".join(changed),
         )
+
+
+def warn_of_globals(heard: Iterable[str]) -> None:
+    """Globals that forward changes (a list of losses), by what `torch.export` says: the program does not change them."""
+    found = [_GLOBAL.findall(text) for text in heard if "side effects happened" in text]
+    own = [(module.replace("_dot_", "."), name) for places in found for module, name in places]
+    names = [f"{name or 'a variable'} of {module}" for module, name in own if not _is_of_library(module)]
+    if names:
+        logger.warning(
+            "forward changes globals, which a call of the captured program leaves as they are (and in which its capture may have left "
+            "tensors without values): %s; return what is to be kept",
+            ", ".join(dict.fromkeys(names)),
+        )
+
+
+def _is_of_library(module: str) -> bool:
+    """Libraries note what they like in their globals: who records outputs, what was warned of."""
+    return is_library(getattr(sys.modules.get(module), "__file__", None) or "")

@@ -136,6 +136,56 @@ def test_a_backward_through_another_output_than_the_loss_is_refused(mesh: dict[s
     assert all(parameter.grad is not None for parameter in parallel.parameters())
 
 
+class LogitsAndLoss(nn.Module):
+    """`return logits, loss`, and None in the place of the loss without targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        logits = self.head(torch.tanh(self.table(ids)))
+        return logits, None if targets is None else nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_loss_at_the_second_place_of_a_tuple_is_the_loss(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = LogitsAndLoss().double()
+    reference, batch = copy.deepcopy(model), {"ids": torch.randint(12, (8, 4)), "targets": torch.randint(12, (8, 4))}
+    parallel = autopar.compile(model, virtual_mesh(**mesh), example_inputs=batch, backend="eager", num_microbatches=2)
+    logits, loss = parallel(**batch)
+    _, wanted = reference(**batch)
+    loss.backward()
+    wanted.backward()
+    torch.testing.assert_close(loss.detach(), wanted.detach(), rtol=1e-12, atol=0)
+    for ours, theirs in zip(parallel.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-14)
+    with pytest.raises(autopar.AutoparError, match='compile with outputs="all"'):
+        logits.mean()
+    with torch.no_grad():
+        for found, expected in zip(parallel(**batch), reference(**batch), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+class Statistics(LogitsAndLoss):
+    def forward(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor | None]:  # type: ignore[override]
+        logits, loss = super().forward(ids, targets)
+        return {"loss": loss, "logits": logits, "largest": logits.amax((0, 1))}
+
+
+def test_without_gradients_microbatches_give_what_has_a_batch_dim() -> None:
+    torch.manual_seed(0)
+    model = Statistics().double()
+    reference, batch = copy.deepcopy(model), {"ids": torch.randint(12, (8, 4)), "targets": torch.randint(12, (8, 4))}
+    parallel = autopar.compile(model, virtual_mesh(pp=2), backend="eager", num_microbatches=2)
+    with torch.no_grad():
+        found, expected = parallel(**batch), reference(**batch)
+    for name in ("loss", "logits"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-14)
+    assert "not computed" in repr(found["largest"])
+
+
 def test_a_scaled_loss_scales_the_gradients() -> None:
     case = tagger()
     reference = copy.deepcopy(case.model)

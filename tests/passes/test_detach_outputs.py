@@ -55,3 +55,12 @@ def test_a_model_without_a_loss_is_refused_in_training_only() -> None:
     with pytest.raises(CaptureError, match=r"needs a loss to start from, and this model returns none: let it return a scalar or .loss"):
         DetachOutputs(training=True).apply(captured)
     assert DetachOutputs(training=False).apply(captured) is captured
+
+
+def test_two_scalars_are_named_where_one_loss_is_needed() -> None:
+    captured = of(lambda layer, x: (layer.linear(x).sum(), x, layer.linear(x).mean()), X)
+    expected = (
+        r'returns 2 scalars \(outputs 0 and 2\), of which none is called loss: let it return \{"loss": \.\.\.\} or an object with \.loss'
+    )
+    with pytest.raises(CaptureError, match=expected):
+        DetachOutputs().apply(captured)

@@ -127,6 +127,8 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], tuple[Any, ...], str]] = {
     "named tuple": (lambda y: Pair(y.sum(), y), (TENSOR, TENSOR), "0"),
     "dataclass": (lambda y: Result(y, y.sum()), (TENSOR, TENSOR, "as it is"), "1"),
     "model output": (lambda y: transformers.modeling_outputs.MaskedLMOutput(loss=y.sum(), logits=y), (TENSOR, TENSOR), "0"),
+    "logits, loss": (lambda y: (y, y.sum()), (TENSOR, TENSOR), "1"),
+    "a list": (lambda y: [y, None, y.sum(), y.argmax()], (TENSOR, None, TENSOR, TENSOR), "2"),
     "nested": (lambda y: {"a": (y, None), "loss": y.sum()}, (TENSOR, None, TENSOR), "2"),
 }
 
@@ -150,6 +152,33 @@ def test_without_a_loss_every_tensor_is_an_output() -> None:
     program = of(lambda self, x: (self.linear(x), [x, 5]), X)
     assert [(item.kind, item.name, item.shape) for item in program.signature.outputs] == [("output", "0", (8, 4)), ("output", "1", (8, 4))]
     assert program.signature.leaves == (TENSOR, TENSOR, 5)
+
+
+def test_without_gradients_what_lies_beside_the_loss_is_kept_but_for_a_cache() -> None:
+    case = ZOO["gpt2"]()
+    case.model.config.use_cache = True  # type: ignore[attr-defined]
+    with torch.no_grad():
+        program = capture(case.model, (), case.batch, MESH)
+        alone = capture(case.model, (), case.batch, MESH, outputs="loss")
+    assert [(item.kind, item.name) for item in program.signature.outputs] == [("loss", "0"), ("output", "1")]
+    assert program.signature.outputs[1].shape[:2] == case.batch["input_ids"].shape
+    assert [item.kind for item in alone.signature.outputs] == ["loss"]
+
+
+@pytest.mark.parametrize("name", ["dict", "named tuple", "dataclass", "model output", "logits, loss"])
+def test_without_gradients_outputs_have_their_places(name: str) -> None:
+    make, leaves, index = OUTPUTS[name]
+    with torch.no_grad():
+        program = of(lambda self, x: make(self.linear(x)), X)
+    tensors = [str(place) for place, leaf in enumerate(leaves) if leaf is TENSOR]
+    assert [(item.kind, item.name) for item in program.signature.outputs] == [
+        ("loss" if each == index else "output", each) for each in tensors
+    ]
+
+
+def test_of_two_scalars_none_is_the_loss() -> None:
+    program = of(lambda self, x: (self.linear(x).sum(), self.linear(x).mean()), X)
+    assert [item.kind for item in program.signature.outputs] == ["output", "output"]
 
 
 def test_a_loss_per_sample_is_an_output_like_others() -> None:

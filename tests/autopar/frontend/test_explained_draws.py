@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
-from autopar.frontend.hints import hint_for
 from autopar.mesh import virtual_mesh
 
 
@@ -55,12 +54,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_a_capture_would_freeze_is_refused_with_the_way_out(kind: str) -> None:
     compute, expected = REFUSED[kind]
-    with pytest.raises(CaptureError, match=expected) as caught:
+    with pytest.raises(CaptureError, match=f"(?s){expected}") as caught:
         capture(Calling(compute), (torch.zeros(8, 4),), {}, virtual_mesh(dp=2))
-    assert len(str(caught.value).splitlines()) == 3, "what, where, and how to mend it"
-
-
-def test_other_errors_keep_dynamos_explanation() -> None:
-    assert hint_for("something else") == ("the model must run as plain tensor code on inputs of these shapes", False)
-    hint, is_known = hint_for("graph break")
-    assert "this line leaves the graph" in hint and not is_known
+    first, where, mend = str(caught.value).splitlines()[:3]
+    assert "forward" in first and "where:" in where and "how to mend it:" in mend

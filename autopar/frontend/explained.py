@@ -1,0 +1,237 @@
+"""What stops a capture, in the user's words: what is wrong, where in their source, how to mend it; torch's own text comes last."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import re
+import traceback
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from torch import nn
+
+from autopar.errors import CaptureError
+from autopar.keys import Source
+from autopar.source import is_library, user_frames
+
+# Of torch's own text so much is shown.
+_MOST_CHARACTERS = 400
+# These report each failure of a trace, whoever handles it.
+_LOUD = ("torch._subclasses.fake_tensor", "torch.export._trace", "torch._dynamo.variables.builder")
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """`words`, any of which is in what torch says or in the line that it says it of, and what they stand for."""
+
+    words: tuple[str, ...]
+    what: str
+    mend: str
+
+    def fits(self, text: str) -> bool:
+        return any(word.lower() in text.lower() for word in self.words)
+
+
+_SIZES = "the size of a result depends on values"
+_FAULTS = (
+    _Fault(
+        ("expert_hit",),
+        "experts are visited one by one, by what their indices say",
+        'model.set_experts_implementation("grouped_mm"), which sets config._experts_implementation, or "batched_mm", which copies an '
+        "expert's weights for each token but splits over dp",
+    ),
+    _Fault(
+        ("DynamicCache", "pytree", "Encountered unrecognized type"),
+        "the output holds an object that is no structure of tensors (a key-value cache, a generator)",
+        "return tensors in tuples, lists, dicts or dataclasses; of transformers, set config.use_cache=False",
+    ),
+    _Fault(
+        ("_pack_padded_sequence", "_pad_packed_sequence"),
+        f"{_SIZES}: a packed sequence has as many rows as the lengths say",
+        "leave the sequences padded: run the recurrent layer on them as they are, and mask its output by the lengths, with torch.where "
+        "(a layer of one direction gives the same at all true positions; of the last state, gather the output at lengths - 1)",
+    ),
+    _Fault(
+        ("_ctc_loss",),
+        f"{_SIZES}: torch.nn.functional.ctc_loss lays out its table by the longest target",
+        "let the model return log_probs and compute the loss outside: without a loss in the model, the gradient of the loss outside "
+        "comes back through its output (pp = 1)",
+    ),
+    _Fault(
+        ("aten.bincount",),
+        f"{_SIZES}: torch.bincount has as many counts as the largest value says",
+        "write torch.bincount(x, minlength=n) with the number of classes; that no value is larger is then asserted when it runs",
+    ),
+    _Fault(
+        ("aten.repeat_interleave",),
+        f"{_SIZES}: repeat_interleave is as long as its repeats add up to",
+        "repeat by a plain number, or pick the rows with index_select, by indices computed before the call",
+    ),
+    _Fault(
+        ("DynamicOutputShape", "nonzero"),
+        f"{_SIZES} (a boolean index, nonzero, unique)",
+        "keep the shape and mask with torch.where: torch.where(mask, x, 0).sum() / mask.sum() for x[mask].mean()",
+    ),
+    _Fault(
+        (
+            "`<unknown module>.Random.",
+            "`Random.",
+            "RandomValueSource",
+            "of class `Generator`",
+            "Could not guard on data-dependent expression zuf",
+            "np.random",
+            "numpy.random.",
+            "random.random",
+        ),
+        "forward draws numbers by Python's or numpy's random, which a captured program would repeat at every call",
+        "draw by torch.rand, randint or bernoulli (keyed by seed, step and position), choose by torch.where, or draw before the call and "
+        "pass a tensor in",
+    ),
+    _Fault(
+        ("torch._C.Generator", "An opaque object was created", "manual_seed", "urandom"),
+        "forward has a random generator or seed of its own, which a captured program cannot have",
+        "leave both out: torch's draws are keyed by torch.initial_seed(), step and position",
+    ),
+    _Fault(
+        ("`time.", "`<unknown module>.datetime", "datetime.now", "time.time("),
+        "forward reads the clock, which a captured program would read once",
+        "measure around the call, or pass a tensor in",
+    ),
+    _Fault(
+        (
+            "autograd.grad",
+            "torch.func.grad",
+            "torch.func.vjp",
+            "torch.func.jac",
+            "element 0 of tensors does not require grad",
+            ".backward(",
+        ),
+        "forward differentiates inside itself (a gradient penalty, forces, .backward()), and a captured forward has no backward inside",
+        "write the derivative out, compare outputs at two inputs, (f(x + h * v) - f(x)) / h, or take that gradient outside of forward",
+    ),
+    _Fault(
+        ("DataDependent", "data-dependent", "Dynamic control flow", "item()", "FakeTensor.__format__"),
+        "forward reads the value of a tensor (a branch, .item(), .tolist(), an f-string), which no graph knows",
+        "write it with torch.where, or decide it before the call; a branch that only raises can be an assert, checked in every call",
+    ),
+    _Fault(
+        ("torch.nn.Parameter()",),
+        "forward makes a parameter",
+        "make it in __init__, where optimizers find it",
+    ),
+    _Fault(
+        ("numpy", "np."),
+        "forward leaves torch for numpy",
+        "write it with torch's functions, or move it out of forward",
+    ),
+    _Fault(
+        ("logging", "print("),
+        "forward logs what a graph does not know",
+        "move it out of forward, or log shapes alone",
+    ),
+    _Fault(
+        ("functorch",),
+        "a transform of torch.func (vmap, grad, jacrev) runs over a module with parameters of its own",
+        "give it a function of tensors alone (torch.func.functional_call), or write the extra dim out",
+    ),
+    _Fault(
+        ("graph break", "Unsupported", "skipped", "custom C"),
+        "this line leaves the graph (I/O, a foreign library, an unsupported call)",
+        "move it out of forward, or make it an op that torch knows (torch.library.custom_op, with register_fake and register_autograd)",
+    ),
+)
+_PLAIN = "the model must run as plain tensor code on inputs of these shapes"
+_ALONE = "call the model alone on inputs of these shapes, dtypes and devices: it fails there, too"
+_ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
+# What a model's own code raises when a call does not fit it, traced or not.
+_OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NameError, ImportError, NotImplementedError)
+# In Dynamo's words, what the model raised: `got RuntimeError('mat1 and mat2 ...')`.
+_RAISED = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*?)(?P=quote),?\)", re.DOTALL)
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module) -> Generator[None]:
+    """Turn what Dynamo or the model raises while it is traced into a `CaptureError`."""
+    loggers = [logging.getLogger(name) for name in _LOUD]
+    were_disabled = [log.disabled for log in loggers]
+    for log in loggers:
+        log.disabled = True
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError(_explanation(model, error)) from error
+    finally:
+        for log, was_disabled in zip(loggers, were_disabled, strict=True):
+            log.disabled = was_disabled
+
+
+def _explanation(model: nn.Module, error: Exception) -> str:
+    said, places, name = _said(error), _frames(error), type(model).__name__
+    caught = _RAISED.search(said)
+    if caught is not None:
+        what = f"this line of {name} fails on these inputs: {caught['kind']}: {_shortened(caught['text'])}"
+        return _message(what, model, places, f"{_ALONE}; where forward catches the error (try, except), decide by the shapes instead")
+    codes = "".join(place.code for place in places[-2:])
+    fault = next((fault for fault in _FAULTS if fault.fits(type(error).__name__ + said + codes)), None)
+    said = f"{type(error).__name__}: {_shortened(said)}"
+    if fault is not None:
+        return _message(f"{name} cannot be captured as one graph: {fault.what}", model, places, fault.mend, said)
+    if type(error) in _OWN_ERRORS or type(error).__name__ == "FakeTensorDeviceMismatchError":
+        is_missing = isinstance(error, TypeError) and "argument" in said
+        return _message(f"{name} itself fails on these inputs: {said}", model, places, _ARGUMENTS if is_missing else _ALONE)
+    return _message(f"{name} cannot be captured as one graph", model, places, _PLAIN, said)
+
+
+def _message(what: str, model: nn.Module, places: list[Source], mend: str, said: str = "") -> str:
+    return "\n  ".join([what, *_where(model, places), f"how to mend it: {mend}", *([f"torch says: {said}"] if said else [])])
+
+
+def _said(error: Exception) -> str:
+    """What torch says, without the stacks, hints and addresses that follow it."""
+    text = str(error).split("\nfrom user code")[0].split("\nUser Stack")[0].strip()
+    return re.split(r"\n\s*(?:Hint:|Developer debug context|For more details|For more information|consider using)", text)[0]
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text, on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_CHARACTERS else text[:_MOST_CHARACTERS] + " …"
+
+
+def _frames(error: Exception) -> list[Source]:
+    """The lines outside of torch and of this package that the error passed through, outermost first."""
+    stack = getattr(error, "real_stack", None)  # Dynamo's own record, where its text has none
+    texts: tuple[Callable[[], str], ...] = (
+        lambda: str(error),
+        lambda: "".join(traceback.format_list(stack)) if stack else "",
+        lambda: "".join(traceback.format_tb(error.__traceback__)),
+    )
+    return next((frames for text in texts if (frames := user_frames(text()))), [])
+
+
+def _where(model: nn.Module, places: list[Source]) -> list[str]:
+    """The innermost line of the user's own, and below it that of the library which it calls; of a library's model the latter alone."""
+    own = [place for place in places if not is_library(place.file)]
+    inner = [place for place in places if "site-packages" in place.file]
+    if own and inner and places.index(inner[-1]) > places.index(own[-1]):
+        return [f"where: {_at(own[-1])}", f"inside: {_at(inner[-1])}"]
+    if own or inner:
+        return [f"where: {_at((own or inner)[-1])}"]
+    return [f"where: {_definition(model)}"]
+
+
+def _at(place: Source) -> str:
+    return f"{place.file}:{place.line}  {place.code}"
+
+
+def _definition(model: nn.Module) -> str:
+    """Where a model's forward begins, for want of a line of it."""
+    try:
+        lines, first = inspect.getsourcelines(type(model).forward)
+        return f"in {inspect.getsourcefile(type(model).forward)}:{first}  {lines[0].strip()}"
+    except (OSError, TypeError):
+        return f"in {type(model).__name__}.forward"

@@ -1,0 +1,150 @@
+"""What torch's own functions ask of values while a model is traced: assumed to hold, and asserted when the program runs.
+
+`torch.distributions` looks whether every scale is positive, `gaussian_nll_loss` whether every variance is. No branch of the model's
+hangs on that, so a trace need not stop there. While `library_checks_asserted` is entered, these functions have forms that say
+`holds(...)` in place of `if not ...: raise`; `autopar.frontend.value_checks` makes outputs of the program of these.
+
+Left as they are, so that a model which calls them is still refused: what counts rejected draws (`VonMises.sample`), `Wishart`,
+the divergence of two binomials, and tensors' own methods (`x.cov()`: write `torch.cov(x)`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+from torch.nn import functional as F
+
+from autopar._torch import CAUSAL_MASK_DETECTION, DEPENDENT_CONSTRAINT, IS_ALL_TRUE, MATRIX_CONSTRAINTS, NORM_OF_BATCH, attributes_replaced
+
+_gaussian_nll_loss, _cov, _corrcoef, _bincount = F.gaussian_nll_loss, torch.cov, torch.corrcoef, torch.bincount
+
+
+@contextmanager
+def library_checks_asserted() -> Generator[None]:
+    """While this is entered, a trace goes past the checks of values that torch's functions make, and has them as assertions."""
+    symmetric, semidefinite, definite = MATRIX_CONSTRAINTS
+    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+        (*IS_ALL_TRUE, _all_hold),
+        (constraints, "is_dependent", _is_dependent),
+        (*CAUSAL_MASK_DETECTION, _is_said_to_be_causal),
+        (NORM_OF_BATCH, "forward", _batch_norm(NORM_OF_BATCH.forward)),
+        (symmetric, "check", _is_symmetric),
+        (semidefinite, "check", _is_semidefinite),
+        (definite, "check", _is_definite),
+        (F, "gaussian_nll_loss", _gaussian_loss),
+        (torch, "cov", _covariance),
+        (torch, "corrcoef", _correlation),
+        (torch, "bincount", _counts),
+    ]
+    with attributes_replaced(replaced):
+        yield
+
+
+def holds(valid: Tensor, message: str) -> None:
+    """Assert that all of `valid`, booleans, are true. As a sum: ranks count what they hold, and one number a check is reduced."""
+    torch.ops.aten._assert_async.msg(torch.logical_not(valid).sum() == 0, message)
+
+
+def _all_hold(valid: Tensor) -> bool:
+    holds(valid, "torch.distributions: a parameter or a value is outside of what the distribution takes")
+    return True
+
+
+def _is_dependent(constraint: Any) -> bool:
+    return isinstance(constraint, DEPENDENT_CONSTRAINT)
+
+
+def _is_said_to_be_causal(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+    """Without a look at the mask, which is used as it is then: the same numbers."""
+    return is_causal is True
+
+
+def _is_symmetric(self: Any, value: Tensor) -> Tensor:
+    if value.shape[-2] != value.shape[-1]:
+        return torch.full(value.shape[:-2], False, device=value.device)
+    return torch.isclose(value, value.mT, atol=1e-6).all(-2).all(-1)
+
+
+def _is_semidefinite(self: Any, value: Tensor) -> Tensor:
+    return _is_symmetric(self, value) & torch.linalg.eigvalsh(value).ge(0).all(-1)
+
+
+def _is_definite(self: Any, value: Tensor) -> Tensor:
+    return _is_symmetric(self, value) & torch.linalg.cholesky_ex(value).info.eq(0)
+
+
+def _gaussian_loss(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
+    """`torch.nn.functional.gaussian_nll_loss`, line by line, but for the check."""
+    if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
+        return _gaussian_nll_loss(input, target, var, full, eps, reduction)
+    holds(var >= 0, "gaussian_nll_loss: var has negative entry/entries")
+    if var.size() == input.size()[:-1]:
+        var = var.unsqueeze(-1)
+    elif var.ndim != input.ndim or any(given not in (1, wanted) for given, wanted in zip(var.size(), input.size(), strict=True)):
+        raise ValueError(f"gaussian_nll_loss: var {list(var.size())} is of incorrect size for input {list(input.size())}")
+    var = var.clone()
+    with torch.no_grad():
+        var.clamp_(min=eps)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    if reduction == "none":
+        return loss
+    return loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _batch_norm(original: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """With momentum=None the running statistics are means over all batches so far: the count is read by ops, not as a number."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if self.momentum is not None or not self.training or not self.track_running_stats:
+            return original(self, input)
+        self._check_input_dim(input)
+        mean, var = self.running_mean.clone(), self.running_var.clone()
+        out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
+        with torch.no_grad():
+            self.num_batches_tracked.add_(1)
+            share = 1.0 / self.num_batches_tracked.double()
+            self.running_mean.copy_((1 - share) * self.running_mean + share * mean)
+            self.running_var.copy_((1 - share) * self.running_var + share * var)
+        return out
+
+    return forward
+
+
+def _covariance(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+    if fweights is not None or aweights is not None:
+        return _cov(input, correction=correction, fweights=fweights, aweights=aweights)
+    rows = input if input.ndim == 2 else input.reshape(1, -1)
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred @ centred.mT.conj() / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def _correlation(input: Tensor) -> Tensor:
+    if input.is_complex():
+        return _corrcoef(input)
+    covariance = _covariance(input)
+    if covariance.ndim == 0:
+        return covariance / covariance
+    deviations = covariance.diagonal().sqrt()
+    return (covariance / deviations[:, None] / deviations[None, :]).clip(-1, 1)
+
+
+def _counts(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """As many counts as `minlength` says, as long as no value is larger, which is asserted."""
+    if minlength == 0:
+        return _bincount(input, weights, minlength)
+    holds((input >= 0) & (input < minlength), f"bincount: a value is negative, or not below minlength={minlength}")
+    if weights is None:
+        weights = torch.ones_like(input, dtype=torch.int64)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return torch.zeros(minlength, dtype=weights.dtype, device=input.device).index_add(0, input.long().clamp(0, minlength - 1), weights)

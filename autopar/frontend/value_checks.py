@@ -1,0 +1,110 @@
+"""What is asserted of values in a forward becomes outputs of the program, which the runtime reads when it has run."""
+
+from __future__ import annotations
+
+import dis
+import operator
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar._torch import TorchDispatchMode
+from autopar.arguments import node_at
+from autopar.emit import Emitter, tensor_of
+from autopar.emit import replace as replace_node
+from autopar.keys import SOURCE
+from autopar.program import Output, Program
+from autopar.source import is_torchs
+
+aten = torch.ops.aten
+
+# Solvers that raise for a singular matrix: each with the op that says so by a number, which is 0 for a good one.
+_SOLVERS = {
+    aten.linalg_cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
+    aten.linalg_inv.default: (aten.linalg_inv_ex.default, "is singular"),
+    aten.inverse.default: (aten.linalg_inv_ex.default, "is singular"),
+    aten.linalg_solve.default: (aten.linalg_solve_ex.default, "is singular"),
+}
+
+
+def checks_as_outputs(program: Program) -> Program:
+    """Give a FORWARD program one more output for each assertion in it: how many values violate it.
+
+    Reads: `_assert_async` calls, and solvers that raise. Writes: outputs of kind "check", 0-d int64, and what
+    each says into `signature.checks`, with its line; the forms of the solvers that do not raise. Ensures: no `_assert_async` is left.
+    """
+    for node in [node for node in program.graph.nodes if node.target in _SOLVERS]:
+        _assert_solved(node)
+    asserts = list(program.graph.find_nodes(op="call_function", target=aten._assert_async.msg))
+    if not asserts:
+        return program
+    end = program.graph.output_node()
+    counts = tuple(_violations(node, Emitter(program.graph, node)) for node in asserts)
+    checks = tuple(f"{node.args[1]}\n  where: {SOURCE[node].file}:{SOURCE[node].line}  {SOURCE[node].code}" for node in asserts)
+    for node in asserts:
+        program.graph.erase_node(node)
+    end = program.graph.output_node()
+    end.args = ((*program.results, *counts),)
+    program.graph.eliminate_dead_code()
+    outputs = tuple(Output("check", str(number), (), torch.int64) for number in range(len(checks)))
+    signature = replace(program.signature, outputs=(*program.signature.outputs, *outputs), checks=checks)
+    return replace(program, signature=signature)
+
+
+def _assert_solved(node: Node) -> None:
+    target, fault = _SOLVERS[node.target]  # type: ignore[index]
+    emit = Emitter(node.graph, node)
+    solved = emit.call(target, *node.args, **node.kwargs)
+    result, info = (emit.call(operator.getitem, solved, place) for place in (0, 1))
+    message = f"{node.target}: a matrix {fault}"
+    emit.call(
+        aten._assert_async.msg, emit.call(aten.eq.Scalar, emit.call(aten.sum.default, emit.call(aten.ne.Scalar, info, 0)), 0), message
+    )
+    replace_node(node, result)
+
+
+def _violations(node: Node, emit: Emitter) -> Node:
+    """How many values violate an assertion. `all` and `any` would gather what they read; a sum is counted where the values are."""
+    condition = node_at(node, 0)
+    if condition.target is aten.eq.Scalar and condition.args[1] == 0 and not tensor_of(condition.args[0]).is_floating_point():
+        return node_at(condition, 0)  # a count already
+    if condition.target in (aten.all.default, aten._is_all_true.default):
+        violated = emit.call(aten.logical_not.default, condition.args[0])
+    else:
+        violated = emit.call(aten.logical_not.default, condition)
+    return emit.call(aten.sum.default, violated)
+
+
+@contextmanager
+def asserts_assumed() -> Generator[None]:
+    """While this is entered, `assert` of a tensor without values passes; any other look at its value is refused as before."""
+    with _AssumeAsserts():
+        yield
+
+
+class _AssumeAsserts(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool and any(map(_asserts, _callers(sys._getframe(1)))):
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of torch that called, and the innermost one outside."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back if is_torchs(frame.f_code.co_filename) or frame.f_code.co_filename == __file__ else None
+
+
+def _asserts(frame: FrameType) -> bool:
+    """Whether what `frame` computes now is the condition of an `assert`."""
+    following = [each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti]
+    jump = next((place for place, each in enumerate(following) if each.opname.startswith("POP_JUMP")), len(following))
+    # LOAD_ASSERTION_ERROR; from Python 3.14 on LOAD_COMMON_CONSTANT (AssertionError).
+    return any("ASSERTION_ERROR" in each.opname or each.argrepr == "AssertionError" for each in following[jump + 1 : jump + 2])

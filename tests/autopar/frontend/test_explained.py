@@ -1,0 +1,182 @@
+"""What a refused user reads first is what is wrong, then their line, then the way out; torch's own text comes last."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.errors import CaptureError
+from autopar.frontend.capture import capture
+from autopar.passes.trace_joint import TraceJoint
+from tests.capturing import MESH, Layer, X, of
+from tests.zoo_language import SIZES
+
+READS, SIZE, FAILS = "reads the value of a tensor", "the size of a result depends on values", "Layer itself fails on these inputs: "
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.scale = x.sum().item()
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient * ctx.scale
+
+
+def branch(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    while y.norm() > 1:
+        y = y / 2
+    return y.sum()
+
+
+def formatted(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    print(f"mean {y.mean():.3f}")
+    return y.sum()
+
+
+def caught(layer: Layer, x: Tensor) -> Tensor:
+    try:
+        y = layer.linear(x[:, :2])
+    except RuntimeError:
+        y = layer.linear(x)
+    return y.sum()
+
+
+def generated(layer: Layer, x: Tensor) -> Iterator[Tensor]:
+    yield layer.linear(x).sum()
+
+
+def differentiated(layer: Layer, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(layer.linear(x).square().sum(), x, create_graph=True)[0].square().sum()
+
+
+def packed(layer: Layer, x: Tensor) -> Tensor:
+    rows = nn.utils.rnn.pack_padded_sequence(x[None], [8], batch_first=True)
+    return layer.linear(rows.data).sum()
+
+
+def connectionist(layer: Layer, x: Tensor) -> Tensor:
+    return F.ctc_loss(layer.linear(x)[:, None].log_softmax(-1), torch.tensor([[1, 2]]), (8,), (2,))
+
+
+# By what a user may write: what the first line, and what the way out says.
+MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "if, while": (branch, READS, "torch.where"),
+    "item": (lambda layer, x: layer.linear(x).sum() * x.sum().item(), READS, "before the call"),
+    "tolist": (lambda layer, x: layer.linear(x).sum() * sum(x[0].tolist()), READS, "before the call"),
+    "item in a Function": (lambda layer, x: Cube.apply(layer.linear(x)).sum(), READS, "before the call"),  # type: ignore[attr-defined]
+    "f-string": (formatted, READS, "before the call"),
+    "boolean index": (lambda layer, x: layer.linear(x)[x > 0].sum(), SIZE, "mask with torch.where"),
+    "unique": (lambda layer, x: layer.linear(x).sum() * x.unique().numel(), SIZE, "mask with torch.where"),
+    "bincount": (lambda layer, x: layer.linear(x).sum() * torch.bincount(x.argmax(1)).max(), SIZE, "minlength=n"),
+    "packed": (packed, "a packed sequence has as many rows as the lengths say", "leave the sequences padded"),
+    "ctc": (connectionist, "ctc_loss lays out its table by the longest target", "compute the loss outside"),
+    "numpy": (lambda layer, x: layer.linear(torch.from_numpy(np.exp(x.numpy()))).sum(), "leaves torch for numpy", "torch's functions"),
+    "python's random": (lambda layer, x: layer.linear(x).sum() * random.random(), "draws numbers by Python's", "draw by torch.rand"),
+    "numpy's random": (lambda layer, x: layer.linear(x).sum() * np.random.rand(), "draws numbers by Python's", "draw by torch.rand"),
+    "files": (lambda layer, x: layer.linear(x).sum() * len(Path(__file__).read_text()), "this line leaves the graph", "out of forward"),
+    "the clock": (lambda layer, x: layer.linear(x).sum() * time.time(), "reads the clock", "measure around the call"),
+    "deepcopy": (lambda layer, x: copy.deepcopy(layer.linear)(x).sum(), "this line leaves the graph", "out of forward"),
+    "log": (lambda layer, x: logging.getLogger("x").info("%s", x.mean()) or layer.linear(x).sum(), "logs what a graph", "out of forward"),
+    "new parameter": (lambda layer, x: (layer.linear(x) * nn.Parameter(torch.ones(4))).sum(), "makes a parameter", "make it in __init__"),
+    "autograd": (differentiated, "differentiates inside itself", "outside of forward"),
+    "vmap": (lambda layer, x: torch.vmap(layer.linear)(x).sum(), "a transform of torch.func", "functional_call"),
+    "shapes": (lambda layer, x: layer.linear(x[:, :2]).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
+    "dtypes": (lambda layer, x: F.embedding(x, layer.linear.weight).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
+    "devices": (lambda layer, x: (layer.linear(x) + torch.ones(4, device="meta")).sum(), "the same device", "it fails there, too"),
+    "names": (lambda layer, x: layer.lin(x).sum(), FAILS + "AttributeError: 'Layer' object has no attribute 'lin'", "it fails there, too"),
+    "try": (caught, "this line of Layer fails on these inputs: RuntimeError: ", "decide by the shapes instead"),
+    "in place": (lambda layer, x: layer.linear.weight.mul_(2).sum(), "a leaf Variable that requires grad", "it fails there, too"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_refusal_says_what_where_and_how(mistake: str, capfd: pytest.CaptureFixture[str]) -> None:
+    compute, what, mend = MISTAKES[mistake]
+    with pytest.raises(CaptureError) as caught_error:
+        of(compute, X)
+    lines = str(caught_error.value).splitlines()
+    assert what in lines[0], lines
+    assert lines[1].startswith(f"  where: {__file__}:") and len(lines[1].partition(".py:")[2].partition("  ")[2]) > 10, lines
+    assert lines[2].startswith("  how to mend it: ") and mend in lines[2], lines
+    assert len(lines) == 3 or (len(lines) == 4 and lines[3].startswith("  torch says: ") and len(lines[3]) < 500), lines
+    assert "Traceback" not in capfd.readouterr().err, "torch reports what is handled"
+
+
+def test_a_missing_argument_names_it() -> None:
+    with pytest.raises(
+        CaptureError, match=r"missing 1 required positional argument: 'y'\n.*\n  how to mend it: example_inputs, and each call"
+    ):
+        of(lambda layer, x, y: layer.linear(x + y).sum(), X)
+
+
+def test_what_yields_is_refused_with_the_line_of_its_forward() -> None:
+    class Yielding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Iterator[Tensor]:
+            yield self.linear(x).sum()
+
+    with pytest.raises(CaptureError, match=r"no structure of tensors .*\n  where: in .*test_explained\.py:\d+  def forward"):
+        capture(Yielding(), (X,), {}, MESH)
+
+
+def test_inside_a_library_the_users_line_comes_first() -> None:
+    config = transformers.MixtralConfig(**SIZES | {"num_hidden_layers": 1, "num_key_value_heads": 2, "num_local_experts": 4})
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = transformers.MixtralForCausalLM(config)
+            self.inner.set_experts_implementation("eager")
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.inner(ids).logits.sum()
+
+    with pytest.raises(CaptureError) as caught_error:
+        capture(Wrapped(), (torch.arange(8)[None],), {}, MESH)
+    lines = str(caught_error.value).splitlines()
+    assert lines[1].startswith(f"  where: {__file__}:") and lines[1].endswith("return self.inner(ids).logits.sum()"), lines
+    assert lines[2].startswith("  inside: ") and "transformers" in lines[2], lines
+
+
+def scaled_in_place(layer: Layer, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        layer.linear.weight.mul_(0.5)
+    return layer.linear(x).sum()
+
+
+def sparse(layer: Layer, x: Tensor) -> Tensor:
+    return torch.sparse.mm(x.to_sparse(), layer.linear.weight).sum()
+
+
+def test_a_parameter_written_in_forward_is_refused_with_the_line_that_writes() -> None:
+    expected = r"parameter 'linear\.weight' in forward\n  where: .*test_explained.*linear\.weight\.mul_\(0\.5\)\n.*outside of forward"
+    with pytest.raises(CaptureError, match=expected):
+        TraceJoint().apply(of(scaled_in_place, X))
+
+
+def test_a_sparse_tensor_is_refused_with_the_line_that_makes_it() -> None:
+    expected = r"a tensor of layout torch\.sparse_coo.*\n  where: .*test_explained.*x\.to_sparse\(\).*\n.*compute with dense"
+    with pytest.raises(CaptureError, match=expected):
+        of(sparse, X)

@@ -1,0 +1,92 @@
+"""Functions of torch that look at values are captured, compute what they did, and assert what they ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, distributions, nn
+from torch.nn import functional as F
+
+from autopar.errors import CaptureError
+from autopar.frontend.capture import capture
+from autopar.program import Program
+from tests.capturing import MESH, Layer, X, assert_as_model, of
+from tests.running import inputs_of, run_forward
+
+
+def positive(layer: Layer, x: Tensor) -> Tensor:
+    return F.softplus(layer.linear(x))
+
+
+def spread(layer: Layer, x: Tensor) -> Tensor:
+    y = layer.linear(x)
+    return y.mT @ y + torch.eye(4)
+
+
+def divergence(layer: Layer, x: Tensor) -> Tensor:
+    first, second = (distributions.Laplace(mean, 1.0) for mean in (layer.linear(x), x))
+    return distributions.kl_divergence(first, second).mean()
+
+
+# Each with how many things it asserts.
+COMPUTED: dict[str, tuple[Callable[[Layer, Tensor], Tensor], int]] = {
+    "normal": (lambda layer, x: distributions.Normal(layer.linear(x), positive(layer, x)).log_prob(x).mean(), 3),
+    "categorical": (lambda layer, x: distributions.Categorical(logits=layer.linear(x)).log_prob(x.argmax(1)).mean(), 2),
+    "bernoulli": (lambda layer, x: distributions.Bernoulli(logits=layer.linear(x)).log_prob((x > 0).float()).mean(), 2),
+    "beta": (lambda layer, x: distributions.Beta(positive(layer, x), 2.0).log_prob(x.sigmoid()).mean(), 5),
+    "independent": (lambda layer, x: distributions.Independent(distributions.Normal(layer.linear(x), 1.0), 1).log_prob(x).mean(), 3),
+    "divergence": (divergence, 4),
+    "multivariate": (lambda layer, x: distributions.MultivariateNormal(x, spread(layer, x)).log_prob(layer.linear(x)).mean(), 4),
+    "gaussian loss": (lambda layer, x: F.gaussian_nll_loss(layer.linear(x), x, positive(layer, x), full=True), 1),
+    "one variance a row": (lambda layer, x: F.gaussian_nll_loss(layer.linear(x), x, positive(layer, x)[:, 0], reduction="sum"), 1),
+    "covariance": (lambda layer, x: torch.cov(layer.linear(x).T, correction=0).square().sum(), 0),
+    "correlation": (lambda layer, x: torch.corrcoef(layer.linear(x).T)[0].sum(), 0),
+    "counts": (lambda layer, x: (torch.bincount(x.argmax(1), minlength=4) * layer.linear(x)).sum(), 1),
+    "weighted counts": (lambda layer, x: (torch.bincount(x.argmax(1), x[:, 0], minlength=4) * layer.linear(x)).sum(), 1),
+    "cholesky": (lambda layer, x: torch.linalg.cholesky(spread(layer, x)).sum(), 1),
+    "inverse": (lambda layer, x: torch.inverse(spread(layer, x)).sum(), 1),
+    "solve": (lambda layer, x: torch.linalg.solve(spread(layer, x), x.T).sum(), 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_what_asks_of_values_is_captured_and_asserted(name: str) -> None:
+    compute, number = COMPUTED[name]
+    torch.manual_seed(0)
+    program = of(compute, X)
+    assert [item.kind for item in program.signature.outputs] == ["loss", *["check"] * number]
+    assert len(program.signature.checks) == number and all(f"{__file__}:" in text for text in program.signature.checks)
+    layer = Layer(compute)
+    assert_as_model(layer, (X,), {})
+
+
+def violations(program: Program, layer: nn.Module, x: Tensor) -> list[float]:
+    found = run_forward(program, inputs_of(program, layer, (x,), {}))
+    return [value.item() for (kind, _), value in found.items() if kind == "check"]
+
+
+@pytest.mark.parametrize(
+    ("compute", "x", "expected"),
+    [
+        (lambda layer, x: F.gaussian_nll_loss(layer.linear(x), x, x), torch.tensor([[1.0, -1, 0, -2]]), [2]),
+        (lambda layer, x: layer.linear(x).sum() * torch.bincount(x[0].long(), minlength=4).max(), torch.tensor([[0.0, 3, 4, 9]]), [2]),
+        (lambda layer, x: distributions.Normal(layer.linear(x), x).rsample().sum(), torch.tensor([[1.0, 0, 1, -1]]), [0, 2]),
+        (lambda layer, x: torch.linalg.cholesky(x) * layer.linear.weight, -torch.eye(4), [1]),
+    ],
+    ids=["variance", "count", "scale", "matrix"],
+)
+def test_what_does_not_hold_is_counted(compute: Callable[..., Tensor], x: Tensor, expected: list[int]) -> None:
+    layer = Layer(lambda layer, x: compute(layer, x).sum())
+    assert violations(capture(layer, (x,), {}, MESH), layer, x) == expected
+
+
+def test_torch_has_its_own_functions_again_after_a_capture() -> None:
+    before = F.gaussian_nll_loss, torch.cov, torch.bincount, nn.BatchNorm1d.forward
+    of(COMPUTED["covariance"][0], X)
+    with pytest.raises(CaptureError):
+        of(lambda layer, x: layer.linear(x) if x.sum() > 0 else x, X)
+    assert (F.gaussian_nll_loss, torch.cov, torch.bincount, nn.BatchNorm1d.forward) == before
+    with pytest.raises(ValueError, match="to satisfy the constraint"):
+        distributions.Normal(X, -X.abs())
