@@ -7,6 +7,7 @@ values faked on the CPU whatever device the model is on.
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def forward_program(
     constants: dict[str, torch.Tensor] = {}
     inputs = _inputs(exported, trainable)
     for item, node in inputs:
-        mapping[node] = graph.placeholder(_placeholder_name(item))
+        mapping[node] = _placeholder(graph, item)
         mapping[node].meta = dict(node.meta)
         if item.kind == "constant":
             constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
@@ -92,9 +93,13 @@ def _identity(spec: InputSpec, users: list[str]) -> tuple[InputKind, str]:
     return kind, name if kind == "constant" else name.removeprefix(_PREFIX)
 
 
-def _placeholder_name(item: Input) -> str:
+def _placeholder(graph: Graph, item: Input) -> Node:
+    """The placeholder of an input. Both its name and its target are arguments of generated code: valid in Python, and no two alike
+    (`offset["default"]` is a name of a parameter, and `a.b` and `a_b` may be two)."""
     prefix = {"parameter": "p", "buffer": "b", "constant": "c", "batch": "input"}[item.kind]
-    return f"{prefix}_{item.name}".replace(".", "_")
+    node = graph.placeholder(re.sub(r"\W", "_", f"{prefix}_{item.name}"))
+    node.target = node.name
+    return node
 
 
 def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) -> tuple[Any, ...]:
