@@ -1,7 +1,7 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
 from autopar.compiler import compile
-from autopar.errors import AutoparError, CaptureError, CheckError, InputError, MeshError, PeerError, PlanError, ScheduleError
+from autopar.errors import AutoparError, CaptureError, CheckError, InputError, MeshError, ModelError, PeerError, PlanError, ScheduleError
 from autopar.hardware.calibrate import calibrate
 from autopar.hardware.cluster import Cluster
 from autopar.mesh import Mesh, virtual_mesh
@@ -16,6 +16,7 @@ __all__ = [
     "InputError",
     "Mesh",
     "MeshError",
+    "ModelError",
     "ParallelModule",
     "Plan",
     "PeerError",

@@ -18,6 +18,7 @@ from autopar.cost import CostModel
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.freedom import Freedom
 from autopar.frontend.capture import capture
+from autopar.frontend.refusals import refuse_no_model
 from autopar.garbage import collection_paused
 from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
@@ -137,6 +138,7 @@ def compile(
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
+    refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
