@@ -23,6 +23,7 @@ __all__ = [
     "flatten",
     "flatten_with_names",
     "gathers_strided_shards",
+    "hand_on_hooks",
     "has_distributed",
     "not_compiled",
     "reduce_scatter_flat",
@@ -34,6 +35,14 @@ __all__ = [
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which a compiled caller calls as it is."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+def hand_on_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """The hooks on `old`'s gradient become `new`'s. Both share them: the handles that users have still remove them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, name, None)
+        if hooks:
+            setattr(new, name, hooks)
 
 
 def backend_named(name: str) -> Backend:

@@ -17,7 +17,7 @@ from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.padding import padded, unpadded
 from autopar.program import Signature
-from autopar.runtime._torch import gathers_strided_shards, shard
+from autopar.runtime._torch import gathers_strided_shards, hand_on_hooks, shard
 from autopar.runtime.inputs import checksum
 from autopar.runtime.parameters import Placement, local_shard
 from autopar.sharding import Dims, Sharding
@@ -196,6 +196,7 @@ def place_parameters(
             if name in held:
                 here = wrap(held_part(parameter, placements[name], rank).to(device), placements[name], device_mesh)
             replaced[id(parameter)] = nn.Parameter(here, requires_grad=parameter.requires_grad)
+            hand_on_hooks(parameter, replaced[id(parameter)])
         _set(model, name, replaced[id(parameter)])
 
 

@@ -19,13 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from autopar._torch import checkpoints_called, constraints_unchecked, fake_mode, pytree
+from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, fake_mode, pytree
 from autopar.caches import caches_kept_clean
 from autopar.compiled import TENSOR
 from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
+from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.refusals import inference_mode_refused, refuse_autocast, refuse_lost, warn_of_frozen
 from autopar.mesh import Mesh
 from autopar.program import Program
@@ -102,7 +103,7 @@ def _exported(
 ) -> Program:
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
     checkpointed: list[None] = []
-    with custom_functions_kept(), constraints_unchecked():
+    with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked():
         with (
             checkpoints_called(lambda: checkpointed.append(None)),
             _explained(model),
@@ -159,7 +160,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode = fake_mode()
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else contextlib.nullcontext()
-    with mode, torch.no_grad(), _explained(model), torch.random.fork_rng(devices=[]), refused:
+    with mode, _explained(model), torch.random.fork_rng(devices=[]), refused:
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -247,6 +248,18 @@ _HINTS = (
     (
         ("DynamicOutputShape", "nonzero"),
         "the shape of a result depends on values (a boolean index, nonzero, unique); keep the shape and mask with torch.where",
+    ),
+    (
+        ("retain_grad",),
+        "a value inside has no gradient of its own in the program: return it, and use autograd on the original, or register a hook on it",
+    ),
+    (
+        ("backwards hooks",),
+        "backward hooks of modules are not traced: in forward, register_hook on the value itself, or hooks on parameters before the call",
+    ),
+    (
+        ("hook removal",),
+        "a hook that forward registers cannot be removed by it: register it only where it is wanted",
     ),
     (
         ("graph break", "Unsupported", "skip", "numpy"),

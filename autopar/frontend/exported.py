@@ -23,6 +23,7 @@ from autopar.differentiable import differentiable
 from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
+from autopar.frontend.hooks import hooks_placed
 from autopar.keys import Source
 from autopar.mesh import Mesh
 from autopar.overwrites import gives_back, memory_of, writers_of, written_by
@@ -62,6 +63,7 @@ def forward_program(
         if item.kind == "constant":
             constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
     _copy_calls(exported.graph_module, graph, mapping)
+    hooks_placed(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, loss_alone)
     program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
     _refake(program)
