@@ -15,7 +15,7 @@ from torch._functorch.autograd_function import AutogradFunctionApply, autograd_f
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
@@ -45,6 +45,7 @@ __all__ = [
     "hooks_replaced",
     "is_fake",
     "joint_graph",
+    "outside_fake_modes",
     "pytree",
 ]
 
@@ -54,6 +55,11 @@ _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and strides but no storage."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def outside_fake_modes() -> AbstractContextManager[Any]:
+    """While this is entered the caller's fake mode, if there is one, is not active: tensors that are made have values."""
+    return unset_fake_temporarily()
 
 
 def by_meta_kernel(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar._torch import outside_fake_modes
 from autopar.checks.checker import Checker, check_compiled
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
@@ -150,10 +151,10 @@ def compile(
     options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)
 
     def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
-        here = replace(
-            options, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type
-        )  # a model may move before a call
-        return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
+        device = _device_type(model) if isinstance(mesh, Mesh) else mesh.device_type  # a model may move before a call
+        with outside_fake_modes():  # what we compute ourselves, masks and angles, has values
+            from_first = None if isinstance(mesh, Mesh) else parallel.from_first
+            return compile_call(model, logical, args, kwargs, replace(options, device=device), pins, from_first)
 
     parallel = ParallelModule(
         model,
@@ -324,7 +325,8 @@ def _decide_again(
     passes = default_passes(replace(options, plan=None, pins=_shardings(pins)), training=True, order=order)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()
-    return run_passes(program.copy(freedom=freedom), passes[first:last], (history,)), history.decision(ChooseShardings)
+    with outside_fake_modes():
+        return run_passes(program.copy(freedom=freedom), passes[first:last], (history,)), history.decision(ChooseShardings)
 
 
 def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:

@@ -19,7 +19,16 @@ from autopar.random_key import random_key
 from autopar.runtime._torch import Backend, not_compiled
 from autopar.runtime.call import Call, differentiate
 from autopar.runtime.fragments import CompiledFragments
-from autopar.runtime.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_replicas, global_call
+from autopar.runtime.inputs import (
+    BatchDims,
+    CallInputs,
+    agree_on_call,
+    batch_dims_of,
+    check_inputs,
+    check_replicas,
+    check_values,
+    global_call,
+)
 from autopar.runtime.outputs import build_output
 from autopar.runtime.parameters import Placement, same_placement
 from autopar.runtime.placement import all_placements, global_parameters, placements_of
@@ -114,7 +123,7 @@ class ParallelModule(nn.Module):
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
         """A call that has not run yet, counted as a step in training mode: `call.forward()`, then `call.backward(tangents)`."""
-        inputs = self._checked(args, kwargs)
+        inputs = self.checked_to_run(args, kwargs)
         captured = self._captured(inputs)
         self._before_run(inputs, captured)
         self.step += self.training
@@ -123,6 +132,13 @@ class ParallelModule(nn.Module):
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         call = Call(captured.compiled, captured.fragments, self._world, tensors, inputs.leaves, key, self._world.device(self))
         return call, captured.compiled
+
+    def checked_to_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
+        """The inputs of a call, which must have values, as the model's parameters must."""
+        inputs = self._checked(args, kwargs)
+        if self._world.is_virtual:  # real ranks hear of it when parameters are placed
+            check_values(inputs, [*self._model.named_parameters(), *self._model.named_buffers()])
+        return inputs
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
         inputs = CallInputs.of(args, kwargs)
@@ -158,10 +174,11 @@ class ParallelModule(nn.Module):
     def _key(self, inputs: CallInputs) -> tuple[Any, ...]:
         """Equal for calls that one program serves."""
         kind = self._world.device(self._model).type
+        kind = "cpu" if kind == "meta" else kind
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         modes = tuple(module.training for module in self._model.modules())
         parameters = tuple((parameter.dtype, parameter.requires_grad) for parameter in self._model.parameters())
-        return (inputs.key, modes, torch.is_grad_enabled(), autocast, parameters)
+        return (inputs.key, kind, modes, torch.is_grad_enabled(), autocast, parameters)
 
     def _captured(self, inputs: CallInputs) -> _Captured:
         key = self._key(inputs)

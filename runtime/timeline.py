@@ -116,7 +116,7 @@ class Recorder:
 
 def timeline(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timeline:
     """See `ParallelModule.timeline`."""
-    inputs = parallel._checked(args, kwargs)
+    inputs = parallel.checked_to_run(args, kwargs)
     captured = parallel._captured(inputs)
     compiled, world = captured.compiled, parallel._world
     if not compiled.is_pipelined:

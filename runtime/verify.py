@@ -40,7 +40,7 @@ def verify(
     buffers, seed, step and torch's generator stay as they were.
     Collective: every rank works through the whole, and holds the whole model for that time.
     """
-    inputs = parallel._checked(args, kwargs)
+    inputs = parallel.checked_to_run(args, kwargs)
     captured = parallel._captured(inputs)
     world = parallel._world
     seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
