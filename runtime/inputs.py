@@ -90,12 +90,13 @@ def check_inputs(
 ) -> None:
     """Raise `InputError` with every reason why these inputs cannot run: device, batch size, gradients asked for.
 
-    What is on meta, inputs or parameters, is planned with and has no device.
+    For virtual ranks what is on meta, inputs or parameters, is planned with: see `check_values` for calls.
     """
     num_shares = mesh.size_of(mesh.parts("dp"))
     problems = []
     for index, name, tensor in inputs.tensors:
-        if tensor.device.type != device.type and tensor.ndim and "meta" not in (tensor.device.type, device.type):
+        is_planned = is_virtual and "meta" in (tensor.device.type, device.type)
+        if tensor.device.type != device.type and tensor.ndim and not is_planned:
             problems.append(f"{name!r} is on {tensor.device}, the parameters are on {device}: pass {name}.to({str(device)!r})")
         if tensor.requires_grad and torch.is_grad_enabled():
             problems.append(f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach()")
