@@ -9,19 +9,27 @@ from unittest import mock
 
 import torch
 from torch._dynamo import functional_export, trace_rules
+from torch._dynamo.side_effects import SideEffects
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
 from torch.distributions import constraints
 from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+try:  # not in torch 2.11
+    from torch._higher_order_ops import register_hook
+
+    _hook_op: Any = register_hook.RegisterHookOp
+except ImportError:
+    _hook_op = None
 
 __all__ = [
     "CAUSAL_MASK_DETECTION",
@@ -39,13 +47,16 @@ __all__ = [
     "compiling",
     "constraints_unchecked",
     "custom_functions_replaced",
+    "data_detached",
     "describe_input",
     "describe_output",
     "fake_mode",
     "fake_mode_of",
+    "hooks_replaced",
     "is_fake",
     "joint_graph",
     "leaves_behind",
+    "outside_fake_modes",
     "pytree",
 ]
 
@@ -65,6 +76,11 @@ _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and strides but no storage."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def outside_fake_modes() -> AbstractContextManager[Any]:
+    """While this is entered the caller's fake mode, if there is one, is not active: tensors that are made have values."""
+    return unset_fake_temporarily()
 
 
 def by_meta_kernel(mode: FakeTensorMode, target: Callable[..., Any], args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -165,6 +181,45 @@ def custom_functions_replaced(by: Callable[[GraphModule, GraphModule, Sequence[A
         yield
     finally:
         AutogradFunctionApply.__call__ = original
+
+
+@contextmanager
+def hooks_replaced(by: Callable[[GraphModule, torch.Tensor, Sequence[Any]], torch.Tensor], note: Callable[[str], None]) -> Generator[None]:
+    """While this is entered, `by(hook, tensor, others)` stands for each hook on an intermediate value that is traced into a graph.
+
+    `hook(gradient, *others)` is a graph. `note` is called with the source of each leaf, a parameter or an input, that gets a hook. Releases
+    of torch whose Dynamo cannot trace hooks refuse them on intermediate values.
+    """
+    registered = SideEffects.register_hook
+
+    def call(self: Any, tensor: torch.Tensor, hook: GraphModule, *others: Any) -> torch.Tensor:
+        return original(self, tensor, hook, *others) if get_proxy_mode() is None else by(hook, tensor, others)
+
+    def register(self: SideEffects, tensor: Any, *args: Any) -> Any:
+        note(str(getattr(tensor.source, "name", tensor.source)))
+        return registered(self, tensor, *args)
+
+    with ExitStack() as stack:
+        stack.enter_context(_attribute_set(SideEffects, "register_hook", register))
+        if _hook_op is not None:
+            original = _hook_op.__call__
+            stack.enter_context(_attribute_set(_hook_op, "__call__", call))
+        yield
+
+
+def data_detached() -> AbstractContextManager[None]:
+    """While this is entered, Dynamo traces `tensor.data` as `tensor.detach()`: of `.data` the export makes a constant."""
+    return _attribute_set(torch._C._autograd, "_get_data_attr", torch.detach)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _attribute_set(owner: Any, name: str, value: Any) -> Generator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 @contextmanager

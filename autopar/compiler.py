@@ -12,12 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar._torch import outside_fake_modes
 from autopar.checks.checker import Checker, check_compiled
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.freedom import Freedom
 from autopar.frontend.capture import capture
+from autopar.frontend.refusals import refuse_no_model
 from autopar.garbage import collection_paused
 from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
@@ -138,6 +140,7 @@ def compile(
 
     Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
     """
+    refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
     _check_mesh(logical, mesh)
     if outputs not in (None, "loss", "all"):
@@ -154,7 +157,8 @@ def compile(
         def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
             # A model may move before a call.
             here = replace(options, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type)
-            return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
+            with outside_fake_modes():  # what we compute ourselves, masks and angles, has values
+                return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
 
         parallel = ParallelModule(
             model,
@@ -330,7 +334,8 @@ def _decide_again(
     passes = default_passes(replace(options, plan=None, pins=_shardings(pins)), training=True, order=order)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()
-    found = run_passes(program.copy(freedom=freedom), passes[first:last], (history,))
+    with outside_fake_modes():
+        found = run_passes(program.copy(freedom=freedom), passes[first:last], (history,))
     return found, history.decision(ChooseShardings), history.decision(PlaceStages) if order is not None else None
 
 

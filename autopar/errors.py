@@ -11,6 +11,10 @@ class CaptureError(AutoparError):
     """The model cannot be captured as one graph."""
 
 
+class ModelError(CaptureError, TypeError):
+    """What is to be compiled is no model: a function, a class, or something that wraps a model."""
+
+
 class MeshError(AutoparError):
     """The mesh does not fit the world, the batch or the call."""
 

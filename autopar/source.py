@@ -54,7 +54,7 @@ def module_calls(node: Node, prefix: str = "model.") -> dict[str, str]:
     if not stack:
         module = SOURCE[node].module if node in SOURCE else ""
         return {module: ""} if module else {}
-    paths = {_path(str(entry[0]), prefix): str(key).partition("@")[2] for key, entry in stack.items()}
+    paths = {path_of(str(entry[0]), prefix): str(key).partition("@")[2] for key, entry in stack.items()}
     return {path: call for path, call in paths.items() if path}
 
 
@@ -77,11 +77,12 @@ def _module_path(stack: Any, prefix: str) -> str:
     """The innermost module's path: `L['self'].model.h[0].mlp` → `h.0.mlp`."""
     if not stack:
         return ""
-    return _path(str(list(stack.values())[-1][0]), prefix)
+    return path_of(str(list(stack.values())[-1][0]), prefix)
 
 
 @cache
-def _path(raw: str, prefix: str) -> str:
+def path_of(raw: str, prefix: str) -> str:
+    """The module's path in Dynamo's spelling of where it is found, without `prefix`."""
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", raw)
     path = re.sub(r"_modules\.", "", path)
     path = path.split("L.self", 1)[-1].removeprefix("._export_root").strip(".")

@@ -8,9 +8,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch._dynamo import lookup_backend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,7 +25,10 @@ __all__ = [
     "flatten",
     "flatten_with_names",
     "gathers_strided_shards",
+    "hand_on_hooks",
     "has_distributed",
+    "has_values",
+    "is_fake_mode_active",
     "not_compiled",
     "paths_of",
     "reduce_scatter_flat",
@@ -35,6 +40,24 @@ __all__ = [
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, which a compiled caller calls as it is."""
     return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+def hand_on_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """The hooks on `old`'s gradient become `new`'s. Both share them: the handles that users have still remove them."""
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(old, name, None)
+        if hooks:
+            setattr(new, name, hooks)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether there are numbers in `tensor`: it is neither on meta nor a fake tensor."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
+
+
+def is_fake_mode_active() -> bool:
+    """Whether the caller stands in a fake mode: what is computed there has no values."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def backend_named(name: str) -> Backend:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from autopar.errors import InputError
+from autopar.errors import InputError, MeshError
 from autopar.mesh import Mesh
-from autopar.runtime._torch import flatten, flatten_with_names, unflatten
+from autopar.runtime._torch import flatten, flatten_with_names, has_values, is_fake_mode_active, unflatten
 
 BatchDims = int | Mapping[str, int | None] | None
 
@@ -53,7 +53,8 @@ class CallInputs:
 
 def _leaf_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.dtype, leaf.device.type, leaf.requires_grad)  # not the index: it is each rank's own
+        device = "cpu" if leaf.is_meta else leaf.device.type  # not the index: it is each rank's own
+        return (leaf.shape, leaf.dtype, device, leaf.requires_grad)
     return (type(leaf), repr(leaf))
 
 
@@ -87,11 +88,15 @@ def _covers(given: str, name: str) -> bool:
 def check_inputs(
     inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, device: torch.device, *, is_virtual: bool, num_microbatches: int | None = None
 ) -> None:
-    """Raise `InputError` with every reason why these inputs cannot run: device, batch size, gradients asked for."""
+    """Raise `InputError` with every reason why these inputs cannot run: device, batch size, gradients asked for.
+
+    For virtual ranks what is on meta, inputs or parameters, is planned with: see `check_values` for calls.
+    """
     num_shares = mesh.size_of(mesh.parts("dp"))
     problems = []
     for index, name, tensor in inputs.tensors:
-        if tensor.device.type != device.type and tensor.ndim:
+        is_planned = is_virtual and "meta" in (tensor.device.type, device.type)
+        if tensor.device.type != device.type and tensor.ndim and not is_planned:
             problems.append(f"{name!r} is on {tensor.device}, the parameters are on {device}: pass {name}.to({str(device)!r})")
         if tensor.requires_grad and torch.is_grad_enabled():
             problems.append(f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach()")
@@ -102,6 +107,27 @@ def check_inputs(
             problems += _microbatch_problem(name, share, num_microbatches)
     if problems:
         raise InputError("the inputs of this call cannot run on the mesh:\n  " + "\n  ".join(problems))
+
+
+def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise for a call that has no values to compute with: it can be planned, but not run.
+
+    `named` are the model's parameters and buffers; like the inputs they may be on meta or fake, or the caller in a fake mode.
+    """
+    if is_fake_mode_active():
+        raise MeshError("the call stands in a FakeTensorMode, where nothing has values: compile and explain there, but call outside of it")
+    without = [name for name, tensor in named if not has_values(tensor)]
+    if without:
+        raise MeshError(
+            f"{len(without)} parameters and buffers are on meta or fake, the first is {without[0]!r}: without values the program can be "
+            'planned, explained and printed, but not run. Give them values, model.to_empty(device="cpu") and then load_state_dict '
+            "(which ties no weights), and call again; or keep the plan, parallel.plan.save(path), for where the model has values"
+        )
+    without = [name for _, name, tensor in inputs.tensors if not has_values(tensor)]
+    if without:
+        raise InputError(
+            f"{without[0]!r} is on meta or fake: it has no values, so that it can be planned with, but not run; pass real ones"
+        )
 
 
 def _batch_problem(name: str, size: int, num_shares: int) -> list[str]:

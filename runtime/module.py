@@ -22,7 +22,16 @@ from autopar.runtime.call import Call, differentiate
 from autopar.runtime.description import FORWARD_HOOKS
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.guard import ModelGuard
-from autopar.runtime.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_replicas, global_call
+from autopar.runtime.inputs import (
+    BatchDims,
+    CallInputs,
+    agree_on_call,
+    batch_dims_of,
+    check_inputs,
+    check_replicas,
+    check_values,
+    global_call,
+)
 from autopar.runtime.inspection import Inspected
 from autopar.runtime.names import NamesOfModel, check_names
 from autopar.runtime.outputs import build_output
@@ -152,7 +161,7 @@ class ParallelModule(Inspected, NamesOfModel):
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
         """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`."""
-        inputs, captured = self.captured(args, kwargs)
+        inputs, captured = self.captured(args, kwargs, runs=True)
         self._before_run(inputs, captured)
         self.step += captured.draws
         assert self.seed is not None
@@ -161,10 +170,15 @@ class ParallelModule(Inspected, NamesOfModel):
         call = Call(captured.compiled, captured.fragments, self._world, tensors, inputs.leaves, key, self._world.device(self))
         return call, captured.compiled
 
-    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallInputs, Captured]:
-        """The inputs of such a call, and the program that runs it, captured where there is none yet."""
+    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:
+        """The inputs of such a call, and the program that runs it, captured where there is none yet.
+
+        Where it `runs`, the inputs and the model's parameters must have values.
+        """
         inputs = CallInputs.of(args, kwargs)
         key = self._check(inputs) if self._world.is_virtual else self._agreed(inputs)
+        if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
+            check_values(inputs, [*self._model.named_parameters(), *self._model.named_buffers()])
         if key not in self._captures:
             self._captures[key] = self._compile(inputs)
         self._latest = self._captures[key].compiled
@@ -188,8 +202,9 @@ class ParallelModule(Inspected, NamesOfModel):
         """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""
         state = self._guard.state()
         device, number = self._world.device(self._model), self._num_microbatches
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        key = (inputs.key, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
+        kind = "cpu" if device.type == "meta" else device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (inputs.key, device.type, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
         if key not in self._captures:
             check_arguments(self._model, *inputs.call())
         dims = batch_dims_of(inputs, self._batch_dims)

@@ -17,7 +17,7 @@ from autopar.errors import MeshError
 from autopar.mesh import Mesh
 from autopar.padding import padded, unpadded
 from autopar.program import Signature
-from autopar.runtime._torch import gathers_strided_shards, shard
+from autopar.runtime._torch import gathers_strided_shards, hand_on_hooks, shard
 from autopar.runtime.inputs import checksum
 from autopar.runtime.parameters import Placement, local_shard
 from autopar.sharding import Dims, Sharding
@@ -198,6 +198,7 @@ def place_parameters(
             if name in held:
                 here = wrap(held_part(parameter, placements[name], rank).to(device), placements[name], device_mesh)
             replaced[id(parameter)] = nn.Parameter(here, requires_grad=parameter.requires_grad)
+            hand_on_hooks(parameter, replaced[id(parameter)])
         _set(model, name, replaced[id(parameter)])
 
 
@@ -208,25 +209,37 @@ def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
 
 @contextmanager
 def global_parameters(model: nn.Module) -> Generator[None]:
-    """While this is entered a sharded `model` has parameters of global shape, without values, so that it can be captured again."""
-    named = model.named_parameters(remove_duplicate=False)
-    sharded = [(name, parameter) for name, parameter in named if isinstance(parameter, DTensor) or parameter.is_meta]
-    if not any(isinstance(parameter, DTensor) for _, parameter in sharded):
-        sharded = []  # a model that was built on meta to be planned
-    buffers = [(name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if sharded and buffer.device.type != "cpu"]
+    """While this is entered `model` can be captured: its tensors have global shapes, all on one device; values do not matter.
+
+    A sharded model gets parameters without values on the CPU. One that was built on meta, to be planned, is on meta altogether.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    replaced: list[tuple[str, torch.Tensor]] = []
+    device = "meta"
+    if any(isinstance(parameter, DTensor) for _, parameter in parameters):
+        replaced = [(name, parameter) for name, parameter in parameters if isinstance(parameter, DTensor) or parameter.is_meta]
+        replaced += [(name, buffer) for name, buffer in buffers if buffer.device.type != "cpu"]
+        device = "cpu"
+    elif any(tensor.is_meta for _, tensor in parameters + buffers):
+        replaced = [(name, tensor) for name, tensor in parameters + buffers if not tensor.is_meta]
     stands_in: dict[int, torch.Tensor] = {}
-    for name, parameter in sharded:
-        if id(parameter) not in stands_in:
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype)  # pages that nobody touches cost nothing
-            stands_in[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        _set(model, name, stands_in[id(parameter)])
-    for name, buffer in buffers:
-        _set(model, name, buffer.cpu())
+    for name, tensor in replaced:
+        if id(tensor) not in stands_in:
+            stands_in[id(tensor)] = _stand_in(tensor, device)
+        _set(model, name, stands_in[id(tensor)])
     try:
         yield
     finally:
-        for name, tensor in sharded + buffers:
+        for name, tensor in replaced:
             _set(model, name, tensor)
+
+
+def _stand_in(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.to(device)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)  # pages that nobody touches cost nothing
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
 def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:

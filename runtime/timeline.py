@@ -116,7 +116,7 @@ class Recorder:
 
 def timeline(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timeline:
     """See `ParallelModule.timeline`."""
-    inputs, captured = parallel.captured(args, kwargs)
+    inputs, captured = parallel.captured(args, kwargs, runs=True)
     compiled, world = captured.compiled, parallel._world
     if not compiled.is_pipelined:
         raise ScheduleError("a timeline is that of a pipeline or of several microbatches; this module runs its batch in one go")

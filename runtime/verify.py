@@ -40,7 +40,7 @@ def verify(
     buffers, seed, step and torch's generator stay as they were.
     Collective: every rank works through the whole, and holds the whole model for that time.
     """
-    inputs, captured = parallel.captured(args, kwargs)
+    inputs, captured = parallel.captured(args, kwargs, runs=True)
     world = parallel._world
     seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
     key = random_key(seed, parallel.step + captured.draws)

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import checkpoints_called, constraints_unchecked, fake_mode, pytree
+from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, fake_mode, pytree
 from autopar.caches import caches_kept_clean
 from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
+from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.outputs import OutputSpec, Place
@@ -93,7 +94,7 @@ def _exported(
 ) -> Program:
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
     checkpointed: list[None] = []
-    with custom_functions_kept(), constraints_unchecked():
+    with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked():
         with (
             checkpoints_called(lambda: checkpointed.append(None)),
             explained(model),
@@ -165,7 +166,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     mode = fake_mode()
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else contextlib.nullcontext()
-    with mode, torch.no_grad(), explained(model), torch.random.fork_rng(devices=[]), refused:
+    with mode, explained(model), torch.random.fork_rng(devices=[]), refused:
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)

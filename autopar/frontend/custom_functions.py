@@ -15,7 +15,7 @@ import copy
 import itertools
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ class CustomFunction:
     backward: GraphModule
     options: Mapping[str, Any]
     is_tuple: bool
+    is_hook: bool = False  # see `autopar.frontend.hooks`
 
     def __call__(self, *operands: Tensor) -> Results:
         results = apply_custom_function(self.forward, self.backward, operands, self.options)
@@ -83,10 +84,16 @@ def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], 
             "a torch.autograd.Function writes into its input (mark_dirty), or takes or returns something that is no tensor; "
             "let it take and return tensors, and write out of place"
         )
+    is_tuple = isinstance(results, (tuple, list))
+    found = keep(CustomFunction(forward, backward, dict(options), is_tuple), operands)
+    return found if is_tuple else found[0]
+
+
+def keep(function: CustomFunction, operands: Sequence[Tensor]) -> Results:
+    """A call of `function` as an opaque op, for the export under way."""
     site = next(_sites)
-    _functions[site] = as_function(CustomFunction(forward, backward, dict(options), isinstance(results, (tuple, list))))
-    found = torch.ops.autopar.custom_function.default(list(operands), site)
-    return tuple(found) if isinstance(results, (tuple, list)) else found[0]
+    _functions[site] = as_function(function)
+    return tuple(torch.ops.autopar.custom_function.default(list(operands), site))
 
 
 def as_function(function: CustomFunction) -> Callable[..., Results]:
@@ -114,4 +121,4 @@ def mapped(function: CustomFunction, change: Callable[[GraphModule], None]) -> C
     for half in halves:
         change(half)
         half.recompile()
-    return CustomFunction(*halves, function.options, function.is_tuple)
+    return replace(function, forward=halves[0], backward=halves[1])

@@ -137,6 +137,21 @@ _FAULTS = (
         "give it a function of tensors alone (torch.func.functional_call), or write the extra dim out",
     ),
     _Fault(
+        ("retain_grad",),
+        "a value inside has no gradient of its own in the program",
+        "return it, and use autograd on the original, or register a hook on it",
+    ),
+    _Fault(
+        ("backwards hooks",),
+        "backward hooks of modules are not traced",
+        "in forward, register_hook on the value itself, or hooks on parameters before the call",
+    ),
+    _Fault(
+        ("hook removal",),
+        "a hook that forward registers cannot be removed by it",
+        "register it only where it is wanted",
+    ),
+    _Fault(
         ("graph break", "Unsupported", "skipped", "custom C"),
         "this line leaves the graph (I/O, a foreign library, an unsupported call)",
         "move it out of forward, or make it an op that torch knows (torch.library.custom_op, with register_fake and register_autograd)",

@@ -7,6 +7,7 @@ values faked on the CPU whatever device the model is on.
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from autopar.differentiable import differentiable
 from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
+from autopar.frontend.hooks import hooks_placed
 from autopar.frontend.value_checks import checks_as_outputs
 from autopar.keys import SOURCE, Source
 from autopar.mesh import Mesh
@@ -58,11 +60,12 @@ def forward_program(
     constants: dict[str, torch.Tensor] = {}
     inputs = _inputs(exported, trainable)
     for item, node in inputs:
-        mapping[node] = graph.placeholder(_placeholder_name(item))
+        mapping[node] = _placeholder(graph, item)
         mapping[node].meta = dict(node.meta)
         if item.kind == "constant":
             constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
     _copy_calls(exported.graph_module, graph, mapping)
+    hooks_placed(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept)
     program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
     _refake(program)
@@ -94,9 +97,13 @@ def _identity(spec: InputSpec, users: list[str]) -> tuple[InputKind, str]:
     return kind, name if kind == "constant" else name.removeprefix(_PREFIX)
 
 
-def _placeholder_name(item: Input) -> str:
+def _placeholder(graph: Graph, item: Input) -> Node:
+    """The placeholder of an input. Both its name and its target are arguments of generated code: valid in Python, and no two alike
+    (`offset["default"]` is a name of a parameter, and `a.b` and `a_b` may be two)."""
     prefix = {"parameter": "p", "buffer": "b", "constant": "c", "batch": "input"}[item.kind]
-    return f"{prefix}_{item.name}".replace(".", "_")
+    node = graph.placeholder(re.sub(r"\W", "_", f"{prefix}_{item.name}"))
+    node.target = node.name
+    return node
 
 
 def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) -> tuple[Any, ...]:

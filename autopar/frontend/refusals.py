@@ -10,8 +10,10 @@ from collections.abc import Generator, Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, ModelError
+from autopar.keys import SOURCE
 from autopar.program import Program
 from autopar.source import is_library
 
@@ -19,6 +21,31 @@ logger = logging.getLogger("autopar")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 # `G['__import_package_dot_module'].NAME`, as Dynamo names a global of a module.
 _GLOBAL = re.compile(r"G\['__import_(\w+)'\](?:\.(\w+))?")
+
+
+def refuse_no_model(model: object) -> None:
+    """A compile takes the module itself: no function over it, and nothing that wraps or has already compiled it."""
+    within = _model_within(model)
+    if within:
+        raise ModelError(f"the model is of type {type(model).__name__}, which wraps a model; pass the model itself: {within}")
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"of type {type(model).__name__}"
+        raise ModelError(
+            f"the model is {what}, but must be an instance of torch.nn.Module: parameters are split and trained by their names in it. "
+            "Put a function into the forward of a module that has the layers it calls as attributes"
+        )
+
+
+def _model_within(model: object) -> str:
+    """Where what wraps or has compiled a model keeps it; empty for a plain module."""
+    if isinstance(model, (nn.DataParallel, DistributedDataParallel)):
+        return "model.module"
+    if isinstance(model, nn.Module) and hasattr(model, "_orig_mod"):
+        return "the one that torch.compile was given (autopar compiles what each rank runs, by backend=)"
+    if isinstance(model, torch.jit.ScriptModule):
+        return "the one that torch.jit was given"
+    is_parallel = any(kind.__name__ == "ParallelModule" for kind in type(model).__mro__)
+    return "the one that autopar.compile was given" if is_parallel else ""
 
 
 def refuse_autocast(model: nn.Module) -> None:
@@ -34,6 +61,12 @@ def refuse_autocast(model: nn.Module) -> None:
 
 def refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
     """The program writes into buffers; a new tensor in the place of one is lost, which shows where the old one is read."""
+    for node in program.graph.nodes:
+        if str(node.target).startswith("aten.set_."):
+            raise CaptureError(
+                f"{SOURCE[node]}: forward gives a tensor other data (x.data = ..., or x.set_(...)), which would be lost: "
+                "compute with a new tensor, or write into a buffer, self.mean.copy_(...) under torch.no_grad()"
+            )
     read = [item.name for item, node in program.named_inputs() if item.kind == "buffer" and item.name in assigned and node.users]
     if read:
         names, first = ", ".join(map(repr, read)), read[0].rpartition(".")[2]

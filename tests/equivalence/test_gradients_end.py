@@ -84,6 +84,19 @@ def detached_before_it_is_written(module: Between, h: Tensor) -> Tensor:
     return h * fixed
 
 
+def data_of_a_value(module: Between, h: Tensor) -> Tensor:
+    return h * h.data
+
+
+def data_written(module: Between, h: Tensor) -> Tensor:
+    h.data.mul_(2.0)
+    return h
+
+
+def data_of_a_parameter(module: Between, h: Tensor) -> Tensor:
+    return h * module.scale + module.scale.data.sum()
+
+
 CHANGES = [
     written,
     part_written,
@@ -95,6 +108,9 @@ CHANGES = [
     cut_off,
     written_elsewhere,
     detached_before_it_is_written,
+    data_of_a_value,
+    data_written,
+    data_of_a_parameter,
 ]
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

@@ -125,10 +125,10 @@ def test_a_batch_that_does_not_fit_dp_is_refused(size: int, expected: str) -> No
     assert expected in refusal(InputError, lambda: module(**batch(size)))
 
 
-def test_inputs_on_the_wrong_device_are_refused() -> None:
+def test_inputs_without_values_are_refused() -> None:
     module = parallel()
     text = refusal(InputError, lambda: module(**{name: value.to("meta") for name, value in batch().items()}))
-    assert "'x' is on meta, the parameters are on cpu: pass x.to('cpu')" in text and "'y' is on meta" in text
+    assert "on meta or fake, without values: 'x', 'y'" in text and "pass real tensors" in text
 
 
 def ranks_pass_different_values() -> tuple[str, str]:

@@ -3,9 +3,9 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.errors import InputError
-from autopar.mesh import Mesh
-from autopar.runtime.inputs import CallInputs, batch_dims_of, check_replicas, global_call
+from autopar.errors import InputError, MeshError
+from autopar.mesh import Mesh, virtual_mesh
+from autopar.runtime.inputs import CallInputs, batch_dims_of, check_inputs, check_replicas, check_values, global_call
 
 INPUTS = CallInputs.of(
     (torch.ones(3, 4),), {"extra": {"mask": torch.ones(2, 3), "flag": None}, "bias": torch.ones(7), "n": 5, "ids": torch.ones(3)}
@@ -69,3 +69,20 @@ def test_replicas_are_compared_by_dtype_shape_and_bytes() -> None:
     for ours, theirs in ((torch.ones(2), torch.ones(2).double()), (torch.ones(2), torch.ones(1, 2)), (torch.zeros(1), torch.zeros(1) * -1)):
         with pytest.raises(InputError, match="'x' differs between ranks 0 and 1"):
             compare(ours, theirs)
+
+
+@pytest.mark.parametrize("is_virtual", [False, True])
+def test_inputs_on_another_device_are_refused_and_those_on_meta_planned_with(is_virtual: bool) -> None:
+    inputs = CallInputs.of((torch.ones(4, 2),), {"y": torch.ones(4, device="meta")})
+    with pytest.raises(InputError) as caught:
+        check_inputs(inputs, {0: 0, 1: 0}, Mesh.of(virtual_mesh(dp=2)), torch.device("cuda"), is_virtual=is_virtual)
+    assert "'args[0]' is on cpu, the parameters are on cuda: pass args[0].to('cuda')" in str(caught.value)
+    assert ("'y' is on meta" in str(caught.value)) is not is_virtual
+
+
+def test_what_has_no_values_is_named() -> None:
+    inputs = CallInputs.of((torch.ones(4, 2),), {"y": torch.ones(4, device="meta")})
+    with pytest.raises(InputError, match="without values: 'y'; "):
+        check_values(inputs, {"weight": torch.ones(2)}.items())
+    with pytest.raises(MeshError, match="1 parameters and buffers are on meta or fake, the first is 'scale'"):
+        check_values(inputs, {"weight": torch.ones(2), "scale": torch.ones(2, device="meta")}.items())

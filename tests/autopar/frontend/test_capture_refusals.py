@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
 
-from autopar.errors import CaptureError
+import autopar
+from autopar.errors import CaptureError, ModelError
 from autopar.frontend.capture import capture
 from tests.capturing import MESH, Layer, X, assert_as_model, of
 from tests.zoo_language import SIZES, decoder
@@ -152,6 +154,45 @@ def test_an_autocast_around_the_call_is_refused() -> None:
     expected = r"under torch.autocast\('cpu'\).*model.to\(torch.bfloat16\)"
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(CaptureError, match=expected):
         of(lambda module, x: module.linear(x).sum(), X)
+
+
+def other_data(self: Layer, x: Tensor) -> Tensor:
+    self.linear.weight.data = self.linear.weight.data * 0.5
+    return self.linear(x).sum()
+
+
+def other_data_inside(self: Layer, x: Tensor) -> Tensor:
+    y = self.linear(x)
+    y.data = y.data * 2
+    return y.sum()
+
+
+@pytest.mark.parametrize("compute", [other_data, other_data_inside])
+def test_other_data_for_a_tensor_is_refused_with_its_line(compute: Callable[[Layer, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match=r"test_capture_refusals.py:\d+") as caught:
+        of(compute, X)
+    assert "data" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (lambda x: x.sum(), "of type function, but must be an instance of torch.nn.Module.*Put a function into the forward"),
+        (nn.Linear(4, 4).forward, "of type method, but must be an instance of torch.nn.Module"),
+        (nn.Linear, "the class Linear, but must be an instance"),
+        (None, "of type NoneType"),
+        (
+            torch.compile(nn.Linear(4, 4)),
+            "OptimizedModule, which wraps a model; pass the model itself: the one that torch.compile was given",
+        ),
+        (nn.DataParallel(nn.Linear(4, 4)), r"DataParallel, which wraps a model; pass the model itself: model\.module"),
+        (autopar.compile(nn.Linear(4, 4), MESH), "ParallelModule.*the one that autopar.compile was given"),
+    ],
+)
+def test_what_is_no_model_is_refused(model: Any, expected: str) -> None:
+    with pytest.raises(ModelError, match=expected) as caught:
+        autopar.compile(model, MESH)
+    assert isinstance(caught.value, TypeError)
 
 
 def test_experts_visited_one_by_one_are_refused_with_the_setting_that_helps() -> None:
