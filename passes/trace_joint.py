@@ -48,11 +48,12 @@ def trace_joint(program: Program, training: bool) -> Program:
     with mode:
         for item in program.signature.inputs:
             fakes.append(torch.empty(item.shape, dtype=item.dtype).requires_grad_(training and item.requires_grad))
-    graph, into, out = joint_graph(Interpreter(program.module()).run, fakes, mode, _DECOMPOSITIONS)
+    graph, into, out = joint_graph(_Run(program.module()).run, fakes, mode, _DECOMPOSITIONS)
     graph.set_codegen(CodeGen())
-    # What torch's decompositions assert of values (that a class is one of those there are) has no result.
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg):
-        graph.erase_node(node)
+    for target in _CHECKS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            graph.erase_node(node)
+    _refuse_effects(graph)
     _refuse_draws(graph)
     _name_placeholders(graph, into, program)
     inputs = tuple(
@@ -72,6 +73,27 @@ def trace_joint(program: Program, training: bool) -> Program:
     )
     _order_by_phase(joint)
     return joint
+
+
+class _Run(Interpreter):
+    """Runs a FORWARD program, with our own in the place of some calls that autograd would take apart."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
+
+
+def _cholesky(x: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """NaN where the matrix has no factor: eager raises there, which a rank cannot do alone."""
+    factor, info = torch.linalg.cholesky_ex(x, upper=upper)
+    return torch.where((info == 0)[..., None, None], factor, torch.nan)
+
+
+def _refuse_effects(graph: Graph) -> None:
+    """Ops that print, say, are ordered by tokens, which are no values of the program."""
+    found = [node.args[1] for node in graph.nodes if str(node.target) == "with_effects"]
+    if found:
+        names = ", ".join(dict.fromkeys(map(str, found)))
+        raise CaptureError(f"{names} does something beside its results, in an order that ranks do not keep; leave it out of forward")
 
 
 def _refuse_draws(graph: Graph) -> None:
@@ -174,6 +196,11 @@ def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
 
     return new
 
+
+# What is asserted of values has no result: by torch's decompositions (that a class is one of those there are), and by `torch.linalg`,
+# whose results are then not finite.
+_CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
+_CALLED_INSTEAD: dict[Any, Any] = {aten.linalg_cholesky.default: _cholesky, aten.cholesky.default: _cholesky}
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _new(0),
