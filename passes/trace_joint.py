@@ -88,6 +88,16 @@ def _cholesky(x: torch.Tensor, upper: bool = False) -> torch.Tensor:
     return torch.where((info == 0)[..., None, None], factor, torch.nan)
 
 
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    """Labels of a row end at its first −1: torch's own decomposition takes class 0 for each of the rest."""
+    is_given = (target == -1).cumsum(-1) == 0
+    labels = torch.where(is_given, target, 0)
+    is_label = ((labels[..., None] == torch.arange(x.shape[-1], device=x.device)) & is_given[..., None]).any(-2)
+    margins = torch.relu(1.0 - x.gather(-1, labels)[..., None] + x[..., None, :])
+    rows = torch.where(is_given[..., None] & ~is_label[..., None, :], margins, 0.0).sum((-1, -2)) / x.shape[-1]
+    return (rows, rows.mean(), rows.sum())[reduction]
+
+
 def _refuse_effects(graph: Graph) -> None:
     """Ops that print, say, are ordered by tokens, which are no values of the program."""
     found = [node.args[1] for node in graph.nodes if str(node.target) == "with_effects"]
@@ -172,7 +182,8 @@ def _baddbmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, bet
 
 def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A sum and a division by the logical count: a sum may stay unreduced, a mean may not."""
-    dims = list(range(x.ndim)) if not dim else list(dim)
+    # A number has a dim 0 for those who ask for it.
+    dims = list(range(x.ndim)) if not dim or not x.ndim else list(dim)
     count = 1
     for index in dims:
         count *= x.shape[index]
@@ -200,7 +211,11 @@ def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
 # What is asserted of values has no result: by torch's decompositions (that a class is one of those there are), and by `torch.linalg`,
 # whose results are then not finite.
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
-_CALLED_INSTEAD: dict[Any, Any] = {aten.linalg_cholesky.default: _cholesky, aten.cholesky.default: _cholesky}
+_CALLED_INSTEAD: dict[Any, Any] = {
+    aten.linalg_cholesky.default: _cholesky,
+    aten.cholesky.default: _cholesky,
+    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
+}
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _new(0),
