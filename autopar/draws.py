@@ -33,6 +33,9 @@ _MOST_POSITIONS = 1 << 32
 _FACTORS = (0x21F0AAAD, 0x735A2D97, 0x31848BAB)
 # Bits of a draw that a dtype can hold without rounding up to 1.
 _DIGITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+# What is drawn is rounded to at most 32 binary digits.
+_LARGEST_BELOW_1 = {torch.float64: 1.0 - 2.0**-33, torch.float32: 1.0 - 2.0**-24}
+MOST_INTEGERS = 1 << 31
 
 
 class Draws:
@@ -93,14 +96,16 @@ class Draws:
         return emit.cast(emit.call(aten.mul.Tensor, radius, emit.call(aten.cos.default, angle)), dtype)
 
     def exponential(self, emit: Emitter, shape: Sequence[int], dtype: torch.dtype) -> Node:
-        """Exponential numbers of rate 1, at most 22.2."""
+        """Exponential numbers of rate 1, at most 22.2, and above 0: they are divided by, and their logarithms taken."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         uniform = emit.call(aten.mul.Tensor, emit.cast(self._positive(emit, shape), exact), 2.0**-32)
+        # float32 rounds the largest 128 words to 1.
+        uniform = emit.call(aten.clamp_max.default, uniform, _LARGEST_BELOW_1[exact])
         return emit.cast(emit.call(aten.neg.default, emit.call(aten.log.default, uniform)), dtype)
 
     def integer(self, emit: Emitter, shape: Sequence[int], low: int, high: int) -> Node:
-        """Integers in [low, high), int64; the range must be at most 2**31 wide."""
-        assert 0 < high - low <= 2**31, f"a range of {high - low} integers"
+        """Integers in [low, high), int64; the range must be at most `MOST_INTEGERS` wide."""
+        assert 0 < high - low <= MOST_INTEGERS, f"a range of {high - low} integers"
         scaled = emit.call(aten.mul.Tensor, self.bits(emit, shape), high - low)
         return emit.call(aten.add.Tensor, emit.call(aten.bitwise_right_shift.Tensor_Scalar, scaled, 32), low)
 

@@ -40,6 +40,7 @@ from autopar.kernels.attention_reference import (
     attention_mask_gradient_reference,
     attention_reference,
     heads_inside,
+    lost_rows,
 )
 from autopar.kernels.registration import accumulation_dtype, register_op, runs_attention
 
@@ -82,7 +83,7 @@ def _attention_backward(
 
         return gpu.backward(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
     # torch's fused CPU kernel takes no gradient of log_sum_exp.
-    if grad_log_sum_exp is not None or not _has_flash(query, value, masks):
+    if grad_log_sum_exp is not None or not _has_flash(query, value, masks) or _reaches_lost_rows(grad_out, log_sum_exp, masks):
         return attention_backward_reference(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
     grad_out, query, key, value, out = (_rows_contiguous(item) for item in (grad_out, query, key, value, out))
     additive = _additive(query, key, masks)
@@ -114,6 +115,12 @@ def _runs_aten(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> bool:
 def _has_flash(query: Tensor, value: Tensor, masks: Masks) -> bool:
     """Whether torch's fused CPU kernel serves: it knows no dropout of ours, no soft cap and one head size only."""
     return query.device.type == "cpu" and not masks.drops and not masks.soft_cap and query.shape[-1] == value.shape[-1]
+
+
+def _reaches_lost_rows(grad_out: Tensor, log_sum_exp: Tensor, masks: Masks) -> bool:
+    """Whether a gradient reaches a row that an added mask masks wholly: torch's fused CPU kernel weighs each key 1 there, not 1 / n."""
+    lost = lost_rows(log_sum_exp, masks)
+    return lost is not None and bool((grad_out != 0).any(-1)[lost].any())
 
 
 def _rows_contiguous(value: Tensor) -> Tensor:

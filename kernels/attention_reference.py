@@ -8,6 +8,10 @@ dS     = P ∘ (dP − rowsum(dO ∘ out) + dL)                rowsum(P ∘ dP) 
 dA     = dS ∘ (1 − (capped scores / cap)²)               dS where there is no cap
 dQ, dK = scale · dA K, scale · dAᵀ Q                     (Dao et al., FlashAttention, 2022, appendix B)
 dmask  = dS, summed to the mask's shape
+
+The backward makes P again as exp(scores − log_sum_exp). A row in which an added mask gives every key a number such as −1e9 has
+log_sum_exp = −1e9 + log n, in which log n is lost: P would be 1 in place of 1 / n. Such rows are known by their log_sum_exp
+(`LOST_BELOW`) and are normalised once more, which is why the gradient of a mask does not split keys.
 """
 
 from __future__ import annotations
@@ -18,19 +22,18 @@ from torch import Tensor
 from autopar.kernels.attention_masks import Masks
 from autopar.kernels.registration import accumulation_dtype
 
+# A log_sum_exp below this has lost digits that probabilities need: half of a unit in its last place is 1.5e-5 in float32.
+# Scores alone hardly come so low in all of a row, and have lost as many digits themselves; an added mask is the same number for all.
+LOST_BELOW = -256.0
+
 
 def attention_reference(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
     """(out, log_sum_exp)."""
-    scores = _masked(_capped_scores(query, key, masks), masks)
-    largest = scores.amax(-1, keepdim=True)
-    largest = torch.where(largest == -torch.inf, 0.0, largest)
-    total = (scores - largest).exp_().sum(-1, keepdim=True)
-    log_sum_exp = torch.where(total == 0, 0.0, largest + total.log())
-    probabilities = (scores - log_sum_exp).exp_()
+    probabilities, log_sum_exp = _softmax(_masked(_capped_scores(query, key, masks), masks))
     kept = masks.kept(probabilities)
     if kept is not None:
         probabilities = probabilities * kept
-    out = _split_groups(_merge_groups(probabilities, value.shape[1]) @ value.to(scores.dtype), query.shape[1])
+    out = _split_groups(_merge_groups(probabilities, value.shape[1]) @ value.to(probabilities.dtype), query.shape[1])
     return heads_inside(out.to(query.dtype)), heads_inside(log_sum_exp).squeeze(-1)
 
 
@@ -48,7 +51,7 @@ def attention_backward_reference(
     num_heads, num_groups = query.shape[1], key.shape[1]
     capped = _capped_scores(query, key, masks)
     exact = capped.dtype
-    probabilities = (_masked(capped, masks) - log_sum_exp.unsqueeze(-1)).exp_()
+    probabilities = _probabilities(_masked(capped, masks), log_sum_exp, masks)
     kept = masks.kept(probabilities)
     dropped = probabilities if kept is None else probabilities * kept
     grad_value = _merge_groups(dropped, num_groups).mT @ _merge_groups(grad_out.to(exact), num_groups)
@@ -77,7 +80,7 @@ def attention_mask_gradient_reference(
 ) -> Tensor:
     """The gradient of an added mask, of its shape, float32 (float64 for float64)."""
     assert masks.mask is not None
-    probabilities = (_masked(_capped_scores(query, key, masks), masks) - log_sum_exp.unsqueeze(-1)).exp_()
+    probabilities = _probabilities(_masked(_capped_scores(query, key, masks), masks), log_sum_exp, masks)
     grad_scores = _grad_scores(grad_out, grad_log_sum_exp, probabilities, masks.kept(probabilities), value, out)
     return grad_scores.sum_to_size(masks.mask.shape).contiguous()
 
@@ -91,10 +94,35 @@ def attended(length: int, key_length: int, is_causal: bool, window: int, device:
     return inside
 
 
+def lost_rows(log_sum_exp: Tensor, masks: Masks) -> Tensor | None:
+    """bool [B, H, S], true in rows whose probabilities log_sum_exp does not give; None where there are none."""
+    if masks.mask is None or masks.mask.dtype == torch.bool:
+        return None
+    lost = log_sum_exp < LOST_BELOW
+    return lost if bool(lost.any()) else None
+
+
 def heads_inside(value: Tensor) -> Tensor:
     """The same value, laid out in memory as [B, S, H, …]; copied only where it is not. Strides of dims of size 1 are set too."""
     inside = value.transpose(1, 2)
     return inside.reshape(-1).view(inside.shape).transpose(1, 2)
+
+
+def _softmax(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(probabilities, log Σ exp [..., 1]) of the last dim, both 0 in a row of −inf."""
+    largest = scores.amax(-1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0.0, largest)
+    power = (scores - largest).exp_()
+    total = power.sum(-1, keepdim=True)
+    log_sum_exp = torch.where(total == 0, 0.0, largest + total.log())
+    return power / torch.where(total == 0, 1.0, total), log_sum_exp
+
+
+def _probabilities(scores: Tensor, log_sum_exp: Tensor, masks: Masks) -> Tensor:
+    """P [B, H, S, T] of the formulas above, of masked scores."""
+    found = (scores - log_sum_exp.unsqueeze(-1)).exp_()
+    lost = lost_rows(log_sum_exp, masks)
+    return found if lost is None else torch.where(lost.unsqueeze(-1), _softmax(scores)[0], found)
 
 
 def _grad_scores(

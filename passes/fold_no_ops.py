@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,25 @@ def _unchanged_operand(node: Node) -> Node | None:
     return operand if _same(operand.meta["val"], node.meta["val"]) else None
 
 
-def _literal_is(value: float) -> Callable[[Node], bool]:
-    return lambda node: not isinstance(node.args[1], Node) and bool(node.args[1] == value) and not node.kwargs
+def _literal_is(*values: float) -> Callable[[Node], bool]:
+    """Whether the second operand is one of `values`, of the sign that it has there, and what is computed are no complex numbers:
+    their products with 1 are not themselves where they are infinite."""
+
+    def test(node: Node) -> bool:
+        literal = node.args[1]
+        is_one = isinstance(literal, (int, float)) and any(literal == value and _sign(literal) == _sign(value) for value in values)
+        return is_one and not node.kwargs and not node.meta["val"].is_complex()
+
+    return test
+
+
+def _sign(value: float) -> float:
+    return math.copysign(1.0, value)
+
+
+def _adds_nothing(node: Node) -> bool:
+    """−0.0 + 0.0 is 0.0, so of floats −0.0 alone adds nothing; of integers 0 does."""
+    return _literal_is(-0.0)(node) or (not node.meta["val"].is_floating_point() and _literal_is(0)(node))
 
 
 def _always(_: Node) -> bool:
@@ -73,7 +91,7 @@ _NO_OPS: dict[Any, Callable[[Node], bool]] = {
     aten._unsafe_view.default: _always,
     aten.reshape.default: _always,
     aten.slice.Tensor: _always,
-    aten.add.Tensor: _literal_is(0),
+    aten.add.Tensor: _adds_nothing,
     aten.sub.Tensor: _literal_is(0),
     aten.mul.Tensor: _literal_is(1),
     aten.div.Tensor: _literal_is(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch.fx import Node
 from autopar.arguments import int_at
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.fusion import Found, FusionDecision
+from autopar.kernels.attention_reference import LOST_BELOW
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.registration import accumulation_dtype
 from autopar.overwrites import memory_of, overwritten, writers_of, written_by
@@ -24,6 +26,13 @@ aten = torch.ops.aten
 
 _LOG_SOFTMAXES = (aten.log_softmax.int, aten._log_softmax.default)
 _NLL_LOSSES = (aten.nll_loss.default, aten.nll_loss_nd.default)
+# Where the number stands that masked logits become.
+_FILLS: dict[object, int] = {
+    aten.masked_fill.Scalar: 2,
+    aten.masked_fill_.Scalar: 2,
+    aten.where.ScalarOther: 2,
+    aten.where.ScalarSelf: 1,
+}
 # The numbers by which ATen schemas name reductions.
 _MEAN = 1
 
@@ -66,7 +75,7 @@ def _is_candidate(node: Node) -> bool:
 
 def _looked_at(node: Node, writers: Sequence[Node]) -> Found:
     logits = _logits(node)
-    reason = _REASONS[node.target](node) or _why_not_rows(node, logits) or _why_overwritten(node, logits, writers)
+    reason = _REASONS[node.target](node) or _why_not_rows(node, logits) or _why_masked(logits) or _why_overwritten(node, logits, writers)
     conditions = () if reason else (f"{tensor_of(logits).shape[-1]} classes in the last dim of {str(tensor_of(logits).dtype)[6:]}",)
     return Found.at(node, "cross entropy", conditions, reason)
 
@@ -76,6 +85,13 @@ def _why_not_rows(node: Node, logits: Node) -> str:
     if node.target in _NLL_LOSSES and dim != (0 if num_dims == 1 else 1):
         return f"the loss takes dim {0 if num_dims == 1 else 1} for the classes, and the softmax is over dim {dim}"
     return f"its classes are dim {dim} of {num_dims}, and rows of the last dim are what the op reads" if dim != num_dims - 1 else ""
+
+
+def _why_masked(logits: Node) -> str:
+    """Beside a number such as −1e9 the log n of a row that it masks wholly is lost, which log_softmax keeps apart from the maximum."""
+    number = logits.args[_FILLS[logits.target]] if logits.target in _FILLS else 0.0
+    is_low = isinstance(number, (int, float)) and -math.inf < number < LOST_BELOW
+    return f"its logits are masked by {number:g}, which a row that is masked wholly would show" if is_low else ""
 
 
 def _why_overwritten(node: Node, logits: Node, writers: Sequence[Node]) -> str:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from autopar.arguments import float_at, int_at
-from autopar.draws import Draws
+from autopar.draws import MOST_INTEGERS, Draws
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.errors import CaptureError
 from autopar.kernels.attention import attention
@@ -49,7 +49,7 @@ class KeyRandom:
         for node in [node for node in program.graph.nodes if node.target in _DROPOUTS_AND_ALPHA and not _drops(node)]:
             _replace(node, _kept(node))
         sites = [node for node in program.graph.nodes if _is_random(node)]
-        _refuse([node for node in sites if node.target not in _SITES])
+        _refuse({node: why for node in sites if (why := _why_not(node)) is not None})
         if not sites:
             return program
         program, key = _with_random_key(program)
@@ -96,9 +96,23 @@ def _is_random(node: Node) -> bool:
     return node.target is not aten.rrelu.default or bool(argument(node, 3, "training", False))
 
 
-def _refuse(nodes: Sequence[Node]) -> None:
-    if nodes:
-        lines = "\n".join(f"  {node.target} at {SOURCE.get(node) or '(no source line)'}" for node in nodes)
+def _why_not(node: Node) -> str | None:
+    """Why the draws of `node` cannot be keyed, if they cannot; "" where nobody has said how."""
+    if node.target not in _SITES:
+        return ""
+    if node.target in (aten.randint.default, aten.randint.low):
+        low, high = (0, int_at(node, 0)) if node.target is aten.randint.default else (int_at(node, 0), int_at(node, 1))
+        return f"of {high - low} integers, where at most 2**31 are told apart" if high - low > MOST_INTEGERS else None
+    value = node.meta["val"]
+    is_complex = isinstance(value, torch.Tensor) and value.is_complex() and node.target not in _DROPOUTS
+    return f"of {value.dtype}, where draws are real numbers" if is_complex else None
+
+
+def _refuse(reasons: Mapping[Node, str]) -> None:
+    if reasons:
+        lines = "\n".join(
+            f"  {node.target} at {SOURCE.get(node) or '(no source line)'}{why and ', ' + why}" for node, why in reasons.items()
+        )
         raise CaptureError(
             f"the draws of these ops cannot be keyed by position:\n{lines}\n"
             "  how to mend it: use dropout, rand, randn, randint, bernoulli, uniform_, normal_ or exponential_, or draw outside of forward"

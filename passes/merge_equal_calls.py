@@ -54,4 +54,5 @@ def _frozen(value: Any) -> Any:
         return tuple(_frozen(item) for item in value)
     if isinstance(value, dict):
         return tuple(sorted((key, _frozen(item)) for key, item in value.items()))
-    return value if isinstance(value, Node) else (type(value), value)
+    # 0.0 == -0.0, and their reciprocals differ.
+    return value if isinstance(value, Node) else (type(value), repr(value) if isinstance(value, (float, complex)) else value)

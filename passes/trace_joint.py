@@ -47,11 +47,12 @@ def trace_joint(program: Program, training: bool) -> Program:
     assert program.form is Form.FORWARD
     program = _with_own_memory(program) if training else program
     mode = fake_mode_of(program.placeholders[0].meta["val"])
-    graph, into, out = joint_graph(Interpreter(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
+    graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
     graph.set_codegen(CodeGen())
-    # What torch's decompositions assert of values (that a class is one of those there are) has no result.
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.msg):
-        graph.erase_node(node)
+    for target in _CHECKS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            graph.erase_node(node)
+    _refuse_effects(graph)
     _refuse_draws(graph)
     _name_placeholders(graph, into, program)
     inputs = tuple(_input(descriptor, node, program) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True))
@@ -83,7 +84,7 @@ def _with_ways_back(joint: Program, forward: Program) -> Program:
     way, too (of `floor` it is zeros)."""
     fakes = _fakes(forward, mode := fake_mode_of(forward.placeholders[0].meta["val"]), training=True)
     with mode, torch.enable_grad():
-        results = Interpreter(forward.module()).run(*fakes)
+        results = _Run(forward.module()).run(*fakes)
     names = {id(fake): item.name for item, fake in zip(forward.signature.inputs, fakes, strict=True) if item.kind == "parameter"}
     ways: dict[str, list[str]] = {}
     for item, result in zip(forward.signature.outputs, results, strict=True):
@@ -108,6 +109,37 @@ def _with_own_memory(program: Program) -> Program:
         taken.add(memory)
     program.graph.output_node().args = (tuple(results),)
     return program
+
+
+class _Run(Interpreter):
+    """Runs a FORWARD program, with our own in the place of some calls that autograd would take apart."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
+
+
+def _cholesky(x: torch.Tensor, upper: bool = False) -> torch.Tensor:
+    """NaN where the matrix has no factor: eager raises there, which a rank cannot do alone."""
+    factor, info = torch.linalg.cholesky_ex(x, upper=upper)
+    return torch.where((info == 0)[..., None, None], factor, torch.nan)
+
+
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    """Labels of a row end at its first −1: torch's own decomposition takes class 0 for each of the rest."""
+    is_given = (target == -1).cumsum(-1) == 0
+    labels = torch.where(is_given, target, 0)
+    is_label = ((labels[..., None] == torch.arange(x.shape[-1], device=x.device)) & is_given[..., None]).any(-2)
+    margins = torch.relu(1.0 - x.gather(-1, labels)[..., None] + x[..., None, :])
+    rows = torch.where(is_given[..., None] & ~is_label[..., None, :], margins, 0.0).sum((-1, -2)) / x.shape[-1]
+    return (rows, rows.mean(), rows.sum())[reduction]
+
+
+def _refuse_effects(graph: Graph) -> None:
+    """Ops that print, say, are ordered by tokens, which are no values of the program."""
+    found = [node.args[1] for node in graph.nodes if str(node.target) == "with_effects"]
+    if found:
+        names = ", ".join(dict.fromkeys(map(str, found)))
+        raise CaptureError(f"{names} does something beside its results, in an order that ranks do not keep; leave it out of forward")
 
 
 def _refuse_draws(graph: Graph) -> None:
@@ -210,7 +242,8 @@ def _baddbmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, bet
 
 def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A sum and a division by the logical count: a sum may stay unreduced, a mean may not."""
-    dims = list(range(x.ndim)) if not dim else list(dim)
+    # A number has a dim 0 for those who ask for it.
+    dims = list(range(x.ndim)) if not dim or not x.ndim else list(dim)
     count = 1
     for index in dims:
         count *= x.shape[index]
@@ -234,6 +267,15 @@ def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
 
     return new
 
+
+# What is asserted of values has no result: by torch's decompositions (that a class is one of those there are), and by `torch.linalg`,
+# whose results are then not finite.
+_CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
+_CALLED_INSTEAD: dict[Any, Any] = {
+    aten.linalg_cholesky.default: _cholesky,
+    aten.cholesky.default: _cholesky,
+    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
+}
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _new(0),

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.compiled import Compiled, Step
 from autopar.program import Form, Program
@@ -138,7 +139,8 @@ class _Chain:
         values = {id(value): self.case.state[name] for name, value in _named(model).items()}
         copied = copy_model(model, values, promoted=self.promoted)
         args, kwargs = inputs.call(lambda index, tensor: self.case.leaves[index].clone())
-        with ExitStack() as stack:
+        # In plain ops: torch's fused attention gives wrong gradients in rows that an added mask of numbers masks wholly.
+        with ExitStack() as stack, sdpa_kernel(SDPBackend.MATH):
             if self.promoted:
                 stack.enter_context(Promoting())
             return run_original(copied, args, kwargs, self.compiled.forward.signature, self.case, self.training)

@@ -95,9 +95,8 @@ def attention_mask_gradient(node: Node) -> Rule:
     """(as of the backward, mask given) → gradient of the mask, summed over what it is broadcast over."""
     gradient, gradient_of_sum, query, key, value, *masking, output, log_sum_exp = node.args
     heads, key_heads, length, sizes = _spaces(query, key, _is_positional(node))
-    # A key's part needs no other key: the row's sums are given. Causal masks and windows count keys from 0.
-    keys = None if _is_positional(node) else "t"
-    scores, q, kv = ("b", heads, length, keys), ("b", heads, length, None), ("b", key_heads, keys, None)
+    # A row that the mask masks wholly is normalised over all of its keys, so those stay whole.
+    scores, q, kv = ("b", heads, length, None), ("b", heads, length, None), ("b", key_heads, None, None)
     shape = (*shape_of(query)[:3], shape_of(key)[2])
     own = _full(scores, masking[0], shape)
     pairs = [(gradient, q), (gradient_of_sum, q[:3]), (query, q), (key, kv), (value, kv), *_masking(masking, scores, shape)]

@@ -60,8 +60,12 @@ def _walk(
         )  # fmt: skip
         larger = tl.maximum(largest, tl.max(score, 1))
         base = tl.where(larger == float("-inf"), 0.0, larger)
-        power = tl.exp2(score - base[:, None])
-        shrink = tl.exp2(largest - base)
+        if MASK == 2:
+            power = tl.exp2((score - base[:, None]) * LOG2_E)
+            shrink = tl.exp2((largest - base) * LOG2_E)
+        else:
+            power = tl.exp2(score - base[:, None])
+            shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(power, 1)
         if DROPS:
             place = load_products(columns, t, 1, key_length, DROPS)
@@ -135,7 +139,10 @@ def attention_forward(
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     where = out + batch * out_b + head * out_h + s[:, None] * out_s + value_column[None, :]
     tl.store(where, result, mask=(s < length)[:, None] & (value_column < VALUE_SIZE)[None, :])
-    logarithm = tl.where(nothing, 0.0, (largest + tl.log2(total)) / LOG2_E)
+    if MASK == 2:
+        logarithm = tl.where(nothing, 0.0, largest + tl.log2(total) / LOG2_E)
+    else:
+        logarithm = tl.where(nothing, 0.0, (largest + tl.log2(total)) / LOG2_E)
     tl.store(log_sum_exp + (batch * length + s) * heads + head, logarithm, mask=s < length)
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autopar.kernels.attention_masks import Masks
-from autopar.kernels.gpu.attention_gradients import gradients, options_of, prepared
+from autopar.kernels.gpu.attention_gradients import gradients, load_bases, options_of, prepared
 from autopar.kernels.gpu.attention_masks import bounds, crowding
 from autopar.kernels.gpu.attention_scores import load_ids, load_products, load_rows, load_words
 from autopar.kernels.gpu.attention_tiles import keys_tiles, queries_tiles
@@ -25,7 +25,7 @@ from autopar.kernels.registration import launch
 
 @triton.jit
 def for_keys(
-    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, row_sum,
+    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, excess, row_sum,
     bounds, grad_key, grad_value,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
     query_documents_b, key_documents_b, rows_b, rows_h, rows_s, second_b, second_h, second_s, grad_b, grad_h, grad_s,
@@ -71,7 +71,8 @@ def for_keys(
             row = load_products(rows_head, s, rows_s, length, DROPS)[None, :]
             word = load_words(word_head, s, second_s, length, DROPS)[None, :]
             numbers = (batch * length + s) * heads + head
-            normaliser = tl.load(log_sum_exp + numbers, mask=s < length, other=0.0)[None, :]
+            base, beyond = load_bases(log_sum_exp, excess, numbers, s < length, MASK)
+            base, beyond = base[None, :], beyond[None, :]
             mean = tl.load(row_sum + numbers, mask=s < length, other=0.0)[None, :]
             query_tile = load_rows(query_head, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
             arrives = load_rows(grad_head, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
@@ -79,7 +80,7 @@ def for_keys(
             products = tl.dot(held_key, tl.trans(query_tile), input_precision=PRECISION)
             grad_probability = tl.dot(held_value, tl.trans(arrives), input_precision=PRECISION)
             dropped, grad_score, factor = gradients(
-                products, grad_probability, s[None, :], t[:, None], document_s, document_t, row, word, place, normaliser, mean,
+                products, grad_probability, s[None, :], t[:, None], document_s, document_t, row, word, place, base, beyond, mean,
                 mask_head, mask_s, mask_t, length, key_length, window, scale, soft_cap, keep_scale,
                 MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
             )  # fmt: skip
@@ -95,7 +96,8 @@ def for_keys(
 
 @triton.jit
 def for_queries(
-    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, row_sum, bounds, grad_query,
+    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, excess, row_sum,
+    bounds, grad_query,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
     query_documents_b, key_documents_b, rows_b, rows_h, rows_s, second_b, second_h, second_s, grad_b, grad_h, grad_s,
     heads, heads_per_key, length, key_length, window, scale, soft_cap, keep_scale, bounds_b,
@@ -120,7 +122,8 @@ def for_queries(
     held = load_rows(query, s[:, None], query_s, column[None, :], length, SIZE, BLOCK_SIZE, SIZE)
     arrives = load_rows(grad_out, s[:, None], grad_s, value_column[None, :], length, VALUE_SIZE, BLOCK_VALUE, VALUE_SIZE)
     numbers = (batch * length + s) * heads + head
-    normaliser = tl.load(log_sum_exp + numbers, mask=s < length, other=0.0)[:, None]
+    base, beyond = load_bases(log_sum_exp, excess, numbers, s < length, MASK)
+    base, beyond = base[:, None], beyond[:, None]
     mean = tl.load(row_sum + numbers, mask=s < length, other=0.0)[:, None]
     total = tl.zeros([BLOCK_QUERIES, BLOCK_SIZE], tl.float32)
     first, last = 0, key_length
@@ -142,7 +145,7 @@ def for_queries(
         products = tl.dot(held, tl.trans(key_tile), input_precision=PRECISION)
         grad_probability = tl.dot(arrives, tl.trans(value_tile), input_precision=PRECISION)
         _, grad_score, factor = gradients(
-            products, grad_probability, s[:, None], t[None, :], document_s, document_t, row, word, place, normaliser, mean,
+            products, grad_probability, s[:, None], t[None, :], document_s, document_t, row, word, place, base, beyond, mean,
             mask, mask_s, mask_t, length, key_length, window, scale, soft_cap, keep_scale,
             MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from autopar.kernels.attention_masks import Masks
-from autopar.kernels.gpu.attention_gradients import gradients, options_of, prepared
+from autopar.kernels.gpu.attention_gradients import gradients, load_bases, options_of, prepared
 from autopar.kernels.gpu.attention_masks import crowding
 from autopar.kernels.gpu.attention_scores import load_ids, load_products, load_rows, load_words
 from autopar.kernels.gpu.attention_tiles import queries_tiles
@@ -23,7 +23,7 @@ from autopar.kernels.registration import launch
 
 @triton.jit
 def for_mask(
-    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, row_sum, grad_mask,
+    query, key, value, mask, query_documents, key_documents, rows, second, columns, grad_out, log_sum_exp, excess, row_sum, grad_mask,
     query_b, query_h, query_s, key_b, key_h, key_t, value_b, value_h, value_t, mask_b, mask_h, mask_s, mask_t,
     query_documents_b, key_documents_b, rows_b, rows_h, rows_s, second_b, second_h, second_s, grad_b, grad_h, grad_s,
     heads, heads_per_key, length, key_length, window, scale, soft_cap, keep_scale,
@@ -54,12 +54,14 @@ def for_mask(
         word = load_words(second + batch * second_b + head * second_h, s, second_s, length, DROPS)
         place = load_products(columns, t, 1, key_length, DROPS)
         numbers = (batch * length + s) * heads + head
-        normaliser = tl.load(log_sum_exp + numbers, mask=s < length, other=0.0)[:, None]
+        base, beyond = load_bases(log_sum_exp, excess, numbers, s < length, MASK)
+        base, beyond = base[:, None], beyond[:, None]
         mean = tl.load(row_sum + numbers, mask=s < length, other=0.0)[:, None]
         _, grad_score, _ = gradients(
             tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION),
             tl.dot(arrives, tl.trans(value_tile), input_precision=PRECISION),
-            s[:, None], t[None, :], document_s[:, None], document_t[None, :], row[:, None], word[:, None], place[None, :], normaliser, mean,
+            s[:, None], t[None, :], document_s[:, None], document_t[None, :], row[:, None], word[:, None], place[None, :],
+            base, beyond, mean,
             mask + batch * mask_b + head * mask_h, mask_s, mask_t, length, key_length, window, scale, soft_cap, keep_scale,
             MASK, DROPS, LARGEST_KEPT, CAUSAL, WINDOW, SOFT_CAP, DOCUMENTS,
         )  # fmt: skip

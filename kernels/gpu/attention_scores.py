@@ -1,7 +1,8 @@
 """What the attention kernels share: the scores of a tile with their masks, what dropout keeps of them, loads of rows.
 
-Scores are in units of log 2, so that exponentials are `exp2`, one instruction. `s` and `t` are positions of queries and keys, of
-shapes that broadcast to the tile in whichever orientation a kernel has it.
+Scores are in units of log 2, so that exponentials are `exp2`, one instruction; with an added mask they are as they are, since the
+lowest number would be −inf in those units, and a row of nothing else weighs its keys alike. `s` and `t` are positions of queries and
+keys, of shapes that broadcast to the tile in whichever orientation a kernel has it.
 """
 
 # A kernel's parameters get their types at the launch.
@@ -92,14 +93,15 @@ def masked(
     score, s, t, document_s, document_t, mask, mask_s, mask_t, length, key_length, window,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCUMENTS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
-    """Scores with their mask, in units of log 2; −inf where s does not attend to t. Without EDGE all positions of the tile do.
+    """Scores with their mask, in the units said above; −inf where s does not attend to t. Without EDGE all positions of the tile do.
 
     `document_s` and `document_t` are the ids of the documents of s and t, anything without DOCUMENTS.
     """
     if MASK == 2:
         inside = (s < length) & (t < key_length)
         score += tl.load(mask + s * mask_s + t * mask_t, mask=inside, other=0.0).to(tl.float32)
-    score *= LOG2_E
+    else:
+        score *= LOG2_E
     if MASK == 1:
         inside = (s < length) & (t < key_length)
         score = tl.where(tl.load(mask + s * mask_s + t * mask_t, mask=inside, other=0) != 0, score, float("-inf"))

@@ -61,6 +61,7 @@ OWN_FORWARD: Own = {
     DOCUMENTS_MASK: _IDS | {("blackwell", 256): Tiles(64, 32, 8, 2)},
 }
 OWN_KEYS: Own = {
+    MASK: {("ampere", 64): Tiles(16, 128, 8, 1)},
     DROPS_MASK: {
         ("ampere", 64): Tiles(16, 128, 8, 1),
         ("ampere", 128): Tiles(32, 32, 8, 2),

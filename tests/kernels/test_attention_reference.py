@@ -15,7 +15,7 @@ from autopar.kernels import attention as module
 from autopar.kernels.attention import attention
 from autopar.kernels.attention_masks import Masks
 from autopar.kernels.attention_reference import attended, attention_reference
-from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of
+from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
 
 OPTIONS = {
     f"{'causal' if is_causal else 'full'}, cap {soft_cap:g}, window {window}": PLAIN
@@ -107,6 +107,44 @@ def test_gradients_by_small_steps(name: str, drops: bool) -> None:
         return attention(*operands, None, None, *draws, **options)
 
     assert torch.autograd.gradcheck(call, (*inputs, bias), fast_mode=True)
+
+
+def masked_wholly(kind: str, dtype: torch.dtype) -> Tensor:
+    """[2, 1, 7, 7], added: causal, with one and five keys of padding on the left, whose rows have low numbers alone."""
+    lowest = -1e4 if kind == "-1e4" else -1e9 if kind == "-1e9" else torch.finfo(dtype).min
+    causal = torch.ones(7, 7, dtype=torch.bool).tril().logical_not()
+    padding = (torch.arange(7) < torch.tensor([[1], [5]]))[:, None, None]
+    if kind == "added twice":
+        return torch.zeros(7, 7, dtype=dtype).masked_fill(causal, lowest) + torch.zeros(2, 1, 1, 7, dtype=dtype).masked_fill(
+            padding, lowest
+        )
+    return torch.zeros(2, 1, 7, 7, dtype=dtype).masked_fill(causal | padding, lowest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", ["-1e4", "-1e9", "lowest", "added twice"])
+@pytest.mark.parametrize("path", ["fused", "plain", "both results", "dropout"])
+def test_rows_that_an_added_mask_masks_wholly(path: str, kind: str, dtype: torch.dtype) -> None:
+    """Their keys have equal weights of the sum 1, forward and backward: log n does not survive in log_sum_exp there."""
+    inputs = [item.detach().to(dtype).requires_grad_() for item in make_inputs(7, 7, 6 if path == "plain" else 4)]
+    bias = masked_wholly(kind, torch.float32 if dtype == torch.bfloat16 or kind == "-1e9" else dtype).requires_grad_()
+    draws = draws_of((2, 4, 7, 7)) if path == "dropout" else NO_DRAWS
+    results = attention(*inputs, bias, None, None, *draws, **PLAIN | (DROPS if path == "dropout" else {}))
+    grads = [torch.randn_like(each) for each in results[: 1 + (path == "both results")]]
+    ours = [results[0], *torch.autograd.grad(results[: len(grads)], [*inputs, bias], grads)]
+    # Scores rounded where the op rounds them, all else in float64. (torch.logsumexp's own backward loses log n, too.)
+    leaves = [item.detach().double().requires_grad_() for item in inputs]
+    plain, exact = leaves[0] @ leaves[1].repeat_interleave(2, 1).mT * PLAIN["scale"], results[1].dtype
+    masks = ((plain.to(exact) + bias.detach().to(exact)).double() - plain).detach().requires_grad_()
+    largest = (plain + masks).amax(-1, keepdim=True).detach()
+    weights, sums = (plain + masks).softmax(-1), (plain + masks - largest).exp().sum(-1).log() + largest.squeeze(-1)
+    kept = kept_of((2, 4, 7, 7), draws, DROPS["keep_below"], DROPS["keep_scale"]) if path == "dropout" else 1.0  # type: ignore[arg-type]
+    truth = [(weights * kept) @ leaves[2].repeat_interleave(2, 1), sums][: len(grads)]
+    theirs = [truth[0], *torch.autograd.grad(truth, [*leaves, masks], [each.double() for each in grads])]
+    theirs[-1] = theirs[-1].sum_to_size(bias.shape)
+    tolerance = {torch.float64: 1e-6 if kind == "-1e9" else 1e-10, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +34,9 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "expand to itself": lambda x: aten.expand.default(x, [4, 6]),
     "view as itself": lambda x: aten.view.default(x, [4, 6]),
     "whole slice": lambda x: aten.slice.Tensor(x, 1, 0, 2**63 - 1),
-    "+ 0": lambda x: aten.add.Tensor(x, 0),
+    "+ −0": lambda x: aten.add.Tensor(x, -0.0),
+    "− integer 0": lambda x: aten.sub.Tensor(x, 0),
+    "× true": lambda x: aten.mul.Tensor(x, True),
     "− 0": lambda x: aten.sub.Tensor(x, 0.0),
     "× 1": lambda x: aten.mul.Tensor(x, 1.0),
     "÷ 1": lambda x: aten.div.Tensor(x, 1),
@@ -45,6 +49,9 @@ SOMETHING: dict[str, Callable[[Tensor], Tensor]] = {
     "another shape": lambda x: aten.view.default(x, [6, 4]),
     "another memory order": lambda x: aten.clone.default(aten.t.default(x), memory_format=torch.contiguous_format),
     "part of it": lambda x: aten.slice.Tensor(x, 1, 0, 5),
+    "+ 0": lambda x: aten.add.Tensor(x, 0),
+    "− −0": lambda x: aten.sub.Tensor(x, -0.0),
+    "+ 0, none of it": lambda x: aten.add.Tensor(x, -0.0, alpha=-1),
     "+ 1": lambda x: aten.add.Tensor(x, 1),
     "× 2": lambda x: aten.mul.Tensor(x, 2.0),
     "÷ 1 rounded": lambda x: aten.div.Tensor_mode(x, 1, rounding_mode="floor"),
@@ -63,6 +70,26 @@ def test_what_changes_nothing(name: str) -> None:
 def test_what_changes_something(name: str) -> None:
     before = traced(lambda x: aten.relu.default(SOMETHING[name](x)), X)
     assert folded(lambda x: aten.relu.default(SOMETHING[name](x)), X) == ops(before)
+
+
+def test_zeros_keep_their_sign() -> None:
+    """Folded or not, what 1 / x shows; of integers there is one zero."""
+    zeros = torch.tensor([0.0, -0.0, 1.0])
+
+    def shown(op: Callable[..., Tensor], literal: float) -> Callable[[Tensor], Tensor]:
+        return lambda x: aten.reciprocal.default(op(x, literal))
+
+    for literal, op in itertools.product((0, 0.0, -0.0), (aten.add.Tensor, aten.sub.Tensor)):
+        before = traced(shown(op, literal), zeros)
+        assert_unchanged(before, FoldNoOps().apply(before), zeros)
+    assert folded(lambda x: aten.neg.default(aten.add.Tensor(x, 0)), torch.arange(6)) == ["aten.neg.default"]
+
+
+def test_complex_numbers_times_one_stay() -> None:
+    """∞ · 0 is no number."""
+    infinite = torch.tensor([complex(math.inf, 0.0), complex(1.0, -0.0)])
+    before = traced(lambda x: torch.view_as_real(aten.mul.Tensor(x, 1)), infinite)
+    assert ops(FoldNoOps().apply(before)).count("aten.mul.Tensor") == 1
 
 
 def test_integers_divided_by_one_become_floats() -> None:

@@ -161,3 +161,18 @@ def test_an_ignored_row_has_no_gradient_even_where_it_is_not_finite() -> None:
     loss: Any = run(program, leaf, labels)
     loss.backward()
     assert leaf.grad is not None and bool(leaf.grad.isfinite().all()) and not leaf.grad[3].any()
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min])
+def test_rows_that_a_number_masks_wholly_keep_the_logarithm_of_their_classes(lowest: float) -> None:
+    """−1e9 + log n is −1e9: the op would lose log n of the loss, and weigh each class 1."""
+    torch.manual_seed(0)
+    scores, labels = torch.randn(4, CLASSES), torch.tensor([0, 3, 6, 2])
+    masked = torch.rand(4, CLASSES).gt(0.5).index_fill(0, torch.tensor([1]), True)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.masked_fill(masked, lowest), labels, reduction="none")[1]
+
+    decision, program = fused(loss, scores, labels)
+    assert not decision.fused and "which a row that is masked wholly would show" in str(decision)
+    assert float(run(program, scores, labels)) == pytest.approx(torch.tensor(float(CLASSES)).log().item())

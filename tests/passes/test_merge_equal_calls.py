@@ -46,6 +46,16 @@ def test_calls_differ_by_operand_literal_type_and_keyword() -> None:
     assert len(merged(lambda x: [aten.view.default(x, [6, 4]), aten.view.default(x, [3, 8])], X)) == 2
 
 
+def test_zeros_of_either_sign_stay_apart() -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        return [aten.reciprocal.default(aten.full_like.default(x, value)) for value in (0.0, -0.0, 0.0)]
+
+    found = traced(function, X)
+    assert ops(MergeEqualCalls().apply(found)).count("aten.full_like.default") == 2
+    one, other, _ = MergeEqualCalls().apply(found).module()(X)
+    assert bool((one == torch.inf).all()) and bool((other == -torch.inf).all())
+
+
 def test_both_outputs_may_be_one_value() -> None:
     assert merged(lambda x: (aten.relu.default(x), aten.relu.default(x)), X) == ["aten.relu.default"]
 

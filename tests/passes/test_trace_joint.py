@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.checks.checker import check
+from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.keys import PHASE, SOURCE
 from autopar.manager import run_passes
@@ -159,3 +160,46 @@ def test_what_is_made_beside_a_tensor_is_made_without_it() -> None:
     made = [node for node in joint.graph.nodes if node.op == "call_function" and not node.all_input_nodes]
     assert {node.target for node in made} == {aten.full.default}
     assert not [name for name in calls(joint) if "new_" in name]
+
+
+def _positive(x: Tensor) -> Tensor:
+    return x.mT @ x + torch.eye(4, dtype=x.dtype)
+
+
+LINEAR_ALGEBRA: dict[str, Callable[[Tensor], Tensor]] = {
+    "inv": lambda x: torch.linalg.inv(_positive(x)),
+    "solve": lambda x: torch.linalg.solve(_positive(x), x[:4]),
+    "cholesky": lambda x: torch.linalg.cholesky(_positive(x)),
+    "cholesky, upper": lambda x: torch.linalg.cholesky(_positive(x), upper=True),
+    "cholesky of old": lambda x: torch.cholesky(_positive(x)),
+    "matrix power": lambda x: torch.linalg.matrix_power(_positive(x), -2),
+    "LU": lambda x: torch.linalg.lu_factor(_positive(x))[0],
+    "determinants": lambda x: torch.linalg.det(_positive(x)) + torch.linalg.slogdet(_positive(x))[1],
+    "QR": lambda x: torch.linalg.qr(x)[1],
+    "eigenvalues": lambda x: torch.linalg.eigvalsh(_positive(x)),
+    "eigenvalues of any matrix": lambda x: torch.linalg.eigvals(_positive(x)).real.square().sum(),
+    "singular values": lambda x: torch.linalg.svdvals(x),
+    "a normal distribution": lambda x: torch.distributions.MultivariateNormal(x.mean(0), _positive(x), validate_args=False).log_prob(x),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR_ALGEBRA)
+def test_linear_algebra(name: str) -> None:
+    """Ops that check for errors in eager, forward or backward: the program has no place for an effect."""
+    joint_of(lambda self, x: LINEAR_ALGEBRA[name](self.linear(x)).square().sum())
+
+
+def test_a_matrix_without_a_factor_is_nan() -> None:
+    """Eager raises; a factor that the error left unfinished is never used."""
+    model = Layer(lambda self, x: torch.linalg.cholesky(self.linear(x)[:4] - 100 * torch.eye(4, dtype=x.dtype)).sum())
+    joint = TraceJoint().apply(capture(model, (X,), {}, MESH))
+    assert bool(run(joint, inputs_of(joint, model, (X,), {}))[("loss", "0")].isnan())
+
+
+def test_effects_are_refused() -> None:
+    def prints(self: Layer, x: Tensor) -> Tensor:
+        torch.ops.aten._print("a step")
+        return self.linear(x).sum()
+
+    with pytest.raises(CaptureError, match=r"aten._print.default does something beside its results"):
+        TraceJoint().apply(capture(Layer(prints), (X,), {}, MESH))

@@ -31,6 +31,7 @@ MATMUL_KERNELS = {
     "for_keys",
     "for_queries",
     "for_mask",
+    "row_bases",
     "block_sparse_forward",
     "block_sparse_keys",
     "block_sparse_queries",

@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.attention_masks import Masks
+from autopar.kernels.attention_reference import (
+    attention_backward_reference,
+    attention_mask_gradient_reference,
+    attention_reference,
+)
 from autopar.kernels.gpu import attention as gpu
 from autopar.kernels.gpu import attention_backward as gpu_backward
 from autopar.kernels.gpu import attention_mask_gradient as gpu_mask
@@ -187,6 +192,45 @@ def test_forms(name: str, dtype: torch.dtype) -> None:
     largest = max(float(item.abs().max()) for item in exact[1:])
     for ours, one, other in zip(grads, same[1:], exact[1:], strict=True):
         assert_accurate(ours.to(dtype), one, other, factor=GRADIENT_FACTOR, largest=largest)
+
+
+PADDED = {
+    "a mask of keys, causal": Form((2, 2, 1, 70, 70, 16, 16), is_causal=True, both=True),
+    "full": Form((2, 2, 2, 33, 70, 16, 24)),
+    "soft-cap and dropout": Form((2, 2, 2, 33, 70, 16, 16), soft_cap=1.5, drops="a word a row", both=True),
+    "a window": Form((2, 2, 1, 70, 70, 16, 16), is_causal=True, window=9),
+    "documents": Form((2, 2, 1, 70, 70, 16, 16), documents="in order", both=True),
+}
+
+
+@pytest.mark.parametrize("lowest", [-1e9, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("name", list(PADDED))
+def test_rows_that_an_added_mask_masks_wholly(name: str, lowest: float) -> None:
+    """As in the reference, forward and backward: their keys weigh alike, and their log_sum_exp cannot say how much."""
+    form = PADDED[name]
+    batch, heads, groups, length, key_length, size, value_size = form.shape
+    query, key = heads_of(batch, heads, length, size, torch.float32), heads_of(batch, groups, key_length, size, torch.float32)
+    value, grad = heads_of(batch, groups, key_length, value_size, torch.float32), torch.randn(batch, heads, length, value_size)
+    grad_sum = torch.randn(batch, heads, length) if form.both else None
+    if form.is_causal:
+        mask = torch.zeros(batch, 1, 1, key_length)
+        mask[1, ..., :40] = lowest
+    else:
+        mask = torch.where(torch.rand(batch, 1, length, key_length) > 0.5, lowest, torch.randn(()))
+        mask[:, :, 3:20] = lowest
+    draws = draws_of((batch, heads, length, key_length), form.drops) if form.drops else (None, None, None)
+    options: dict[str, Any] = {"is_causal": form.is_causal, "scale": 0.25, "soft_cap": form.soft_cap, "window": form.window}
+    masks = Masks(mask, *documents_of(form), *draws, **options | (DROPS if form.drops else {}))
+    runs: list[list[Tensor]] = []
+    for forward, backward, mask_gradient in (
+        (gpu.forward, gpu_backward.backward, gpu_mask.mask_gradient),
+        (attention_reference, attention_backward_reference, attention_mask_gradient_reference),
+    ):
+        results = forward(query, key, value, masks)
+        operands = (grad, grad_sum, query, key, value, *results, masks)
+        runs.append([*results, *backward(*operands), mask_gradient(*operands)])
+    for one, other in zip(*runs, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 
 
 def test_log_sum_exp_and_layouts() -> None:
