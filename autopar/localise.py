@@ -18,6 +18,7 @@ from autopar._torch import FakeTensorMode, fake_mode
 from autopar.arguments import int_at, node_at
 from autopar.fake_calls import fake_call
 from autopar.keys import DIMS
+from autopar.layouts import to_be_contiguous
 from autopar.mesh import Mesh
 from autopar.rule import rule_of
 from autopar.rules.labels import argument, aten, shape_of, value_of
@@ -94,6 +95,8 @@ def localise(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder
 
     `operands` are the local operands in the order of `program.operands(node)`, each as `strategy.operands` says.
     """
+    if node.target is not operator.getitem:
+        operands = _laid_out(node, operands, builder)
     found = _LOCALISERS.get(node.target) or _LOCALISERS.get(str(node.target))
     rule = rule_of(node) if found is None and node.target is not operator.getitem else None
     if found is not None:
@@ -101,6 +104,14 @@ def localise(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder
     if rule is not None and rule.view:
         return builder.call(aten.reshape.default, operands[0], local_shape(node, strategy, mesh))
     return same_call(node, operands, builder)
+
+
+def _laid_out(node: Node, operands: tuple[Node, ...], builder: LocalBuilder) -> tuple[Node, ...]:
+    """The operands, contiguous where the kernel of `node` may want them so."""
+    return tuple(
+        builder.call(aten.clone.default, operand, memory_format=torch.contiguous_format) if wanted else operand
+        for operand, wanted in zip(operands, to_be_contiguous(node, operands), strict=True)
+    )
 
 
 def local_shape(node: Node, strategy: Strategy, mesh: Mesh, result: int = 0) -> list[int]:
@@ -154,14 +165,12 @@ def _new_empty_strided(node: Node, strategy: Strategy, operands: tuple[Node, ...
 def _group_norm(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     """The literal numbers of samples, channels and groups are the local ones; the mean is [samples, groups]."""
     samples, groups = local_shape(node, strategy, mesh, result=1)
-    operands = _all_contiguous(operands, builder)
     return same_call(node, operands, builder, {3: samples, 4: shape_of(operands[0])[1], 6: groups})
 
 
 @localiser(aten.native_group_norm_backward.default)
 def _group_norm_backward(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
     samples, groups = shape_of(operands[2])
-    operands = _all_contiguous(operands, builder)
     return same_call(node, operands, builder, {5: samples, 6: shape_of(operands[0])[1], 8: groups})
 
 
@@ -178,23 +187,6 @@ def _convolution_backward(node: Node, strategy: Strategy, operands: tuple[Node, 
     output, x, weight = (shape_of(operand) for operand in operands)
     groups = (output if node.args[7] else x)[1] // weight[1]
     return same_call(node, operands, builder, {3: [output[1]] if node.args[3] else node.args[3], 9: groups})
-
-
-@localiser(aten.native_layer_norm_backward.default, aten.view_as_complex.default)
-def _of_contiguous(node: Node, strategy: Strategy, operands: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
-    return same_call(node, _all_contiguous(operands, builder), builder)
-
-
-def _all_contiguous(operands: tuple[Node, ...], builder: LocalBuilder) -> tuple[Node, ...]:
-    """Collectives may leave a part laid out otherwise than the whole was.
-
-    On CPU the kernels of normalisations read mean, deviation and gradient as if they were contiguous, whatever they are; pairs of
-    real and imaginary parts are seen as complex numbers only where the two lie together.
-    """
-    return tuple(
-        operand if value_of(operand).is_contiguous() else builder.call(aten.clone.default, operand, memory_format=torch.contiguous_format)
-        for operand in operands
-    )
 
 
 @localiser(aten.arange.default, aten.arange.start, aten.arange.start_step)

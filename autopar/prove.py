@@ -3,6 +3,8 @@
     failures = prove(node)            # every factor split, every linear set, one axis at a time
     failures = prove_strategy(...)    # one strategy on one mesh
 
+`layout` lays out what ranks hold of each operand in another way: collectives and slices may leave it with any strides.
+
 Floats are float64 whatever the node's dtypes, so parts and whole agree to 1e-12; integers agree exactly.
 """
 
@@ -31,6 +33,8 @@ from autopar.strategies import Choice, build, operand_dims, space_of
 
 TOLERANCE = 1e-12
 Values = tuple[torch.Tensor, ...]
+# The same values with other strides.
+Layout = Callable[[torch.Tensor], torch.Tensor]
 
 
 @cache
@@ -58,7 +62,7 @@ def instance(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     return node
 
 
-def prove(node: Node, seed: int = 0) -> list[str]:
+def prove(node: Node, seed: int = 0, layout: Layout = torch.Tensor.contiguous) -> list[str]:
     """Run `node` whole and in parts, for every factor and every linear set of its rule; what differs, in words.
 
     Reads DIMS and fake values of the node and its operands. A factor is split by its smallest prime.
@@ -68,11 +72,11 @@ def prove(node: Node, seed: int = 0) -> list[str]:
     choices += [(2, group) for group in space.linear]
     for parts, choice in choices:
         mesh = Mesh((("x", parts),))
-        found += prove_strategy(node, build(space, [("x", choice)], mesh), mesh, seed)
+        found += prove_strategy(node, build(space, [("x", choice)], mesh), mesh, seed, layout)
     return found
 
 
-def prove_strategy(node: Node, strategy: Strategy, mesh: Mesh, seed: int = 0) -> list[str]:
+def prove_strategy(node: Node, strategy: Strategy, mesh: Mesh, seed: int = 0, layout: Layout = torch.Tensor.contiguous) -> list[str]:
     """Run `node` whole, and by `strategy` on every rank of `mesh`; what differs, in words."""
     generator = torch.Generator().manual_seed(seed)
     values, want = _instance(node, generator)
@@ -80,8 +84,8 @@ def prove_strategy(node: Node, strategy: Strategy, mesh: Mesh, seed: int = 0) ->
     held = [_shares(value, dim, sharding, mesh, generator) for value, dim, sharding in zip(values, dims, strategy.operands, strict=True)]
     where = f"{node.format_node()} by {strategy} on {mesh}"
     try:
-        run = _local_run(node, strategy, mesh)
-        parts = [run([shares[rank] for shares in held], rank) for rank in range(mesh.size)]
+        run = _local_run(node, strategy, mesh, layout)
+        parts = [run([layout(shares[rank]) for shares in held], rank) for rank in range(mesh.size)]
     except Exception as error:
         return [f"{where}: the local op fails: {type(error).__name__}: {error}"]
     found: list[str] = []
@@ -189,7 +193,7 @@ def _twin(node: Node) -> Node:
     return twin
 
 
-def _local_run(node: Node, strategy: Strategy, mesh: Mesh) -> Callable[[Sequence[torch.Tensor], int], tuple[Any, ...]]:
+def _local_run(node: Node, strategy: Strategy, mesh: Mesh, layout: Layout) -> Callable[[Sequence[torch.Tensor], int], tuple[Any, ...]]:
     """The local form of `node` as a function of local operands and a rank."""
     if node.target is operator.getitem:
         return lambda shares, _: (shares[0],)
@@ -199,6 +203,9 @@ def _local_run(node: Node, strategy: Strategy, mesh: Mesh) -> Callable[[Sequence
         builder.placeholder(f"operand_{i}", sharding.local_shape(dims, mesh), _promoted(source.meta["val"].dtype))
         for i, (source, dims, sharding) in enumerate(zip(operands(node), operand_dims(node), strategy.operands, strict=True))
     ]
+    with builder.mode:
+        for operand in inputs:
+            operand.meta["val"] = layout(operand.meta["val"])
     result = localise(twin, strategy, tuple(inputs), builder, mesh)
     builder.graph.output(result)
     interpreter = Interpreter(torch.nn.Module(), graph=builder.graph)

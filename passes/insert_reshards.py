@@ -82,7 +82,7 @@ def _fitted(
     here = SHARDING[value][index]
     if here == target:
         return value
-    assert len(SHARDING[value]) == 1, f"{value} has several results; getitem names one before it is resharded"
+    assert isinstance(value.meta["val"], torch.Tensor), f"{value} gives a list or tuple; getitem names a result before it is resharded"
     phase = _phase_of(value, user)
     if (value, target, phase) not in made:
         origin = origins(here, wanted[value, phase], is_slice)[target]

@@ -52,11 +52,10 @@ class RandomShardings:
 
 
 def _is_reachable(node: Node, strategy: Strategy, chosen: dict[Node, Strategy]) -> bool:
-    """Whether every operand can be brought to what `strategy` needs; one result of several is read as it is."""
+    """Whether every operand can be brought to what `strategy` needs; what a getitem selects, be it the only result, is read as it is."""
     for operand, target in zip(operands(node), strategy.operands, strict=True):
         source = chosen[operand].results[operand_result(node, operand)]
-        several = len(chosen[operand].results) > 1
-        if (several and source != target) or not reachable(source, target):
+        if (node.target is operator.getitem and source != target) or not reachable(source, target):
             return False
     return True
 

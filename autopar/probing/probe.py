@@ -2,7 +2,8 @@
 
 A factor is claimed only when every way to cut it, down to single elements, contiguous or with strides, gives the parts of the
 whole result (or addends, or a maximum of it): for every set of values, every reading of the literals, and once more on larger
-operands. What draws random numbers, writes into its operands, keeps a state, or fails on small values has no rule: it runs
+operands. An operand is cut only where it must be: what is true of it whole is not claimed of its parts, be a dim of it as long as the
+others or not. What draws random numbers, writes into its operands, keeps a state, or fails on small values has no rule: it runs
 replicated. Linearity is never inferred: no number of samples tells `min(x, 1e9)` from `x`.
 """
 
@@ -93,6 +94,7 @@ def _factors(trials: Sequence[Trial]) -> list[Found]:
     claims = [Found(dims, outcome) for dims in _candidates(trials[0]) for outcome in _agreed(trials, dims)]
     # A label is reduced in one way.
     claims = [claim for claim in claims if len({outcome for outcome in claim.results if isinstance(outcome, str)}) < 2]
+    claims = [claim for claim in claims if not any(_says_with_less(other, claim) for other in claims)]
     claims.sort(key=lambda claim: (sum(isinstance(outcome, str) for outcome in claim.results), claim.operands.count(None)))
     taken: set[tuple[str, int, int]] = set()
     kept: list[Found] = []
@@ -103,6 +105,15 @@ def _factors(trials: Sequence[Trial]) -> list[Found]:
             kept.append(claim)
             taken |= dims
     return kept
+
+
+def _says_with_less(claim: Found, other: Found) -> bool:
+    """Whether `claim` leaves whole some of the operands that `other` cuts, and is `other` else.
+
+    Such an operand has a dim of the same size by chance, and values that do not show it, as counts that are all one.
+    """
+    same = all(mine in (None, theirs) for mine, theirs in zip(claim.operands, other.operands, strict=True))
+    return claim != other and same and claim.results == other.results
 
 
 def _candidates(trial: Trial) -> Iterator[tuple[int | None, ...]]:

@@ -37,7 +37,7 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Trial:
-    """One call on concrete `values`, and its `results`. Operands that hold integers may index: they are 0 and 1."""
+    """One call on concrete `values`, and its `results`. Operands that hold integers may index: no part has fewer than `smallest`."""
 
     target: Callable[..., Any]
     args: Any
@@ -86,8 +86,14 @@ def joined(parts: Sequence[torch.Tensor], dim: int, strided: bool) -> torch.Tens
 
 def small_trials(node: Node) -> tuple[Trial, ...]:
     """Several sets of values on small operands, for each reading of the literals; none for an op that fails or is not pure."""
-    sizes = _sized(node, 1)
-    return tuple(_trials(node, sizes, (_positive, _signed, _wide))) if _num_elements(node, sizes) <= _MAX_SMALL else ()
+    sizes, twice = _sized(node, 1), _sized(node, 2)
+    if _num_elements(node, sizes) > _MAX_SMALL:
+        return ()
+    trials = tuple(_trials(node, sizes, (_positive, _signed, _wide)))
+    # Integers may be counts as well, which 0 and 1 hardly show.
+    if trials and _has_integers(trials[0].values) and _num_elements(node, twice) <= _MAX_SMALL:
+        trials += tuple(_trials(node, twice, (_counting,)))
+    return trials
 
 
 def larger_trials(node: Node) -> tuple[Trial, ...]:
@@ -143,8 +149,12 @@ def _trial(node: Node, sizes: Mapping[int, int], literals: tuple[Any, Any], draw
             return None
         if any(here != sizes.get(int(size), here) for here, size in zip(result.shape, value.shape, strict=True)):
             return None
-    has_indices = any(not value.dtype.is_floating_point and value.dtype != torch.bool for value in values)
-    return Trial(call_of(node), args, kwargs, values, results, smallest=2 if has_indices else 1)
+    smallest = 1 if not _has_integers(values) else _UNIT if draw is _counting else 2
+    return Trial(call_of(node), args, kwargs, values, results, smallest)
+
+
+def _has_integers(values: Values) -> bool:
+    return any(not value.dtype.is_floating_point and value.dtype != torch.bool for value in values)
 
 
 def _mostly_undefined(results: Values) -> bool:
@@ -209,6 +219,13 @@ def _signed(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generat
 def _positive(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     drawn = _signed(shape, dtype, generator)
     return drawn.abs() + 0.25 if dtype.is_floating_point else drawn
+
+
+def _counting(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Integers up to the smallest size of a trial."""
+    drawn = _signed(shape, dtype, generator)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    return torch.randint(0, _UNIT, shape, generator=generator).to(dtype) if is_integer else drawn
 
 
 def _wide(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

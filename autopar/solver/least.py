@@ -7,6 +7,7 @@ any number of states for one reader each. Values with four or more readers, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from autopar.solver.tables import NO_WAY, Array, Transport
 
 # Up to so many entries a table of all combinations is faster than parts.
 _MAX_ENTRIES = 8192
+# An array may have no more dims.
+_MAX_PORTS = 32
 
 
 class Table:
@@ -100,5 +103,6 @@ class Parts:
 
 def least_of(transport: Transport, own: Sequence[Array]) -> Table | Parts:
     """`own`: per port the numbers of the states that it may have, in order."""
-    is_small = len(own) == 2 or np.prod([len(each) for each in own]) <= _MAX_ENTRIES
+    # Python's integers: those of an array wrap around, and 32 readers of 4 states each would be no combinations at all.
+    is_small = len(own) == 2 or (len(own) <= _MAX_PORTS and math.prod(map(len, own)) <= _MAX_ENTRIES)
     return Table(transport, own) if is_small else Parts(transport, own)

@@ -46,6 +46,16 @@ def test_every_node_gets_one_of_its_strategies_with_operands_that_can_be_had() -
         check(InsertReshards().apply(found))
 
 
+def test_the_only_result_of_an_op_that_gives_a_list_is_read_as_it_is() -> None:
+    """A recurrent layer of one direction unbinds a dim of size 1."""
+    start = with_atoms(traced(lambda x: [aten.exp.default(aten.unbind.int(x)[0])], torch.randn(1, 8, 12), mesh=MESH))
+    for seed in range(20):
+        found = InsertReshards().apply(RandomShardings(seed).apply(start, RandomShardings(seed).decide(start)))
+        check(found)
+        resharded = [operands(node)[0] for node in found.graph.nodes if node.target is reshard]
+        assert all(isinstance(node.meta["val"], Tensor) for node in resharded)
+
+
 def test_a_seed_is_a_plan() -> None:
     start = program()
     assert RandomShardings(3).decide(start) == RandomShardings(3).decide(program())

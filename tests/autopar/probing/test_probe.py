@@ -206,6 +206,31 @@ def test_no_claim_where_positions_or_counts_matter() -> None:
     assert found(counted, X, torch.empty(16, dtype=torch.int64)) == "a.b,.->a.b"
 
 
+def shares_of_bags(x: Tensor, bags: Tensor, counts: Tensor) -> Tensor:
+    """What the gradient of a bag's mean is to each of its words."""
+    return x[bags] / counts.clamp(min=1)[bags].unsqueeze(1)
+
+
+BAGS = torch.empty(6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("width", [8, 16])
+def test_dims_of_one_size_by_chance_do_not_walk_together(width: int) -> None:
+    """As many bags as features; counts that are 0 or 1 divide by nothing, and whatever part of them is read gives the same."""
+    counts = torch.empty(8, dtype=torch.int64)
+    assert found(shares_of_bags, torch.empty(8, width), BAGS, counts) == ".a,b,.->ba"
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_the_gradient_of_bags_reads_the_sizes_of_all_bags(mode: int) -> None:
+    """(gradient, indices, bag of each, sizes of bags, largest, number of weights, scaled, mode, sparse, weights, padding)"""
+    eight = torch.empty(8, dtype=torch.int64)
+    args = (torch.empty(8, 8), eight, eight, eight, eight, 8, False, mode, None, -1)
+    node = instance(torch.ops.aten._embedding_bag_dense_backward.default, *args)
+    rule = rule_of(node)
+    assert rule is not None and equation(rule) == ".a,b,b,.,.->.a" and prove(node) == []
+
+
 def mean_over_samples(x: Tensor) -> Tensor:
     return x.mean(0)
 

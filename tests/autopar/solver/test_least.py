@@ -69,3 +69,13 @@ def test_ports_know_the_states_that_are_left_alone() -> None:
     made = transport(1, np.array([[5.0, 4.0, 4.0, 3.0]] * 2))
     way = least_of(made, [np.array([0]), np.array([0, 3])])
     assert way.least([np.zeros(1), np.zeros(2)], 1).tolist() == [5.0, 3.0]
+
+
+@pytest.mark.parametrize(("num_readers", "num_states"), [(24, 4), (31, 4), (32, 4), (63, 2), (64, 2), (100, 1)])
+def test_a_value_that_many_read_has_no_table(num_readers: int, num_states: int) -> None:
+    """4 ** 32 is nothing in 64 bits, and arrays have at most 64 dims."""
+    made = transport(num_readers, np.array([[5.0, 4.0, 4.0, 3.0]] * 2))
+    own = [np.arange(2), *[np.arange(num_states)] * num_readers]
+    way = least_of(made, own)
+    zeros = [np.zeros(len(each)) for each in own]
+    assert isinstance(way, Parts) and all(np.isfinite(way.least(zeros, port)).all() for port in (0, 1, num_readers))
