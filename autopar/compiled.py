@@ -55,6 +55,7 @@ class Compiled:
     search    the result of the sharding search; None where a plan fixed every decision
     cost      the `CostModel` that priced it
     decide_again  `pins -> (program, decision, stages)`: the search with other pins, from the program before them on
+    keyed     a FORWARD program of `steps` with its draws keyed as those of `forward` are
     order     which stage runs which microbatch when; None where one microbatch runs through one stage
     stages    the `StageDecision`: where the forward is cut, and what each stage takes; None as above
     """
@@ -69,6 +70,7 @@ class Compiled:
     cost: Any = None
     decide_again: Callable[[Any], tuple[Program, Any, Any]] | None = None
     separated: Program | None = None
+    keyed: Callable[[Program], Program] | None = None
     order: PipelineSchedule | None = None
     stages: Any = None
 

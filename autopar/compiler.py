@@ -45,7 +45,8 @@ from autopar.passes.fuse_norms import FuseNorms
 from autopar.passes.fuse_projection import FuseProjection
 from autopar.passes.fuse_rotary import FuseRotary
 from autopar.passes.insert_reshards import InsertReshards
-from autopar.passes.key_random import KeyRandom
+from autopar.passes.key_captured import key_captured
+from autopar.passes.key_random import KeyRandom, number_sites
 from autopar.passes.lower import Lower
 from autopar.passes.mark_pinned import MarkPinned
 from autopar.passes.mark_saved import MarkSaved
@@ -291,7 +292,7 @@ def compile_call(
     observers = (Checker(), Log(), history)
     start = time.perf_counter()
     forward = capture(model, args, kwargs, mesh, options.outputs, dims)
-    forward = replace(forward, freedom=options.freedom)
+    forward = number_sites(replace(forward, freedom=options.freedom))
     seconds = time.perf_counter() - start
     passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, order)
     last = run_passes(forward, passes, observers, seconds)
@@ -319,6 +320,7 @@ def compile_call(
         search=decision,
         cost=cost,
         decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model), order),
+        keyed=key_captured,
         order=order,
         stages=stages,
     )

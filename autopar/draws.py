@@ -58,6 +58,10 @@ class Draws:
         ]
         self._num_taken = 0
 
+    def begin(self, site: int) -> None:
+        """The next draws are those of site number `site` on."""
+        self._num_taken = site
+
     def bits(self, emit: Emitter, shape: Sequence[int]) -> Node:
         """Integers in [0, 2**32) of `shape`, int64, from the next site."""
         first, second, lead = self._site(emit, shape)
@@ -74,6 +78,19 @@ class Draws:
         first, second, lead = self._site(emit, shape)
         rows = _linear_index(emit, first, (*shape[:-1], 1), range(lead, len(shape) - 1), inner=shape[-1])
         return rows, second, emit.call(aten.arange.default, shape[-1], device=torch.device("cpu"))
+
+    def strided_positions(
+        self, emit: Emitter, shape: Sequence[int], strides: Sequence[Sequence[tuple[int, int]]]
+    ) -> tuple[Node, Node, Node]:
+        """As `positions`, in another order: see `Site`. Of at most 2**32 positions."""
+        assert math.prod(shape) <= _MOST_POSITIONS, shape
+        first, second, _ = self._site(emit, shape)
+        *rows, columns = (_strided_index(emit, parts) for parts in strides)
+        total = first
+        for dim, index in enumerate(rows):
+            sizes = [shape[dim] if other == dim else 1 for other in range(len(shape))]
+            total = emit.call(aten.add.Tensor, total, emit.call(aten.view.default, index, sizes))
+        return total, second, columns
 
     def mask(self, emit: Emitter, shape: Sequence[int], probability: float) -> Node:
         """Bools of `shape`, true with `probability` (to 2**-32)."""
@@ -152,6 +169,16 @@ def _linear_index(emit: Emitter, start: Node | None, shape: Sequence[int], dims:
     if total is None:
         return emit.call(aten.zeros.default, [1] * len(shape), dtype=torch.int64, device=torch.device("cpu"))
     return total if tensor_of(total).ndim == len(shape) else emit.call(aten.view.default, total, [1] * len(shape))
+
+
+def _strided_index(emit: Emitter, parts: Sequence[tuple[int, int]]) -> Node:
+    """The sum over `parts`, (size, stride) outermost first, of index times stride: one dim."""
+    total = emit.call(aten.zeros.default, [1] * max(len(parts), 1), dtype=torch.int64, device=torch.device("cpu"))
+    for place, (size, stride) in enumerate(parts):
+        index = emit.call(aten.mul.Tensor, emit.call(aten.arange.default, size, device=torch.device("cpu")), stride)
+        sizes = [size if other == place else 1 for other in range(len(parts))]
+        total = emit.call(aten.add.Tensor, total, emit.call(aten.view.default, index, sizes))
+    return emit.call(aten.reshape.default, total, [-1])
 
 
 def _stir(emit: Emitter, value: Node, factor: int) -> Node:

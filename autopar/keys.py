@@ -49,6 +49,18 @@ class Source:
         return f"{place} in {self.module}" if self.module else place
 
 
+@dataclass(frozen=True)
+class Site:
+    """Which draws a random op takes: the first stream of its own, by `number`.
+
+    A position of its draws is the linear index; with `strides`, the sum over all dims of index times stride. A dim is (size, stride) of
+    each of its parts, outermost first: attention draws in the order of the dropout that it was made of.
+    """
+
+    number: int
+    strides: tuple[tuple[tuple[int, int], ...], ...] | None = None
+
+
 PHASE: Key[Phase] = Key("phase")
 SOURCE: Key[Source] = Key("source")
 # One entry per result of the node: a plain tensor node has one, `native_layer_norm` three.
@@ -61,3 +73,5 @@ SHARDING: Key[tuple[Sharding, ...]] = Key("sharding")
 STAGE: Key[int] = Key("stage")
 # LOCAL form only: the name of the GLOBAL node whose value this one holds a part of.
 ORIGIN: Key[str] = Key("origin")
+# FORWARD form only, of an op that draws: set before anything is rewritten, so that rewrites change no draw.
+SITE: Key[Site] = Key("site")

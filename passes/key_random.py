@@ -18,7 +18,7 @@ from autopar.draws import MOST_INTEGERS, Draws
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.errors import CaptureError
 from autopar.kernels.attention import attention
-from autopar.keys import SOURCE
+from autopar.keys import SITE, SOURCE, Site
 from autopar.program import Input, Program
 from autopar.rules.labels import argument
 
@@ -37,7 +37,7 @@ class KeyRandom:
     Reads: a FORWARD program; attention's dropout as `UnifyAttention` and `FuseAttention` leave it.
     Writes: plain ATen ops in the place of random ones; positions and words into attention, which draws by itself; and, if anything
         is drawn, one more input, the last, of kind "random_key": int64, 0-d, in [0, 2**62), mixed from seed and step by
-        `autopar.random_key`. Sites are numbered in graph order.
+        `autopar.random_key`. Sites have the numbers that `number_sites` gave them; those without one follow, in graph order.
     Ensures: no op draws from a generator. Dropout in evaluation, or of probability 0, is gone. Raises `CaptureError` naming every
         random op that cannot be keyed.
     """
@@ -53,12 +53,34 @@ class KeyRandom:
         if not sites:
             return program
         program, key = _with_random_key(program)
-        draws = Draws(program.graph, key, sum(_SITES[node.target].num_streams for node in sites))
+        numbers = _numbers(sites)
+        draws = Draws(program.graph, key, max(number + _SITES[node.target].num_streams for node, number in numbers.items()))
         for node in sites:
             site, emit = _SITES[node.target], Emitter(program.graph, before=node)
+            draws.begin(numbers[node])
             by = site.lower(draws, emit, node)
             _replace(node, emit.call(aten.copy_.default, node.args[0], by) if site.in_place else by)
         return program
+
+
+def number_sites(program: Program) -> Program:
+    """`program`, as it was captured, with a SITE on every op that draws: its number is its own, whatever is fused later."""
+    drawing = [node for node in program.graph.nodes if _is_random(node) and (node.target not in _DROPOUTS_AND_ALPHA or _drops(node))]
+    number = 0
+    for node in drawing:
+        SITE[node] = Site(number)
+        number += _SITES[node.target].num_streams if node.target in _SITES else 1
+    return program
+
+
+def _numbers(sites: Sequence[Node]) -> dict[Node, int]:
+    known = {node: SITE[node].number for node in sites if node in SITE}
+    following = max((number + _SITES[node.target].num_streams for node, number in known.items()), default=0)
+    numbers: dict[Node, int] = {}
+    for node in sites:
+        numbers[node] = known.get(node, following)
+        following += 0 if node in known else _SITES[node.target].num_streams
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -163,7 +185,9 @@ def _feature_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
 
 def _attention(draws: Draws, emit: Emitter, node: Node) -> Node:
     query, key = tensor_of(node.args[0]), tensor_of(node.args[1])
-    positions = draws.positions(emit, [*query.shape[:3], key.shape[2]])
+    shape, site = [*query.shape[:3], key.shape[2]], SITE.get(node)
+    strided = site is not None and site.strides is not None
+    positions = draws.strided_positions(emit, shape, site.strides) if strided else draws.positions(emit, shape)  # type: ignore[union-attr]
     return emit.call(attention, *node.args[: _DRAWS.start], *positions, **node.kwargs)
 
 

@@ -17,6 +17,7 @@ from autopar.constants import Constants
 from autopar.differentiable import differentiable
 from autopar.emit import Emitter, replace, tensor_of
 from autopar.kernels.attention import attention
+from autopar.keys import SITE, Site
 from autopar.mesh import MICROBATCHES, Mesh, parent
 from autopar.overwrites import memory_of, overwritten, sources_of, writers_of, written_by
 from autopar.passes.attention_forms.layout import Labels, broadcast_to, flat
@@ -47,12 +48,12 @@ class UnifyAttention:
         trained, constants, writers = differentiable(program), Constants(program), writers_of(program.graph)
         for node in list(program.graph.nodes):
             if node.target is aten.scaled_dot_product_attention.default:
-                emit, call = Emitter(program.graph, before=node), _Call.of(*node.args, **node.kwargs)
+                emit, call = Emitter(program.graph, before=node), AttentionCall.of(node)
                 fused = call.mask not in trained and _has_groups(call)
                 # What a mask says is read from what made it: nothing of that may have been written since.
                 said = _Said.by(emit, call, constants, node, writers, _has_heads_for(program.mesh, call)) if fused else _Said(call.mask)
                 _reshape_views(node)
-                by = _fused(emit, call, said) if fused else _plain(emit, call)
+                by = _fused(emit, call, said) if fused else plain_attention(emit, call)
                 # The op keeps its output for the backward.
                 is_written = any(memory_of(written_by(writer)) is node for writer in writers)
                 replace(node, emit.call(aten.clone.default, by) if is_written else by)
@@ -60,7 +61,9 @@ class UnifyAttention:
 
 
 @dataclass(frozen=True)
-class _Call:
+class AttentionCall:
+    """The arguments of a `scaled_dot_product_attention`, and where it draws."""
+
     query: Node
     key: Node
     value: Node
@@ -69,9 +72,15 @@ class _Call:
     is_causal: bool
     scale: float
     is_grouped: bool
+    site: Site | None
 
     @staticmethod
-    def of(
+    def of(node: Node) -> AttentionCall:
+        return AttentionCall._of(SITE.get(node), *node.args, **node.kwargs)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _of(
+        site: Site | None,
         query: Node,
         key: Node,
         value: Node,
@@ -81,9 +90,9 @@ class _Call:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> _Call:
+    ) -> AttentionCall:
         scale = 1.0 / math.sqrt(tensor_of(query).shape[-1]) if scale is None else scale
-        return _Call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, site)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -97,14 +106,14 @@ class _Call:
         return torch.broadcast_shapes(*(shape[:-3] for shape in self.shapes))
 
 
-def _has_groups(call: _Call) -> bool:
+def _has_groups(call: AttentionCall) -> bool:
     """Whether query heads map onto key heads in equal runs, and key and value have the same heads."""
     query, key, value = call.shapes
     same = key[-3] == value[-3]
     return same and (query[-3] == key[-3] or key[-3] == 1 or (call.is_grouped and query[-3] % key[-3] == 0))
 
 
-def _has_heads_for(mesh: Mesh, call: _Call) -> bool:
+def _has_heads_for(mesh: Mesh, call: AttentionCall) -> bool:
     """Whether there is a head for each rank along the axes that do not split the batch."""
     ranks = mesh.size_of([axis for axis in mesh.names if parent(axis) not in ("dp", "pp", MICROBATCHES)])
     return call.shapes[0][-3] >= ranks
@@ -120,7 +129,7 @@ class _Said:
     documents: tuple[Node | None, Node | None] = (None, None)
 
     @staticmethod
-    def by(emit: Emitter, call: _Call, constants: Constants, node: Node, writers: Sequence[Node], may_flag: bool) -> _Said:
+    def by(emit: Emitter, call: AttentionCall, constants: Constants, node: Node, writers: Sequence[Node], may_flag: bool) -> _Said:
         """What the mask of the call at `node` says; with flags where it `may_flag` them."""
         if call.mask is None:
             return _Said(None)
@@ -140,7 +149,7 @@ class _Said:
         return _Said(attended(emit, found.attends, scores, labels), found.is_causal, found.window, documents)
 
 
-def _fused(emit: Emitter, call: _Call, said: _Said) -> Node:
+def _fused(emit: Emitter, call: AttentionCall, said: _Said) -> Node:
     (query_shape, key_shape, value_shape), batch = call.shapes, call.batch
     query, key, value = (
         _merged(emit, node, shape, batch)
@@ -149,10 +158,16 @@ def _fused(emit: Emitter, call: _Call, said: _Said) -> Node:
     options = {"is_causal": call.is_causal or said.is_causal, "scale": call.scale, "soft_cap": 0.0, "window": said.window}
     options |= {**dropout_options(call.dropout), "implementation": "triton"}
     result = emit.call(attention, query, key, value, said.mask, *said.documents, None, None, None, **options)
+    _note_site(result, call)
     out = emit.call(operator.getitem, result, 0)
     shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))
     wanted = [*shape, *tensor_of(call.query).shape[-3:-1], value_shape[-1]]
     return out if list(tensor_of(out).shape) == wanted else emit.call(aten.reshape.default, out, wanted)
+
+
+def _note_site(node: Node, call: AttentionCall) -> None:
+    if call.site is not None:
+        SITE[node] = call.site
 
 
 def _four_dims(shape: Sequence[int]) -> tuple[int, ...]:
@@ -182,7 +197,7 @@ def _merged_mask(emit: Emitter, mask: Node, num_dims: int, batch: Sequence[int])
     return _merged(emit, mask, shape, batch)
 
 
-def _plain(emit: Emitter, call: _Call) -> Node:
+def plain_attention(emit: Emitter, call: AttentionCall) -> Node:
     """Attention in plain ops, in float32 for 16-bit operands as torch's own."""
     dtype = tensor_of(call.query).dtype
     exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
@@ -197,6 +212,7 @@ def _plain(emit: Emitter, call: _Call) -> Node:
     probabilities = emit.call(aten._safe_softmax.default, scores, -1)
     if call.dropout > 0.0:
         probabilities = emit.call(aten.dropout.default, probabilities, call.dropout, True)
+        _note_site(probabilities, call)
     return emit.cast(emit.call(aten.matmul.default, probabilities, value), dtype)
 
 

@@ -135,7 +135,7 @@ class _Chain:
 
     def _reference(self, model: nn.Module, inputs: CallInputs) -> Results:
         if self.is_random:
-            return run_forward(self.compiled.forward, self.case, self.training)
+            return run_forward(self._captured(), self.case, self.training)
         values = {id(value): self.case.state[name] for name, value in _named(model).items()}
         copied = copy_model(model, values, promoted=self.promoted)
         args, kwargs = inputs.call(lambda index, tensor: self.case.leaves[index].clone())
@@ -144,6 +144,15 @@ class _Chain:
             if self.promoted:
                 stack.enter_context(Promoting())
             return run_original(copied, args, kwargs, self.compiled.forward.signature, self.case, self.training)
+
+    def _captured(self) -> Program:
+        """The program as it was captured, its draws keyed and nothing else rewritten; where that is not known, the last of FORWARD."""
+        forward = self.compiled.forward
+        if self.compiled.keyed is None or not self.steps:
+            return forward
+        captured = self._own(self.steps[0].program)
+        # Of a pipeline the loss alone is differentiated.
+        return replace(captured, signature=replace(captured.signature, outputs=forward.signature.outputs))
 
     def report(self, difference: Difference | None) -> Report:
         return Report(
@@ -177,7 +186,7 @@ class _Chain:
     def compare_programs(self) -> Difference | None:
         """Compare FORWARD, GLOBAL and LOCAL with the reference; the first that differs is looked into."""
         compiled = self.compiled
-        if not self.is_random and not self.agrees(run_forward(compiled.forward, self.case, self.training)):
+        if not self.agrees(run_forward(compiled.forward, self.case, self.training)):
             return self._made_before(compiled.forward, "capture and forward passes")
         watcher = Watcher(compiled.program, compiled.local, self.case, self.tolerance)
         local, failure = self._local(watcher)
@@ -222,6 +231,9 @@ class _Chain:
         return high
 
     def _own(self, program: Program) -> Program:
+        """A recorded program as it is compared: its draws keyed, and promoted as all else."""
+        if self.compiled.keyed is not None and self.is_random and program.form is Form.FORWARD:
+            program = self.compiled.keyed(program)
         return promote(program) if self.promoted else program
 
     def _run(self, program: Program) -> Results:

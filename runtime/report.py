@@ -77,7 +77,9 @@ class Report:
         how = "promoted to float64" if self.promoted else "in the model's own precision" + (f", {name} in part" if is_rounded else "")
         lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
         if self.reference == "forward program":
-            lines.append("  (the program draws random numbers, which are keyed by position and not eager's: compared on one device)")
+            lines.append(
+                "  (it draws random numbers, keyed by position, not eager's: compared with the program as it was captured, on one device)"
+            )
         if self.num_detached:
             outputs = f"{self.num_detached} other output{'s' if self.num_detached > 1 else ''}"
             lines.append(f"  (gradients are those of the loss alone: a pipeline refuses a backward through {outputs}, compared by value)")

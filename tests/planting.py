@@ -25,6 +25,8 @@ from autopar.hardware.cluster import Cluster
 from autopar.manager import History, run_passes
 from autopar.mesh import virtual_mesh
 from autopar.passes.cut_fragments import cut_fragments
+from autopar.passes.key_captured import key_captured
+from autopar.passes.key_random import number_sites
 from autopar.plans.pins import Pins
 from autopar.program import Form, Program
 from autopar.runtime.chain import verify_compiled
@@ -72,9 +74,9 @@ def compile_tiny(dropout: float = 0.0, faulty: Any = None, after: type | None = 
     passes: list[Any] = []
     for each in default_passes(Options(Cluster.ideal(), pins=MEGATRON, kernels="off"), True, None):
         passes += [each, faulty] if after is not None and isinstance(each, after) else [each]
-    local = run_passes(capture(model(dropout), (), dict(batch()), MESH), passes, [history])
+    local = run_passes(number_sites(capture(model(dropout), (), dict(batch()), MESH)), passes, [history])
     last = {step.program.form: step.program for step in history.steps}
-    return Compiled(last[Form.FORWARD], last[Form.GLOBAL], local, (cut_fragments(local),), steps=tuple(history.steps))
+    return Compiled(last[Form.FORWARD], last[Form.GLOBAL], local, (cut_fragments(local),), steps=tuple(history.steps), keyed=key_captured)
 
 
 def verified(compiled: Compiled, dropout: float = 0.0) -> Report:

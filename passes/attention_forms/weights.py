@@ -27,13 +27,15 @@ _ZEROING = (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
 class Weights:
     """scale · dropout(softmax), the softmax's result carrying `layout`.
 
-    `zeroed` are conditions under which a weight becomes 0; with `safe` rows that attend to nothing do.
+    `zeroed` are conditions under which a weight becomes 0; with `safe` rows that attend to nothing do. `dropped` is the node that drops
+    some, with the layout of its value.
     """
 
     softmax: Softmax
     layout: Layout
     scale: float = 1.0
     dropout: float = 0.0
+    dropped: tuple[Node, Layout] | None = None
     safe: bool = False
     zeroed: list[Node] = field(default_factory=list)
     interior: set[Node] = field(default_factory=set)
@@ -59,7 +61,7 @@ def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constan
         return _nothing_like_weights(node)
     found = weights_above(*inner, labels, constants)
     if found is not None:
-        _apply(node, found, constants)
+        _apply(node, layout, found, constants)
         found.interior.add(node)
         found.dtypes.add(tensor_of(node).dtype)
     return found
@@ -77,12 +79,12 @@ def _same_layout(node: Node, layout: Layout, constants: Constants) -> tuple[Node
     return None
 
 
-def _apply(node: Node, weights: Weights, constants: Constants) -> None:
+def _apply(node: Node, layout: Layout, weights: Weights, constants: Constants) -> None:
     """Note what `node` does to the weights below it."""
     if node.target in DROPOUTS and node.args[2] and float_at(node, 1) > 0.0:
         if weights.dropout:
             raise Refused("there are two dropouts on the probabilities")
-        weights.dropout = float_at(node, 1)
+        weights.dropout, weights.dropped = float_at(node, 1), (node, layout)
     elif node.target in PRODUCTS or node.target in QUOTIENTS:
         number = next(found for item in reversed(node.args[:2]) if (found := constants.number(item)) is not None)
         weights.scale *= number if node.target in PRODUCTS else 1.0 / number

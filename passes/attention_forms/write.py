@@ -10,9 +10,10 @@ from torch.fx import Node
 
 from autopar.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.kernels.attention import attention
+from autopar.keys import SITE, Site
 from autopar.overwrites import memory_of, writers_of, written_by
 from autopar.passes.attention_forms.arrange import arranged, broadcast_layout
-from autopar.passes.attention_forms.layout import Labels, Layout
+from autopar.passes.attention_forms.layout import Labels, Layout, flat
 from autopar.passes.attention_forms.match import Match
 from autopar.passes.attention_forms.origins import Origin
 from autopar.passes.attention_forms.scores import Added, Filled
@@ -47,6 +48,7 @@ class _Writer:
             "implementation": "triton",
         }
         result = emit.call(attention, query, key, value, mask, *self._documents(), None, None, None, **options)
+        self._note_site(result)
         out = self._beside_the_sink(emit.call(operator.getitem, result, 0), result)
         out = arranged(emit, out, found.out_layout, found.layout, self.labels)
         if found.weights.scale != 1.0:
@@ -62,6 +64,22 @@ class _Writer:
             if not node.users:
                 node.graph.erase_node(node)
         lay_out_anew(out)
+
+    def _note_site(self, result: Node) -> None:
+        """The op draws what the dropout would have drawn, position by position."""
+        if self.found.weights.dropped is None:
+            return
+        node, layout = self.found.weights.dropped
+        if (site := SITE.get(node)) is None:
+            return
+        order, wanted = self.labels.resolved(flat(layout)), self.labels.layout(self._scores())
+        if order != flat(wanted):
+            strides, stride = dict[int, int](), 1
+            for label in reversed(order):
+                strides[label], stride = stride, stride * self.labels.size([label])
+            # What the dropout's value does not vary along, its mask does not.
+            site = Site(site.number, tuple(tuple((self.labels.size([each]), strides.get(each, 0)) for each in dim) for dim in wanted))
+        SITE[result] = site
 
     def _operand(self, origin: Origin, wanted: Layout) -> Node:
         return self.emit.cast(arranged(self.emit, origin.node, origin.layout, wanted, self.labels), self.found.dtype)

@@ -209,8 +209,9 @@ def _same_site_twice(program: Program) -> str:
     return selects[2].name
 
 
-def test_verify_names_a_faulty_forward_pass() -> None:
-    report = verified(compile_tiny(faulty=Faulty(_mean_over_all_labels), after=DecomposeLosses))
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_verify_names_a_faulty_forward_pass(dropout: float) -> None:
+    report = verified(compile_tiny(dropout, Faulty(_mean_over_all_labels), DecomposeLosses), dropout)
     assert not report and report.first_difference is not None and report.loss_error > 0.1
     assert report.first_difference.made_by == "faulty" and report.first_difference.node.startswith("div"), str(report)
 
