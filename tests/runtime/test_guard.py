@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -172,6 +173,23 @@ def test_values_of_parameters_and_buffers_are_no_change() -> None:
     was = guard.trainable()
     model.blocks[0].fc.weight.requires_grad_(False)
     assert guard.state() == 0 and guard.trainable() != was
+
+
+def test_what_is_around_a_model_is_no_setting_of_it() -> None:
+    class Trainer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model, self.step = model, 0
+
+    model = Model()
+    model.trainer, model.samples = Trainer(model), [[SimpleNamespace(number=[i, j])] * 100 for i in range(100) for j in range(100)]
+    guard = guard_of(model)
+    start = time.perf_counter()
+    for _ in range(3):
+        model.trainer.step += 1
+        assert guard.state() == 0
+    assert time.perf_counter() - start < 1
+    model.trainer = Trainer(model)
+    assert guard.state() == 1
 
 
 def test_what_forward_writes_is_no_change() -> None:
