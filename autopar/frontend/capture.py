@@ -23,7 +23,7 @@ from autopar._torch import checkpoints_called, constraints_unchecked, fake_mode,
 from autopar.caches import caches_kept_clean
 from autopar.compiled import TENSOR
 from autopar.errors import CaptureError
-from autopar.frontend.attributes import attributes_kept, numbers_of
+from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.exported import forward_program
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
@@ -85,9 +85,9 @@ def capture(
     args, kwargs = _distinct_examples(model, args, kwargs)
     with attributes_kept(model), backward_hooks_apart(model):
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean():
-            numbers = numbers_of(model)
+            numbers, hooks = numbers_of(model), num_hooks(model)
             spec = _output_spec(model, args, kwargs)
-            warn_of_frozen(numbers, numbers_of(model))
+            warn_of_frozen(numbers, numbers_of(model), but_flags=num_hooks(model) > hooks)
         loss = None if outputs == "all" else spec.loss
         if outputs == "loss" and loss is None:
             raise CaptureError(

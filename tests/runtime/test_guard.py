@@ -212,6 +212,25 @@ def test_what_forward_writes_is_no_change() -> None:
     assert model.calls == 3 and len(parallel._captures) == 1
 
 
+def test_a_flag_that_forward_sets_is_said_and_a_run_of_the_model_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.is_started = nn.Linear(WIDTH, WIDTH), False
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            factor = 1.0 if self.is_started else 5.0
+            self.is_started = True
+            return factor * (self.fc(x) - y).square().mean()
+
+    model = Lazy().double()
+    parallel = compiled(model)
+    first = check_step(parallel, model)
+    assert "forward changes numbers or flags on its modules" in caplog.text and "is_started (False → True)" in caplog.text
+    model(*batch())
+    assert check_step(parallel, model) == pytest.approx(first / 5) and len(parallel._captures) == 2
+
+
 def test_a_call_computes_what_the_changed_model_computes(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Model().double()
