@@ -1,7 +1,8 @@
 """The settings of a model: all that a program is made of besides the values of tensors, by path.
 
 Two models with equal entries give one program. Entries compare contents, so that a dropout of 0.1 replaced by another
-dropout of 0.1 is no change; what cannot be looked into (a function, an object of torch's) is compared by identity.
+dropout of 0.1 is no change. Containers are looked into, and objects that hold settings (a `config`); what else there is, a
+function, an object of torch's or one that holds such (a trainer), is compared by identity.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 MAX_ITEMS = 2000  # of a container; a longer one (a vocabulary) is compared by identity
+MAX_VALUES = 20_000  # in containers and objects in all; what comes after them is compared by identity
 MAX_DEPTH = 8
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.device, torch.Size, slice, range)
 _CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.Tensor, nn.Module, Enum)
@@ -136,6 +138,7 @@ class _Walk:
         self.tensors: list[torch.Tensor] = []
         self.constants: list[torch.Tensor] = []
         self._left_out = left_out
+        self._num_values = 0
         self._seen: dict[int, str] = {}
 
     def module(self, path: str, module: nn.Module) -> None:
@@ -184,11 +187,12 @@ class _Walk:
         kind = type(value)
         if kind in _PLAIN:
             self.entries[path] = (kind, repr(value))
-        elif self._is_closed(value) or depth > MAX_DEPTH:
+        elif depth > MAX_DEPTH or self._num_values > MAX_VALUES or self._is_closed(value):
             self.entries[path] = self._constant(value) if isinstance(value, torch.Tensor) else Same(value)
         elif kind in (tuple, frozenset) or not self._is_known(path, value):
             self.entries[path] = Same(kind)
             for key, each in self._contents(value):
+                self._num_values += 1
                 self._value(f"{path}{key}", each, depth + 1)
 
     def _is_known(self, path: str, value: Any) -> bool:
@@ -208,7 +212,8 @@ class _Walk:
             return True
         kind = type(value)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        return name not in _OPEN_CLASSES and kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
+        is_foreign = name not in _OPEN_CLASSES and kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
+        return is_foreign or any(map(_is_machinery, vars(value).values()))
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """A tensor that is no buffer: its values are in the program."""
@@ -228,6 +233,12 @@ class _Walk:
         if hasattr(value, "__dict__"):
             self.collections += [vars(value), vars(value).values()]
             yield from ((f".{name}", each) for name, each in vars(value).items())
+
+
+def _is_machinery(value: Any) -> bool:
+    """Whether the object that holds it is no bag of settings: a trainer holds a model, an optimizer, a loader."""
+    is_torchs = type(value).__module__.partition(".")[0] == "torch" and not isinstance(value, (torch.dtype, torch.device, torch.Size))
+    return is_torchs or isinstance(value, nn.Module)
 
 
 def _join(path: str, name: str) -> str:

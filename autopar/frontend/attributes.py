@@ -53,21 +53,28 @@ def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[set[
 
 
 def numbers_of(model: nn.Module) -> dict[str, float]:
-    """The plain numbers that modules hold as attributes, by path."""
+    """The plain numbers and flags that modules hold as attributes, by path."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        if isinstance(value, (int, float))
     }
 
 
+def num_hooks(model: nn.Module) -> int:
+    return sum(len(vars(module)[name]) for module in model.modules() for name in _HOOKS)
+
+
 def _written(attributes: dict[str, Any], before: dict[str, Any], contents: list[tuple[Any, Any]]) -> set[str]:
-    """The names that hold another value than before, or a container of other contents; hooks and what torch keeps apart are none."""
+    """The names that hold another value than before, or a container of other contents; hooks and what torch keeps apart are none.
+
+    Nor are flags: a forward that has run once may be another one (a lazy initialisation), and is so for good.
+    """
     old = {id(container): content for container, content in contents}
     found = {name for name in {**before, **attributes} if attributes.get(name, old) is not before.get(name, old)}
     found |= {name for name, value in before.items() if id(value) in old and _items(value) != _items(old[id(value)])}
-    return found - set(vars(nn.Module()))
+    return {name for name in found if not isinstance(before.get(name), bool)} - set(vars(nn.Module()))
 
 
 def _items(container: Any) -> list[int]:

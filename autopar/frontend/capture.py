@@ -19,7 +19,7 @@ from torch import nn
 from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, fake_mode, pytree
 from autopar.caches import caches_kept_clean
 from autopar.errors import CaptureError
-from autopar.frontend.attributes import attributes_kept, numbers_of
+from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
@@ -75,10 +75,10 @@ def capture(
     args, kwargs = _distinct_examples(model, args, kwargs)
     with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted():
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean(), asserts_assumed():
-            numbers = numbers_of(model)
+            numbers, hooks = numbers_of(model), num_hooks(model)
             # What has no batch dim is not put together again from what several microbatches make.
             spec = _output_spec(model, args, kwargs, _batch_size(args, kwargs, batch_dims) if mesh.num_microbatches > 1 else None)
-            warn_of_frozen(numbers, numbers_of(model))
+            warn_of_frozen(numbers, numbers_of(model), but_flags=num_hooks(model) > hooks)
         if outputs == "loss" and spec.loss_index is None:
             raise CaptureError(
                 'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"], nor a tuple with exactly one '

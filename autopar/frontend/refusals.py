@@ -120,12 +120,17 @@ def backward_hooks_apart(model: nn.Module) -> Generator[None]:
             vars(module)[kind] = kept
 
 
-def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float]) -> None:
-    """Numbers that forward changes on its modules (a counter of calls) are in the program what they were when it was captured."""
-    changed = [f"{name} ({before[name]:g} → {value:g})" for name, value in after.items() if name in before and before[name] != value]
+def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float], but_flags: bool) -> None:
+    """Numbers and flags that forward changes on its modules (a counter of calls) are in the program what they were when it was captured.
+
+    `but_flags` where hooks were installed, which flags tell of: they stay for the capture.
+    """
+    names = [name for name, value in after.items() if name in before and before[name] != value]
+    changed = [f"{name} ({before[name]} → {after[name]})" for name in names if not (but_flags and isinstance(after[name], bool))]
     if changed:
         logger.warning(
-            "forward changes numbers on its modules, which the captured program has as they were: %s; where they matter, make them buffers",
+            "forward changes numbers or flags on its modules, which the captured program has as they were: %s; where they matter, make "
+            "numbers buffers, and call the original model once for flags before it is compiled",
             ", ".join(changed),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -174,6 +175,23 @@ def test_values_of_parameters_and_buffers_are_no_change() -> None:
     assert guard.state() == 0 and guard.trainable() != was
 
 
+def test_what_is_around_a_model_is_no_setting_of_it() -> None:
+    class Trainer:
+        def __init__(self, model: nn.Module) -> None:
+            self.model, self.step = model, 0
+
+    model = Model()
+    model.trainer, model.samples = Trainer(model), [[SimpleNamespace(number=[i, j])] * 100 for i in range(100) for j in range(100)]
+    guard = guard_of(model)
+    start = time.perf_counter()
+    for _ in range(3):
+        model.trainer.step += 1
+        assert guard.state() == 0
+    assert time.perf_counter() - start < 1
+    model.trainer = Trainer(model)
+    assert guard.state() == 1
+
+
 def test_what_forward_writes_is_no_change() -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
@@ -192,6 +210,25 @@ def test_what_forward_writes_is_no_change() -> None:
         check_step(parallel, model)
         model(*batch())
     assert model.calls == 3 and len(parallel._captures) == 1
+
+
+def test_a_flag_that_forward_sets_is_said_and_a_run_of_the_model_is_seen(caplog: pytest.LogCaptureFixture) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.is_started = nn.Linear(WIDTH, WIDTH), False
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            factor = 1.0 if self.is_started else 5.0
+            self.is_started = True
+            return factor * (self.fc(x) - y).square().mean()
+
+    model = Lazy().double()
+    parallel = compiled(model)
+    first = check_step(parallel, model)
+    assert "forward changes numbers or flags on its modules" in caplog.text and "is_started (False → True)" in caplog.text
+    model(*batch())
+    assert check_step(parallel, model) == pytest.approx(first / 5) and len(parallel._captures) == 2
 
 
 def test_a_call_computes_what_the_changed_model_computes(caplog: pytest.LogCaptureFixture) -> None:

@@ -60,3 +60,13 @@ def test_flags_without_hooks_are_given_back() -> None:
     with attributes_kept(model, but_hooks=True):
         model.installed = True
     assert not model.installed
+
+
+def test_what_was_written_is_named() -> None:
+    model = nn.Sequential(Writer(hooks=True), nn.Linear(4, 4))
+    with attributes_kept(model, but_hooks=True) as written:
+        model(torch.ones(2, 4))
+    assert written == {"0.count", "0.seen", "0.table", "0.cached"}
+    with attributes_kept(model) as written:
+        model[1](torch.ones(2, 4))
+    assert not written
