@@ -15,6 +15,16 @@ def careful(layer: Layer, x: Tensor) -> Tensor:
     return y.square().mean()
 
 
+def negated(layer: Layer, x: Tensor) -> Tensor:
+    assert not x.isnan().any(), "x is not a number"
+    return layer.linear(x).sum()
+
+
+def telling(layer: Layer, x: Tensor) -> Tensor:
+    assert x.isfinite().all(), f"x is {x}"
+    return layer.linear(x).sum()
+
+
 class Careful(nn.Module):
     """Asserts something of its inputs, of what two layers make of them, and of a distribution."""
 

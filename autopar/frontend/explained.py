@@ -24,14 +24,15 @@ _LOUD = ("torch._subclasses.fake_tensor", "torch.export._trace", "torch._dynamo.
 
 @dataclass(frozen=True)
 class _Fault:
-    """`words`, any of which is in what torch says or in the line that it says it of, and what they stand for."""
+    """`words`, any of which is in what torch says or in the line that it says it of, and so is any of `also`, and what they stand for."""
 
     words: tuple[str, ...]
     what: str
     mend: str
+    also: tuple[str, ...] = ("",)
 
     def fits(self, text: str) -> bool:
-        return any(word.lower() in text.lower() for word in self.words)
+        return all(any(word.lower() in text.lower() for word in words) for words in (self.words, self.also))
 
 
 _SIZES = "the size of a result depends on values"
@@ -112,6 +113,18 @@ _FAULTS = (
         "write the derivative out, compare outputs at two inputs, (f(x + h * v) - f(x)) / h, or take that gradient outside of forward",
     ),
     _Fault(
+        ("assert ",),
+        "this assert cannot be kept for the run: its text, or more of its condition than one tensor, reads a value",
+        "write `assert (...).all()` with a constant text: `assert (~bad).all()` for `assert not bad.any()`",
+        ("DataDependent", "data-dependent"),
+    ),
+    _Fault(
+        ("one_hot(",),
+        "torch.nn.functional.one_hot reads its values to learn how many classes there are",
+        "say how many: one_hot(x, num_classes)",
+        ("DataDependent",),
+    ),
+    _Fault(
         ("DataDependent", "data-dependent", "Dynamic control flow", "item()", "FakeTensor.__format__"),
         "forward reads the value of a tensor (a branch, .item(), .tolist(), an f-string), which no graph knows",
         "write it with torch.where, or decide it before the call; a branch that only raises can be an assert, checked in every call",
@@ -161,7 +174,7 @@ _PLAIN = "the model must run as plain tensor code on inputs of these shapes"
 _ALONE = "call the model alone on inputs of these shapes, dtypes and devices: it fails there, too"
 _ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
 # What a model's own code raises when a call does not fit it, traced or not.
-_OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NameError, ImportError, NotImplementedError)
+_OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
 # In Dynamo's words, what the model raised: `got RuntimeError('mat1 and mat2 ...')`.
 _RAISED = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*?)(?P=quote),?\)", re.DOTALL)
 
@@ -195,7 +208,7 @@ def _explanation(model: nn.Module, error: Exception) -> str:
     said = f"{type(error).__name__}: {_shortened(said)}"
     if fault is not None:
         return _message(f"{name} cannot be captured as one graph: {fault.what}", model, places, fault.mend, said)
-    if type(error) in _OWN_ERRORS or type(error).__name__ == "FakeTensorDeviceMismatchError":
+    if isinstance(error, _OWN_ERRORS) and not type(error).__module__.startswith("torch._dynamo"):
         is_missing = isinstance(error, TypeError) and "argument" in said
         return _message(f"{name} itself fails on these inputs: {said}", model, places, _ARGUMENTS if is_missing else _ALONE)
     return _message(f"{name} cannot be captured as one graph", model, places, _PLAIN, said)

@@ -86,9 +86,10 @@ def _gaussian_loss(
     if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
         return _gaussian_nll_loss(input, target, var, full, eps, reduction)
     holds(var >= 0, "gaussian_nll_loss: var has negative entry/entries")
+    differing = [given for given, wanted in zip(var.size(), input.size(), strict=False) if given != wanted]
     if var.size() == input.size()[:-1]:
         var = var.unsqueeze(-1)
-    elif var.ndim != input.ndim or any(given not in (1, wanted) for given, wanted in zip(var.size(), input.size(), strict=True)):
+    elif var.ndim != input.ndim or differing not in ([], [1]):
         raise ValueError(f"gaussian_nll_loss: var {list(var.size())} is of incorrect size for input {list(input.size())}")
     var = var.clone()
     with torch.no_grad():

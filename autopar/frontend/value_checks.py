@@ -90,8 +90,10 @@ def asserts_assumed() -> Generator[None]:
 
 class _AssumeAsserts(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool and any(map(_asserts, _callers(sys._getframe(1)))):
-            return True
+        if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            wanted = next((found for found in map(_asserted, _callers(sys._getframe(1))) if found is not None), None)
+            if wanted is not None:
+                return wanted
         return func(*args, **(kwargs or {}))
 
 
@@ -102,9 +104,11 @@ def _callers(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back if is_torchs(frame.f_code.co_filename) or frame.f_code.co_filename == __file__ else None
 
 
-def _asserts(frame: FrameType) -> bool:
-    """Whether what `frame` computes now is the condition of an `assert`."""
+def _asserted(frame: FrameType) -> bool | None:
+    """With what truth an `assert` passes, whose condition `frame` computes now; None where it computes something else."""
     following = [each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti]
     jump = next((place for place, each in enumerate(following) if each.opname.startswith("POP_JUMP")), len(following))
     # LOAD_ASSERTION_ERROR; from Python 3.14 on LOAD_COMMON_CONSTANT (AssertionError).
-    return any("ASSERTION_ERROR" in each.opname or each.argrepr == "AssertionError" for each in following[jump + 1 : jump + 2])
+    if not any("ASSERTION_ERROR" in each.opname or each.argrepr == "AssertionError" for each in following[jump + 1 : jump + 2]):
+        return None
+    return not following[jump].opname.endswith("IF_FALSE")  # `assert not x` jumps there

@@ -72,6 +72,7 @@ def explain(compiled: Compiled) -> str:
         *_section("what modules return, pinned by the user", fold_rows(pinned_rows(program))),
         *_section("ops of our own, and where they were not written", _fusions(compiled)),
         *_section("whose kernel runs attention", _kernels(compiled)),
+        *_section("asserted of values in every call", _counted(" ".join(text.split()) for text in program.signature.checks)),
         *_section("not split", _unsplit(program, cost, places_of(compiled))),
         *_section("rules inferred by probing, not written by hand", _inferred(program)),
         *_section("communication, bytes a rank sends in a step", _sent(compiled, cost)),

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.passes.trace_joint import TraceJoint
+from tests import careful
 from tests.capturing import MESH, Layer, X, of
 from tests.zoo_language import SIZES
 
@@ -83,6 +84,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "tolist": (lambda layer, x: layer.linear(x).sum() * sum(x[0].tolist()), READS, "before the call"),
     "item in a Function": (lambda layer, x: Cube.apply(layer.linear(x)).sum(), READS, "before the call"),  # type: ignore[attr-defined]
     "f-string": (formatted, READS, "before the call"),
+    "classes": (lambda layer, x: (layer.linear(x) * F.one_hot(x.argmax(1)).sum()).sum(), "how many classes", "one_hot(x, num_classes)"),
     "boolean index": (lambda layer, x: layer.linear(x)[x > 0].sum(), SIZE, "mask with torch.where"),
     "unique": (lambda layer, x: layer.linear(x).sum() * x.unique().numel(), SIZE, "mask with torch.where"),
     "bincount": (lambda layer, x: layer.linear(x).sum() * torch.bincount(x.argmax(1)).max(), SIZE, "minlength=n"),
@@ -119,6 +121,13 @@ def test_a_refusal_says_what_where_and_how(mistake: str, capfd: pytest.CaptureFi
     assert lines[2].startswith("  how to mend it: ") and mend in lines[2], lines
     assert len(lines) == 3 or (len(lines) == 4 and lines[3].startswith("  torch says: ") and len(lines[3]) < 500), lines
     assert "Traceback" not in capfd.readouterr().err, "torch reports what is handled"
+
+
+@pytest.mark.parametrize("compute", [careful.negated, careful.telling])
+def test_an_assert_that_cannot_be_kept_says_how_it_can(compute: Callable[[Layer, Tensor], Tensor]) -> None:
+    expected = rf"this assert cannot be kept for the run.*\n  where: {careful.__file__}:\d+  assert .*\n.*`assert \(~bad\)\.all\(\)`"
+    with pytest.raises(CaptureError, match=expected):
+        of(compute, X)
 
 
 def test_a_missing_argument_names_it() -> None:
