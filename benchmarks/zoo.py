@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 import autopar
 from autopar import AutoparError, Cluster, virtual_mesh
@@ -63,10 +64,15 @@ class Outcome:
 def outcome(name: str, mesh: str) -> Outcome:
     """Compile one model for one virtual mesh and compare it with the original."""
     torch.manual_seed(0)
-    case, start = ZOO[name](), time.perf_counter()
-    batch: dict[str, Any] = dict(case.batch)
+    case = ZOO[name]()
+    return measured(name, case.model, dict(case.batch), mesh, MESHES[mesh])
+
+
+def measured(name: str, model: nn.Module, batch: dict[str, Any], mesh: str, axes: dict[str, int]) -> Outcome:
+    """`model` on one virtual mesh."""
+    start = time.perf_counter()
     try:
-        parallel = autopar.compile(case.model, virtual_mesh(**MESHES[mesh]), example_inputs=batch, backend="eager", cluster=Cluster.ideal())
+        parallel = autopar.compile(model, virtual_mesh(**axes), example_inputs=batch, backend="eager", cluster=Cluster.ideal())
         report = parallel.verify(promote=True, **batch)
     except Exception as error:  # every model gets its line
         kind = "refused" if isinstance(error, AutoparError) else "crashed"

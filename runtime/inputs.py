@@ -125,9 +125,8 @@ def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) 
         )
     without = [name for _, name, tensor in inputs.tensors if not has_values(tensor)]
     if without:
-        raise InputError(
-            f"{without[0]!r} is on meta or fake: it has no values, so that it can be planned with, but not run; pass real ones"
-        )
+        names = ", ".join(map(repr, without))
+        raise InputError(f"on meta or fake, without values: {names}; a program can be planned with them, but not run: pass real tensors")
 
 
 def _batch_problem(name: str, size: int, num_shares: int) -> list[str]:
