@@ -19,6 +19,17 @@ class PlanError(AutoparError):
     """A pin or a plan cannot be kept on this graph and mesh."""
 
 
+class MicrobatchError(PlanError):
+    """So many microbatches would change what the model computes; says where, and both ways out.
+
+    `found` are the places, where a program showed them that was made for the number.
+    """
+
+    def __init__(self, text: str, found: tuple[object, ...] = ()) -> None:
+        super().__init__(text)
+        self.found = found
+
+
 class MemoryBudgetError(PlanError):
     """No plan fits into the memory of a rank; says what conflicts and what would help."""
 

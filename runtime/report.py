@@ -46,6 +46,8 @@ class Report:
     buffer_errors    per buffer that the model changes
     replica_errors   per result the largest difference between ranks that should hold the same part
     narrowest        the dtype of fewest digits that the model computes in, where it is not promoted
+    own_statistics_error  where each microbatch takes its own statistics, the largest error of the module's own run, buffers aside, against
+                     the program that does so, run side by side; None elsewhere. The other errors are those against the original
     """
 
     loss_error: float
@@ -57,6 +59,7 @@ class Report:
     replica_errors: Mapping[str, float] = field(default_factory=dict[str, float])
     first_difference: Difference | None = None
     narrowest: torch.dtype = torch.float32
+    own_statistics_error: float | None = None
 
     def __bool__(self) -> bool:
         return self.first_difference is None and self.worst <= self.tolerance
@@ -79,6 +82,9 @@ class Report:
         if is_rounded and not self:
             rounding = torch.finfo(self.narrowest).eps
             lines.append(f"  ({name} rounds by up to {rounding:.2g}, and more of a sum that cancels: promote=True compares without)")
+        if self.own_statistics_error is not None:
+            lines.append('  each microbatch takes its own statistics, as microbatch_statistics="own" accepts: another computation')
+            lines.append(f"  against the program that does so: worst error {self.own_statistics_error:.3g}")
         if self.first_difference is not None:
             lines.append(f"  first difference: {self.first_difference}")
         lines.append(f"  loss: {self.loss_error:.3g}")
