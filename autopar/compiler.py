@@ -16,7 +16,7 @@ from autopar._torch import outside_fake_modes
 from autopar.checks.checker import Checker, check_compiled
 from autopar.compiled import Compiled
 from autopar.cost import CostModel
-from autopar.errors import AutoparError, InputError, MeshError, PlanError
+from autopar.errors import AutoparError, InputError, MicrobatchError
 from autopar.freedom import Freedom
 from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
@@ -24,9 +24,10 @@ from autopar.garbage import collection_paused
 from autopar.hardware.cluster import Cluster
 from autopar.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.memory import MemoryBudget
-from autopar.mesh import RESERVED_AXES, Mesh
-from autopar.microbatches import estimates
+from autopar.mesh import Mesh
+from autopar.microbatches import has_estimates
 from autopar.passes.choose_kernels import ChooseKernels
+from autopar.passes.choose_microbatches import ChooseMicrobatches
 from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.copy_to_stages import CopyToStages
 from autopar.passes.cut_fragments import cut_fragments
@@ -62,7 +63,8 @@ from autopar.passes.views_of_chunks import ViewsOfChunks
 from autopar.passes.views_of_strides import ViewsOfStrides
 from autopar.passes.write_schedules import pipeline_schedules
 from autopar.pipeline.actions import PipelineSchedule
-from autopar.pipeline.order import best_order, chosen_schedule, pipeline_order
+from autopar.pipeline.order import best_order, chosen_schedule, ordered_for, pipeline_order
+from autopar.plans.pins import freedom_of, without_batch
 from autopar.plans.plan import Pins, Plan, PlannedInput
 from autopar.plans.styles import UserPins, without_styles
 from autopar.program import Program
@@ -70,6 +72,7 @@ from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.parameters import Placement
 from autopar.runtime.world import World
+from autopar.whole_batch import Mixing, Statistics
 
 Backend = str | Callable[..., Any]
 
@@ -87,6 +90,8 @@ class Options:
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     freedom: Freedom = Freedom()
     num_microbatches: int | None = None
+    microbatch_statistics: Statistics = None
+    mixing: tuple[Mixing, ...] = ()
     schedule: str | PipelineSchedule | None = None
     device: str = "cpu"
     is_real: bool = False
@@ -109,6 +114,7 @@ def compile(
     search_timeout: float | None = None,
     timeout: float | None = None,
     num_microbatches: int | None = None,
+    microbatch_statistics: Statistics = None,
     schedule: str | PipelineSchedule | None = None,
     kernels: str = "auto",
 ) -> ParallelModule:
@@ -130,7 +136,10 @@ def compile(
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
     timeout         seconds that a real rank waits for its peers
     num_microbatches  how many slices every rank's share of the batch runs in, one after another; it must divide the share. By
-                    default 1, and with pp > 1 the largest divisor of the share up to 4 · pp
+                    default 1, and with pp > 1 the largest divisor of the share up to 4 · pp with which the model computes what it
+                    does on the whole batch: 1 where it mixes samples (batch norm in training, the root of a mean)
+    microbatch_statistics  "own": where the model mixes samples each microbatch takes its own, as if it were the whole batch. Without
+                    it a number of microbatches that changes what the model computes is a `PlanError`
     schedule        the order of a pipeline: "1f1b" (the default), "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto" (found
                     by cost within the memory budget), or a `PipelineSchedule`
     kernels         "auto": what is written in plain ops becomes ops of ours, where both compute the same: attention and cross
@@ -143,14 +152,17 @@ def compile(
     """
     refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
-    _check_mesh(logical, mesh)
+    logical.require_supported(None if isinstance(mesh, Mesh) else torch.distributed.get_world_size())
     if outputs not in (None, "loss", "all"):
         raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
     if kernels not in ("auto", "triton", "aten", "off"):
         raise AutoparError(f'kernels={kernels!r} is unknown; use "auto", "triton", "aten" or "off"')
-    budget, freedom = MemoryBudget.of(memory_budget, optimizer), _freedom(pins, plan, logical, memory_budget is not None)
-    options = Options(_cluster(cluster, mesh), outputs, batch_dims, plan, _shardings(pins), search_timeout, budget, freedom)
+    if microbatch_statistics not in (None, "own"):
+        raise AutoparError(f'microbatch_statistics={microbatch_statistics!r} is unknown; use "own", or leave it out')
+    budget, freedom = MemoryBudget.of(memory_budget, optimizer), freedom_of(pins, plan, logical, memory_budget is not None)
+    options = Options(Cluster.asked_for(cluster, mesh), outputs, batch_dims, plan, without_batch(pins), search_timeout, budget, freedom)
     options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)
+    options = replace(options, microbatch_statistics=microbatch_statistics)
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
         """Not captured yet. A deep copy is made by it, too, in the same world."""
@@ -227,6 +239,8 @@ def default_passes(
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         SettleCompared(),  # after merging, which may find more readers of a value
         FindAtoms(),  # needs the final views
+        # Needs atoms, which follow the samples; what comes after sees the axis of the microbatches.
+        *((_microbatches(options, order.num_microbatches, order.num_ranks),) if order is not None else ()),
         PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
         RefineMesh(),  # needs atoms; the search needs the final axes
         choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
@@ -235,7 +249,8 @@ def default_passes(
         *((PlaceStages(order, options.cluster, options.budget, held, options.plan),) if order is not None else ()),
         # LOCAL
         Lower(),
-        *((SeparateMicrobatches(), CopyToStages()) if order is not None else ()),  # needs local shapes, and collectives as nodes
+        # Needs local shapes, and collectives as nodes.
+        *((SeparateMicrobatches(options.microbatch_statistics), CopyToStages()) if order is not None else ()),
     )
 
 
@@ -247,6 +262,12 @@ def _fusions(options: Options) -> tuple[DecidingPass, ...]:
         return (FuseAttention(),)
     losses = (FuseCrossEntropy(), FuseProjection(options.budget.capacity_bytes))
     return (*losses, *((FuseGates(), FuseRotary()) if _writes_rows(options) else ()), FuseAttention())
+
+
+def _microbatches(options: Options, wanted: int, num_stage_ranks: int) -> ChooseMicrobatches:
+    """The number is the user's where it, a schedule drawn for it, or more than one without a pipeline was asked for."""
+    is_asked = options.num_microbatches is not None or isinstance(options.schedule, PipelineSchedule) or num_stage_ranks == 1
+    return ChooseMicrobatches(wanted, is_asked, options.microbatch_statistics, options.mixing)
 
 
 def _writes_rows(options: Options) -> bool:
@@ -267,8 +288,18 @@ def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Map
     return {name: placed for plan in plans for name, placed in plan.parameters.items()} | dict(placements or {})
 
 
+def compile_call(model: nn.Module, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, *rest: Any) -> Compiled:
+    """`compile_once`; in one microbatch where more, which nobody asked for, turn out to change what the model computes."""
+    try:
+        return compile_once(model, mesh, args, kwargs, options, *rest)
+    except MicrobatchError as error:
+        if not error.found or _microbatches(options, 1, mesh.size_of(mesh.parts("pp"))).is_asked:
+            raise
+        return compile_once(model, mesh, args, kwargs, replace(options, mixing=error.found, microbatch_statistics=None), *rest)
+
+
 @collection_paused()
-def compile_call(
+def compile_once(
     model: nn.Module,
     mesh: Mesh,
     args: tuple[Any, ...],
@@ -286,8 +317,9 @@ def compile_call(
     batch_sizes = [tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims]
     planned = options.plan.schedule if options.plan is not None else None
     schedule, number = chosen_schedule(options.schedule, options.num_microbatches, planned, mesh, batch_sizes)
-    mesh = mesh.with_microbatches(number)
-    order = pipeline_order(schedule, mesh) if mesh.size_of(mesh.parts("pp")) * number > 1 else None
+    order = pipeline_order(schedule, mesh.with_microbatches(number)) if mesh.size_of(mesh.parts("pp")) * number > 1 else None
+    # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
+    mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)
     history = History()
     observers = (Checker(), Log(), history)
     start = time.perf_counter()
@@ -299,12 +331,11 @@ def compile_call(
     decision, local = history.decision(ChooseShardings.name), history.program(Lower)
     program = history.program(InsertReshards if order is None else PlaceStages)
     cost = CostModel(options.cluster, local.mesh, options.budget.optimizer)
+    order = order and ordered_for(order, local.mesh.num_microbatches)
     if order is not None and schedule == "auto":
         order = best_order(program, cost, order, options.budget.capacity_bytes)
     schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
     kernels = next((step.decision.kernels for step in history.steps if step.kind is ChooseKernels), {})
-    estimated = estimates(local)
-    is_estimated = bool(estimated.launches or (estimated.buffers and local.mesh.num_microbatches > 1))
     plan, stages = replace(Plan.of(program, decision), kernels=kernels), None
     if order is not None:
         stages = history.decision(PlaceStages)
@@ -313,7 +344,7 @@ def compile_call(
         forward=history.program(KeyRandom),
         program=program,
         local=local,
-        separated=history.program(SeparateMicrobatches) if is_estimated else None,
+        separated=history.program(SeparateMicrobatches) if order is not None and has_estimates(local) else None,
         schedules=schedules,
         plan=plan,
         steps=tuple(history.steps),
@@ -332,30 +363,13 @@ def _decide_again(
     program: Program, options: Options, pins: Pins | Plan | None, order: PipelineSchedule | None = None
 ) -> tuple[Program, ShardingDecision, StageDecision | None]:
     """What `program`, which no pins have touched yet, is with `pins` and no plan: with reshards and stages, and what was decided."""
-    freedom = _freedom(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
-    passes = default_passes(replace(options, plan=None, pins=_shardings(pins)), training=True, order=order)
+    freedom = freedom_of(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
+    passes = default_passes(replace(options, plan=None, pins=without_batch(pins)), training=True, order=order)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()
     with outside_fake_modes():
         found = run_passes(program.copy(freedom=freedom), passes[first:last], (history,))
     return found, history.decision(ChooseShardings), history.decision(PlaceStages) if order is not None else None
-
-
-def _check_mesh(logical: Mesh, mesh: Mesh | DeviceMesh) -> None:
-    unknown = [name for name in logical.names if name not in RESERVED_AXES]
-    if unknown:
-        raise MeshError(f"unknown mesh axis {unknown[0]!r}; known axes are {', '.join(RESERVED_AXES)}")
-    later = [name for name in logical.names if name not in ("pp", "dp", "tp") and logical.size_of([name]) > 1]
-    if later:
-        raise MeshError(
-            f"axis {later[0]!r} has {logical.size_of(later[:1])} ranks, but only pp, dp and tp are split so far; use a mesh of these"
-        )
-    if not isinstance(mesh, Mesh):
-        world = torch.distributed.get_world_size()
-        if logical.size != world:
-            raise MeshError(
-                f"the mesh ({logical}) has {logical.size} ranks, the world has {world}; start as many processes as the mesh has ranks"
-            )
 
 
 def _pinned_modules(options: Options) -> tuple[str, ...]:
@@ -364,32 +378,6 @@ def _pinned_modules(options: Options) -> tuple[str, ...]:
     return (*(options.plan.pinned if options.plan is not None else ()), *pins)
 
 
-def _shardings(pins: Pins | Plan | None) -> Pins | Plan | None:
-    """The pins that say how something lies."""
-    return pins if pins is None or isinstance(pins, Plan) else {name: pin for name, pin in pins.items() if name != "batch"}
-
-
-def _freedom(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budget: bool) -> Freedom:
-    """What the axes may split: as the plan was made with, else as the pins and the budget have it."""
-    if plan is not None:
-        return plan.freedom
-    axes = tuple(str(axis) for axis in pins.get("batch", ("dp",))) if isinstance(pins, Mapping) else ("dp",)
-    unknown = [axis for axis in axes if not mesh.parts(axis)]
-    if unknown and axes != ("dp",):
-        raise PlanError(f'pins["batch"] names the axis {unknown[0]!r}, which is not on the mesh ({mesh})')
-    return Freedom(free=tuple(axis for axis in axes if axis != "dp"), stored=has_budget)
-
-
 def _device_type(model: nn.Module) -> str:
     kind = next((parameter.device.type for parameter in model.parameters()), "cpu")
     return "cpu" if kind == "meta" else kind
-
-
-def _cluster(cluster: Cluster | str | None, mesh: Mesh | DeviceMesh) -> Cluster:
-    if isinstance(cluster, Cluster):
-        return cluster
-    if isinstance(cluster, str):
-        return Cluster.named(cluster)
-    if isinstance(mesh, Mesh):
-        return Cluster.ideal()
-    return Cluster.named(torch.cuda.get_device_name() if mesh.device_type == "cuda" else mesh.device_type)

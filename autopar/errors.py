@@ -27,6 +27,17 @@ class UnmatchedPinError(PlanError):
     """A pin names no parameter and no module of the model: a slip of the pen, as a rule."""
 
 
+class MicrobatchError(PlanError):
+    """So many microbatches would change what the model computes; says where, and both ways out.
+
+    `found` are the places, where a program showed them that was made for the number.
+    """
+
+    def __init__(self, text: str, found: tuple[object, ...] = ()) -> None:
+        super().__init__(text)
+        self.found = found
+
+
 class MemoryBudgetError(PlanError):
     """No plan fits into the memory of a rank; says what conflicts and what would help."""
 

@@ -137,6 +137,21 @@ class Mesh:
         """The sub-axes of `axis` on this mesh, or `axis` itself; empty when it is absent."""
         return tuple(name for name in self.names if parent(name) == axis)
 
+    def require_supported(self, world_size: int | None = None) -> None:
+        """Raise `MeshError` for axes that nothing is split over yet, and where the world of real ranks has another size."""
+        unknown = [name for name in self.names if name not in RESERVED_AXES]
+        if unknown:
+            raise MeshError(f"unknown mesh axis {unknown[0]!r}; known axes are {', '.join(RESERVED_AXES)}")
+        later = [name for name in self.names if name not in ("pp", "dp", "tp") and self.size_of([name]) > 1]
+        if later:
+            raise MeshError(
+                f"axis {later[0]!r} has {self.size_of(later[:1])} ranks, but only pp, dp and tp are split so far; use a mesh of these"
+            )
+        if world_size not in (None, self.size):
+            raise MeshError(
+                f"the mesh ({self}) has {self.size} ranks, the world has {world_size}; start as many processes as the mesh has ranks"
+            )
+
     def __str__(self) -> str:
         return " × ".join(f"{name}={size}" for name, size in self.axes)
 

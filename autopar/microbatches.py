@@ -24,8 +24,9 @@ from autopar.arguments import arguments
 from autopar.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.emit import tensor_of
 from autopar.keys import ORIGIN
+from autopar.markers import save
 from autopar.mesh import MICROBATCHES
-from autopar.program import Program
+from autopar.program import Form, Program
 from autopar.sharding import Sharding
 
 aten = torch.ops.aten
@@ -39,9 +40,12 @@ _MOVES = frozenset(
     }
 )  # fmt: skip
 # So do these, but for signs, repetitions and sums.
-_LINEAR = _MOVES | {aten.expand.default, aten.neg.default, aten.sum.dim_IntList, aten.sum.default}
+_LINEAR = _MOVES | {save, aten.expand.default, aten.neg.default, aten.sum.dim_IntList, aten.sum.default}
 _SCALES = frozenset({aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor})
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+# They, too, make of means the mean of what they make of each.
+_AFFINE = _SUMS | {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.cat.default, aten.stack.default}
 
 _KNOWN_AHEAD = ("batch", "constant", "coordinate", "random_key")
 
@@ -57,6 +61,21 @@ def known_ahead(program: Program) -> frozenset[Node]:
         if node.op == "call_function" and all(operand in known for operand in node.all_input_nodes):
             known.add(node)
     return frozenset(known)
+
+
+def alike(program: Program) -> frozenset[Node]:
+    """The nodes of a LOCAL program whose values all microbatches have alike: known ahead, or made of parameters and fixed buffers."""
+    ahead, changed = known_ahead(program), {item.name for item in program.signature.outputs_of("buffer")}
+    found: set[Node] = set()
+    for item, node in program.named_inputs():
+        axes = item.name.split(",") if item.kind == "coordinate" else item.sharding.axes if item.sharding is not None else ()
+        if MICROBATCHES not in axes and not (item.kind == "buffer" and item.name in changed):
+            found.add(node)
+    for node in program.graph.nodes:
+        is_summed = node in ahead and joins(node)
+        if node.op == "call_function" and (is_summed or found.issuperset(node.all_input_nodes)) and (is_summed or not joins(node)):
+            found.add(node)
+    return frozenset(found)
 
 
 def mixing(program: Program) -> tuple[Node, ...]:
@@ -95,10 +114,11 @@ class AddedToBuffers:
     sums: frozenset[Node]
     values: frozenset[Node]
     exact: frozenset[str]
+    alike: frozenset[Node]
 
     def takes(self, user: Node) -> bool:
         """Whether all that `user` makes of an operand ends in such an addition."""
-        return user in self.sums or (user in self.values and is_linear(user))
+        return user in self.sums or (user in self.values and is_linear(user, self.alike))
 
 
 def added_to_buffers(program: Program) -> AddedToBuffers:
@@ -106,45 +126,60 @@ def added_to_buffers(program: Program) -> AddedToBuffers:
     old = {item.name: node for item, node in program.named_inputs() if item.kind == "buffer"}
     sums: set[Node] = set()
     exact: set[str] = set()
-    for output, node in program.named_outputs():
-        chain = _additions(node, old[output.name]) if output.kind == "buffer" else []
+    same = alike(program)
+    for name, chain in additions_to_buffers(program).items():
         sums.update(chain)
-        if chain and len(old[output.name].users) == 1 and all(_is_total(value) for each in chain for value in _values(each, old)):
-            exact.add(output.name)
-    values = leading_to(program, sums, lambda user: user in sums or is_linear(user)) - sums - set(old.values())
-    return AddedToBuffers(frozenset(sums), values, frozenset(exact))
+        added = [value for each in chain for value in added_by(each, old, program.form)]
+        if chain and len(old[name].users) == 1 and all(_is_total(value, same) for value in added):
+            exact.add(name)
+    values = leading_to(program, sums, lambda user: user in sums or is_linear(user, same)) - sums - set(old.values())
+    return AddedToBuffers(frozenset(sums), values, frozenset(exact), same)
 
 
-def _additions(new: Node, old: Node) -> list[Node]:
-    """The additions by which `new` came from `old`, last first, each read for the next alone; none where there is anything else."""
+def additions_to_buffers(program: Program) -> dict[str, list[Node]]:
+    """By buffer that changes the additions by which its new value came from the old one, last first, each read for the next alone; none
+    where there is anything else."""
+    old = {item.name: node for item, node in program.named_inputs() if item.kind == "buffer"}
+    new = ((output.name, node) for output, node in program.named_outputs() if output.kind == "buffer")
+    return {name: _additions(node, old[name], program.form) for name, node in new}
+
+
+def _additions(new: Node, old: Node, form: Form) -> list[Node]:
     found: list[Node] = []
     while new is not old:
         if len(new.users) != 1:
             return []
-        if _moves(new):
+        if _moves(new, form):
             new = _moved(new)
             continue
         left, right = (*new.args, None, None)[:2]
         if new.target not in _SUMS or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
             return []
         found.append(new)
-        swapped = new.target is aten.add.Tensor and not new.kwargs and _comes_from(right, old) and not _comes_from(left, old)
-        new = right if swapped else left
+        from_right = _comes_from(right, old, form) and not _comes_from(left, old, form)
+        new = right if from_right and new.target is aten.add.Tensor and not new.kwargs else left
     return found
 
 
-def _comes_from(node: Node, old: Node) -> bool:
-    while _moves(node) or (node.target in _SUMS and isinstance(node.args[0], Node)):
+def _comes_from(node: Node, old: Node, form: Form) -> bool:
+    while _moves(node, form) or (node.target in _SUMS and isinstance(node.args[0], Node)):
         node = _moved(node)
     return node is old
 
 
-def _moves(node: Node) -> bool:
+def added_by(addition: Node, old: dict[str, Node], form: Form) -> list[Node]:
+    """What `addition` adds to the `old` value of a buffer, or to what additions before it made of that."""
+    return [each for each in addition.all_input_nodes if not any(_comes_from(each, placeholder, form) for placeholder in old.values())]
+
+
+def _moves(node: Node, form: Form) -> bool:
     """Whether a call is part of a reshard, or a copy: the same value elsewhere. What the model itself rearranges is another value."""
     if node.target is wait:
-        return _moves(_moved(node))
+        return _moves(_moved(node), form)
+    if node.target in (aten.clone.default, aten.alias.default):
+        return True
     origin = ORIGIN.get(node)
-    is_own = origin is None or origin.startswith(reshard.__name__) or node.target in (aten.clone.default, aten.alias.default)
+    is_own = form is Form.LOCAL and (origin is None or origin.startswith(reshard.__name__))
     return node.target in _MOVES and is_own
 
 
@@ -154,17 +189,12 @@ def _moved(node: Node) -> Node:
     return operand
 
 
-def _values(addition: Node, old: dict[str, Node]) -> list[Node]:
-    """What `addition` adds to the old value, or to what additions before it made of that."""
-    return [each for each in addition.all_input_nodes if not any(_comes_from(each, placeholder) for placeholder in old.values())]
-
-
-def _is_total(value: Node) -> bool:
+def _is_total(value: Node, same: frozenset[Node]) -> bool:
     """Whether a value is a sum over the microbatches, but for a factor, its shape and sums over ranks."""
-    while is_linear(value):
+    while is_linear(value, same):
         if value.target is wait and joins(_moved(value)):
             return True
-        value = _moved(value)
+        value = next(operand for operand in value.all_input_nodes if operand not in same or len(value.all_input_nodes) == 1)
     return False
 
 
@@ -173,11 +203,11 @@ def parts_of_means(program: Program) -> frozenset[Node]:
 
     `number` times a microbatch's own part stands for such a sum exactly, once that mean is taken.
     """
-    ahead = known_ahead(program)
+    ahead, same = known_ahead(program), alike(program)
     means = [(node, is_mean(output.kind, output.sharding) and node not in ahead) for output, node in program.named_outputs()]
     others = {node for node, mean in means if not mean}
     ends = {node for node, _ in means if node not in others and all(user.op == "output" for user in node.users)}
-    return leading_to(program, ends, lambda user: user.target in _SUMS or is_linear(user))
+    return leading_to(program, ends, lambda user: is_affine(user) or is_linear(user, same))
 
 
 def is_mean(kind: str, sharding: Sharding | None) -> bool:
@@ -195,12 +225,23 @@ def leading_to(program: Program, ends: set[Node], through: Callable[[Node], bool
     return frozenset(found)
 
 
-def is_linear(node: Node) -> bool:
-    """Whether a call makes of a sum the sum of what it makes of its terms: views, factors, sums over ranks, casts that round at most."""
+def is_affine(node: Node) -> bool:
+    """Whether a call makes of the means of its operands the mean of what it makes of each: it adds, subtracts or lines up."""
+    return node.target in _AFFINE
+
+
+def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:
+    """Whether a call makes of a sum the sum of what it makes of its terms: views, factors, sums over ranks, casts that round at most.
+
+    The nodes in `same` are no sums: a product with one of them is linear in the other operand.
+    """
     if node.target in (all_reduce, reduce_scatter):
         return node.args[-1] == "sum"
     if node.target is wait:
-        return is_linear(_moved(node))
+        return is_linear(_moved(node), same)
+    if node.target in _PRODUCTS and isinstance(node.args[1], Node):
+        factor = node.args[1] if node.target is aten.div.Tensor or node.args[1] in same else node.args[0]
+        return factor in same and not same.issuperset(node.all_input_nodes)
     if node.target is aten._to_copy.default:
         source, target = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
         return target.is_floating_point or (target != torch.bool and not source.is_floating_point)
@@ -221,6 +262,12 @@ def estimates(program: Program) -> Estimates:
     launches = tuple(node for node in mixing(program) if not _is_exact(node, added, means))
     changed = (item.name for item in program.signature.outputs_of("buffer"))
     return Estimates(launches, tuple(sorted(name for name in changed if name not in added.exact)))
+
+
+def has_estimates(program: Program) -> bool:
+    """Whether microbatches of a LOCAL program come to something else anywhere than the whole batch would."""
+    found = estimates(program)
+    return bool(found.launches or (found.buffers and program.mesh.num_microbatches > 1))
 
 
 def _is_exact(launch: Node, added: AddedToBuffers, means: frozenset[Node]) -> bool:

@@ -15,7 +15,7 @@ from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.assign import assign_stages
 from autopar.pipeline.held import Held, starts_where
 from autopar.pipeline.line import ProgramLine, line_of
-from autopar.pipeline.order import live_microbatches
+from autopar.pipeline.order import live_microbatches, ordered_for
 from autopar.pipeline.placement import StagePlacement, place, placed_at
 from autopar.pipeline.placement_problem import Devices
 from autopar.plans.plan import Plan
@@ -64,6 +64,7 @@ class StageDecision:
 class PlaceStages:
     """Cut the forward into the stages of `order` so that the slowest one is as fast as can be on `cluster`, within `budget`.
 
+    The program may run in fewer microbatches than `order` was drawn for: its like for as many is meant then.
     Where `held` says which stages hold the parameters already, the cuts are those that leave them there; else they are those of
     `plan`, if it has as many stages and every op that it cuts at is there. Without either they follow from program, `cluster`
     and `budget` alone: real ranks, whose program has rank 0's shardings, all find the same.
@@ -83,7 +84,7 @@ class PlaceStages:
         """Raises `PlanError` for more stages than there is work, and `MemoryBudgetError` when no placement fits."""
         cost = CostModel(self.cluster, program.mesh, self.budget.optimizer)
         found = line_of(program, cost)
-        devices, live = self._devices(cost), live_microbatches(self.order)
+        devices, live = self._devices(cost), live_microbatches(ordered_for(self.order, program.mesh.num_microbatches))
         starts, reason = self._given(found, program)
         placement = place(found.line, devices, live) if starts is None else placed_at(found.line, devices, live, starts)
         stages = found.forward_stages(placement.stage_of)

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.collectives import all_reduce, wait
 from autopar.emit import Emitter
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError
 from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import (
@@ -19,6 +19,7 @@ from autopar.microbatches import (
     Estimates,
     added_to_buffers,
     estimates,
+    has_estimates,
     is_mean,
     joins,
     known_ahead,
@@ -28,6 +29,7 @@ from autopar.microbatches import (
 )
 from autopar.program import Output, Program
 from autopar.reports.printing import op_name
+from autopar.whole_batch import Mixing, Statistics, refusal
 
 logger = logging.getLogger("autopar")
 aten = torch.ops.aten
@@ -41,13 +43,14 @@ class SeparateMicrobatches:
     """Let each microbatch take its own estimate of what joins several of them, and its part of what all have alike.
 
     A sum over the microbatches becomes the microbatch's own sum times their number, a maximum its own maximum: batch norm
-    then normalises by the statistics of the microbatch. Each one is a warning. What is known ahead stays a sum, and what is added
-    to a buffer (a count of tokens by expert) is the microbatch's own: every microbatch adds to it. A loss or gradient that is not a
-    sum over the microbatches is their mean.
+    then normalises by the statistics of the microbatch. It takes `statistics` "own" to accept that, and is a warning. What is known
+    ahead stays a sum, and what is added to a buffer (a count of tokens by expert) is the microbatch's own: every microbatch adds to it.
+    A loss or gradient that is not a sum over the microbatches is their mean. Raises `MicrobatchError` for estimates that nobody accepted.
 
     Reads: SHARDING. Writes: plain ops in place of collectives over `mb`. Ensures: none is left but on values known ahead.
     """
 
+    statistics: Statistics = None
     name: str = "separate microbatches"
 
     def apply(self, program: Program) -> Program:
@@ -56,6 +59,9 @@ class SeparateMicrobatches:
             return program
         program = program.copy()
         added, mixed, estimated = added_to_buffers(program), set(mixing(program)), estimates(program)
+        if has_estimates(program) and self.statistics != "own":
+            found = _mixing(estimated)
+            raise MicrobatchError(refusal(number, 1, found), found)
         launches = [node for node in program.graph.nodes if joins(node)]
         for node in launches:
             _require_sum(node, number, or_maximum=node in mixed)
@@ -84,9 +90,10 @@ def _require_sum(launch: Node, number: int, or_maximum: bool) -> None:
     """Raises `PlanError` for a collective over the microbatches that is none of what they can make up for, or wait for."""
     is_alone = launch.target is all_reduce and launch.args[1] == (MICROBATCHES,)
     if not is_alone or not (or_maximum or launch.args[-1] == "sum"):
-        raise PlanError(
+        raise MicrobatchError(
             f"{SOURCE.get(launch)}: this op needs all samples of the batch at once ({op_name(launch.target)} over {number} microbatches), "
-            "and no microbatch can make up its part alone; use num_microbatches=1"
+            "and no microbatch can make up its part alone; use num_microbatches=1",
+            (Mixing(launch.name, op_name(launch.target), "all samples of the batch at once", SOURCE.get(launch)),),
         )
 
 
@@ -136,6 +143,12 @@ def _ends_in_buffers(node: Node, program: Program) -> bool:
     buffers = {result for output, result in program.named_outputs() if output.kind == "buffer"}
     others = {result for output, result in program.named_outputs() if output.kind != "buffer"}
     return node in leading_to(program, buffers - others, lambda user: True)
+
+
+def _mixing(estimated: Estimates) -> tuple[Mixing, ...]:
+    """The places, where the search saw some that were not found before it."""
+    places = [Mixing(node.name, op_name(node.target), "a sum over the batch", SOURCE.get(node)) for node in estimated.launches]
+    return (*places, *(Mixing(name, "", "a buffer") for name in estimated.buffers))
 
 
 def _warn(estimated: Estimates, number: int) -> None:

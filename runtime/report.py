@@ -47,6 +47,8 @@ class Report:
     replica_errors   per result the largest difference between ranks that should hold the same part
     narrowest        the dtype of fewest digits that the model computes in, where it is not promoted
     num_detached     outputs of which a pipeline gives the values alone: the gradients compared are those of the loss
+    own_statistics_error  where each microbatch takes its own statistics, the largest error of the module's own run, buffers aside, against
+                     the program that does so, run side by side; None elsewhere. The other errors are those against the original
     """
 
     loss_error: float
@@ -59,6 +61,7 @@ class Report:
     first_difference: Difference | None = None
     narrowest: torch.dtype = torch.float32
     num_detached: int = 0
+    own_statistics_error: float | None = None
 
     def __bool__(self) -> bool:
         return self.first_difference is None and self.worst <= self.tolerance
@@ -86,6 +89,9 @@ class Report:
         if is_rounded and not self:
             rounding = torch.finfo(self.narrowest).eps
             lines.append(f"  ({name} rounds by up to {rounding:.2g}, and more of a sum that cancels: promote=True compares without)")
+        if self.own_statistics_error is not None:
+            lines.append('  each microbatch takes its own statistics, as microbatch_statistics="own" accepts: another computation')
+            lines.append(f"  against the program that does so: worst error {self.own_statistics_error:.3g}")
         if self.first_difference is not None:
             lines.append(f"  first difference: {self.first_difference}")
         lines.append(f"  loss: {self.loss_error:.3g}")

@@ -171,7 +171,7 @@ class _OwnRun:
                             of_microbatch = f", microbatch {number}" if each > 1 else ""
                             found.append(difference_at(node, error, f"on rank {rank}{of_microbatch}"))
 
-        run_local(compiled.local, case, watch)
+        run_local(compiled.separated or compiled.local, case, watch)
         first = self._first(found[0] if found else None)
         if first is None:
             return Difference("(no single node)", "", "runtime", float("nan"))

@@ -14,6 +14,7 @@ from autopar.hardware.cluster import Cluster
 from autopar.keys import STAGE
 from autopar.manager import run_passes
 from autopar.mesh import Mesh
+from autopar.passes.choose_microbatches import ChooseMicrobatches
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.schedules import generate
 from autopar.program import Program
@@ -25,10 +26,14 @@ PP2 = Mesh((("pp", 2),))
 def passed(
     model: nn.Module, args: tuple[Any, ...], last: type | None, mesh: Mesh = PP2, number: int = 2, order: PipelineSchedule | None = None
 ) -> Program:
-    """The program of `model` after pass `last` (None: after all), on the ideal cluster, in order 1f1b or the given one."""
+    """The program of `model` after pass `last` (None: after all), on the ideal cluster, in order 1f1b or the given one.
+
+    Where the model mixes samples, each microbatch has its own statistics.
+    """
     mesh = mesh.with_microbatches(number)
     order = order or generate("1f1b", mesh.size_of(mesh.parts("pp")), number)
-    passes = default_passes(Options(Cluster.ideal()), torch.is_grad_enabled(), order=order)
+    passes = default_passes(Options(Cluster.ideal(), microbatch_statistics="own"), torch.is_grad_enabled(), order=order)
+    passes = [each for each in passes if not isinstance(each, ChooseMicrobatches)]  # there are so many from the start
     end = len(passes) if last is None else 1 + next(i for i, each in enumerate(passes) if isinstance(each, last))
     return run_passes(kept_capture(model, args, {}, mesh, None, dict.fromkeys(range(len(args)), 0)), passes[:end])
 

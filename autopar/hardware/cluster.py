@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.hardware.cluster_file import ClusterError, read_cluster
 from autopar.hardware.cluster_text import table_of, yaml_of
@@ -97,6 +98,17 @@ class Cluster:
             stacklevel=2,
         )
         return replace(_built_in("a100"), name=name)
+
+    @staticmethod
+    def asked_for(cluster: Cluster | str | None, mesh: Mesh | DeviceMesh) -> Cluster:
+        """What `cluster=` of `autopar.compile` means: by name, and by default the ideal one for virtual ranks and this device's for real."""
+        if isinstance(cluster, Cluster):
+            return cluster
+        if isinstance(cluster, str):
+            return Cluster.named(cluster)
+        if isinstance(mesh, Mesh):
+            return Cluster.ideal()
+        return Cluster.named(torch.cuda.get_device_name() if mesh.device_type == "cuda" else mesh.device_type)
 
     @staticmethod
     def from_yaml(path: str | Path) -> Cluster:

@@ -12,7 +12,7 @@ from autopar.mesh import Mesh
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.auto_schedule import auto_schedule
 from autopar.pipeline.priced import price_pipeline
-from autopar.pipeline.schedules import generate
+from autopar.pipeline.schedules import GENERATORS, generate
 from autopar.program import Program
 
 
@@ -28,6 +28,12 @@ def _share(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
     """What a number must divide so that it divides a rank's share of every input; 1 where none has a batch."""
     num_shares = mesh.size_of(mesh.parts("dp"))
     return max(math.gcd(*batch_sizes) // num_shares, 1)
+
+
+def share_of(program: Program) -> int:
+    """What a number of microbatches must divide, by the inputs of `program`."""
+    batches = [item.shape[item.batch_dim] for item in program.signature.inputs_of("batch") if item.batch_dim is not None]
+    return _share(program.mesh, batches)
 
 
 def chosen_schedule(
@@ -61,6 +67,15 @@ def pipeline_order(schedule: str | PipelineSchedule, mesh: Mesh) -> PipelineSche
             f"runs on pp = {num_ranks} with {number}: pass num_microbatches={schedule.num_microbatches}, or another schedule"
         )
     return schedule
+
+
+def ordered_for(order: PipelineSchedule, number: int) -> PipelineSchedule:
+    """`order`, or its like for another number of microbatches."""
+    if order.num_microbatches == number:
+        return order
+    num_chunks = order.num_stages // order.num_ranks
+    name = order.name if order.name in GENERATORS else "1f1b" if num_chunks == 1 else "interleaved"
+    return generate(name, order.num_ranks, number, num_chunks)
 
 
 def live_microbatches(order: PipelineSchedule) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from types import EllipsisType
 from torch.fx import Node
 
 from autopar.errors import PlanError, UnmatchedPinError
+from autopar.freedom import Freedom
 from autopar.keys import BATCH, DIMS, SOURCE
 from autopar.markers import pinned
 from autopar.mesh import Mesh
@@ -171,3 +172,19 @@ def _place(axes: Sequence[str], dim: Sequence[int], mesh: Mesh) -> list[tuple[st
         else:
             return None
     return splits
+
+
+def without_batch(pins: Pins | Plan | None) -> Pins | Plan | None:
+    """The pins that say how something lies."""
+    return pins if pins is None or isinstance(pins, Plan) else {name: pin for name, pin in pins.items() if name != "batch"}
+
+
+def freedom_of(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budget: bool) -> Freedom:
+    """What the axes may split: as the plan was made with, else as the pins and the budget have it."""
+    if plan is not None:
+        return plan.freedom
+    axes = tuple(str(axis) for axis in pins.get("batch", ("dp",))) if isinstance(pins, Mapping) else ("dp",)
+    unknown = [axis for axis in axes if not mesh.parts(axis)]
+    if unknown and axes != ("dp",):
+        raise PlanError(f'pins["batch"] names the axis {unknown[0]!r}, which is not on the mesh ({mesh})')
+    return Freedom(free=tuple(axis for axis in axes if axis != "dp"), stored=has_budget)

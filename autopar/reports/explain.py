@@ -32,6 +32,7 @@ from autopar.rule import rule_of
 from autopar.sharding import REDUCTION_KINDS, Dims, Sharding, Strategy
 from autopar.transfers import sent
 from autopar.units import in_bytes, in_seconds
+from autopar.whole_batch import MicrobatchDecision
 
 
 class RunnerUp(Protocol):
@@ -64,6 +65,7 @@ def explain(compiled: Compiled) -> str:
         *([f"search: {compiled.search}"] if compiled.search is not None else []),
         *(f"  {line}" for line in search_lines(compiled.search)),
         *_section("pipeline", pipeline_lines(compiled, cost) if compiled.order is not None else ()),
+        *_section("microbatches", _microbatches(compiled)),
         *_section("parameters", fold_rows(parameter_rows(compiled))),
         *_section(
             "contractions (tp:n: axis tp splits factor n; a split of one that the result lacks, k, leaves partial sums)",
@@ -79,6 +81,13 @@ def explain(compiled: Compiled) -> str:
         *_section("predicted", _totals(compiled, cost)),
     ]
     return "\n".join(lines)
+
+
+def _microbatches(compiled: Compiled) -> Iterator[str]:
+    """Why there are fewer of them than usual, or what each takes for itself."""
+    for step in compiled.steps:
+        if isinstance(step.decision, MicrobatchDecision):
+            yield from step.decision.lines()
 
 
 def _fusions(compiled: Compiled) -> Iterator[str]:

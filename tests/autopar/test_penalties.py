@@ -34,7 +34,7 @@ class Normed(nn.Module):
 @cache
 def compiled(num_microbatches: int) -> ParallelModule:
     torch.manual_seed(0)
-    options = {"backend": "eager", "cluster": "8xa100", "num_microbatches": num_microbatches}
+    options = {"backend": "eager", "cluster": "8xa100", "num_microbatches": num_microbatches, "microbatch_statistics": "own"}
     return autopar.compile(Normed(), virtual_mesh(dp=2), example_inputs=(torch.randn(8, 8),), **options)
 
 

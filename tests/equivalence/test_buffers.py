@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.errors import CaptureError
+from autopar.errors import CaptureError, MicrobatchError
 
 
 class Counts(nn.Module):
@@ -137,8 +137,11 @@ def test_what_microbatches_change_one_after_another_is_said(
 ) -> None:
     """Each takes its own values for the whole batch's: sums of its own times their number."""
     model, reference = both(update)
+    options = {"backend": "eager", "num_microbatches": 4}
+    with pytest.raises(MicrobatchError, match="num_microbatches=4 would change what the model computes"):
+        autopar.compile(model, autopar.virtual_mesh(dp=1), example_inputs=(X,), **options)
     with caplog.at_level(logging.WARNING, "autopar"):
-        parallel = autopar.compile(model, autopar.virtual_mesh(dp=1), example_inputs=(X,), backend="eager", num_microbatches=4)
+        parallel = autopar.compile(model, autopar.virtual_mesh(dp=1), example_inputs=(X,), microbatch_statistics="own", **options)
     assert "microbatches" in caplog.text
     parallel(X)
     if update not in (squared, turned):
@@ -187,9 +190,10 @@ def test_buffers_of_a_module_under_two_names() -> None:
 
 def test_a_count_is_no_estimate_and_a_running_mean_is_one(caplog: pytest.LogCaptureFixture) -> None:
     for update, warns in ((counted, False), (averaged, True)):
+        options = {"backend": "eager", "num_microbatches": 4} | ({"microbatch_statistics": "own"} if warns else {})
         caplog.clear()
         with caplog.at_level(logging.WARNING, "autopar"):
-            autopar.compile(both(update)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager", num_microbatches=4)
+            autopar.compile(both(update)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), **options)
         assert ("mix microbatches" in caplog.text) == warns, caplog.text
 
 

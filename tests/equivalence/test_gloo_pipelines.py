@@ -36,8 +36,8 @@ def share(batch: Batch, mesh: DeviceMesh) -> Batch:
     return {name: value.chunk(number)[place] for name, value in batch.items()}
 
 
-def compiled(model: nn.Module, mesh: DeviceMesh, number: int, schedule: str) -> ParallelModule:
-    options: dict[str, Any] = {"backend": "eager", "cluster": Cluster.ideal(), "timeout": 180}
+def compiled(model: nn.Module, mesh: DeviceMesh, number: int | None, schedule: str, **options: Any) -> ParallelModule:
+    options = {"backend": "eager", "cluster": Cluster.ideal(), "timeout": 180} | options
     return autopar.compile(model, mesh, num_microbatches=number, schedule=schedule, **options)
 
 
@@ -107,11 +107,27 @@ def normalises() -> float:
     model = UNet().double()
     reference = copy.deepcopy(model)
     images, labels = torch.randn(4, 3, 8, 8).double(), torch.randint(0, 4, (4, 8, 8))
-    parallel = compiled(model, mesh, 2, "1f1b")
+    parallel = compiled(model, mesh, 2, "1f1b", microbatch_statistics="own")
     parallel(images, labels).backward()
     for each in images.chunk(2):
         reference.logits(each)
     return difference(parallel.full_state_dict(), reference.state_dict())
+
+
+def normalises_as_one_device() -> tuple[int, bool, float]:
+    """The number of microbatches that nobody asked for, whether `verify` agrees, and how far the buffers are from plain torch's."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = UNet().double()
+    reference = copy.deepcopy(model)
+    batch = {"pixel_values": torch.randn(8, 3, 8, 8).double(), "labels": torch.randint(0, 4, (8, 8, 8))}
+    mine = share(batch, mesh)
+    parallel = compiled(model, mesh, None, "1f1b")
+    parallel(**mine).backward()
+    reference(**batch)
+    report = parallel.verify(promote=True, **mine)
+    number = parallel.compiled.local.mesh.num_microbatches
+    return number, bool(report) and report.worst <= 1e-9, difference(parallel.full_state_dict(), reference.state_dict())
 
 
 # ---- the tests
@@ -136,6 +152,11 @@ def test_training_follows_plain_torch(gloo_ranks: Any) -> None:
 
 def test_every_rank_has_the_buffers_of_all_stages(gloo_ranks: Any) -> None:
     assert max(gloo_ranks.run(normalises)) <= 1e-12
+
+
+def test_by_default_batch_norm_is_that_of_one_device_on_every_rank(gloo_ranks: Any) -> None:
+    for number, agrees, error in gloo_ranks.run(normalises_as_one_device):
+        assert number == 1 and agrees and error <= 1e-12
 
 
 @pytest.mark.slow

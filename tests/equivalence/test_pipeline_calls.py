@@ -294,7 +294,7 @@ def test_a_model_without_a_loss_is_refused(mesh: dict[str, int], number: int) ->
 
 def test_an_op_that_needs_the_whole_batch_is_refused_with_its_line() -> None:
     found = refusal(PlanError, {"dp": 2}, 2, case=mixtral())
-    assert "this op needs all samples of the batch at once" in found and "use num_microbatches=1" in found
+    assert "needs all samples of the batch at once" in found and "use num_microbatches=1" in found
     assert "modeling_mixtral.py:" in found or "moe.py:" in found, found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.collectives import is_launch
-from autopar.errors import PlanError
+from autopar.errors import MicrobatchError
 from autopar.mesh import MICROBATCHES
 from autopar.microbatches import is_summed_later, known_ahead, mixing
 from autopar.passes.lower import Lower
@@ -53,7 +53,7 @@ def test_each_microbatch_takes_its_own_estimate_and_that_is_said(kind: str, capl
     before = local(kind)
     assert mixing(before)
     with caplog.at_level(logging.WARNING, "autopar"):
-        after = SeparateMicrobatches().apply(before)
+        after = SeparateMicrobatches("own").apply(before)
     assert not mixing(after) and not over_microbatches(after)
     assert len(caplog.records) == 1
     assert "each of the 4 microbatches takes its own" in caplog.text and "test_separate_microbatches.py:" in caplog.text
@@ -62,7 +62,7 @@ def test_each_microbatch_takes_its_own_estimate_and_that_is_said(kind: str, capl
 def test_what_is_a_sum_anyway_is_left_as_it_is_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
     before = local("plain")
     with caplog.at_level(logging.WARNING, "autopar"):
-        after = SeparateMicrobatches().apply(before)
+        after = SeparateMicrobatches("own").apply(before)
     assert not caplog.records and not over_microbatches(after)
 
 
@@ -75,26 +75,26 @@ def test_counts_that_are_known_ahead_stay_sums_over_all() -> None:
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return nn.functional.cross_entropy(self.linear(x), y)
 
-    after = SeparateMicrobatches().apply(passed(Weighted(), (X, torch.randint(0, 3, (8,))), Lower, number=NUMBER))
+    after = SeparateMicrobatches("own").apply(passed(Weighted(), (X, torch.randint(0, 3, (8,))), Lower, number=NUMBER))
     counts = [node for node in after.graph.nodes if is_launch(node) and MICROBATCHES in node.args[1]]
     assert counts and set(counts) <= known_ahead(after)
 
 
 @pytest.mark.parametrize("kind", ["mean", "max", "plain"])
 def test_every_loss_and_gradient_is_a_sum_over_the_microbatches_afterwards(kind: str) -> None:
-    after = SeparateMicrobatches().apply(local(kind))
+    after = SeparateMicrobatches("own").apply(local(kind))
     for item in after.signature.outputs:
         assert item.sharding is not None and is_summed_later(item.sharding), item
 
 
 def test_an_op_that_needs_all_samples_at_once_is_refused_with_its_line() -> None:
-    with pytest.raises(PlanError, match=r"test_separate_microbatches.py:\d+.*needs all samples of the batch at once .* over 4 micro"):
-        SeparateMicrobatches().apply(local("sort"))
+    with pytest.raises(MicrobatchError, match=r"test_separate_microbatches.py:\d+.*needs all samples of the batch at once .* over 4 micro"):
+        SeparateMicrobatches("own").apply(local("sort"))
 
 
 def test_one_microbatch_is_the_whole_batch() -> None:
     before = local("mean", number=1)
-    assert SeparateMicrobatches().apply(before) is before
+    assert SeparateMicrobatches("own").apply(before) is before
 
 
 class Penalised(nn.Module):
@@ -114,5 +114,5 @@ def test_what_is_exact_as_a_mean_is_no_warning(squared: bool, caplog: pytest.Log
     program = passed(Penalised(squared), (X,), Lower, number=NUMBER)
     assert mixing(program)
     with caplog.at_level(logging.WARNING, "autopar"):
-        SeparateMicrobatches().apply(program)
+        SeparateMicrobatches("own").apply(program)
     assert ("mix microbatches" in caplog.text) == squared, caplog.text

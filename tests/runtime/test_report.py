@@ -88,3 +88,10 @@ def test_a_report_reads_verdict_first_and_the_worst_five() -> None:
     assert gradients == ["layer.7:", "layer.6:", "layer.5:", "layer.4:", "layer.3:"]
     assert "  buffer mean: 0.001" in lines and not any("replicas" in line for line in lines)
     assert str(Report(0.0, {}, 1e-4)).startswith("equal to the original model, in the model's own precision")
+
+
+def test_accepted_own_statistics_are_told_apart_from_the_original() -> None:
+    report = Report(0.5, {}, 1e-9, promoted=True, own_statistics_error=3e-14)
+    lines = str(report).splitlines()
+    assert not report and lines[0].startswith("NOT EQUAL to the original model")
+    assert 'microbatch_statistics="own"' in lines[1] and lines[2] == "  against the program that does so: worst error 3e-14"

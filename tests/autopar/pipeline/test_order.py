@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import ScheduleError
@@ -9,7 +11,7 @@ from autopar.mesh import Mesh, virtual_mesh
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.memory import rank_memory
-from autopar.pipeline.order import chosen_schedule, default_number, live_microbatches, pipeline_order
+from autopar.pipeline.order import chosen_schedule, default_number, live_microbatches, ordered_for, pipeline_order
 from autopar.pipeline.schedules import GENERATORS, generate
 
 PP2, PP2_DP2 = virtual_mesh(pp=2), virtual_mesh(pp=2, dp=2)
@@ -30,6 +32,15 @@ PP2, PP2_DP2 = virtual_mesh(pp=2), virtual_mesh(pp=2, dp=2)
 )
 def test_the_default_number_divides_every_share(mesh: Mesh, sizes: list[int], number: int) -> None:
     assert default_number(mesh, sizes) == number
+
+
+@pytest.mark.parametrize(("name", "num_chunks"), [("1f1b", 1), ("interleaved", 3), ("zb-v", 2)])
+def test_an_order_has_its_like_for_fewer_microbatches(name: str, num_chunks: int) -> None:
+    order = generate(name, 2, 8, num_chunks)
+    assert ordered_for(order, 8) is order
+    assert ordered_for(order, 1) == generate(name, 2, 1, num_chunks)
+    mine = ordered_for(replace(order, name="mine"), 4)
+    assert (mine.num_microbatches, mine.num_stages) == (4, order.num_stages)
 
 
 def test_a_named_schedule_is_drawn_for_the_mesh() -> None:
