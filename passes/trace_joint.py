@@ -124,6 +124,12 @@ def _cholesky(x: torch.Tensor, upper: bool = False) -> torch.Tensor:
     return torch.where((info == 0)[..., None, None], factor, torch.nan)
 
 
+def _rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> torch.Tensor:
+    """In evaluation, where it draws nothing; `KeyRandom` refuses it in training."""
+    assert not training
+    return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+
+
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
     """Labels of a row end at its first −1: torch's own decomposition takes class 0 for each of the rest."""
     is_given = (target == -1).cumsum(-1) == 0
@@ -272,6 +278,7 @@ def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
 # whose results are then not finite.
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
 _CALLED_INSTEAD: dict[Any, Any] = {
+    aten.rrelu.default: _rrelu,
     aten.linalg_cholesky.default: _cholesky,
     aten.cholesky.default: _cholesky,
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,

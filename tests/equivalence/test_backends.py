@@ -48,7 +48,7 @@ CELLS = {
     "bert": Cell(zoo.bert),
     "vit": Cell(zoo.vit),
     "resnet": Cell(zoo_vision.resnet),
-    "mixtral": Cell(zoo_language.mixtral),
+    "mixtral": Cell(zoo_language.mixtral, (("tp", 4),)),  # dp cannot split its experts yet
     "pipeline": Cell(lambda: zoo.gpt2(2), (("pp", 2), ("tp", 2)), number=4),
     "dropout": Cell(lambda: zoo.gpt2(1, 0.1), is_drawn=True),
 }
