@@ -118,12 +118,6 @@ class _Run(Interpreter):
         return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
 
 
-def _cholesky(x: torch.Tensor, upper: bool = False) -> torch.Tensor:
-    """NaN where the matrix has no factor: eager raises there, which a rank cannot do alone."""
-    factor, info = torch.linalg.cholesky_ex(x, upper=upper)
-    return torch.where((info == 0)[..., None, None], factor, torch.nan)
-
-
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
     """Labels of a row end at its first −1: torch's own decomposition takes class 0 for each of the rest."""
     is_given = (target == -1).cumsum(-1) == 0
@@ -202,7 +196,7 @@ def _written_at(program: Program, index: int) -> str:
     target = program.placeholders[index]
     places = (SOURCE[node] for node in writers_of(program.graph) if memory_of(written_by(node)) is target and node in SOURCE)
     place = next((place for place in places if place.file), None)
-    return f"\n  where: {place.file}:{place.line}  {place.code}" if place else ""
+    return f"\n  where: {place.at}" if place else ""
 
 
 def _order_by_phase(program: Program) -> None:
@@ -268,12 +262,10 @@ def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
     return new
 
 
-# What is asserted of values has no result: by torch's decompositions (that a class is one of those there are), and by `torch.linalg`,
-# whose results are then not finite.
+# Checks of values that the trace itself adds; those of the model are outputs by now. They are torch's decompositions' (that a class is one
+# of those there are), and those of `torch.linalg` inside other functions (`matrix_power` to a negative one).
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
 _CALLED_INSTEAD: dict[Any, Any] = {
-    aten.linalg_cholesky.default: _cholesky,
-    aten.cholesky.default: _cholesky,
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
 }
 

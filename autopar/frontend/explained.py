@@ -246,14 +246,10 @@ def _where(model: nn.Module, places: list[Source]) -> list[str]:
     own = [place for place in places if not is_library(place.file)]
     inner = [place for place in places if "site-packages" in place.file]
     if own and inner and places.index(inner[-1]) > places.index(own[-1]):
-        return [f"where: {_at(own[-1])}", f"inside: {_at(inner[-1])}"]
+        return [f"where: {own[-1].at}", f"inside: {inner[-1].at}"]
     if own or inner:
-        return [f"where: {_at((own or inner)[-1])}"]
+        return [f"where: {(own or inner)[-1].at}"]
     return [f"where: {_definition(model)}"]
-
-
-def _at(place: Source) -> str:
-    return f"{place.file}:{place.line}  {place.code}"
 
 
 def _definition(model: nn.Module) -> str:

@@ -24,9 +24,11 @@ from autopar.source import is_torchs
 
 aten = torch.ops.aten
 
-# Solvers that raise for a singular matrix: each with the op that says so by a number, which is 0 for a good one.
+ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
+# Solvers that raise for a matrix without a solution: each with the op that says so by a number, which is 0 for a good one.
 _SOLVERS = {
     aten.linalg_cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
+    aten.cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
     aten.linalg_inv.default: (aten.linalg_inv_ex.default, "is singular"),
     aten.inverse.default: (aten.linalg_inv_ex.default, "is singular"),
     aten.linalg_solve.default: (aten.linalg_solve_ex.default, "is singular"),
@@ -36,17 +38,16 @@ _SOLVERS = {
 def checks_as_outputs(program: Program) -> Program:
     """Give a FORWARD program one more output for each assertion in it: how many values violate it.
 
-    Reads: `_assert_async` calls, and solvers that raise. Writes: outputs of kind "check", 0-d int64, and what
-    each says into `signature.checks`, with its line; the forms of the solvers that do not raise. Ensures: no `_assert_async` is left.
+    Reads: `_assert_async` calls, and solvers that raise. Writes: outputs of kind "check", 0-d int64, and the text of each, with its
+    line, in `signature.checks`; solvers that return their error instead of raising it. Ensures: no `_assert_async` is left.
     """
     for node in [node for node in program.graph.nodes if node.target in _SOLVERS]:
         _assert_solved(node)
-    asserts = list(program.graph.find_nodes(op="call_function", target=aten._assert_async.msg))
+    asserts = [node for node in program.graph.nodes if node.target in ASSERTS]
     if not asserts:
         return program
-    end = program.graph.output_node()
     counts = tuple(_violations(node, Emitter(program.graph, node)) for node in asserts)
-    checks = tuple(f"{node.args[1]}\n  where: {SOURCE[node].file}:{SOURCE[node].line}  {SOURCE[node].code}" for node in asserts)
+    checks = tuple(f"{_text(node)}\n  where: {SOURCE[node].at}" for node in asserts)
     for node in asserts:
         program.graph.erase_node(node)
     end = program.graph.output_node()
@@ -57,10 +58,18 @@ def checks_as_outputs(program: Program) -> Program:
     return replace(program, signature=signature)
 
 
+def _text(node: Node) -> str:
+    return str(node.args[1]) if node.target is aten._assert_async.msg else "an assertion on a tensor does not hold"
+
+
 def _assert_solved(node: Node) -> None:
+    """Call the solver that returns whether it has failed, and assert that it has not."""
     target, fault = _SOLVERS[node.target]  # type: ignore[index]
     emit = Emitter(node.graph, node)
-    solved = emit.call(target, *node.args, **node.kwargs)
+    args, kwargs = node.args, dict(node.kwargs)
+    if node.target is aten.cholesky.default and len(args) > 1:  # its `upper` may be given by position
+        args, kwargs = args[:1], {"upper": args[1]}
+    solved = emit.call(target, *args, **kwargs)
     result, info = (emit.call(operator.getitem, solved, place) for place in (0, 1))
     message = f"{node.target}: a matrix {fault}"
     emit.call(
