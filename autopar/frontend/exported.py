@@ -161,7 +161,7 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
 
 
 def _written(result: Node) -> Node:
-    """What the ops that made `result` in place, and give it back, have written."""
+    """The value that in-place ops wrote to make `result`, which they returned; `result` itself if none did."""
     while result.op == "call_function" and gives_back(result):
         result = written_by(result)
     return result
@@ -174,7 +174,7 @@ def _detached(graph: Graph, operand: Node) -> Node:
 
 
 def _drop_needless_detaches(program: Program) -> None:
-    """A value without gradients is detached as it is, but for memory that may be written a value with one later."""
+    """Drop a detach of a gradient-free value, unless a differentiable one may later be written into its memory."""
     trained, written = differentiable(program), {memory_of(each) for each in writers_of(program.graph)}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         operand = node_at(node, 0)

@@ -1,4 +1,8 @@
-"""What is asserted of values in a forward becomes outputs of the program, which the runtime reads when it has run."""
+"""Assertions on the values of tensors become outputs of the program, which the runtime reads after every run.
+
+`asserts_assumed` lets a model's `assert` pass while fake tensors are run through it; the export keeps it as an `_assert_async` call, and
+`checks_as_outputs` makes an output of that.
+"""
 
 from __future__ import annotations
 
@@ -92,12 +96,14 @@ def _violations(node: Node, emit: Emitter) -> Node:
 
 @contextmanager
 def asserts_assumed() -> Generator[None]:
-    """While this is entered, `assert` of a tensor without values passes; any other look at its value is refused as before."""
+    """While this is entered, an `assert` on a tensor without values passes; reading its value for anything else is refused as before."""
     with _AssumeAsserts():
         yield
 
 
 class _AssumeAsserts(TorchDispatchMode):
+    """Where a bool is read from a fake tensor, look in the caller's bytecode whether it is for an `assert`: torch itself cannot tell."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             wanted = next((found for found in map(_asserted, _callers(sys._getframe(1))) if found is not None), None)
@@ -107,14 +113,14 @@ class _AssumeAsserts(TorchDispatchMode):
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of torch that called, and the innermost one outside."""
+    """`frame` and those that called it, up to the innermost one outside of torch."""
     while frame is not None:
         yield frame
         frame = frame.f_back if is_torchs(frame.f_code.co_filename) or frame.f_code.co_filename == __file__ else None
 
 
 def _asserted(frame: FrameType) -> bool | None:
-    """With what truth an `assert` passes, whose condition `frame` computes now; None where it computes something else."""
+    """The truth value with which the `assert` that `frame` now evaluates would pass; None if it evaluates something else."""
     following = [each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti]
     jump = next((place for place, each in enumerate(following) if each.opname.startswith("POP_JUMP")), len(following))
     # LOAD_ASSERTION_ERROR; from Python 3.14 on LOAD_COMMON_CONSTANT (AssertionError).
