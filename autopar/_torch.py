@@ -255,9 +255,9 @@ def attributes_replaced(replaced: Sequence[tuple[Any, str, Callable[..., Any]]])
 
 @contextmanager
 def _errors_unchecked() -> Generator[None]:
-    """While this is entered, the check behind `torch.linalg.inv` and its like has no effect that tokens would order.
+    """While this is entered, the check inside functions of `torch.linalg` (`matrix_power` to a negative one) is an op without effects.
 
-    Tokens are inputs and outputs of their own, and the check itself has no result.
+    An effect would add tokens to the inputs and outputs of the joint graph, which no program has a place for.
     """
     effect = getattr(simple_registry.singleton.find("aten::_linalg_check_errors"), "effect", None)
     before = getattr(effect, "effect", None)

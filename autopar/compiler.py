@@ -148,7 +148,9 @@ def compile(
                     CUDA and in ATen elsewhere. Where torch's own attention kernels know all of it (no mask, dropout, window, soft
                     cap or ids), "triton" takes ours, "aten" and "off" torch's, "auto" what was measured to be the fastest
 
-    Raises `MeshError`, and with `example_inputs` `CaptureError`, `InputError` and `PlanError`, each saying how to mend it.
+    Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module`, `MeshError` for a mesh that
+    cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that is not one graph,
+    `PlanError` for a plan, pins, budget or number of microbatches that cannot be kept. Each says how to mend it.
     """
     refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
@@ -283,13 +285,13 @@ def _choices(options: Options) -> tuple[DecidingPass, ...]:
 
 
 def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:
-    """The parameters of which is known how they lie, by name: by the plan, before that as they were placed."""
+    """Known placements by parameter name; those of an earlier capture override the plan's."""
     plans = (each for each in (options.pins, options.plan) if isinstance(each, Plan))
     return {name: placed for plan in plans for name, placed in plan.parameters.items()} | dict(placements or {})
 
 
 def compile_call(model: nn.Module, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, *rest: Any) -> Compiled:
-    """`compile_once`; in one microbatch where more, which nobody asked for, turn out to change what the model computes."""
+    """`compile_once`; and again in one microbatch, if the default number turns out to change what the model computes."""
     try:
         return compile_once(model, mesh, args, kwargs, options, *rest)
     except MicrobatchError as error:
@@ -362,7 +364,7 @@ def compile_once(
 def _decide_again(
     program: Program, options: Options, pins: Pins | Plan | None, order: PipelineSchedule | None = None
 ) -> tuple[Program, ShardingDecision, StageDecision | None]:
-    """What `program`, which no pins have touched yet, is with `pins` and no plan: with reshards and stages, and what was decided."""
+    """Decide anew about `program`, as it was before pins were applied, with `pins` and no plan: with its reshards and stages, if any."""
     freedom = freedom_of(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
     passes = default_passes(replace(options, plan=None, pins=without_batch(pins)), training=True, order=order)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))

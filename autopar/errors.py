@@ -28,9 +28,9 @@ class UnmatchedPinError(PlanError):
 
 
 class MicrobatchError(PlanError):
-    """So many microbatches would change what the model computes; says where, and both ways out.
+    """This number of microbatches would change what the model computes; says where, and the ways out.
 
-    `found` are the places, where a program showed them that was made for the number.
+    `found` are those places, for a compile that may choose another number.
     """
 
     def __init__(self, text: str, found: tuple[object, ...] = ()) -> None:

@@ -44,6 +44,11 @@ class Source:
     code: str = ""
     module: str = ""
 
+    @property
+    def at(self) -> str:
+        """File, line and code, as errors show them."""
+        return f"{self.file}:{self.line}  {self.code}" if self.file else "(no source line)"
+
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.file else "(no source line)"
         return f"{place} in {self.module}" if self.module else place

@@ -17,7 +17,7 @@ from autopar.program import operands, results_of
 from autopar.rule import RULES
 from autopar.rules.pointwise import pointwise
 
-# Names of ATen ops that were run on operands of several layouts; what reads much, so that a copy for nothing would cost.
+# ATen ops, by name, that were tested on operands of several layouts: those that read much, where a needless copy would cost time.
 _HONOURING = frozenset(
     """
     mm bmm addmm baddbmm mv dot convolution convolution_backward

@@ -80,8 +80,10 @@ def _fakes(program: Program, mode: FakeTensorMode, training: bool) -> list[torch
 
 
 def _with_ways_back(joint: Program, forward: Program) -> Program:
-    """Note of every gradient through which outputs it comes back, as autograd has it: one that depends on the values of no tangent has its
-    way, too (of `floor` it is zeros)."""
+    """Record for every gradient the outputs that it comes back through, as autograd sees it.
+
+    Also where its value does not depend on the tangent (through `floor` it is zeros), so the graph alone cannot tell.
+    """
     fakes = _fakes(forward, mode := fake_mode_of(forward.placeholders[0].meta["val"]), training=True)
     with mode, torch.enable_grad():
         results = _Run(forward.module()).run(*fakes)
@@ -98,7 +100,7 @@ def _with_ways_back(joint: Program, forward: Program) -> Program:
 
 
 def _with_own_memory(program: Program) -> Program:
-    """Copy the outputs that show the memory of an input or of another output: AOTAutograd gives these no tangent of their own."""
+    """Copy outputs that share memory with an input or an earlier output: AOTAutograd gives these no tangent of their own."""
     program = program.copy()
     taken: set[Node] = set(program.placeholders)
     results = list(program.results)
@@ -112,16 +114,10 @@ def _with_own_memory(program: Program) -> Program:
 
 
 class _Run(Interpreter):
-    """Runs a FORWARD program, with our own in the place of some calls that autograd would take apart."""
+    """Runs a FORWARD program, with functions of ours in place of ops whose decomposition in torch is wrong."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
-
-
-def _cholesky(x: torch.Tensor, upper: bool = False) -> torch.Tensor:
-    """NaN where the matrix has no factor: eager raises there, which a rank cannot do alone."""
-    factor, info = torch.linalg.cholesky_ex(x, upper=upper)
-    return torch.where((info == 0)[..., None, None], factor, torch.nan)
 
 
 def _rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> torch.Tensor:
@@ -131,7 +127,7 @@ def _rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training
 
 
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
-    """Labels of a row end at its first −1: torch's own decomposition takes class 0 for each of the rest."""
+    """Labels of a row end at its first −1. torch's decomposition counts class 0 for each place after that."""
     is_given = (target == -1).cumsum(-1) == 0
     labels = torch.where(is_given, target, 0)
     is_label = ((labels[..., None] == torch.arange(x.shape[-1], device=x.device)) & is_given[..., None]).any(-2)
@@ -208,7 +204,7 @@ def _written_at(program: Program, index: int) -> str:
     target = program.placeholders[index]
     places = (SOURCE[node] for node in writers_of(program.graph) if memory_of(written_by(node)) is target and node in SOURCE)
     place = next((place for place in places if place.file), None)
-    return f"\n  where: {place.file}:{place.line}  {place.code}" if place else ""
+    return f"\n  where: {place.at}" if place else ""
 
 
 def _order_by_phase(program: Program) -> None:
@@ -274,13 +270,11 @@ def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
     return new
 
 
-# What is asserted of values has no result: by torch's decompositions (that a class is one of those there are), and by `torch.linalg`,
-# whose results are then not finite.
+# Checks of values that the trace itself adds; those of the model are outputs by now. They are torch's decompositions' (that a class is one
+# of those there are), and those of `torch.linalg` inside other functions (`matrix_power` to a negative one).
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
 _CALLED_INSTEAD: dict[Any, Any] = {
     aten.rrelu.default: _rrelu,
-    aten.linalg_cholesky.default: _cholesky,
-    aten.cholesky.default: _cholesky,
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
 }
 

@@ -57,7 +57,7 @@ class Same:
 
 @dataclass(frozen=True)
 class Description:
-    """`entries` and `parameters` (shape, dtype, and the first name of a tied one) by path; `watch` of the objects they were read from."""
+    """Settings (`entries`) and `parameters` (shape, dtype, first name if tied) by path; `watch` tells whether any of them has changed."""
 
     entries: dict[str, Any]
     parameters: dict[str, tuple[Any, ...]]

@@ -22,10 +22,10 @@ class _State(NamedTuple):
 class ModelGuard:
     """Numbers the states that a model goes through, by its settings: submodules, hooks, modes, plain attributes, what they hold.
 
-    A model that returns to a state gets that state's number, so that programs made of it serve again. Values of parameters
-    and buffers are no settings. A state keeps its number once it is captured; others are all the next one, so that ranks which
-    refuse a call stay in step. What forward itself writes to its modules (a cached mask, a counter) is left out: the program
-    has it as it was captured, and says so where it may matter.
+    A model that returns to a state gets that state's number, so that its programs serve again. Values of parameters and buffers are
+    no settings. Only captured states have numbers of their own; any other state gets the next free number, so that ranks which refuse
+    a call still agree. What forward itself writes to its modules (a cached mask, a counter) is left out: the program keeps it as it
+    was captured, and warns where that may matter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +62,7 @@ class ModelGuard:
         return changes(self._states[self._captured], self._latest.entries) if self._states and self._latest else ""
 
     def captured(self, written: Collection[str]) -> None:
-        """The model was captured in its latest state; what that changed in it is of the state. Forward writes the attributes `written`."""
+        """Note that the model was captured in its latest state, as the capture left it. `written`: the attributes that forward writes."""
         assert self._latest is not None
         self._written |= frozenset(written)
         self._states = [{path: value for path, value in state.items() if not self._is_written(path)} for state in self._states]
@@ -72,7 +72,7 @@ class ModelGuard:
         self._parameters = self._parameters or description.parameters
 
     def copied(self, model: nn.Module) -> ModelGuard:
-        """The guard of a deep copy of the model: of its settings as of equal ones here."""
+        """A guard for a deep copy of the model, which knows the states that were captured here."""
         guard = ModelGuard(model)
         guard._states, guard._written, guard._parameters = list(self._states), self._written, self._parameters
         guard._captured = self._captured

@@ -104,7 +104,10 @@ class ParallelModule(Inspected, NamesOfModel):
     world       that of the module of which this is a copy
     again       makes the parallel module of a copied model, in a world; without it there are no copies
 
-    A call raises `InputError` for inputs that cannot run and `MeshError`, `ScheduleError` or what the compiler raises.
+    A call raises `InputError` for inputs that cannot run (an `ArgumentError`, also a `TypeError`, for arguments that forward does not
+    take), `ValueCheckError` where an assertion of the model does not hold, `PlanError` where the model's parameters are others,
+    `MeshError`, `PeerError` for a rank that does not answer, and what `autopar.compile` raises when it captures. `loss.backward()`
+    raises `BackwardError` for a second backward of one call, or through an output that has none.
     """
 
     _model: nn.Module

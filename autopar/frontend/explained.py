@@ -24,7 +24,10 @@ _LOUD = ("torch._subclasses.fake_tensor", "torch.export._trace", "torch._dynamo.
 
 @dataclass(frozen=True)
 class _Fault:
-    """`words`, any of which is in what torch says or in the line that it says it of, and so is any of `also`, and what they stand for."""
+    """A known reason why a capture stops: `what` is wrong, and how to `mend` it.
+
+    It is recognised by one of `words` and one of `also`, in torch's text or in the user's line that the text is about.
+    """
 
     words: tuple[str, ...]
     what: str
@@ -44,7 +47,7 @@ _FAULTS = (
         "expert's weights for each token but splits over dp",
     ),
     _Fault(
-        ("DynamicCache", "pytree", "Encountered unrecognized type"),
+        ("DynamicCache", "register_pytree", "Encountered unrecognized type", "Generator reconstruction"),
         "the output holds an object that is no structure of tensors (a key-value cache, a generator)",
         "return tensors in tuples, lists, dicts or dataclasses; of transformers, set config.use_cache=False",
     ),
@@ -246,14 +249,10 @@ def _where(model: nn.Module, places: list[Source]) -> list[str]:
     own = [place for place in places if not is_library(place.file)]
     inner = [place for place in places if "site-packages" in place.file]
     if own and inner and places.index(inner[-1]) > places.index(own[-1]):
-        return [f"where: {_at(own[-1])}", f"inside: {_at(inner[-1])}"]
+        return [f"where: {own[-1].at}", f"inside: {inner[-1].at}"]
     if own or inner:
-        return [f"where: {_at((own or inner)[-1])}"]
+        return [f"where: {(own or inner)[-1].at}"]
     return [f"where: {_definition(model)}"]
-
-
-def _at(place: Source) -> str:
-    return f"{place.file}:{place.line}  {place.code}"
 
 
 def _definition(model: nn.Module) -> str:

@@ -24,7 +24,7 @@ from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.hooks import hooks_placed
-from autopar.frontend.value_checks import checks_as_outputs
+from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
 from autopar.keys import SOURCE, Source
 from autopar.mesh import Mesh
 from autopar.overwrites import gives_back, memory_of, writers_of, written_by
@@ -111,9 +111,8 @@ def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) ->
     for node in module.graph.nodes:
         if node.op == "output":
             return torch.fx.map_arg(node.args[0], lambda argument: mapping[argument])
-        if node.op in ("placeholder", "get_attr") or (
-            "_assert" in str(node.target) and node.target is not torch.ops.aten._assert_async.msg
-        ):
+        # What else torch asserts, of shapes and dtypes, held when it was traced.
+        if node.op in ("placeholder", "get_attr") or ("_assert" in str(node.target) and node.target not in ASSERTS):
             continue
         assert node.op == "call_function", node.format_node()
         if isinstance(node.target, HigherOrderOperator):
@@ -162,7 +161,7 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
 
 
 def _written(result: Node) -> Node:
-    """What the ops that made `result` in place, and give it back, have written."""
+    """The value that in-place ops wrote to make `result`, which they returned; `result` itself if none did."""
     while result.op == "call_function" and gives_back(result):
         result = written_by(result)
     return result
@@ -175,7 +174,7 @@ def _detached(graph: Graph, operand: Node) -> Node:
 
 
 def _drop_needless_detaches(program: Program) -> None:
-    """A value without gradients is detached as it is, but for memory that may be written a value with one later."""
+    """Drop a detach of a gradient-free value, unless a differentiable one may later be written into its memory."""
     trained, written = differentiable(program), {memory_of(each) for each in writers_of(program.graph)}
     for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
         operand = node_at(node, 0)
@@ -233,9 +232,8 @@ def _refuse_sparse(graph: Graph) -> None:
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-            place = SOURCE[node]
             raise CaptureError(
                 f"{node.target} makes a tensor of layout {value.layout}, of which nothing is known that could be split\n"
-                f"  where: {place.file}:{place.line}  {place.code}\n"
+                f"  where: {SOURCE[node].at}\n"
                 "  how to mend it: compute with dense tensors, masked where they are zero, or with scatter_add and index_select"
             )

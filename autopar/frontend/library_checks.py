@@ -5,7 +5,8 @@ hangs on that, so a trace need not stop there. While `library_checks_asserted` i
 `holds(...)` in place of `if not ...: raise`; `autopar.frontend.value_checks` makes outputs of the program of these.
 
 Left as they are, so that a model which calls them is still refused: what counts rejected draws (`VonMises.sample`), `Wishart`,
-the divergence of two binomials, and tensors' own methods (`x.cov()`: write `torch.cov(x)`).
+the divergence of two binomials, tensors' own methods (`x.cov()`: write `torch.cov(x)`), and a function that was taken out of its
+module before (`from torch.nn.functional import gaussian_nll_loss`: write `F.gaussian_nll_loss`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 
 from autopar._torch import OpOverload, pytree
 from autopar.errors import CaptureError, InputError
+from autopar.keys import Source
 from autopar.source import user_frames
 
 MAX_ELEMENTS = 1 << 20  # of an operand; an op is tried on real tensors up to there
@@ -81,7 +82,7 @@ def _ancestors(node: Node) -> list[Node]:
 
 def _refusal(node: Node, dtypes: Collection[torch.dtype], odd: list[Node], usual: Collection[torch.dtype]) -> Exception:
     frames = user_frames(node.meta.get("stack_trace") or "")
-    where = f"{frames[-1].file}:{frames[-1].line}  {frames[-1].code}" if frames else "(no source line)"
+    where = (frames[-1] if frames else Source()).at
     op = node.target.overloadpacket.__name__  # type: ignore[union-attr]
     what = f"{op} takes operands of one dtype, and here they are {' and '.join(sorted(map(_name, dtypes)))}\n  where: {where}"
     if not odd:

@@ -60,7 +60,10 @@ def refuse_autocast(model: nn.Module) -> None:
 
 
 def refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
-    """The program writes into buffers; a new tensor in the place of one is lost, which shows where the old one is read."""
+    """Refuse a forward that puts a new tensor in a buffer's place and reads that buffer: a program can only write into the old one.
+
+    `assigned` names such buffers. Those that nothing reads are a warning. Raises `CaptureError`.
+    """
     for node in program.graph.nodes:
         if str(node.target).startswith("aten.set_."):
             raise CaptureError(
@@ -97,9 +100,9 @@ def inference_mode_refused() -> Generator[None]:
 
 @contextlib.contextmanager
 def backward_hooks_apart(model: nn.Module) -> Generator[None]:
-    """While this is entered `model` has no backward hooks: those of the root are run around the whole call.
+    """While this is entered `model` has no backward hooks. Those of the root module are run around the whole call instead.
 
-    Those of submodules want gradients that no rank has whole: in training they are a `CaptureError`, otherwise they never run.
+    Those of submodules ask for gradients that no rank holds whole. With gradients on they are a `CaptureError`; without, no hook runs.
     """
     held = [(path, module, kind) for path, module in model.named_modules() for kind in _BACKWARD_HOOKS if vars(module)[kind]]
     inner = next(((path, module) for path, module, _ in held if path or module._is_full_backward_hook is False), None)
@@ -121,9 +124,9 @@ def backward_hooks_apart(model: nn.Module) -> Generator[None]:
 
 
 def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float], but_flags: bool) -> None:
-    """Numbers and flags that forward changes on its modules (a counter of calls) are in the program what they were when it was captured.
+    """Warn of numbers and flags that forward changes on its modules (a counter of calls): the program keeps their captured values.
 
-    `but_flags` where hooks were installed, which flags tell of: they stay for the capture.
+    With `but_flags` changed flags are no reason: forward has installed hooks, and its flags say that it has.
     """
     names = [name for name, value in after.items() if name in before and before[name] != value]
     changed = [f"{name} ({before[name]} → {after[name]})" for name in names if not (but_flags and isinstance(after[name], bool))]

@@ -1,4 +1,8 @@
-"""What is asserted of values in a forward becomes outputs of the program, which the runtime reads when it has run."""
+"""Assertions on the values of tensors become outputs of the program, which the runtime reads after every run.
+
+`asserts_assumed` lets a model's `assert` pass while fake tensors are run through it; the export keeps it as an `_assert_async` call, and
+`checks_as_outputs` makes an output of that.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,11 @@ from autopar.source import is_torchs
 
 aten = torch.ops.aten
 
-# Solvers that raise for a singular matrix: each with the op that says so by a number, which is 0 for a good one.
+ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
+# Solvers that raise for a matrix without a solution: each with the op that says so by a number, which is 0 for a good one.
 _SOLVERS = {
     aten.linalg_cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
+    aten.cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
     aten.linalg_inv.default: (aten.linalg_inv_ex.default, "is singular"),
     aten.inverse.default: (aten.linalg_inv_ex.default, "is singular"),
     aten.linalg_solve.default: (aten.linalg_solve_ex.default, "is singular"),
@@ -36,17 +42,16 @@ _SOLVERS = {
 def checks_as_outputs(program: Program) -> Program:
     """Give a FORWARD program one more output for each assertion in it: how many values violate it.
 
-    Reads: `_assert_async` calls, and solvers that raise. Writes: outputs of kind "check", 0-d int64, and what
-    each says into `signature.checks`, with its line; the forms of the solvers that do not raise. Ensures: no `_assert_async` is left.
+    Reads: `_assert_async` calls, and solvers that raise. Writes: outputs of kind "check", 0-d int64, and the text of each, with its
+    line, in `signature.checks`; solvers that return their error instead of raising it. Ensures: no `_assert_async` is left.
     """
     for node in [node for node in program.graph.nodes if node.target in _SOLVERS]:
         _assert_solved(node)
-    asserts = list(program.graph.find_nodes(op="call_function", target=aten._assert_async.msg))
+    asserts = [node for node in program.graph.nodes if node.target in ASSERTS]
     if not asserts:
         return program
-    end = program.graph.output_node()
     counts = tuple(_violations(node, Emitter(program.graph, node)) for node in asserts)
-    checks = tuple(f"{node.args[1]}\n  where: {SOURCE[node].file}:{SOURCE[node].line}  {SOURCE[node].code}" for node in asserts)
+    checks = tuple(f"{_text(node)}\n  where: {SOURCE[node].at}" for node in asserts)
     for node in asserts:
         program.graph.erase_node(node)
     end = program.graph.output_node()
@@ -57,10 +62,18 @@ def checks_as_outputs(program: Program) -> Program:
     return replace(program, signature=signature)
 
 
+def _text(node: Node) -> str:
+    return str(node.args[1]) if node.target is aten._assert_async.msg else "an assertion on a tensor does not hold"
+
+
 def _assert_solved(node: Node) -> None:
+    """Call the solver that returns whether it has failed, and assert that it has not."""
     target, fault = _SOLVERS[node.target]  # type: ignore[index]
     emit = Emitter(node.graph, node)
-    solved = emit.call(target, *node.args, **node.kwargs)
+    args, kwargs = node.args, dict(node.kwargs)
+    if node.target is aten.cholesky.default and len(args) > 1:  # its `upper` may be given by position
+        args, kwargs = args[:1], {"upper": args[1]}
+    solved = emit.call(target, *args, **kwargs)
     result, info = (emit.call(operator.getitem, solved, place) for place in (0, 1))
     message = f"{node.target}: a matrix {fault}"
     emit.call(
@@ -83,12 +96,14 @@ def _violations(node: Node, emit: Emitter) -> Node:
 
 @contextmanager
 def asserts_assumed() -> Generator[None]:
-    """While this is entered, `assert` of a tensor without values passes; any other look at its value is refused as before."""
+    """While this is entered, an `assert` on a tensor without values passes; reading its value for anything else is refused as before."""
     with _AssumeAsserts():
         yield
 
 
 class _AssumeAsserts(TorchDispatchMode):
+    """Where a bool is read from a fake tensor, look in the caller's bytecode whether it is for an `assert`: torch itself cannot tell."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             wanted = next((found for found in map(_asserted, _callers(sys._getframe(1))) if found is not None), None)
@@ -98,14 +113,14 @@ class _AssumeAsserts(TorchDispatchMode):
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of torch that called, and the innermost one outside."""
+    """`frame` and those that called it, up to the innermost one outside of torch."""
     while frame is not None:
         yield frame
         frame = frame.f_back if is_torchs(frame.f_code.co_filename) or frame.f_code.co_filename == __file__ else None
 
 
 def _asserted(frame: FrameType) -> bool | None:
-    """With what truth an `assert` passes, whose condition `frame` computes now; None where it computes something else."""
+    """The truth value with which the `assert` that `frame` now evaluates would pass; None if it evaluates something else."""
     following = [each for each in dis.get_instructions(frame.f_code) if each.offset >= frame.f_lasti]
     jump = next((place for place, each in enumerate(following) if each.opname.startswith("POP_JUMP")), len(following))
     # LOAD_ASSERTION_ERROR; from Python 3.14 on LOAD_COMMON_CONSTANT (AssertionError).

@@ -101,7 +101,7 @@ class Cluster:
 
     @staticmethod
     def asked_for(cluster: Cluster | str | None, mesh: Mesh | DeviceMesh) -> Cluster:
-        """What `cluster=` of `autopar.compile` means. None is the ideal cluster for virtual ranks, and this device's for real ones."""
+        """What `cluster=` of `autopar.compile` means. By default virtual ranks get the ideal cluster, and real ones that of this device."""
         if isinstance(cluster, Cluster):
             return cluster
         if isinstance(cluster, str):

@@ -38,7 +38,7 @@ REFUSED = {
     "layer: Embedding of bounded norm": "writes into parameter",
     "loss: CTC": "cannot be captured as one graph: the size of a result depends on values",
     **dict.fromkeys(
-        ("op: cartesian", "op: bincount", "op: unique", "op: nonzero", "op: masked_select"),
+        ("op: cartesian", "op: unique", "op: nonzero", "op: masked_select"),
         "cannot be captured as one graph: the size of a result depends on values",
     ),
 }

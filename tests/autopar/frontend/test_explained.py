@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
@@ -83,6 +84,8 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "item": (lambda layer, x: layer.linear(x).sum() * x.sum().item(), READS, "before the call"),
     "tolist": (lambda layer, x: layer.linear(x).sum() * sum(x[0].tolist()), READS, "before the call"),
     "item in a Function": (lambda layer, x: Cube.apply(layer.linear(x)).sum(), READS, "before the call"),  # type: ignore[attr-defined]
+    "item of a pytree": (lambda layer, x: layer.linear(x).sum() * pytree.tree_leaves({"x": x.sum()})[0].item(), READS, "before the call"),
+    "generator": (lambda layer, x: (layer.linear(x), (y for y in (x,))), "no structure of tensors", "return tensors in tuples"),
     "f-string": (formatted, READS, "before the call"),
     "classes": (lambda layer, x: (layer.linear(x) * F.one_hot(x.argmax(1)).sum()).sum(), "how many classes", "one_hot(x, num_classes)"),
     "boolean index": (lambda layer, x: layer.linear(x)[x > 0].sum(), SIZE, "mask with torch.where"),

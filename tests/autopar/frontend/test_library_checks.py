@@ -74,8 +74,9 @@ def violations(program: Program, layer: nn.Module, x: Tensor) -> list[float]:
         (lambda layer, x: layer.linear(x).sum() * torch.bincount(x[0].long(), minlength=4).max(), torch.tensor([[0.0, 3, 4, 9]]), [2]),
         (lambda layer, x: distributions.Normal(layer.linear(x), x).rsample().sum(), torch.tensor([[1.0, 0, 1, -1]]), [0, 2]),
         (lambda layer, x: torch.linalg.cholesky(x) * layer.linear.weight, -torch.eye(4), [1]),
+        (lambda layer, x: torch.cholesky(x, True) * layer.linear.weight, -torch.eye(4), [1]),
     ],
-    ids=["variance", "count", "scale", "matrix"],
+    ids=["variance", "count", "scale", "matrix", "matrix, by the old name"],
 )
 def test_what_does_not_hold_is_counted(compute: Callable[..., Tensor], x: Tensor, expected: list[int]) -> None:
     layer = Layer(lambda layer, x: compute(layer, x).sum())

@@ -30,6 +30,18 @@ def test_an_assert_is_an_output_with_its_text_and_line() -> None:
     assert found["check", "0"] == 8 and found["check", "1"] in (0, 1)
 
 
+def test_an_assertion_without_a_text_is_kept() -> None:
+    def compute(layer: Layer, x: Tensor) -> Tensor:
+        torch._assert_async((x.abs() < 100).all())  # type: ignore[call-arg]
+        return layer.linear(x).sum()
+
+    program = of(compute, X)
+    (text,) = program.signature.checks
+    assert text.startswith("an assertion on a tensor does not hold\n") and f"{__file__}:" in text
+    found = run_forward(program, inputs_of(program, Layer(compute), (X,), {}) | {("batch", "0"): torch.full_like(X, 1e9)})
+    assert found["check", "0"] == X.numel()
+
+
 def test_all_is_counted_where_the_values_are() -> None:
     program = of(careful, X)
     assert not list(program.graph.find_nodes(op="call_function", target=torch.ops.aten.all.default))
