@@ -124,6 +124,7 @@ def document(found: Sequence[Outcome]) -> str:
         f"of what is replicated, ops that take less than {SMALL:.0%} of the step are left out.",
         "",
         f"Written by `python -m benchmarks.zoo --docs docs/zoo.md`; torch {torch.__version__}, transformers {transformers.__version__}.",
+        "Models of timm, and adapters of peft: [zoo-timm.md](zoo-timm.md).",
         "",
         *("| " + " | ".join(row) + " |" for row in [heads, ["---"] * len(heads), *rows]),
     ]

@@ -3,6 +3,7 @@
     pip install --no-deps timm peft accelerate psutil
     python -m benchmarks.zoo_timm                          all, on tp2 and dp2×tp2
     python -m benchmarks.zoo_timm vit lora_llama --mesh tp2
+    python -m benchmarks.zoo_timm vit --docs docs/zoo-timm.md   the same, put into that page's table; its other lines stay
 
 Small configurations with random weights, a training step with cross entropy, planned on the ideal cluster. timm asks for
 torchvision and Pillow when it is imported, for image files and transforms that nothing here uses: where they are not installed, empty
@@ -16,9 +17,10 @@ import importlib
 import importlib.util
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,6 +66,7 @@ FAMILIES: dict[str, tuple[str, int, Mapping[str, Any]]] = {
     "coatnet": ("coatnet_pico_rw_224", 64, {"img_size": 64}),
     "maxvit": ("maxvit_pico_rw_256", 64, {"img_size": 64}),
 }
+HEAD = ["| model | mesh | worst error | `flops_split` | replicated |", "| --- | --- | --- | --- | --- |"]
 ADAPTERS = ("lora_gpt2", "lora_llama", "lora_bert")
 
 
@@ -123,6 +126,29 @@ def outcome(name: str, mesh: str) -> Outcome:
     return measured(name, model, batch, mesh, MESHES[mesh])
 
 
+# ---- the table
+
+
+def row(found: Outcome) -> str:
+    state = found.failure or f"{found.error:.1e}{'' if found.is_exact else ' **not exact**'}"
+    split = "" if found.flops_split is None else f"{found.flops_split:.3f}"
+    ops = ", ".join(f"`{op}`" for op in found.replicated[:4])
+    return f"| {found.name} | {found.mesh} | {state} | {split} | {ops} |"
+
+
+def with_rows(page: str, rows: Sequence[str]) -> str:
+    """`page` with these rows in its table: in place of those of the same model and mesh, the others behind its last row."""
+    new = {_model_and_mesh(line): line for line in rows}
+    lines = [new.pop(_model_and_mesh(line), line) if line.startswith("|") else line for line in page.splitlines()]
+    end = max((index + 1 for index, line in enumerate(lines) if line.startswith("|")), default=len(lines))
+    head = [] if any(line.startswith("|") for line in lines) else HEAD
+    return "\n".join([*lines[:end], *head, *new.values(), *lines[end:]]) + "\n"
+
+
+def _model_and_mesh(line: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in line.split("|")[1:3])
+
+
 # ---- stand-ins for what timm imports and nothing here uses
 
 
@@ -170,15 +196,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help=", ".join([*FAMILIES, *ADAPTERS]))
     parser.add_argument("--mesh", choices=MESHES, nargs="*", default=list(MESHES))
+    parser.add_argument("--docs", type=Path, help="put the rows into the table of this page")
     options = parser.parse_args()
-    print("| model | mesh | worst error | `flops_split` | replicated | seconds |\n| --- | --- | --- | --- | --- | --- |")
+    print("\n".join(HEAD))
     for name in options.names or [*FAMILIES, *ADAPTERS]:
         for mesh in options.mesh:
-            found = outcome(name, mesh)
-            state = found.failure or f"{found.error:.1e}{'' if found.is_exact else ' **not exact**'}"
-            split = "" if found.flops_split is None else f"{found.flops_split:.3f}"
-            ops = ", ".join(f"`{op}`" for op in found.replicated[:4])
-            print(f"| {name} | {mesh} | {state} | {split} | {ops} | {found.seconds:.0f} |", flush=True)
+            line = row(outcome(name, mesh))
+            print(line, flush=True)
+            if options.docs:
+                options.docs.write_text(with_rows(options.docs.read_text() if options.docs.exists() else "", [line]))
 
 
 if __name__ == "__main__":

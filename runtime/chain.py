@@ -91,17 +91,20 @@ class Errors:
 def errors_between(results: Results, wanted: Results, case: Case) -> Errors:
     """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros, a buffer as unchanged."""
     outputs = [error_of(results.outputs.get(name), value) for name, value in wanted.outputs.items()]
-    scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.gradients.values()))
-    names = dict.fromkeys([*wanted.gradients, *results.gradients])
-    gradients = {name: _gradient_error(results.gradients.get(name), wanted.gradients.get(name), scale) for name in names}
     changed = dict.fromkeys([*wanted.buffers, *results.buffers])
-    buffers = {name: error_of(results.buffers.get(name, case.state[name]), wanted.buffers.get(name, case.state[name])) for name in changed}
+    found, expected = ({name: side.buffers.get(name, case.state[name]) for name in changed} for side in (results, wanted))
+    gradients, buffers = _errors_in(results.gradients, wanted.gradients), _errors_in(found, expected)
     return Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
 
 
-def _gradient_error(value: torch.Tensor | None, wanted: torch.Tensor | None, scale: float) -> float:
-    known = wanted if wanted is not None else value
-    return error_of(value, wanted, floor_of(known.dtype) * scale) if known is not None else 0.0
+def _errors_in(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The error of each, where one that should be zero by cancellation is measured by a share of them all, see `floor_of`."""
+    scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.values()))
+    errors: dict[str, float] = {}
+    for name in dict.fromkeys([*wanted, *found]):
+        known = wanted[name] if name in wanted else found[name]
+        errors[name] = error_of(found.get(name), wanted.get(name), floor_of(known.dtype) * scale)
+    return errors
 
 
 def _narrowest(program: Program) -> torch.dtype:

@@ -43,7 +43,7 @@ class Report:
     """Errors are the largest over all programs between the reference and the module's own run; truthy when all are within `tolerance`.
 
     gradient_errors  per parameter ‖a − b‖ / max(‖b‖, floor · ‖all gradients‖), see `floor_of`
-    buffer_errors    per buffer that the model changes
+    buffer_errors    per buffer that the model changes, likewise a share of all of those that hold floats
     replica_errors   per result the largest difference between ranks that should hold the same part
     narrowest        the dtype of fewest digits that the model computes in, where it is not promoted
     num_detached     outputs of which a pipeline gives the values alone: the gradients compared are those of the loss
@@ -133,7 +133,8 @@ def _plain_norm(tensor: torch.Tensor) -> float | None:
 def floor_of(dtype: torch.dtype) -> float:
     """The share of the norm of all gradients below which a gradient is measured by that share instead of its own norm.
 
-    A gradient that is zero by cancellation (the key bias of attention) is nothing but rounding on both sides. The floor is such that
+    A gradient that is zero by cancellation (the key bias of attention) is nothing but rounding on both sides. So is a buffer, measured by
+    a share of all changed ones: the running mean of a batch norm of centred values. The floor is such that
     floor · tolerance is the rounding of one operation: 1e-6 · 1e-9 in float64, 1e-3 · 1e-4 in float32 and below.
     """
     return 1e-6 if dtype in (torch.float64, torch.complex128) else 1e-3
