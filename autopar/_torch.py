@@ -35,6 +35,7 @@ except ImportError:
 __all__ = [
     "CAUSAL_MASK_DETECTION",
     "DEPENDENT_CONSTRAINT",
+    "DISTRIBUTIONS_CHECKED",
     "FakeTensorMode",
     "HigherOrderOperator",
     "IS_ALL_TRUE",
@@ -64,6 +65,7 @@ __all__ = [
 # Where torch's own functions ask of values: (holder, name), or the classes. Dynamo refuses to look into `is_dependent`.
 DEPENDENT_CONSTRAINT = constraints._Dependent
 IS_ALL_TRUE = (torch, "_is_all_true")
+DISTRIBUTIONS_CHECKED = (torch.distributions.Distribution, "_validate_args")
 CAUSAL_MASK_DETECTION = (torch.nn.modules.transformer, "_detect_is_causal_mask")
 NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
 MATRIX_CONSTRAINTS = (
@@ -243,7 +245,7 @@ def checkpoints_called(note: Callable[[], None]) -> Generator[None]:
 
 
 @contextmanager
-def attributes_replaced(replaced: Sequence[tuple[Any, str, Callable[..., Any]]]) -> Generator[None]:
+def attributes_replaced(replaced: Sequence[tuple[Any, str, Any]]) -> Generator[None]:
     """While this is entered, (holder, name, by): `by` is what Dynamo finds, and traces, under `name` of `holder`."""
     # Dynamo looks up once, by name, what it must not trace: what is there now, not what stands for it.
     trace_rules.get_torch_obj_rule_map()

@@ -78,7 +78,7 @@ def alike(program: Program) -> frozenset[Node]:
     return frozenset(found)
 
 
-def mixing(program: Program) -> tuple[Node, ...]:
+def mixing_launches(program: Program) -> tuple[Node, ...]:
     """The collectives of a LOCAL program that join what the network made of several microbatches."""
     ahead = known_ahead(program)
     return tuple(node for node in program.graph.nodes if joins(node) and node not in ahead)
@@ -259,7 +259,7 @@ class Estimates:
 def estimates(program: Program) -> Estimates:
     """Of a LOCAL program, before its microbatches are separated."""
     added, means = added_to_buffers(program), parts_of_means(program)
-    launches = tuple(node for node in mixing(program) if not _is_exact(node, added, means))
+    launches = tuple(node for node in mixing_launches(program) if not _is_exact(node, added, means))
     changed = (item.name for item in program.signature.outputs_of("buffer"))
     return Estimates(launches, tuple(sorted(name for name in changed if name not in added.exact)))
 

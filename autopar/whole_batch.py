@@ -73,8 +73,8 @@ class Mixing:
 
 
 @dataclass(frozen=True)
-class _Had:
-    """How a microbatch can have a value: as `shardings` say, and beyond them as a term of a sum over the samples (`part`)."""
+class _Forms:
+    """The forms in which a microbatch can have a value: each of `shardings`, and as a term of a sum over the samples (`part`)."""
 
     shardings: frozenset[Sharding]
     part: Literal["sum", "affine"] | None = None
@@ -115,9 +115,11 @@ def undivided(program: Program, number: int) -> tuple[Mixing, ...]:
 
 @dataclass
 class _Following:
+    """Follows every value of `program` in graph order; `found` are the places that mix, each with its phase."""
+
     program: Program
     mesh: Mesh
-    had: dict[tuple[Node, int], _Had] = field(default_factory=dict[tuple[Node, int], _Had])
+    forms: dict[tuple[Node, int], _Forms] = field(default_factory=dict[tuple[Node, int], _Forms])
     found: list[tuple[str, Mixing]] = field(default_factory=list[tuple[str, Mixing]])
     _strategies: dict[Hashable, tuple[Strategy, ...]] = field(default_factory=dict[Hashable, tuple[Strategy, ...]])
 
@@ -127,90 +129,90 @@ class _Following:
     def run(self) -> list[tuple[str, Mixing]]:
         for item, node in self.program.named_inputs():
             strategies = placeholder_strategies(item.kind, DIMS[node][0], self.mesh, BATCH[node][0], self.program.freedom)
-            self.had[node, 0] = _Had(frozenset(strategy.results[0] for strategy in strategies))
+            self.forms[node, 0] = _Forms(frozenset(strategy.results[0] for strategy in strategies))
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._follow(node)
         for output, node in self.program.named_outputs():
-            if output.kind != "buffer" and not self._leaves(output, node):
-                self._report(node, [self.had[node, 0]])
+            if output.kind != "buffer" and not self._is_exact(output, node):
+                self._report(node, [self.forms[node, 0]])
         self._follow_buffers()
         return self.found
 
     def _follow(self, node: Node) -> None:
         sources = read_by(node)
-        operands = [self.had[source] for source in sources]
+        operands = [self.forms[source] for source in sources]
         signature = signature_of(node)
         if signature not in self._strategies:
             self._strategies[signature] = strategies_of(node, self.mesh, self.program.freedom)
         strategies = self._strategies[signature]
         fitting = [each for each in strategies if self._fits(each, sources, operands)]
-        same = frozenset(source[0] for source, had in zip(sources, operands, strict=True) if self._is_alike(source, had))
+        same = frozenset(source[0] for source, forms in zip(sources, operands, strict=True) if self._is_alike(source, forms))
         part = _part_of(node, operands, same)
         if not fitting and part is None:
             fitting = list(strategies[:1])  # as if it had been given what it needs: one report for each cause
             read = zip(fitting[0].operands, sources, operands, strict=True)
-            self._report(node, [had for wanted, source, had in read if not _is_had(had, wanted, source[0] in self.ahead)])
+            self._report(node, [forms for wanted, source, forms in read if not _is_available(forms, wanted, source[0] in self.ahead)])
         for result in range(len(DIMS[node])):
-            self.had[node, result] = _Had(frozenset(each.results[result] for each in fitting), part)
+            self.forms[node, result] = _Forms(frozenset(each.results[result] for each in fitting), part)
 
-    def _fits(self, strategy: Strategy, sources: Sequence[tuple[Node, int]], operands: Sequence[_Had]) -> bool:
+    def _fits(self, strategy: Strategy, sources: Sequence[tuple[Node, int]], operands: Sequence[_Forms]) -> bool:
         read = zip(strategy.operands, sources, operands, strict=True)
-        return all(_is_had(had, wanted, source[0] in self.ahead) for wanted, source, had in read)
+        return all(_is_available(forms, wanted, source[0] in self.ahead) for wanted, source, forms in read)
 
-    def _is_alike(self, source: tuple[Node, int], had: _Had) -> bool:
+    def _is_alike(self, source: tuple[Node, int], forms: _Forms) -> bool:
         """Whether all microbatches have a value alike."""
-        return _is_had(had, Sharding.replicated(DIMS[source[0]][source[1]]), source[0] in self.ahead)
+        return _is_available(forms, Sharding.replicated(DIMS[source[0]][source[1]]), source[0] in self.ahead)
 
-    def _leaves(self, output: Output, node: Node) -> bool:
+    def _is_exact(self, output: Output, node: Node) -> bool:
         """Whether a result is right once what is still a sum, or a mean, over the microbatches is taken."""
-        had = self.had[node, 0]
+        forms = self.forms[node, 0]
         if output.kind in ("loss", "gradient"):
-            return had.is_term
+            return forms.is_term
         wanted = required_sharding(output, node, replace(self.program, mesh=self.mesh))
-        return any(map(is_summed_later, had.shardings)) or _is_had(had, wanted, node in self.ahead)
+        return any(map(is_summed_later, forms.shardings)) or _is_available(forms, wanted, node in self.ahead)
 
     def _follow_buffers(self) -> None:
         old = {item.name: node for item, node in self.program.named_inputs() if item.kind == "buffer"}
         for name, chain in additions_to_buffers(self.program).items():
             added = [value for each in chain for value in added_by(each, old, self.program.form)]
-            if not chain or len(old[name].users) != 1 or not all(self.had[value, 0].is_sum for value in added):
+            if not chain or len(old[name].users) != 1 or not all(self.forms[value, 0].is_sum for value in added):
                 self.found.append(("buffer", Mixing(name, "", "a buffer")))
 
-    def _report(self, node: Node, lacking: Sequence[_Had]) -> None:
-        """`lacking` are those of what `node` reads that no microbatch has as it would have to."""
-        needs: set[Needed] = {_need(had) for had in lacking}
+    def _report(self, node: Node, lacking: Sequence[_Forms]) -> None:
+        """Note that `node` mixes microbatches; `lacking` are the operands that no microbatch has in a form that it takes."""
+        needs: set[Needed] = {_need(forms) for forms in lacking}
         needed = min(needs, key=_HARDEST_FIRST.index)
         self.found.append((PHASE.get(node) or "forward", Mixing(node.name, op_name(node.target), needed, SOURCE.get(node))))
 
 
-def _is_had(had: _Had, wanted: Sharding, is_ahead: bool) -> bool:
-    """Whether a microbatch has a value as an op wants it: sliced at most or, known ahead, summed over all microbatches."""
+def _is_available(forms: _Forms, wanted: Sharding, is_ahead: bool) -> bool:
+    """Whether a microbatch has a value as an op wants it, perhaps after a slice; after a sum over them if it is known ahead."""
 
     def is_free(move: Move) -> bool:
         return move.collective == "slice" or (is_ahead and (move.collective, move.kind) == ("all_reduce", "sum"))
 
-    return any(reachable(each, wanted) and all(map(is_free, moves(each, wanted))) for each in had.shardings)
+    return any(reachable(each, wanted) and all(map(is_free, moves(each, wanted))) for each in forms.shardings)
 
 
-def _part_of(node: Node, operands: Sequence[_Had], same: frozenset[Node]) -> Literal["sum", "affine"] | None:
+def _part_of(node: Node, operands: Sequence[_Forms], same: frozenset[Node]) -> Literal["sum", "affine"] | None:
     """Whether the result is a sum over the samples, perhaps with more that all microbatches have alike, where no sharding says so.
 
     `same` are the operands that all microbatches have alike.
     """
-    terms = [had for had in operands if had.part is not None or had.is_sum]
-    is_sum = all(had.is_sum for had in terms)
-    if is_affine(node) and terms and all(had.is_term for had in operands):
+    terms = [forms for forms in operands if forms.part is not None or forms.is_sum]
+    is_sum = all(forms.is_sum for forms in terms)
+    if is_affine(node) and terms and all(forms.is_term for forms in operands):
         return "sum" if is_sum and len(terms) == len(operands) > 1 else "affine"
     if is_linear(node, same) and terms:
         return "sum" if is_sum else "affine"
     return None
 
 
-def _need(had: _Had) -> Needed:
-    if had.part is not None or had.is_sum:
+def _need(forms: _Forms) -> Needed:
+    if forms.part is not None or forms.is_sum:
         return "a sum over the batch"
-    is_maximum = any((MICROBATCHES, "max") in sharding.unreduced for sharding in had.shardings)
+    is_maximum = any((MICROBATCHES, "max") in sharding.unreduced for sharding in forms.shardings)
     return "a maximum over the batch" if is_maximum else "all samples of the batch at once"
 
 
@@ -241,10 +243,10 @@ class MicrobatchDecision:
         return f"{self.number} microbatch{'' if self.number == 1 else 'es'}" + "".join(f"\n  {line}" for line in self.lines())
 
 
-def shown(found: Sequence[Mixing]) -> list[str]:
+def shown(places: Sequence[object]) -> list[str]:
     """The first few places, and how many more there are."""
-    more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-    return [*map(str, found[:_SHOWN]), *more]
+    more = [f"and {len(places) - _SHOWN} more"] if len(places) > _SHOWN else []
+    return [*map(str, places[:_SHOWN]), *more]
 
 
 def refusal(wanted: int, number: int, found: Sequence[Mixing]) -> str:

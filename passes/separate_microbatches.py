@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,18 +23,15 @@ from autopar.microbatches import (
     joins,
     known_ahead,
     leading_to,
-    mixing,
+    mixing_launches,
     summed_later,
 )
 from autopar.program import Output, Program
 from autopar.reports.printing import op_name
-from autopar.whole_batch import Mixing, Statistics, refusal
+from autopar.whole_batch import Mixing, Statistics, refusal, shown
 
 logger = logging.getLogger("autopar")
 aten = torch.ops.aten
-
-# So many places are named in the warning.
-_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -58,7 +54,7 @@ class SeparateMicrobatches:
         if number == 1:
             return program
         program = program.copy()
-        added, mixed, estimated = added_to_buffers(program), set(mixing(program)), estimates(program)
+        added, mixed, estimated = added_to_buffers(program), set(mixing_launches(program)), estimates(program)
         if has_estimates(program) and self.statistics != "own":
             found = _mixing(estimated)
             raise MicrobatchError(refusal(number, 1, found), found)
@@ -155,12 +151,7 @@ def _warn(estimated: Estimates, number: int) -> None:
     places = list(dict.fromkeys(str(SOURCE.get(node)) for node in estimated.launches))
     if places:
         what = "%d values mix microbatches; each of the %d microbatches takes its own (batch norm: its own statistics): %s"
-        logger.warning(what, len(estimated.launches), number, _first(places))
+        logger.warning(what, len(estimated.launches), number, "; ".join(shown(places)))
     elif estimated.buffers:
         what = "each of the %d microbatches changes these buffers anew, from what the one before left: %s"
-        logger.warning(what, number, _first(estimated.buffers))
-
-
-def _first(items: Sequence[str]) -> str:
-    more = f"; and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return "; ".join(items[:_SHOWN]) + more
+        logger.warning(what, number, "; ".join(shown(estimated.buffers)))

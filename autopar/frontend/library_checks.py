@@ -21,7 +21,15 @@ from torch import Tensor
 from torch.distributions import constraints
 from torch.nn import functional as F
 
-from autopar._torch import CAUSAL_MASK_DETECTION, DEPENDENT_CONSTRAINT, IS_ALL_TRUE, MATRIX_CONSTRAINTS, NORM_OF_BATCH, attributes_replaced
+from autopar._torch import (
+    CAUSAL_MASK_DETECTION,
+    DEPENDENT_CONSTRAINT,
+    DISTRIBUTIONS_CHECKED,
+    IS_ALL_TRUE,
+    MATRIX_CONSTRAINTS,
+    NORM_OF_BATCH,
+    attributes_replaced,
+)
 
 _gaussian_nll_loss, _cov, _corrcoef, _bincount = F.gaussian_nll_loss, torch.cov, torch.corrcoef, torch.bincount
 
@@ -30,8 +38,10 @@ _gaussian_nll_loss, _cov, _corrcoef, _bincount = F.gaussian_nll_loss, torch.cov,
 def library_checks_asserted() -> Generator[None]:
     """While this is entered, a trace goes past the checks of values that torch's functions make, and has them as assertions."""
     symmetric, semidefinite, definite = MATRIX_CONSTRAINTS
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+    replaced: list[tuple[Any, str, Any]] = [
         (*IS_ALL_TRUE, _all_hold),
+        # torch's own default. The first `torch.compile` of a process turns it off for good, and a later capture would lose its checks.
+        (*DISTRIBUTIONS_CHECKED, __debug__),
         (constraints, "is_dependent", _is_dependent),
         (*CAUSAL_MASK_DETECTION, _is_said_to_be_causal),
         (NORM_OF_BATCH, "forward", _batch_norm(NORM_OF_BATCH.forward)),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from autopar.collectives import all_reduce, is_launch
 from autopar.mesh import MICROBATCHES, virtual_mesh
-from autopar.microbatches import is_summed_later, known_ahead, mixing, summed, summed_later
+from autopar.microbatches import is_summed_later, known_ahead, mixing_launches, summed, summed_later
 from autopar.passes.lower import Lower
 from autopar.program import Program
 from autopar.sharding import Sharding
@@ -44,8 +44,8 @@ def test_counts_of_labels_are_known_ahead_and_what_the_network_makes_is_not() ->
 
 
 def test_a_batch_norm_joins_microbatches_and_nothing_else_does() -> None:
-    assert not mixing(local())
-    found = mixing(local(norm=True))
+    assert not mixing_launches(local())
+    found = mixing_launches(local(norm=True))
     assert found and all(node.target is all_reduce and node.args[1] == (MICROBATCHES,) for node in found)
 
 

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import virtual_mesh
 from autopar.errors import ValueCheckError
-from tests import careful
-from tests.careful import Careful
+from tests import asserting
+from tests.asserting import Careful
 
 
 def batch(**changes: Any) -> dict[str, Tensor]:
@@ -43,7 +43,7 @@ def test_what_does_not_hold_in_a_call_is_an_error_with_its_line(mesh: dict[str, 
             parallel(**wrong)
         text = str(caught.value)
         assert text.startswith("torch.distributions: a parameter or a value is outside of what the distribution takes"), text
-        assert f"where: {careful.__file__}:" in text and "Normal(self.down(hidden), scale)" in text and "violated by 3 values" in text
+        assert f"where: {asserting.__file__}:" in text and "Normal(self.down(hidden), scale)" in text and "violated by 3 values" in text
     infinite = batch()
     infinite["x"][7, 0] = torch.inf
     with pytest.raises(AssertionError, match=r"x is not finite\n  where: .*assert x\.isfinite\(\)\.all\(\)"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autopar.collectives import is_launch
 from autopar.errors import MicrobatchError
 from autopar.mesh import MICROBATCHES
-from autopar.microbatches import is_summed_later, known_ahead, mixing
+from autopar.microbatches import is_summed_later, known_ahead, mixing_launches
 from autopar.passes.lower import Lower
 from autopar.passes.separate_microbatches import SeparateMicrobatches
 from autopar.program import Program
@@ -51,10 +51,10 @@ def over_microbatches(program: Program) -> list[str]:
 @pytest.mark.parametrize("kind", ["mean", "max"])
 def test_each_microbatch_takes_its_own_estimate_and_that_is_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     before = local(kind)
-    assert mixing(before)
+    assert mixing_launches(before)
     with caplog.at_level(logging.WARNING, "autopar"):
         after = SeparateMicrobatches("own").apply(before)
-    assert not mixing(after) and not over_microbatches(after)
+    assert not mixing_launches(after) and not over_microbatches(after)
     assert len(caplog.records) == 1
     assert "each of the 4 microbatches takes its own" in caplog.text and "test_separate_microbatches.py:" in caplog.text
 
@@ -112,7 +112,7 @@ class Penalised(nn.Module):
 @pytest.mark.parametrize("squared", [False, True])
 def test_what_is_exact_as_a_mean_is_no_warning(squared: bool, caplog: pytest.LogCaptureFixture) -> None:
     program = passed(Penalised(squared), (X,), Lower, number=NUMBER)
-    assert mixing(program)
+    assert mixing_launches(program)
     with caplog.at_level(logging.WARNING, "autopar"):
         SeparateMicrobatches("own").apply(program)
     assert ("mix microbatches" in caplog.text) == squared, caplog.text

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.passes.trace_joint import TraceJoint
-from tests import careful
+from tests import asserting
 from tests.capturing import MESH, Layer, X, of
 from tests.zoo_language import SIZES
 
@@ -126,9 +126,9 @@ def test_a_refusal_says_what_where_and_how(mistake: str, capfd: pytest.CaptureFi
     assert "Traceback" not in capfd.readouterr().err, "torch reports what is handled"
 
 
-@pytest.mark.parametrize("compute", [careful.negated, careful.telling])
+@pytest.mark.parametrize("compute", [asserting.negated, asserting.telling])
 def test_an_assert_that_cannot_be_kept_says_how_it_can(compute: Callable[[Layer, Tensor], Tensor]) -> None:
-    expected = rf"this assert cannot be kept for the run.*\n  where: {careful.__file__}:\d+  assert .*\n.*`assert \(~bad\)\.all\(\)`"
+    expected = rf"this assert cannot be kept for the run.*\n  where: {asserting.__file__}:\d+  assert .*\n.*`assert \(~bad\)\.all\(\)`"
     with pytest.raises(CaptureError, match=expected):
         of(compute, X)
 

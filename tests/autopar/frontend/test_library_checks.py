@@ -62,6 +62,19 @@ def test_what_asks_of_values_is_captured_and_asserted(name: str) -> None:
     assert_as_model(layer, (X,), {})
 
 
+def test_distributions_are_checked_after_a_torch_compile_too() -> None:
+    """The first one in a process turns `validate_args` off for all distributions."""
+    default = distributions.Distribution._validate_args
+    distributions.Distribution.set_default_validate_args(False)
+    try:
+        assert len(of(COMPUTED["normal"][0], X).signature.checks) == 3
+        assert not distributions.Distribution._validate_args
+        unchecked = of(lambda layer, x: distributions.Normal(layer.linear(x), x, validate_args=False).log_prob(x).mean(), X)
+        assert not unchecked.signature.checks
+    finally:
+        distributions.Distribution.set_default_validate_args(default)
+
+
 def violations(program: Program, layer: nn.Module, x: Tensor) -> list[float]:
     found = run_forward(program, inputs_of(program, layer, (x,), {}))
     return [value.item() for (kind, _), value in found.items() if kind == "check"]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
-from tests import careful as written
+from tests import asserting
+from tests.asserting import careful
 from tests.capturing import MESH, Layer, X, assert_as_model, of
-from tests.careful import careful
 from tests.running import inputs_of, run_forward
 
 
@@ -21,7 +21,7 @@ def test_an_assert_is_an_output_with_its_text_and_line() -> None:
         ("check", "1", torch.int64),
     ]
     first, second = program.signature.checks
-    assert first.startswith("x is too large\n") and f"{written.__file__}:" in first and "assert (x.abs() < 100).all()" in first
+    assert first.startswith("x is too large\n") and f"{asserting.__file__}:" in first and "assert (x.abs() < 100).all()" in first
     assert "assert y.mean() < 1e6" in second
     layer = Layer(careful)
     assert_as_model(layer, (X,), {})
