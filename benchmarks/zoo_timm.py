@@ -64,6 +64,11 @@ FAMILIES: dict[str, tuple[str, int, Mapping[str, Any]]] = {
     "levit": ("levit_128s", 64, {"img_size": 64, "depth": (1, 1, 1)}),
     "pvt": ("pvt_v2_b0", 64, {"depths": (1, 1, 1, 1)}),
     "coatnet": ("coatnet_pico_rw_224", 64, {"img_size": 64}),
+    "sequencer": (
+        "sequencer2d_s",
+        56,
+        {"layers": (1, 1), "patch_sizes": (7, 2), "embed_dims": (32, 64), "hidden_sizes": (8, 16), "mlp_ratios": (3.0, 3.0)},
+    ),
     "maxvit": ("maxvit_pico_rw_256", 64, {"img_size": 64}),
 }
 HEAD = ["| model | mesh | worst error | `flops_split` | replicated |", "| --- | --- | --- | --- | --- |"]
