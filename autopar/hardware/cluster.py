@@ -101,7 +101,7 @@ class Cluster:
 
     @staticmethod
     def asked_for(cluster: Cluster | str | None, mesh: Mesh | DeviceMesh) -> Cluster:
-        """What `cluster=` of `autopar.compile` means: by name, and by default the ideal one for virtual ranks and this device's for real."""
+        """What `cluster=` of `autopar.compile` means: by name; by default the ideal one for virtual ranks and this device's for real."""
         if isinstance(cluster, Cluster):
             return cluster
         if isinstance(cluster, str):
