@@ -129,7 +129,7 @@ def added_to_buffers(program: Program) -> AddedToBuffers:
     same = alike(program)
     for name, chain in additions_to_buffers(program).items():
         sums.update(chain)
-        added = [value for each in chain for value in added_by(each, old, program.form)]
+        added = [value for each in chain for value in added_by(each, old[name], program.form)]
         if chain and len(old[name].users) == 1 and all(_is_total(value, same) for value in added):
             exact.add(name)
     values = leading_to(program, sums, lambda user: user in sums or is_linear(user, same)) - sums - set(old.values())
@@ -167,9 +167,9 @@ def _comes_from(node: Node, old: Node, form: Form) -> bool:
     return node is old
 
 
-def added_by(addition: Node, old: dict[str, Node], form: Form) -> list[Node]:
-    """What `addition` adds to the `old` value of a buffer, or to what additions before it made of that."""
-    return [each for each in addition.all_input_nodes if not any(_comes_from(each, placeholder, form) for placeholder in old.values())]
+def added_by(addition: Node, old: Node, form: Form) -> list[Node]:
+    """What `addition` adds to the `old` value of a buffer, or to what additions before it made of that. Other buffers are values."""
+    return [each for each in addition.all_input_nodes if not _comes_from(each, old, form)]
 
 
 def _moves(node: Node, form: Form) -> bool:
@@ -194,7 +194,8 @@ def _is_total(value: Node, same: frozenset[Node]) -> bool:
     while is_linear(value, same):
         if value.target is wait and joins(_moved(value)):
             return True
-        value = next(operand for operand in value.all_input_nodes if operand not in same or len(value.all_input_nodes) == 1)
+        # A rank's slice of what all have alike reads its place, too.
+        value = next((operand for operand in value.all_input_nodes if operand not in same), _moved(value))
     return False
 
 

@@ -175,7 +175,7 @@ class _Following:
     def _follow_buffers(self) -> None:
         old = {item.name: node for item, node in self.program.named_inputs() if item.kind == "buffer"}
         for name, chain in additions_to_buffers(self.program).items():
-            added = [value for each in chain for value in added_by(each, old, self.program.form)]
+            added = [value for each in chain for value in added_by(each, old[name], self.program.form)]
             if not chain or len(old[name].users) != 1 or not all(self.forms[value, 0].is_sum for value in added):
                 self.found.append(("buffer", Mixing(name, "", "a buffer")))
 

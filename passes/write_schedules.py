@@ -7,7 +7,7 @@ ADD w_grad.sum (w_grad@2)            a gradient so far
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -35,6 +35,9 @@ def write_schedules(stages: Stages, order: pipeline.PipelineProgram, device: str
     writers = [_Writer(stages, order, rank, cutter) for rank in range(len(order.ranks))]
     for writer in writers:
         writer.write()
+    held = [writer.touched() for writer in writers]
+    for writer in writers:
+        writer.share(held)
     return tuple(writer.schedule() for writer in writers)
 
 
@@ -119,7 +122,6 @@ class _Writer:
         for stage in self.mine:
             self.reduce(stage)
         self.tie()
-        self.share()
 
     def ahead(self, stage: int) -> None:
         for number in self.microbatches:
@@ -201,21 +203,42 @@ class _Writer:
         self.instructions += [Add(sum_of(buffer_of(target)), sum_of(buffer_of(part))) for target, part in pairs]
         self.finish(ties)
 
-    def share(self) -> None:
-        """What every rank has at the end: what the caller gets, and the buffers of the model, since all ranks hold all of them."""
-        held: dict[int, list[str]] = {}
+    def share(self, has: Sequence[Set[str]]) -> None:
+        """What every rank has at the end: what the caller gets, and the buffers of the model, since all ranks hold all of them.
+
+        `has` are the buffers that each rank has by then. A hidden state that the next stage reads has come there already.
+        """
+        held: dict[tuple[int, int], list[str]] = {}
         for output, node in self.stages.program.named_outputs():
-            if output.kind != "gradient":
-                held.setdefault(self.order.stages[self.owners(output, node)[0]], []).extend(self.buffers(output, node))
+            if output.kind == "gradient":
+                continue
+            for name in self.buffers(output, node):
+                having = {rank for rank, names in enumerate(has) if self.is_ready(output) and name in names}
+                having |= set(range(len(has))) if node in self.fed_everywhere else set()
+                owner = self.order.stages[self.owners(output, node)[0]]
+                owner = owner if owner in having else min(having, default=owner)
+                for peer in set(range(len(has))) - having - {owner}:
+                    held.setdefault((owner, peer), []).append(name)
         transfers: list[Instruction] = []
-        for owner, names in sorted(held.items()):
+        for (owner, peer), names in sorted(held.items()):
             buffers = tuple(dict.fromkeys(names))
-            peers = [rank for rank in range(len(self.order.ranks)) if rank != owner]
             if owner == self.rank:
-                transfers += [Send(f"results_{owner}>{peer}", AXIS, peer, buffers) for peer in peers]
-            else:
-                transfers.append(Receive(f"results_{owner}>{self.rank}", AXIS, owner, buffers))
+                transfers.append(Send(f"results_{owner}>{peer}", AXIS, peer, buffers))
+            elif peer == self.rank:
+                transfers.append(Receive(f"results_{owner}>{peer}", AXIS, owner, buffers))
         self.launch(transfers)
+
+    def is_ready(self, output: Output) -> bool:
+        """Whether a result is whole wherever a buffer of its name is: no sum, of which a stage may have its addend."""
+        return output.kind != "buffer" and all(each.output is not output for each in self.stages.sums)
+
+    @cached_property
+    def fed_everywhere(self) -> frozenset[Node]:
+        """The inputs that every rank is given where it has use for them."""
+        return frozenset(node for item, node in self.stages.program.named_inputs() if item.kind != "parameter")
+
+    def touched(self) -> frozenset[str]:
+        return frozenset(name for instruction in self.instructions for name in touched(instruction))
 
     def launch(self, transfers: list[Instruction]) -> None:
         self.instructions += transfers
@@ -254,8 +277,9 @@ class _Writer:
             if output.kind != "gradient" or any(self.order.stages[stage] == self.rank for stage in self.owners(output, node))
             for name in self.buffers(output, node)
         ]
-        read = {name for instruction in self.instructions for name in touched(instruction)}
-        inputs = [(item, name) for item, node in program.named_inputs() for name in self.fed(item, node) if name in read]
+        read = self.touched() | {name for _, name in outputs}
+        brought = {name for each in self.instructions if isinstance(each, Receive) for name in each.buffers}
+        inputs = [(item, name) for item, node in program.named_inputs() for name in self.fed(item, node) if name in read - brought]
         shapes = shapes_of(program)
         shapes |= {sum_of(name): shape for name, shape in shapes.items()}
         instructions, places = with_frees(self.instructions, {name for _, name in (*inputs, *outputs)})

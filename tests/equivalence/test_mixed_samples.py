@@ -29,7 +29,9 @@ class Net(nn.Module):
         self.norm = norm or nn.Identity()
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.register_buffer("count", torch.zeros(WIDTH))
+        self.register_buffer("rate", torch.arange(1.0, WIDTH + 1))
         self.count: Tensor
+        self.rate: Tensor
         self.loss = loss
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -200,6 +202,39 @@ def test_a_buffer_that_each_microbatch_would_change_anew_is_a_reason() -> None:
     assert number_of(parallel) == 1
     assert_exact(parallel)
     assert "the buffer 'count' is changed anew by every microbatch" in refusal(steps, 2)
+
+
+@pytest.mark.parametrize("as_it_changed", [False, True])
+def test_another_buffer_that_is_added_to_one_is_added_once(as_it_changed: bool) -> None:
+    """Each microbatch would add all of it: the sum over the samples is its own part, a rate is not."""
+
+    def drifts(module: Net, h: Tensor, y: Tensor) -> Tensor:
+        if as_it_changed:
+            module.rate += h.detach().sum(0)
+        module.count += module.rate
+        return h.square().mean()
+
+    parallel = compiled(drifts)
+    assert number_of(parallel) == 1
+    assert_exact(parallel)
+    assert "the buffer 'count' is changed anew by every microbatch" in refusal(drifts, 2)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_sum_of_the_inputs_is_added_to_a_buffer_that_ranks_split(number: int) -> None:
+    """With tp each rank adds its slice of what all microbatches have alike."""
+
+    class Counting(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            self.count += x.sum(0)
+            return super().forward(x, y)
+
+    torch.manual_seed(0)
+    model = Counting(SEPARABLE["mean"]).double()
+    mesh = autopar.virtual_mesh(pp=2, tp=2)
+    parallel = autopar.compile(model, mesh, example_inputs=(X, Y), backend="eager", num_microbatches=number)
+    assert number_of(parallel) == number
+    assert_exact(parallel)
 
 
 def test_the_largest_exact_number_is_taken() -> None:

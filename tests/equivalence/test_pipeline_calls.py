@@ -136,6 +136,34 @@ def test_a_backward_through_another_output_than_the_loss_is_refused(mesh: dict[s
     assert all(parameter.grad is not None for parameter in parallel.parameters())
 
 
+class HiddenStates(nn.Module):
+    """Gives beside its loss the input, the state after each layer, and two weights, as `output_hidden_states` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        states = [x]
+        for layer in self.layers:
+            states.append(torch.tanh(layer(states[-1])))
+        return {"loss": states[-1].square().mean(), "states": states, "weights": [self.layers[0].weight, self.layers[3].weight]}
+
+
+@pytest.mark.parametrize(("schedule", "number"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 4)])
+def test_what_the_next_stage_reads_may_be_an_output(schedule: str, number: int) -> None:
+    """It has come there already, and is not received a second time; an input of the call is with every rank."""
+    torch.manual_seed(0)
+    case = Case(HiddenStates().double(), {"x": torch.randn(8, 4).double()})
+    reference = copy.deepcopy(case.model)
+    parallel = compiled(case, PP2, number, schedule, outputs="all")
+    for grad in (torch.enable_grad, torch.no_grad):
+        with grad():
+            torch.testing.assert_close(parallel(**case.batch), reference(**case.batch), rtol=1e-12, atol=1e-14)
+    assert_as_plain(parallel, reference, case.batch)
+    assert parallel.verify(promote=True, **case.batch)
+
+
 class LogitsAndLoss(nn.Module):
     """`return logits, loss`, and None in the place of the loss without targets."""
 
