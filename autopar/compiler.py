@@ -167,7 +167,7 @@ def compile(
     options = replace(options, microbatch_statistics=microbatch_statistics)
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
-        """Not captured yet. A deep copy is made by it, too, in the same world."""
+        """A parallel module that has captured nothing yet; a deep copy is made by this, too, in the same world."""
 
         def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
             # A model may move before a call.
@@ -185,7 +185,7 @@ def compile(
             timeout=timeout,
             num_microbatches=num_microbatches,
             world=world,
-            again=parallel_of,
+            for_copy=parallel_of,
         )
         return parallel
 

@@ -57,10 +57,10 @@ _PRIVATE_NAMES = (
     "_captures",
     "_placements",
     "_latest",
-    "_again",
+    "_for_copy",
 )
 Capture = Callable[..., Compiled]
-Again = Callable[[nn.Module, World], "ParallelModule"]
+ForCopy = Callable[[nn.Module, World], "ParallelModule"]
 CallKey = tuple[Any, ...]
 
 
@@ -102,7 +102,7 @@ class ParallelModule(Inspected, NamesOfModel):
     timeout     seconds that a real rank waits for its peers; None keeps torch's default
     num_microbatches  which must divide every rank's share of the batch; None where the capture chooses it
     world       that of the module of which this is a copy
-    again       makes the parallel module of a copied model, in a world; without it there are no copies
+    for_copy    makes the parallel module of a deep copy of the model, in the same world; without it copies are refused
 
     A call raises `InputError` for inputs that cannot run (an `ArgumentError`, also a `TypeError`, for arguments that forward does not
     take), `ValueCheckError` where an assertion of the model does not hold, `PlanError` where the model's parameters are others,
@@ -124,7 +124,7 @@ class ParallelModule(Inspected, NamesOfModel):
         timeout: float | None = None,
         num_microbatches: int | None = None,
         world: World | None = None,
-        again: Again | None = None,
+        for_copy: ForCopy | None = None,
     ) -> None:
         super().__init__()
         check_names(model, ParallelModule, (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
@@ -137,7 +137,7 @@ class ParallelModule(Inspected, NamesOfModel):
         self.seed: int | None = None
         self._capture, self._backend, self._batch_dims, self._num_microbatches = capture, backend, batch_dims, num_microbatches
         self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
-        self._again = again
+        self._for_copy = for_copy
         self._captures: dict[CallKey, Captured] = {}
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
@@ -321,11 +321,11 @@ class ParallelModule(Inspected, NamesOfModel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters of its own, and the programs that are there. Raises `MeshError` where there cannot be one."""
-        if self._again is None:
+        if self._for_copy is None:
             raise MeshError("this parallel module was not made by autopar.compile; copy the model and compile the copy")
         if not self._world.is_virtual:
             self._check_copy()
-        copied = self._again(copy.deepcopy(self._model, memo), self._world)
+        copied = self._for_copy(copy.deepcopy(self._model, memo), self._world)
         memo[id(self)] = copied
         copied.seed, copied.step, copied._latest = self.seed, self.step, self._latest
         copied._captures, copied._placements = dict(self._captures), dict(self._placements)
