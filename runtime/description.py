@@ -208,12 +208,12 @@ class _Walk:
             return False
         if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
             return len(value) > MAX_ITEMS
-        if isinstance(value, _CLOSED) or not hasattr(value, "__dict__"):
+        if isinstance(value, _CLOSED) or not (hasattr(value, "__dict__") or _Slots(value)):
             return True
         kind = type(value)
         name = f"{kind.__module__}.{kind.__qualname__}"
         is_foreign = name not in _OPEN_CLASSES and kind.__module__.partition(".")[0] in _CLOSED_PACKAGES
-        return is_foreign or any(map(_is_machinery, vars(value).values()))
+        return is_foreign or any(map(_is_machinery, chain(getattr(value, "__dict__", {}).values(), _Slots(value))))
 
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """A tensor that is no buffer: its values are in the program."""
@@ -233,6 +233,31 @@ class _Walk:
         if hasattr(value, "__dict__"):
             self.collections += [vars(value), vars(value).values()]
             yield from ((f".{name}", each) for name, each in vars(value).items())
+        if slots := _Slots(value):
+            self.collections.append(slots)
+            yield from zip(map(".{}".format, slots.names()), slots, strict=True)
+
+
+class _Slots(Collection[Any]):
+    """What an object holds in slots (`@dataclass(slots=True)`), read anew each time as a view of a dict is."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+        slots = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+        each = chain.from_iterable((found,) if isinstance(found, str) else found for found in slots)
+        self._names = [name for name in each if not name.startswith("__")]
+
+    def names(self) -> list[str]:
+        return [name for name in self._names if hasattr(self._value, name)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (getattr(self._value, name) for name in self.names())
+
+    def __len__(self) -> int:
+        return len(self.names())
+
+    def __contains__(self, value: object) -> bool:
+        return any(each is value for each in self)
 
 
 def _is_machinery(value: Any) -> bool:

@@ -6,6 +6,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -334,3 +335,27 @@ def test_ranks_change_together_or_not_at_all(gloo_ranks: Any) -> None:
         assert "ranks 0 and 2 make different calls" in settings and "the model's modes, hooks, attributes and submodules" in settings
         assert "rank 3: the parameters of the model changed since it was captured: 'more.weight' is a new parameter" in parameters
         assert max(errors) < 1e-9 and captures == 3
+
+
+@dataclass(slots=True)
+class Slots:
+    scale: float = 1.0
+    powers: list[float] = field(default_factory=lambda: [2.0])
+
+
+def test_settings_in_slots_are_seen() -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    settings = Slots()
+    model.weigh = partial(scaled, settings=settings)
+    parallel = compiled(model)
+    first = check_step(parallel, model)
+    settings.scale = 3.0
+    assert check_step(parallel, model) != first
+    settings.powers[0] = 1.0
+    check_step(parallel, model)
+    assert len(parallel._captures) == 3
+
+
+def scaled(x: torch.Tensor, settings: Slots) -> torch.Tensor:
+    return x.abs() ** settings.powers[0] * settings.scale
