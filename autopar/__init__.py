@@ -2,16 +2,19 @@
 
 from autopar.compiler import compile
 from autopar.errors import (
+    ArgumentError,
     AutoparError,
     BackwardError,
     CaptureError,
     CheckError,
     InputError,
     MeshError,
+    MicrobatchError,
     ModelError,
     PeerError,
     PlanError,
     ScheduleError,
+    UnmatchedPinError,
     ValueCheckError,
 )
 from autopar.hardware.calibrate import calibrate
@@ -21,6 +24,9 @@ from autopar.plans.plan import Plan
 from autopar.runtime.module import ParallelModule
 
 __all__ = [
+    "UnmatchedPinError",
+    "MicrobatchError",
+    "ArgumentError",
     "AutoparError",
     "BackwardError",
     "CaptureError",
