@@ -24,8 +24,6 @@ from autopar.plans.plan import Plan
 from autopar.runtime.module import ParallelModule
 
 __all__ = [
-    "UnmatchedPinError",
-    "MicrobatchError",
     "ArgumentError",
     "AutoparError",
     "BackwardError",
@@ -35,12 +33,14 @@ __all__ = [
     "InputError",
     "Mesh",
     "MeshError",
+    "MicrobatchError",
     "ModelError",
     "ParallelModule",
-    "Plan",
     "PeerError",
+    "Plan",
     "PlanError",
     "ScheduleError",
+    "UnmatchedPinError",
     "ValueCheckError",
     "calibrate",
     "compile",
