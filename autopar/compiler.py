@@ -325,8 +325,8 @@ def compile_once(
     history = History()
     observers = (Checker(), Log(), history)
     start = time.perf_counter()
-    forward = capture(model, args, kwargs, mesh, options.outputs, dims)
-    forward = number_sites(replace(forward, freedom=options.freedom))
+    forward = capture(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
+    forward = number_sites(replace(forward, mesh=mesh, freedom=options.freedom))
     seconds = time.perf_counter() - start
     passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, order)
     last = run_passes(forward, passes, observers, seconds)

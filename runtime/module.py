@@ -207,7 +207,7 @@ class ParallelModule(Inspected, NamesOfModel):
         device, number = self._world.device(self._model), self._num_microbatches
         kind = "cpu" if device.type == "meta" else device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (inputs.key, device.type, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
+        key = (inputs.key, kind, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
         if key not in self._captures:
             check_arguments(self._model, *inputs.call())
         dims = batch_dims_of(inputs, self._batch_dims)

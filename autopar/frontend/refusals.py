@@ -110,8 +110,8 @@ def backward_hooks_apart(model: nn.Module) -> Generator[None]:
         path, module = inner
         raise CaptureError(
             f"{path or 'the model'} ({type(module).__name__}) has a backward hook, which asks for gradients inside the captured graph; "
-            "remove it (handle.remove()). What runs: hooks of parameters (register_hook, register_post_accumulate_grad_hook), and "
-            "register_full_backward_hook of the whole model or of the parallel module"
+            "remove it (handle.remove()). What runs: in forward, register_hook on the value itself; hooks of parameters (register_hook, "
+            "register_post_accumulate_grad_hook); and register_full_backward_hook of the whole model or of the parallel module"
         )
     hooks = [(module, kind, vars(module)[kind]) for _, module, kind in held]
     for module, kind, kept in hooks:
