@@ -89,13 +89,15 @@ def step(parallel: ParallelModule, reference: torch.nn.Module, batch: Batch, min
     for name, parameter in parallel.named_parameters():
         ours, theirs = parameter.grad, gradients[name]
         assert ours is not None and theirs is not None, name
-        worst = max(worst, float((whole(ours) - theirs).abs().max()))
+        worst = max(worst, float((whole(parallel, ours, name) - theirs).abs().max()))
     return worst
 
 
-def whole(value: Tensor) -> Tensor:
-    """Put together by torch, on the ranks that hold parts of it: those of one stage."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def whole(parallel: ParallelModule, value: Tensor, name: str) -> Tensor:
+    """Put together by us, as torch cannot where a fused weight is strided on two axes; on the ranks of one stage by torch."""
+    if not isinstance(value, DTensor):
+        return value
+    return value.full_tensor() if parallel.mesh.parts("pp") else parallel._world.full(value, name)
 
 
 def reports(name: str, backend: str, parallel: ParallelModule, reference: torch.nn.Module, batch: Batch, mine: Batch) -> list[Report]:
