@@ -34,7 +34,7 @@ test-backends: $(VENV)/.installed-test
 test-kernels: $(VENV)/.installed-test
 	$(BIN)/python -c 'import triton'
 	$(TEST_ENVIRONMENT) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/interpreter $(PYTEST_ARGS)
-	$(TEST_ENVIRONMENT) COMPILE_KERNELS=1 $(BIN)/python -m pytest tests/kernels/compiled $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) COMPILE_KERNELS=1 $(BIN)/python -m pytest tests/kernels/compiled $(PYTEST_ARGS) --dist load
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
