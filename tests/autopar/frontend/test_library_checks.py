@@ -103,4 +103,4 @@ def test_torch_has_its_own_functions_again_after_a_capture() -> None:
         of(lambda layer, x: layer.linear(x) if x.sum() > 0 else x, X)
     assert (F.gaussian_nll_loss, torch.cov, torch.bincount, nn.BatchNorm1d.forward) == before
     with pytest.raises(ValueError, match="to satisfy the constraint"):
-        distributions.Normal(X, -X.abs())
+        distributions.Normal(X, -X.abs(), validate_args=True)  # torch.compile turns the default off for the whole process
