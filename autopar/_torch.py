@@ -54,6 +54,7 @@ __all__ = [
     "describe_output",
     "fake_mode",
     "fake_mode_of",
+    "gives_views",
     "hooks_replaced",
     "is_fake",
     "joint_graph",
@@ -95,6 +96,11 @@ def by_meta_kernel(mode: FakeTensorMode, target: Callable[..., Any], args: Any, 
 
 def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
+
+
+def gives_views(op: OpOverload) -> bool:
+    """Whether a result of `op` shows the memory of an operand."""
+    return any(result.alias_info for result in op._schema.returns)
 
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:

@@ -196,10 +196,10 @@ def _join_label(cuts: Cuts, node: Node, label: str, key: DimKey) -> None:
 
 def _join_signature(cuts: Cuts, program: Program) -> None:
     """A gradient lies like its parameter, a buffer's new value like the buffer, a tangent like its output."""
-    inputs = {(item.kind, item.name): node for item, node in program.named_inputs()}
+    inputs: dict[tuple[str | None, str], Node] = {(item.kind, item.name): node for item, node in program.named_inputs()}
     for output, node in program.named_outputs():
         kind = {"gradient": "parameter", "buffer": "buffer", "loss": "tangent", "output": "tangent"}.get(output.kind)
-        other = inputs.get((kind, output.name))  # type: ignore[call-overload]
+        other = inputs.get((kind, output.name))
         if other is not None:
             for dim in range(len(output.shape)):
                 cuts.join((node, 0, dim), (other, 0, dim))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from autopar._torch import OpOverload
+from autopar._torch import OpOverload, gives_views
 from autopar.program import operands, results_of
 from autopar.rule import RULES
 from autopar.rules.pointwise import pointwise
@@ -43,9 +43,9 @@ def honours_strides(target: object) -> bool:
         return False
     if torch.Tag.pointwise in target.tags or torch.Tag.flexible_layout in target.tags:
         return True
-    if (RULES.get(target) or RULES.get(str(target))) is pointwise or any(result.alias_info for result in target._schema.returns):
+    if (RULES.get(target) or RULES.get(str(target))) is pointwise or gives_views(target):
         return True
-    return target.namespace == "aten" and target._opname in _HONOURING
+    return target.namespace == "aten" and target.overloadpacket.__name__ in _HONOURING
 
 
 def to_be_contiguous(node: Node, parts: tuple[Node, ...]) -> Iterator[bool]:

@@ -186,8 +186,8 @@ def _feature_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
 def _attention(draws: Draws, emit: Emitter, node: Node) -> Node:
     query, key = tensor_of(node.args[0]), tensor_of(node.args[1])
     shape, site = [*query.shape[:3], key.shape[2]], SITE.get(node)
-    strided = site is not None and site.strides is not None
-    positions = draws.strided_positions(emit, shape, site.strides) if strided else draws.positions(emit, shape)  # type: ignore[union-attr]
+    strides = site.strides if site is not None else None
+    positions = draws.positions(emit, shape) if strides is None else draws.strided_positions(emit, shape, strides)
     return emit.call(attention, *node.args[: _DRAWS.start], *positions, **node.kwargs)
 
 

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.module_hooks import BACKWARD_HOOKS, FORWARD_HOOK_FLAGS, FORWARD_HOOKS
+
 MAX_ITEMS = 2000  # of a container; a longer one (a vocabulary) is compared by identity
 MAX_VALUES = 20_000  # in containers and objects in all; what comes after them is compared by identity
 MAX_DEPTH = 8
@@ -29,12 +31,11 @@ _CLOSED = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType
 _CLOSED_PACKAGES = frozenset({*sys.stdlib_module_names, "builtins", "torch", "numpy"})
 _OPEN_CLASSES = ("types.SimpleNamespace", "argparse.Namespace")
 _TENSORS = ("_parameters", "_buffers")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-FORWARD_HOOKS = (*_HOOKS[:2], *_HOOK_FLAGS)
+# Shape, dtype, and the first name of the same tensor.
+ParameterForm = tuple[tuple[int, ...], torch.dtype, str]
 # No part of what a call computes; that hooks were full ones shows in the hooks.
 _APART = frozenset(
-    {*_TENSORS, *_HOOKS, *_HOOK_FLAGS, "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
+    {*_TENSORS, *FORWARD_HOOKS, *FORWARD_HOOK_FLAGS, *BACKWARD_HOOKS, "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"}
     | {"_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
 )
 
@@ -60,7 +61,7 @@ class Description:
     """Settings (`entries`) and `parameters` (shape, dtype, first name if tied) by path; `watch` tells whether any of them has changed."""
 
     entries: dict[str, Any]
-    parameters: dict[str, tuple[Any, ...]]
+    parameters: dict[str, ParameterForm]
     watch: Watch
 
 
@@ -132,7 +133,7 @@ def _version(tensor: torch.Tensor) -> int:
 class _Walk:
     def __init__(self, left_out: frozenset[str]) -> None:
         self.entries: dict[str, Any] = {}
-        self.parameters: dict[str, tuple[Any, ...]] = {}
+        self.parameters: dict[str, ParameterForm] = {}
         self.modules: list[nn.Module] = []
         self.collections: list[Collection[Any]] = []
         self.tensors: list[torch.Tensor] = []
@@ -162,9 +163,9 @@ class _Walk:
 
     def _hooks(self, path: str, attributes: dict[str, Any]) -> None:
         """In their order, without the numbers that torch gives them; backward hooks of the root run around the call."""
-        for kind in _HOOKS if path else _HOOKS[:2]:
+        for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS) if path else FORWARD_HOOKS:
             self.collections.append(attributes[kind].values())
-            flags = [attributes[name] for name in _HOOK_FLAGS if name.startswith(kind)]
+            flags = [attributes[name] for name in FORWARD_HOOK_FLAGS if name.startswith(kind)]
             if attributes[kind]:
                 hooks = ((Same(hook), *(number in each for each in flags)) for number, hook in attributes[kind].items())
                 self.entries[f"{path} ({kind.strip('_').replace('_', ' ')})"] = tuple(hooks)

@@ -8,9 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.runtime.description import Watch, changes, describe
-
-ParameterForm = tuple[object, ...]
+from autopar.runtime.description import ParameterForm, Watch, changes, describe
 
 
 class _State(NamedTuple):
@@ -100,4 +98,4 @@ def _check_parameters(before: dict[str, ParameterForm], now: dict[str, Parameter
 def _form(name: str, form: ParameterForm) -> str:
     shape, dtype, first = form
     tied = f", tied to {first!r}" if first != name else ""
-    return f"{list(shape)} {str(dtype).removeprefix('torch.')}{tied}"  # type: ignore[call-overload]
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}{tied}"

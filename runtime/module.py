@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.compiled import Compiled
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.mesh import Mesh
+from autopar.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
 from autopar.random_key import random_key
 from autopar.runtime._torch import Backend, not_compiled
 from autopar.runtime.call import Call, differentiate
-from autopar.runtime.description import FORWARD_HOOKS
 from autopar.runtime.fragments import CompiledFragments
 from autopar.runtime.guard import ModelGuard
 from autopar.runtime.inputs import (
@@ -330,7 +330,7 @@ class ParallelModule(Inspected, NamesOfModel):
         copied.seed, copied.step, copied._latest = self.seed, self.step, self._latest
         copied._captures, copied._placements = dict(self._captures), dict(self._placements)
         copied._guard = self._guard.copied(copied._model)
-        for name in FORWARD_HOOKS:
+        for name in (*FORWARD_HOOKS, *FORWARD_HOOK_FLAGS):
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         return copied
 

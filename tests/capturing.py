@@ -30,6 +30,17 @@ class Layer(nn.Module):
         return self.compute(self, *args, **kwargs)
 
 
+class Calls(nn.Module):
+    """No parameters: one call of `function`."""
+
+    def __init__(self, function: Callable[[torch.Tensor], object]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x)
+
+
 def of(compute: Callable[..., Any], *args: Any, **options: Any) -> Program:
     return capture(Layer(compute), args, {}, MESH, **options)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.captures import keep_captures
 
@@ -88,6 +89,15 @@ class GlooRanks:
 @pytest.fixture(scope="session", autouse=True)
 def captures() -> None:
     keep_captures()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For small ops on busy machines: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

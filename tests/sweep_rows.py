@@ -145,7 +145,7 @@ class Recurrent(nn.Module):
 class Attending(nn.Module):
     def __init__(self, width: int, heads: int, **options: object) -> None:
         super().__init__()
-        self.layer = nn.MultiheadAttention(width, heads, batch_first=True, **options)  # type: ignore[arg-type]
+        self.layer = nn.MultiheadAttention(width, heads, batch_first=True, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x, x, x)[0]
@@ -165,7 +165,7 @@ class Bags(nn.Module):
 
     def __init__(self, num: int, width: int, **options: object) -> None:
         super().__init__()
-        self.bag = nn.EmbeddingBag(num, width, **options)  # type: ignore[arg-type]
+        self.bag = nn.EmbeddingBag(num, width, **options)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x * self.bag(ids)
@@ -174,7 +174,7 @@ class Bags(nn.Module):
 class Looking(nn.Module):
     def __init__(self, num: int, width: int, **options: object) -> None:
         super().__init__()
-        self.table = nn.Embedding(num, width, **options)  # type: ignore[arg-type]
+        self.table = nn.Embedding(num, width, **options)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x * self.table(ids)
@@ -193,7 +193,7 @@ def _norm_of(make: Callable[[nn.Module], nn.Module]) -> Row:
 
 
 def _resized(**options: object) -> Callable[[Sizes], nn.Module]:
-    return lambda _: nn.Upsample(**options)  # type: ignore[arg-type]
+    return lambda _: nn.Upsample(**options)
 
 
 LAYERS: dict[str, Row] = {

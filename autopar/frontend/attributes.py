@@ -10,16 +10,11 @@ from typing import Any
 
 from torch import nn
 
+from autopar.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
+
 # What is looked into; subclasses may refuse to be written to.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
-# The attributes in which a module has its hooks around forward.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
+_HOOKS = (*FORWARD_HOOKS, *FORWARD_HOOK_FLAGS)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autopar._torch import OpOverload, pytree
+from autopar.arguments import call_of
 from autopar.errors import CaptureError, InputError
 from autopar.keys import Source
 from autopar.source import user_frames
@@ -62,8 +63,8 @@ def _runs(node: Node, dtype: torch.dtype | None) -> bool:
 
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            node.target(*map_arg(node.args, zeros), **map_arg(node.kwargs, zeros))  # type: ignore[operator]
-        except (RuntimeError, NotImplementedError):
+            call_of(node)(*map_arg(node.args, zeros), **map_arg(node.kwargs, zeros))
+        except RuntimeError:
             return False
     return True
 
@@ -83,7 +84,8 @@ def _ancestors(node: Node) -> list[Node]:
 def _refusal(node: Node, dtypes: Collection[torch.dtype], odd: list[Node], usual: Collection[torch.dtype]) -> Exception:
     frames = user_frames(node.meta.get("stack_trace") or "")
     where = (frames[-1] if frames else Source()).at
-    op = node.target.overloadpacket.__name__  # type: ignore[union-attr]
+    assert isinstance(node.target, OpOverload)
+    op = node.target.overloadpacket.__name__
     what = f"{op} takes operands of one dtype, and here they are {' and '.join(sorted(map(_name, dtypes)))}\n  where: {where}"
     if not odd:
         return CaptureError(f"{what}\n  how to mend it: cast one of them, as plain torch asks for, too")

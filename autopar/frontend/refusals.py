@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import CaptureError, ModelError
 from autopar.keys import SOURCE
+from autopar.module_hooks import BACKWARD_HOOKS
 from autopar.program import Program
 from autopar.source import is_library
 
 logger = logging.getLogger("autopar")
-_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 # `G['__import_package_dot_module'].NAME`, as Dynamo names a global of a module.
 _GLOBAL = re.compile(r"G\['__import_(\w+)'\](?:\.(\w+))?")
 
@@ -104,7 +104,7 @@ def backward_hooks_apart(model: nn.Module) -> Generator[None]:
 
     Those of submodules ask for gradients that no rank holds whole. With gradients on they are a `CaptureError`; without, no hook runs.
     """
-    held = [(path, module, kind) for path, module in model.named_modules() for kind in _BACKWARD_HOOKS if vars(module)[kind]]
+    held = [(path, module, kind) for path, module in model.named_modules() for kind in BACKWARD_HOOKS if vars(module)[kind]]
     inner = next(((path, module) for path, module, _ in held if path or module._is_full_backward_hook is False), None)
     if inner is not None and torch.is_grad_enabled():
         path, module = inner

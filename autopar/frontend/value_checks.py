@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import TorchDispatchMode
+from autopar._torch import OpOverload, TorchDispatchMode
 from autopar.arguments import node_at
 from autopar.emit import Emitter, tensor_of
 from autopar.emit import replace as replace_node
@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
 # Solvers that raise for a matrix without a solution: each with the op that says so by a number, which is 0 for a good one.
-_SOLVERS = {
+_SOLVERS: dict[object, tuple[OpOverload, str]] = {
     aten.linalg_cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
     aten.cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
     aten.linalg_inv.default: (aten.linalg_inv_ex.default, "is singular"),
@@ -68,7 +68,7 @@ def _text(node: Node) -> str:
 
 def _assert_solved(node: Node) -> None:
     """Call the solver that returns whether it has failed, and assert that it has not."""
-    target, fault = _SOLVERS[node.target]  # type: ignore[index]
+    target, fault = _SOLVERS[node.target]
     emit = Emitter(node.graph, node)
     args, kwargs = node.args, dict(node.kwargs)
     if node.target is aten.cholesky.default and len(args) > 1:  # its `upper` may be given by position

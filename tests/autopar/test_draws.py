@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 
 from autopar.draws import Draws
@@ -16,20 +16,12 @@ from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.mesh import virtual_mesh
 from autopar.passes.key_random import KeyRandom
+from tests.capturing import Calls
 
 aten = torch.ops.aten
 # The ends, and what float32, float16 and bfloat16 round up to 2**32.
 WORDS = [0, 1, 2**31, 2**32 - 2**24, 2**32 - 2**23, 2**32 - 2**21, 2**32 - 257, 2**32 - 129, 2**32 - 128, 2**32 - 2, 2**32 - 1]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> object:
-        return self.function(x)
 
 
 def drawn(function: Callable[[Tensor], object], x: Tensor) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from autopar.program import operands
 from autopar.prove import instance, prove_strategy
 from autopar.strategies import build, space_of, strategies_of
 from tests.autopar.test_rules import INSTANCES, built
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 aten = torch.ops.aten
 MESH = Mesh((("x", 2),))
@@ -39,14 +41,6 @@ def swapped(x: Tensor) -> Tensor:
 
 
 LAYOUTS = (with_gaps, turned, swapped)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", INSTANCES)

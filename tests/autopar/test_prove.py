@@ -27,18 +27,11 @@ from autopar.rule import rule_of
 from autopar.sharding import Sharding
 from autopar.strategies import strategies_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 transformers = pytest.importorskip("transformers")
 MESH = Mesh((("dp", 2), ("tp", 2)))
 IDS = torch.arange(4 * 8).reshape(4, 8)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small ops on busy machines: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Any]]:

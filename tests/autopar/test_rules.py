@@ -1,7 +1,6 @@
 """Every rule is proved: op instances run whole and in parts, factor by factor and linear set by linear set."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,6 +17,8 @@ from autopar.sharding import Sharding
 from autopar.strategies import factors_of, strategies_of
 from tests.autopar.attention_operands import ATTENDS, DRAWS, DROPS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 aten = torch.ops.aten
 X, Y, ROW, SCALAR = torch.empty(4, 6), torch.empty(4, 6), torch.empty(6), torch.empty(())
 CUBE, IMAGE, EIGHT = torch.empty(2, 4, 6), torch.empty(4, 6, 8, 8), torch.empty(2, 8, 4, 4)
@@ -28,15 +29,6 @@ CONV = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 CONV_BACKWARD = ([4], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 Q, KV, LSE = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 10, 8), torch.empty(2, 4, 6)
 MASK = torch.empty(2, 1, 6, 10, dtype=torch.bool)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small ops on busy machines: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 INSTANCES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +11,8 @@ from autopar.prove import instance, prove
 from autopar.rule import RULES, rule_of
 from autopar.strategies import factors_of
 from tests.autopar.test_rules import INSTANCES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 aten = torch.ops.aten
 X, Y, ROW, SQUARE = torch.empty(4, 6), torch.empty(4, 6), torch.empty(6), torch.empty(4, 6, 6)
@@ -152,15 +153,6 @@ def name_of(op: Any) -> str:
 def is_pointwise(op: Any) -> bool:
     """Overloads that write into an operand are left to their functional twins, which graphs have."""
     return torch.Tag.pointwise in op.tags and not op._schema.is_mutable
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Small ops on busy machines: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_core_op_has_a_rule_that_is_proved() -> None:

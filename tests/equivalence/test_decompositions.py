@@ -32,7 +32,7 @@ def shaped(x: Tensor, *shape: int) -> Tensor:
 
 
 def resized(shape: tuple[int, ...], mode: str, size: tuple[int, ...] | None = None, scale: float | None = None, **options: bool) -> Sample:
-    return lambda x: F.interpolate(shaped(x, *shape), size, scale, mode, **options)  # type: ignore[arg-type]
+    return lambda x: F.interpolate(shaped(x, *shape), size, scale, mode, **options)
 
 
 def recurrent(kind: str, **options: str) -> Sample:

@@ -61,7 +61,7 @@ def compare(returned: Callable[..., Any], chosen: Callable[[list[Tensor]], list[
     for module in (plain, parallel):
         results = module(X)
         outputs = chosen([each for each in (results.values() if isinstance(results, dict) else results) if each.requires_grad])
-        sum((each * torch.linspace(1, 2, each.numel()).view(each.shape)).sum() for each in outputs).backward()  # type: ignore[union-attr]
+        sum((each * torch.linspace(1, 2, each.numel()).view(each.shape)).sum() for each in outputs).backward()
     wanted, found = ({name: each.grad for name, each in module.named_parameters()} for module in (plain, parallel))
     assert {name for name, each in found.items() if each is None} == {name for name, each in wanted.items() if each is None}
     for name, gradient in wanted.items():

@@ -197,7 +197,7 @@ def test_a_loss_at_the_second_place_of_a_tuple_is_the_loss(mesh: dict[str, int])
 
 
 class Statistics(LogitsAndLoss):
-    def forward(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor | None]:  # type: ignore[override]
+    def forward(self, ids: Tensor, targets: Tensor) -> dict[str, Tensor | None]:
         logits, loss = super().forward(ids, targets)
         return {"loss": loss, "logits": logits, "largest": logits.amax((0, 1))}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +18,8 @@ from autopar.kernels.gpu import attention_aten
 from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
 from tests.kernels.tracing import assert_traceable
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # B, H, G, S, T, D, E
 SHAPES = [
     (2, 4, 4, 6, 6, 8, 8),
@@ -30,15 +31,6 @@ SHAPES = [
 ]
 MASKS = ["none", "bool", "empty rows", "keys", "additive", "two dims"]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def written_out(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,21 +16,14 @@ from autopar.kernels.attention_masks import Masks
 from autopar.kernels.attention_reference import attended, attention_reference
 from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 OPTIONS = {
     f"{'causal' if is_causal else 'full'}, cap {soft_cap:g}, window {window}": PLAIN
     | {"is_causal": is_causal, "soft_cap": soft_cap, "window": window}
     for is_causal, soft_cap, window in itertools.product((False, True), (0.0, 1.5), (0, 1, 3))
 }
 MASKS = ["none", "bool", "empty rows", "additive"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def make_inputs(length: int = 5, key_length: int = 7, value_size: int = 4) -> list[Tensor]:
@@ -138,7 +130,7 @@ def test_rows_that_an_added_mask_masks_wholly(path: str, kind: str, dtype: torch
     masks = ((plain.to(exact) + bias.detach().to(exact)).double() - plain).detach().requires_grad_()
     largest = (plain + masks).amax(-1, keepdim=True).detach()
     weights, sums = (plain + masks).softmax(-1), (plain + masks - largest).exp().sum(-1).log() + largest.squeeze(-1)
-    kept = kept_of((2, 4, 7, 7), draws, DROPS["keep_below"], DROPS["keep_scale"]) if path == "dropout" else 1.0  # type: ignore[arg-type]
+    kept = kept_of((2, 4, 7, 7), draws, DROPS["keep_below"], DROPS["keep_scale"]) if path == "dropout" else 1.0
     truth = [(weights * kept) @ leaves[2].repeat_interleave(2, 1), sums][: len(grads)]
     theirs = [truth[0], *torch.autograd.grad(truth, [*leaves, masks], [each.double() for each in grads])]
     theirs[-1] = theirs[-1].sum_to_size(bias.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from torch import Tensor
 from autopar._torch import fake_mode
 from autopar.kernels.block_sparse import block_sparse_attention
 from tests.kernels.tracing import assert_traceable
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 # B, H, G, S, T, D, E, the layout's batch and heads, block size
 SHAPES = [
@@ -25,15 +26,6 @@ SHAPES = [
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float16: 6e-3}
 OPTIONS: dict[str, Any] = {"block_size": 16, "is_causal": False, "scale": 0.3}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def inputs_of(shape: tuple[Any, ...], dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], Tensor]:

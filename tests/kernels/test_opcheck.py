@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import autopar.kernels
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 for _module in pkgutil.iter_modules(autopar.kernels.__path__):
     if not _module.ispkg:
@@ -30,15 +32,6 @@ SPARSE: dict[str, Any] = {"block_size": 16, "is_causal": False, "scale": 0.3}
 NO_KERNELS = {"custom_function"}
 
 Arguments = tuple[Any, ...]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def normal(*shape: int, trained: bool = False) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,28 +26,13 @@ from autopar.passes.key_random import KeyRandom
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.program import Program
 from autopar.random_key import random_key
+from tests.capturing import Calls
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 aten = torch.ops.aten
 SHAPE = (64, 256, 64)
 NUM = 64 * 256 * 64
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Other test processes want the cores."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], object]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> object:
-        return self.function(x)
 
 
 def keyed(function: Callable[[Tensor], object], x: Tensor) -> Program:

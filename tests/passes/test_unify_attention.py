@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +16,9 @@ from autopar.mesh import Mesh, virtual_mesh
 from autopar.passes.unify_attention import UnifyAttention
 from autopar.program import Program
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 aten = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: threads only wait for each other."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 class Attention(nn.Module):

@@ -156,7 +156,7 @@ def test_without_a_loss_every_tensor_is_an_output() -> None:
 
 def test_without_gradients_what_lies_beside_the_loss_is_kept_but_for_a_cache() -> None:
     case = ZOO["gpt2"]()
-    case.model.config.use_cache = True  # type: ignore[attr-defined]
+    case.model.config.use_cache = True
     with torch.no_grad():
         program = capture(case.model, (), case.batch, MESH)
         alone = capture(case.model, (), case.batch, MESH, outputs="loss")
@@ -188,7 +188,7 @@ def test_a_loss_per_sample_is_an_output_like_others() -> None:
 
 def test_a_cache_beside_the_loss_is_left_out() -> None:
     case = ZOO["gpt2"]()
-    case.model.config.use_cache = True  # type: ignore[attr-defined]
+    case.model.config.use_cache = True
     program = capture(case.model, (), case.batch, MESH)
     assert [item.kind for item in program.signature.outputs] == ["loss"]
     assert set(program.signature.leaves) == {TENSOR}

@@ -30,12 +30,12 @@ READS, SIZE, FAILS = "reads the value of a tensor", "the size of a result depend
 
 class Cube(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.scale = x.sum().item()
         return x**3
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * ctx.scale
 
 
@@ -83,7 +83,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "if, while": (branch, READS, "torch.where"),
     "item": (lambda layer, x: layer.linear(x).sum() * x.sum().item(), READS, "before the call"),
     "tolist": (lambda layer, x: layer.linear(x).sum() * sum(x[0].tolist()), READS, "before the call"),
-    "item in a Function": (lambda layer, x: Cube.apply(layer.linear(x)).sum(), READS, "before the call"),  # type: ignore[attr-defined]
+    "item in a Function": (lambda layer, x: Cube.apply(layer.linear(x)).sum(), READS, "before the call"),
     "item of a pytree": (lambda layer, x: layer.linear(x).sum() * pytree.tree_leaves({"x": x.sum()})[0].item(), READS, "before the call"),
     "generator": (lambda layer, x: (layer.linear(x), (y for y in (x,))), "no structure of tensors", "return tensors in tuples"),
     "f-string": (formatted, READS, "before the call"),
