@@ -1,6 +1,8 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
 from autopar.compiler import compile
+from autopar.cost.hardware.calibrate import calibrate
+from autopar.cost.hardware.cluster import Cluster
 from autopar.errors import (
     ArgumentError,
     AutoparError,
@@ -17,11 +19,9 @@ from autopar.errors import (
     UnmatchedPinError,
     ValueCheckError,
 )
-from autopar.hardware.calibrate import calibrate
-from autopar.hardware.cluster import Cluster
-from autopar.mesh import Mesh, virtual_mesh
+from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.plans.plan import Plan
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule
 
 __all__ = [
     "ArgumentError",

@@ -14,65 +14,65 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import outside_fake_modes
 from autopar.checks.checker import Checker, check_compiled
-from autopar.compiled import Compiled
-from autopar.cost import CostModel
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel
+from autopar.driver.compiled import Compiled
+from autopar.driver.garbage import collection_paused
+from autopar.driver.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.errors import AutoparError, InputError, MicrobatchError
-from autopar.freedom import Freedom
 from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
-from autopar.garbage import collection_paused
-from autopar.hardware.cluster import Cluster
-from autopar.manager import DecidingPass, History, Log, Pass, run_passes
-from autopar.memory import MemoryBudget
-from autopar.mesh import Mesh
-from autopar.microbatches import has_estimates
-from autopar.passes.choose_kernels import ChooseKernels
-from autopar.passes.choose_microbatches import ChooseMicrobatches
-from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
-from autopar.passes.copy_to_stages import CopyToStages
-from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.decide_once import DecideOnce, FromFirst
-from autopar.passes.decompose_batch_norm import DecomposeBatchNorm
-from autopar.passes.decompose_convolutions import DecomposeConvolutions
-from autopar.passes.decompose_losses import DecomposeLosses
-from autopar.passes.detach_outputs import DetachOutputs
-from autopar.passes.find_atoms import FindAtoms
-from autopar.passes.fold_no_ops import FoldNoOps
-from autopar.passes.fuse_attention import FuseAttention
-from autopar.passes.fuse_cross_entropy import FuseCrossEntropy
-from autopar.passes.fuse_dropout import FuseDropout
-from autopar.passes.fuse_gates import FuseGates
-from autopar.passes.fuse_norms import FuseNorms
-from autopar.passes.fuse_projection import FuseProjection
-from autopar.passes.fuse_rotary import FuseRotary
-from autopar.passes.insert_reshards import InsertReshards
-from autopar.passes.key_captured import key_captured
-from autopar.passes.key_random import KeyRandom, number_sites
-from autopar.passes.lower import Lower
-from autopar.passes.mark_pinned import MarkPinned
-from autopar.passes.mark_saved import MarkSaved
-from autopar.passes.merge_equal_calls import MergeEqualCalls
-from autopar.passes.pad_atoms import PadAtoms
-from autopar.passes.place_stages import PlaceStages, StageDecision
-from autopar.passes.refine_mesh import RefineMesh
-from autopar.passes.separate_microbatches import SeparateMicrobatches
-from autopar.passes.settle_compared import SettleCompared
-from autopar.passes.trace_joint import TraceJoint
-from autopar.passes.unify_attention import UnifyAttention
-from autopar.passes.views_of_chunks import ViewsOfChunks
-from autopar.passes.views_of_strides import ViewsOfStrides
-from autopar.passes.write_schedules import pipeline_schedules
+from autopar.graph.microbatches import has_estimates
+from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.partition.whole_batch import Mixing, Statistics
+from autopar.passes.forward.choose_kernels import ChooseKernels
+from autopar.passes.forward.decompose_losses import DecomposeLosses
+from autopar.passes.forward.detach_outputs import DetachOutputs
+from autopar.passes.forward.fuse_attention import FuseAttention
+from autopar.passes.forward.fuse_cross_entropy import FuseCrossEntropy
+from autopar.passes.forward.fuse_dropout import FuseDropout
+from autopar.passes.forward.fuse_gates import FuseGates
+from autopar.passes.forward.fuse_norms import FuseNorms
+from autopar.passes.forward.fuse_projection import FuseProjection
+from autopar.passes.forward.fuse_rotary import FuseRotary
+from autopar.passes.forward.key_captured import key_captured
+from autopar.passes.forward.key_random import KeyRandom, number_sites
+from autopar.passes.forward.unify_attention import UnifyAttention
+from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
+from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
+from autopar.passes.global_.decide_once import DecideOnce, FromFirst
+from autopar.passes.global_.decompose_batch_norm import DecomposeBatchNorm
+from autopar.passes.global_.decompose_convolutions import DecomposeConvolutions
+from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.fold_no_ops import FoldNoOps
+from autopar.passes.global_.insert_reshards import InsertReshards
+from autopar.passes.global_.mark_pinned import MarkPinned
+from autopar.passes.global_.mark_saved import MarkSaved
+from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
+from autopar.passes.global_.pad_atoms import PadAtoms
+from autopar.passes.global_.place_stages import PlaceStages, StageDecision
+from autopar.passes.global_.reduce_compared import SettleCompared
+from autopar.passes.global_.refine_mesh import RefineMesh
+from autopar.passes.global_.trace_joint import TraceJoint
+from autopar.passes.global_.views_of_chunks import ViewsOfChunks
+from autopar.passes.global_.views_of_strides import ViewsOfStrides
+from autopar.passes.local.copy_to_stages import CopyToStages
+from autopar.passes.local.lower import Lower
+from autopar.passes.local.separate_microbatches import SeparateMicrobatches
+from autopar.passes.schedule.cut_fragments import cut_fragments
+from autopar.passes.schedule.write_schedules import pipeline_schedules
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.order import best_order, chosen_schedule, ordered_for, pipeline_order
 from autopar.plans.pins import freedom_of, without_batch
 from autopar.plans.plan import Pins, Plan, PlannedInput
 from autopar.plans.styles import UserPins, without_styles
-from autopar.program import Program
-from autopar.runtime.inputs import BatchDims, CallInputs, batch_dims_of
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.parameters import Placement
-from autopar.runtime.world import World
-from autopar.whole_batch import Mixing, Statistics
+from autopar.runtime.execute.world import World
+from autopar.runtime.module.inputs import BatchDims, CallInputs, batch_dims_of
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.module.parameters import Placement
 
 Backend = str | Callable[..., Any]
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from autopar.frontend.capture import capture
-from autopar.mesh import virtual_mesh
-from autopar.passes.fuse_attention import FuseAttention
+from autopar.ir.mesh import virtual_mesh
+from autopar.passes.forward.fuse_attention import FuseAttention
 from benchmarks.reporting import machine, print_table, write_json
 from tests.passes import (
     attention_caps_and_sinks,
@@ -117,8 +117,8 @@ def document(found: Sequence[Outcome]) -> str:
             "# Ways to write attention",
             "",
             f"`python -m benchmarks.attention_forms`, {where['date']}, torch {where['torch']}, on the CPU. How many of the forms in",
-            "`tests/passes/attention_*.py` become one op by `passes/fuse_attention.py`, and how many Inductor's own patterns match, each",
-            "asked in float32 and in float16: ours counts where it fuses in both, Inductor's where it matches in either. Near misses are",
+            "`tests/passes/attention_*.py` become one op by `passes/forward/fuse_attention.py`, and how many Inductor's own patterns",
+            "match, each asked in float32 and in float16: ours counts where it fuses in both, Inductor's where it matches in either. Near misses are",
             "to be left alone (float32). What Inductor matches was compiled to its end and compared with the module, in float32.",
             "",
             *_markdown([list(lines[0]), *([str(value) for value in line.values()] for line in lines)]),

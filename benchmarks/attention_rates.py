@@ -17,9 +17,9 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import Any
 
-from autopar.hardware import attention_rates
-from autopar.hardware.attention_rates import OURS, Rate, read
-from autopar.hardware.cluster import Cluster
+from autopar.cost.hardware import attention_rates
+from autopar.cost.hardware.attention_rates import OURS, Rate, read
+from autopar.cost.hardware.cluster import Cluster
 
 TABLE = Path(attention_rates.__file__).with_suffix(".csv")
 # By the contestants' names in `benchmarks/gpu_speed.py`.

@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from autopar.cost import CostModel
-from autopar.hardware.cluster import Cluster, Link
-from autopar.hardware.link_fit import Sample, fit_link
-from autopar.hardware.links import Transfer
-from autopar.mesh import Mesh
+from autopar.cost.hardware.cluster import Cluster, Link
+from autopar.cost.hardware.link_fit import Sample, fit_link
+from autopar.cost.hardware.links import Transfer
+from autopar.cost.model import CostModel
+from autopar.ir.mesh import Mesh
 from benchmarks.reporting import print_table, write_json
 
 PUBLISHED = Path(__file__).parent / "published"

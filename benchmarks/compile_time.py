@@ -23,8 +23,8 @@ from torch.fx import GraphModule
 
 import autopar
 from autopar import ParallelModule, compiler
-from autopar.hardware.cluster import Cluster
-from autopar.schedule import Launch, Run
+from autopar.cost.hardware.cluster import Cluster
+from autopar.ir.schedule import Launch, Run
 from benchmarks.reporting import print_table, write_json
 
 # Steps of `autopar.compiler.compile_call` that are no passes, by the name that it calls them by.

@@ -18,8 +18,8 @@ from typing import Any
 import transformers
 from torch import nn
 
-from autopar.runtime.description import describe
-from autopar.runtime.guard import ModelGuard
+from autopar.runtime.module.description import describe
+from autopar.runtime.module.guard import ModelGuard
 from benchmarks.reporting import print_table, write_json
 
 

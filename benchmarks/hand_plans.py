@@ -20,16 +20,16 @@ import transformers
 from torch import nn
 
 from autopar.compiler import Options, default_passes
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.manager import History, run_passes
 from autopar.errors import PlanError
-from autopar.freedom import Freedom
 from autopar.frontend.capture import capture
-from autopar.hardware.cluster import Cluster
-from autopar.manager import History, run_passes
-from autopar.mesh import virtual_mesh
-from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
-from autopar.passes.mark_pinned import MarkPinned
+from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
+from autopar.passes.global_.mark_pinned import MarkPinned
 from autopar.plans.plan import Pins
-from autopar.program import Program
 from benchmarks.planning import COLUMN_BIAS, GPT2_MEDIUM, LINEAR_COLUMN, LINEAR_ROW, LLAMA_3_8B, VOCABULARY, WHOLE, Shape, default_dtype
 from benchmarks.reporting import print_table, write_json
 

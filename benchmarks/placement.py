@@ -23,17 +23,17 @@ import transformers
 from torch import nn
 
 from autopar.compiler import Options, default_passes
-from autopar.cost import CostModel
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.driver.manager import run_passes
 from autopar.errors import PlanError
 from autopar.frontend.capture import capture
-from autopar.hardware.cluster import Cluster
-from autopar.manager import run_passes
-from autopar.mesh import virtual_mesh
-from autopar.passes.insert_reshards import InsertReshards
-from autopar.pipeline.line import line_of
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.pipeline.placement import Devices, Line, StagePlacement, Value, place, placed_at
-from autopar.pipeline.placement_rules import equal_layers, equal_parameters, weighted_layers
-from autopar.program import Program
+from autopar.pipeline.placement_units import line_of
+from autopar.testing.placement_rules import equal_layers, equal_parameters, weighted_layers
 from benchmarks.planning import GPT2_MEDIUM, LLAMA_3_8B, Shape, default_dtype
 from benchmarks.reporting import machine, print_table
 

@@ -22,15 +22,15 @@ import transformers
 from torch import nn
 
 from autopar.compiler import Options, default_passes
-from autopar.cost import CostModel
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.driver.manager import History, run_passes
 from autopar.frontend.capture import capture
-from autopar.hardware.cluster import Cluster
-from autopar.manager import History, run_passes
-from autopar.mesh import virtual_mesh
-from autopar.passes.choose_shardings import ChooseShardings, ShardingDecision
-from autopar.passes.find_atoms import FindAtoms
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
+from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.plans.plan import Pins
-from autopar.program import Program
 from autopar.reports.summary import transfers
 from benchmarks.reporting import print_table, write_json
 

@@ -25,22 +25,22 @@ import torch
 import transformers
 
 from autopar.compiler import Options, default_passes
-from autopar.cost import CostModel
-from autopar.freedom import Freedom
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel
+from autopar.driver.garbage import collection_paused
+from autopar.driver.manager import run_passes
 from autopar.frontend.capture import capture
-from autopar.garbage import collection_paused
-from autopar.hardware.cluster import Cluster
-from autopar.manager import run_passes
-from autopar.memory import MemoryBudget
-from autopar.mesh import Mesh, virtual_mesh
-from autopar.passes.choose_shardings import ChooseShardings
-from autopar.passes.find_atoms import FindAtoms
+from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.ir.program import Program
+from autopar.partition.sharding_problem import ShardingProblem
+from autopar.partition.solver.ascent import Ascent
+from autopar.partition.solver.evaluation import Evaluation
+from autopar.partition.solver.tables import Tables
+from autopar.passes.global_.choose_shardings import ChooseShardings
+from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.plans.plan import Plan
-from autopar.program import Program
-from autopar.sharding_problem import ShardingProblem
-from autopar.solver.ascent import Ascent
-from autopar.solver.evaluation import Evaluation
-from autopar.solver.tables import Tables
 from benchmarks.planning import default_dtype
 from benchmarks.reporting import print_table, write_json
 

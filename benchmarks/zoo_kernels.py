@@ -23,7 +23,7 @@ import transformers
 
 import autopar
 from autopar import Cluster, virtual_mesh
-from autopar.fusion import Found, FusionDecision
+from autopar.ir.fusion import Found, FusionDecision
 from benchmarks.zoo import TOLERANCE, ZOO
 
 MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}}

@@ -5,8 +5,8 @@
 
 logits x are [..., V], labels [...] int64, classes [V] int64, ascending: 0 … V − 1 of a whole vocabulary, a rank's part of them where
 it is split. Columns at the end whose class is negative are padding, whatever they hold. The loss of a row, log_sum_exp − picked, its
-mean over the rows that count and label smoothing are plain ops on rows (`passes/fuse_cross_entropy.py`), which are split by the rules
-of any sum; so are these three: over the vocabulary ranks exchange a number a row and never a logit. Results are float32, float64 for
+mean over the rows that count and label smoothing are plain ops on rows (`passes/forward/fuse_cross_entropy.py`), which are split by the
+rules of any sum; so are these three: over the vocabulary ranks exchange a number a row and never a logit. Results are float32, float64 for
 float64 logits; a row whose gradients are 0 gets zeros even where its logits are not finite.
 """
 

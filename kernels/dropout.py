@@ -7,7 +7,7 @@
     add_dropout  out = residual + x · kept · scale     dx = dropout(dout),   dresidual = dout
 
 x is [..., N]; rows and second broadcast to [..., 1], columns is [N], all three int64: a rank that has a part of x has the same part of
-them, and draws the same. The draw is that of `autopar/draws.py`, bit for bit, of integers alone; so no mask is written, read or
+them, and draws the same. The draw is that of `autopar/graph/draws.py`, bit for bit, of integers alone; so no mask is written, read or
 held for the backward, at about fifteen integer operations an element. (A mask as an operand would be a byte an element, held.)
 Of unequal dtypes `add_dropout` gives the wider. Computed in float32 (float64 for float64) and rounded once.
 """

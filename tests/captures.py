@@ -15,9 +15,9 @@ from torch import nn
 
 import autopar.compiler
 from autopar.frontend.capture import capture
-from autopar.mesh import Mesh
-from autopar.program import Program
-from autopar.runtime.inputs import CallInputs
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.runtime.module.inputs import CallInputs
 
 _OF_ALL = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)

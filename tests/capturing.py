@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autopar.frontend.capture import capture
-from autopar.mesh import virtual_mesh
-from autopar.passes.trace_joint import TraceJoint
-from autopar.program import Program
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.global_.trace_joint import TraceJoint
 from tests.running import Values, assert_close, inputs_of, run, run_forward
 
 MESH = virtual_mesh(dp=2)

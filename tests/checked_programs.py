@@ -9,12 +9,12 @@ from torch.fx import Graph
 
 from autopar._torch import fake_mode
 from autopar.checks.checker import violations
-from autopar.collectives import all_reduce, reshard, wait
-from autopar.emit import Emitter
-from autopar.keys import BATCH, DIMS, ORIGIN, PHASE, SHARDING, SOURCE, STRATEGY, Source
-from autopar.mesh import Mesh
-from autopar.program import Form, Input, Output, Program, Signature
-from autopar.sharding import Sharding, Strategy
+from autopar.graph.emit import Emitter
+from autopar.ir.collectives import all_reduce, reshard, wait
+from autopar.ir.keys import BATCH, DIMS, ORIGIN, PHASE, SHARDING, SOURCE, STRATEGY, Source
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Input, Output, Program, Signature
+from autopar.ir.sharding import Sharding, Strategy
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))

@@ -11,11 +11,11 @@ from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar.checks.checker import check
-from autopar.keys import PHASE, SOURCE, Source
-from autopar.manager import run_passes
-from autopar.mesh import Mesh
-from autopar.passes.find_atoms import FindAtoms
-from autopar.program import Form, Input, Output, Program, Signature, results_of
+from autopar.driver.manager import run_passes
+from autopar.ir.keys import PHASE, SOURCE, Source
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Input, Output, Program, Signature, results_of
+from autopar.passes.global_.find_atoms import FindAtoms
 from tests.running import run
 
 MESH = Mesh((("dp", 2), ("tp", 2)))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.mesh import virtual_mesh
-from autopar.runtime.module import ParallelModule
+from autopar.ir.mesh import virtual_mesh
+from autopar.runtime.module.parallel_module import ParallelModule
 from tests.residual import Residual, batch
 
 

@@ -16,21 +16,21 @@ from torch.fx import Node
 from torch.nn import functional as F
 
 from autopar._torch import fake_mode
-from autopar.collectives import all_gather, all_reduce
-from autopar.compiled import Compiled
 from autopar.compiler import Options, default_passes
-from autopar.emit import Emitter
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.compiled import Compiled
+from autopar.driver.manager import History, run_passes
 from autopar.frontend.capture import capture
-from autopar.hardware.cluster import Cluster
-from autopar.manager import History, run_passes
-from autopar.mesh import virtual_mesh
-from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.key_captured import key_captured
-from autopar.passes.key_random import number_sites
+from autopar.graph.emit import Emitter
+from autopar.ir.collectives import all_gather, all_reduce
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Form, Program
+from autopar.passes.forward.key_captured import key_captured
+from autopar.passes.forward.key_random import number_sites
+from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.plans.pins import Pins
-from autopar.program import Form, Program
-from autopar.runtime.chain import verify_compiled
-from autopar.runtime.report import Report
+from autopar.runtime.verify.compare_forms import verify_compiled
+from autopar.runtime.verify.report import Report
 
 aten = torch.ops.aten
 MESH = virtual_mesh(dp=2, tp=2)

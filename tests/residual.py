@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.mesh import virtual_mesh
-from autopar.runtime.module import ParallelModule
+from autopar.ir.mesh import virtual_mesh
+from autopar.runtime.module.parallel_module import ParallelModule
 
 WORDS, WIDTH, BATCH, LENGTH = 32, 16, 4, 8
 

@@ -11,26 +11,26 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from autopar.compiler import Options, default_passes
-from autopar.hardware.cluster import Cluster
-from autopar.manager import run_passes
-from autopar.mesh import Mesh
-from autopar.padding import padded, unpadded
-from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.find_atoms import FindAtoms
-from autopar.passes.fold_no_ops import FoldNoOps
-from autopar.passes.insert_reshards import InsertReshards
-from autopar.passes.lower import Lower
-from autopar.passes.merge_equal_calls import MergeEqualCalls
-from autopar.passes.random_shardings import RandomShardings
-from autopar.passes.refine_mesh import RefineMesh
-from autopar.passes.trace_joint import TraceJoint
-from autopar.passes.views_of_chunks import ViewsOfChunks
-from autopar.program import Form, Program
-from autopar.runtime.fragments import CompiledFragments
-from autopar.runtime.interpreter import RankState, execute
-from autopar.runtime.parameters import assemble, local_shard
-from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
-from autopar.schedule import Schedule
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.manager import run_passes
+from autopar.ir.mesh import Mesh
+from autopar.ir.padding import padded, unpadded
+from autopar.ir.program import Form, Program
+from autopar.ir.schedule import Schedule
+from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.fold_no_ops import FoldNoOps
+from autopar.passes.global_.insert_reshards import InsertReshards
+from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
+from autopar.passes.global_.refine_mesh import RefineMesh
+from autopar.passes.global_.trace_joint import TraceJoint
+from autopar.passes.global_.views_of_chunks import ViewsOfChunks
+from autopar.passes.local.lower import Lower
+from autopar.passes.schedule.cut_fragments import cut_fragments
+from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.interpreter import RankState, execute
+from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
+from autopar.runtime.module.parameters import assemble, local_shard
+from autopar.testing.random_shardings import RandomShardings
 from tests.captures import kept_capture
 
 # By kind and name, as in the signature.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from autopar.mesh import Mesh
-from autopar.sharding import Dims, Sharding, flat
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Dims, Sharding, flat
 
 MESHES = (
     Mesh((("dp", 2),)),

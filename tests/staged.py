@@ -10,14 +10,14 @@ from torch import nn
 from torch.fx import Node
 
 from autopar.compiler import Options, default_passes
-from autopar.hardware.cluster import Cluster
-from autopar.keys import STAGE
-from autopar.manager import run_passes
-from autopar.mesh import Mesh
-from autopar.passes.choose_microbatches import ChooseMicrobatches
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.manager import run_passes
+from autopar.ir.keys import STAGE
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.schedules import generate
-from autopar.program import Program
 from tests.captures import kept_capture
 
 PP2 = Mesh((("pp", 2),))

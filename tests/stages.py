@@ -6,9 +6,9 @@ from torch import empty, float32, nn
 from torch.fx import Graph, GraphModule
 
 from autopar._torch import fake_mode
-from autopar.mesh import Mesh
-from autopar.program import Input, Output, Signature
-from autopar.schedule import Fragment, Layout, Schedule, parse
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Input, Output, Signature
+from autopar.ir.schedule import Fragment, Layout, Schedule, parse
 
 MESH = Mesh((("pp", 2), ("tp", 2)))
 LAYOUT: Layout = ((4, 4), float32)

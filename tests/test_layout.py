@@ -18,7 +18,7 @@ LINKED = ("passes", "runtime", "kernels")
 MAX_LINES = 400
 PRIVATE_TORCH_FILES = {"autopar/_torch.py", "runtime/_torch.py"}
 FRONT_DOOR = {"autopar/compiler.py", "autopar/__init__.py"}
-# Keys of node.meta that torch writes; ours are `Key` objects (autopar/keys.py).
+# Keys of node.meta that torch writes; ours are `Key` objects (autopar/ir/keys.py).
 TORCH_META_KEYS = {
     "val",
     "stack_trace",
@@ -86,7 +86,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def of_ours(module: str) -> str | None:
-    """`autopar.passes.x` → "autopar.passes", `autopar.mesh` → "autopar", a foreign module → None."""
+    """`autopar.passes.x` → "autopar.passes", `autopar.ir.mesh` → "autopar", a foreign module → None."""
     parts = module.split(".")
     if parts[0] != "autopar":
         return None
@@ -182,7 +182,7 @@ def string_meta_keys(module: ast.Module) -> list[tuple[int, str]]:
 
 def test_no_string_keys_of_ours_in_node_meta() -> None:
     found = [f"{name_of(path)}:{line} {key!r}" for path in sources("autopar", *LINKED) for line, key in string_meta_keys(tree(path))]
-    assert not found, "use a Key from autopar/keys.py:\n" + "\n".join(found)
+    assert not found, "use a Key from autopar/ir/keys.py:\n" + "\n".join(found)
 
 
 def test_every_dependency_is_declared() -> None:
@@ -202,4 +202,4 @@ def test_the_checks_see_what_they_look_for() -> None:
     assert string_meta_keys(ast.parse(bad)) == [(1, "ours"), (2, "also_ours"), (3, "third")]
     assert is_private_torch("torch._dynamo.backends") and is_private_torch("torch.fx._pytree")
     assert not is_private_torch("torch.fx.node") and not is_private_torch("numpy._core")
-    assert of_ours("autopar.passes.cse") == "autopar.passes" and of_ours("autopar.mesh") == "autopar" and of_ours("torch") is None
+    assert of_ours("autopar.passes.cse") == "autopar.passes" and of_ours("autopar.ir.mesh") == "autopar" and of_ours("torch") is None

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.checks.violation import Violation
-from autopar.mesh import Mesh
-from autopar.reports.printing import short_dtype
-from autopar.schedule import Add, Free, Instruction, Launch, Layout, Pause, Receive, Run, Schedule, Send, Wait
+from autopar.ir.mesh import Mesh
+from autopar.ir.printing import short_dtype
+from autopar.ir.schedule import Add, Free, Instruction, Launch, Layout, Pause, Receive, Run, Schedule, Send, Wait
 
 
 def check_buffers(rank: int, schedule: Schedule, mesh: Mesh) -> list[Violation]:

@@ -14,12 +14,12 @@ from autopar.checks.program import Values, check_program
 from autopar.checks.schedule import check_schedule
 from autopar.checks.sharding import check_shardings
 from autopar.checks.violation import Violation, report
-from autopar.compiled import Compiled, Step
+from autopar.driver.compiled import Compiled, Step
 from autopar.errors import CheckError, ScheduleError
-from autopar.mesh import Mesh
-from autopar.program import Form, Program
-from autopar.reports.printing import print_program
-from autopar.schedule import Schedule
+from autopar.ir.mesh import Mesh
+from autopar.ir.printing import print_program
+from autopar.ir.program import Form, Program
+from autopar.ir.schedule import Schedule
 
 
 def violations(program: Program, values: Values | None = None, origin: Program | None = None) -> list[Violation]:

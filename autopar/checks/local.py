@@ -15,15 +15,15 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from autopar.arguments import list_at
 from autopar.checks.sharding import describe_sharding
 from autopar.checks.violation import Violation, at
-from autopar.collectives import all_gather, all_reduce, is_launch, reduce_scatter, reshard, wait
-from autopar.keys import DIMS, ORIGIN, SHARDING
-from autopar.mesh import MICROBATCHES, Mesh
-from autopar.program import Program, operands, results_of
-from autopar.reports.printing import op_name
-from autopar.reshard import steps
+from autopar.ir.arguments import list_at
+from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, reshard, wait
+from autopar.ir.keys import DIMS, ORIGIN, SHARDING
+from autopar.ir.mesh import MICROBATCHES, Mesh
+from autopar.ir.printing import op_name
+from autopar.ir.program import Program, operands, results_of
+from autopar.ir.reshard import steps
 
 aten = torch.ops.aten
 

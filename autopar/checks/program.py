@@ -17,11 +17,11 @@ from torch.fx import Node
 
 from autopar._torch import FakeTensorMode, OpOverload, fake_mode, pytree
 from autopar.checks.violation import Violation, at
-from autopar.fake_calls import fake_call
-from autopar.keys import DIMS
-from autopar.program import Form, Input, Output, Program, results_of
-from autopar.reports.printing import short_dtype
-from autopar.sharding import shape_of
+from autopar.graph.fake_calls import fake_call
+from autopar.ir.keys import DIMS
+from autopar.ir.printing import short_dtype
+from autopar.ir.program import Form, Input, Output, Program, results_of
+from autopar.ir.sharding import shape_of
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from autopar.checks.buffers import describe, place
 from autopar.checks.violation import Violation
 from autopar.errors import ScheduleError
-from autopar.mesh import Mesh
-from autopar.schedule import Channel, Launch, Pause, Receive, Schedule, Send, Wait
+from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import Channel, Launch, Pause, Receive, Schedule, Send, Wait
 
 _BREAK = "\n              "
 

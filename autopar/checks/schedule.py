@@ -22,8 +22,8 @@ from typing import NamedTuple
 from autopar.checks.buffers import check_buffers, describe, place
 from autopar.checks.rendezvous import check_peers, check_rendezvous, has_transfers
 from autopar.checks.violation import Violation
-from autopar.mesh import Mesh
-from autopar.schedule import Launch, Pause, Schedule
+from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import Launch, Pause, Schedule
 
 
 def check_schedule(schedules: Mapping[int, Schedule], mesh: Mesh) -> list[Violation]:

@@ -15,18 +15,18 @@ from functools import cache
 
 from torch.fx import Node
 
-from autopar.atoms import operand_result
 from autopar.checks.violation import Violation, at
-from autopar.collectives import reshard
-from autopar.freedom import Freedom
-from autopar.keys import BATCH, DIMS, SHARDING, STRATEGY
-from autopar.mesh import Mesh
-from autopar.microbatches import summed
-from autopar.program import Program, operands
-from autopar.reports.printing import op_name
-from autopar.reshard import reachable
-from autopar.sharding import Dims, Sharding, Strategy, flat
-from autopar.strategies import Space, space_of, strategies_in
+from autopar.graph.microbatches import summed
+from autopar.ir.collectives import reshard
+from autopar.ir.freedom import Freedom
+from autopar.ir.keys import BATCH, DIMS, SHARDING, STRATEGY
+from autopar.ir.mesh import Mesh
+from autopar.ir.printing import op_name
+from autopar.ir.program import Program, operands
+from autopar.ir.reshard import reachable
+from autopar.ir.sharding import Dims, Sharding, Strategy, flat
+from autopar.ops.atoms import operand_result
+from autopar.ops.strategies import Space, space_of, strategies_in
 
 
 def check_shardings(program: Program) -> list[Violation]:

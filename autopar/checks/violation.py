@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from autopar.keys import SOURCE
-from autopar.reports.printing import op_name
+from autopar.ir.keys import SOURCE
+from autopar.ir.printing import op_name
 
 
 @dataclass(frozen=True)

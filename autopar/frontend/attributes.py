@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from autopar.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
+from autopar.frontend.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
 
 # What is looked into; subclasses may refuse to be written to.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, fake_mode, pytree
-from autopar.caches import caches_kept_clean
 from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
+from autopar.frontend.caches import caches_kept_clean
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
@@ -35,10 +35,10 @@ from autopar.frontend.refusals import (
     warn_of_frozen,
     warn_of_globals,
 )
+from autopar.frontend.traced import as_traced
 from autopar.frontend.value_checks import asserts_assumed
-from autopar.mesh import Mesh
-from autopar.program import Program
-from autopar.traced import as_traced
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 
 logger = logging.getLogger("autopar")
 # The batch dim of each input that has one, by the input's flat index.

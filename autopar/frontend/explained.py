@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from autopar.errors import CaptureError
-from autopar.keys import Source
-from autopar.source import is_library, user_frames
+from autopar.ir.keys import Source
+from autopar.ir.source import is_library, user_frames
 
 # Of torch's own text so much is shown.
 _MOST_CHARACTERS = 400

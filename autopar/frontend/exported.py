@@ -18,18 +18,18 @@ from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import HigherOrderOperator, fake_mode, pytree
-from autopar.arguments import node_at
-from autopar.differentiable import differentiable
-from autopar.emit import replace
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.hooks import hooks_placed
 from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
-from autopar.keys import SOURCE, Source
-from autopar.mesh import Mesh
-from autopar.overwrites import gives_back, memory_of, writers_of, written_by
-from autopar.program import Form, Input, InputKind, Output, Program, Signature
-from autopar.source import set_sources, source_of
+from autopar.graph.differentiable import differentiable
+from autopar.graph.emit import replace
+from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
+from autopar.ir.arguments import node_at
+from autopar.ir.keys import SOURCE, Source
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
+from autopar.ir.source import set_sources, source_of
 
 # The attribute under which capture wraps the user's model.
 _PREFIX = "model."

@@ -13,10 +13,10 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from autopar._torch import OpOverload, pytree
-from autopar.arguments import call_of
 from autopar.errors import CaptureError, InputError
-from autopar.keys import Source
-from autopar.source import user_frames
+from autopar.ir.arguments import call_of
+from autopar.ir.keys import Source
+from autopar.ir.source import user_frames
 
 MAX_ELEMENTS = 1 << 20  # of an operand; an op is tried on real tensors up to there
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum", "bilinear"})

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autopar._torch import pytree
-from autopar.compiled import TENSOR
+from autopar.driver.compiled import TENSOR
 from autopar.errors import CaptureError
 
 

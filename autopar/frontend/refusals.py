@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import CaptureError, ModelError
-from autopar.keys import SOURCE
-from autopar.module_hooks import BACKWARD_HOOKS
-from autopar.program import Program
-from autopar.source import is_library
+from autopar.frontend.module_hooks import BACKWARD_HOOKS
+from autopar.ir.keys import SOURCE
+from autopar.ir.program import Program
+from autopar.ir.source import is_library
 
 logger = logging.getLogger("autopar")
 # `G['__import_package_dot_module'].NAME`, as Dynamo names a global of a module.

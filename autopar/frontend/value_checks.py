@@ -19,12 +19,12 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import OpOverload, TorchDispatchMode
-from autopar.arguments import node_at
-from autopar.emit import Emitter, tensor_of
-from autopar.emit import replace as replace_node
-from autopar.keys import SOURCE
-from autopar.program import Output, Program
-from autopar.source import is_torchs
+from autopar.graph.emit import Emitter, tensor_of
+from autopar.graph.emit import replace as replace_node
+from autopar.ir.arguments import node_at
+from autopar.ir.keys import SOURCE
+from autopar.ir.program import Output, Program
+from autopar.ir.source import is_torchs
 
 aten = torch.ops.aten
 

@@ -17,10 +17,10 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from autopar.collectives import reshard
-from autopar.keys import PHASE
-from autopar.microbatches import known_ahead
-from autopar.program import Program
+from autopar.graph.microbatches import known_ahead
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import PHASE
+from autopar.ir.program import Program
 
 aten = torch.ops.aten
 

@@ -6,14 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from autopar.cost import CostModel
+from autopar.cost.model import CostModel
 from autopar.errors import ScheduleError
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.auto_schedule import auto_schedule
 from autopar.pipeline.priced import price_pipeline
 from autopar.pipeline.schedules import GENERATORS, generate
-from autopar.program import Program
 
 
 def default_number(mesh: Mesh, batch_sizes: Sequence[int]) -> int:

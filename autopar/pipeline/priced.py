@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from autopar.collectives import reshard
-from autopar.cost import CostModel
-from autopar.keys import DIMS, SHARDING, STRATEGY
+from autopar.cost.model import CostModel
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import DIMS, SHARDING, STRATEGY
+from autopar.ir.program import Program, operands, results_of
+from autopar.ir.reshard import steps
 from autopar.pipeline.actions import Edge
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
 from autopar.pipeline.program import Direction
-from autopar.pipeline.work import Work
-from autopar.program import Program, operands, results_of
-from autopar.reshard import steps
+from autopar.pipeline.stage_work import Work
 
 
 def price_pipeline(program: Program, cost: CostModel, num_stages: int, speeds: Sequence[float] = ()) -> PipelineCost:

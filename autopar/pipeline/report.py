@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from autopar.compiled import Compiled
-from autopar.cost import CostModel
-from autopar.keys import DIMS, SHARDING
+from autopar.cost.model import CostModel
+from autopar.driver.compiled import Compiled
+from autopar.ir.keys import DIMS, SHARDING
+from autopar.ir.program import Program
+from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.priced import crossing_bytes, price_pipeline
 from autopar.pipeline.simulate import Simulation, simulate
-from autopar.pipeline.work import Work
-from autopar.program import Program
-from autopar.units import in_bytes, in_seconds
+from autopar.pipeline.stage_work import Work
 
 # So many lines of a grid are shown, or its first block: the rest of a schedule is like its middle.
 _MAX_LINES = 12

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.pattern import folded, pattern_of
+from autopar.ir.pattern import folded, pattern_of
 
 
 @dataclass(frozen=True)

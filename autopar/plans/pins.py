@@ -21,16 +21,16 @@ from types import EllipsisType
 from torch.fx import Node
 
 from autopar.errors import PlanError, UnmatchedPinError
-from autopar.freedom import Freedom
-from autopar.keys import BATCH, DIMS, SOURCE
-from autopar.markers import pinned
-from autopar.mesh import Mesh
-from autopar.pattern import matches_module, matches_name, near_names
+from autopar.ir.freedom import Freedom
+from autopar.ir.keys import BATCH, DIMS, SOURCE
+from autopar.ir.markers import pinned
+from autopar.ir.mesh import Mesh
+from autopar.ir.pattern import matches_module, matches_name, near_names
+from autopar.ir.program import Program
+from autopar.ir.sharding import Dims, Sharding, Strategy
+from autopar.ir.source import module_calls
+from autopar.ops.strategies import strategies_of
 from autopar.plans.plan import DimPin, Pins, Plan, PlannedInput
-from autopar.program import Program
-from autopar.sharding import Dims, Sharding, Strategy
-from autopar.source import module_calls
-from autopar.strategies import strategies_of
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,16 @@ from typing import Any, Protocol
 
 from torch.fx import Node
 
-from autopar.collectives import reshard
 from autopar.errors import PlanError, ScheduleError
-from autopar.freedom import Freedom
-from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
-from autopar.markers import pinned
-from autopar.mesh import Mesh
-from autopar.padding import Padding, carried_over
+from autopar.ir.collectives import reshard
+from autopar.ir.freedom import Freedom
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.markers import pinned
+from autopar.ir.mesh import Mesh
+from autopar.ir.padding import Padding, carried_over
+from autopar.ir.printing import op_name, short_dtype
+from autopar.ir.program import Program, results_of
+from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.plans.diff import PlanDiff, changes
 from autopar.plans.json import (
@@ -52,9 +55,6 @@ from autopar.plans.json import (
     to_sharding,
     to_strategy,
 )
-from autopar.program import Program, results_of
-from autopar.reports.printing import op_name, short_dtype
-from autopar.sharding import Dims, Sharding, Strategy
 
 # One entry per dim of a parameter or of a module's output, by name or pattern: an axis, several (major first), or None; `...` for
 # the dims between. See `autopar.plans.pins`.

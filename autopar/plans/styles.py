@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autopar.errors import PlanError, UnmatchedPinError
-from autopar.pattern import matches_module, near_names
+from autopar.ir.pattern import matches_module, near_names
 from autopar.plans.plan import DimPin, Pins, Plan
 
 AXIS = "tp"

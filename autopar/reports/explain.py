@@ -15,24 +15,24 @@ from typing import Any, Protocol
 from sympy import factorint
 from torch.fx import Node
 
-from autopar.collectives import reshard
-from autopar.compiled import Compiled
-from autopar.cost import CostModel, is_view
-from autopar.fusion import FusionDecision, KernelDecision
-from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
-from autopar.markers import pinned
-from autopar.mesh import MICROBATCHES, Mesh, parent
-from autopar.pattern import folded, pattern_of
+from autopar.cost.model import CostModel, is_view
+from autopar.driver.compiled import Compiled
+from autopar.ir.collectives import reshard
+from autopar.ir.fusion import FusionDecision, KernelDecision
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.markers import pinned
+from autopar.ir.mesh import MICROBATCHES, Mesh, parent
+from autopar.ir.pattern import folded, pattern_of
+from autopar.ir.printing import op_name
+from autopar.ir.program import Input, Program, operands
+from autopar.ir.sharding import REDUCTION_KINDS, Dims, Sharding, Strategy
+from autopar.ir.units import in_bytes, in_seconds
+from autopar.ops.rule import rule_of
+from autopar.partition.whole_batch import MicrobatchDecision
 from autopar.pipeline.report import pipeline_lines
-from autopar.program import Input, Program, operands
-from autopar.reports.printing import op_name
+from autopar.reports.communication import sent
 from autopar.reports.search import search_lines
 from autopar.reports.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
-from autopar.rule import rule_of
-from autopar.sharding import REDUCTION_KINDS, Dims, Sharding, Strategy
-from autopar.transfers import sent
-from autopar.units import in_bytes, in_seconds
-from autopar.whole_batch import MicrobatchDecision
 
 
 class RunnerUp(Protocol):

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 from torch.fx import Node
 
-from autopar.compiled import Compiled
+from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError
-from autopar.keys import ORIGIN, SOURCE
+from autopar.ir import printing
+from autopar.ir.keys import ORIGIN, SOURCE
+from autopar.ir.printing import op_name
+from autopar.ir.program import Form, Program
+from autopar.ir.schedule import Schedule
 from autopar.pipeline.actions import PipelineSchedule
-from autopar.program import Form, Program
-from autopar.reports import printing
 from autopar.reports.explain import explain
-from autopar.reports.printing import op_name
 from autopar.reports.summary import summary
 from autopar.reports.what_if import what_if
 from autopar.reports.why import why
-from autopar.schedule import Schedule
 
 __all__ = ["diff", "explain", "print_program", "print_schedule", "summary", "what_if", "why"]
 

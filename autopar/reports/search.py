@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from autopar.sharding_problem import ShardingProblem
-from autopar.solver.search import Solution
-from autopar.units import in_bytes, in_seconds
+from autopar.ir.units import in_bytes, in_seconds
+from autopar.partition.sharding_problem import ShardingProblem
+from autopar.partition.solver.search import Solution
 
 _GIGABYTE = 1e9
 

@@ -13,24 +13,24 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.compiled import Compiled
-from autopar.cost import CostModel, is_view
-from autopar.hardware.cluster import Cluster
-from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
-from autopar.markers import save
-from autopar.mesh import MICROBATCHES
-from autopar.pattern import pattern_of
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.model import CostModel, is_view
+from autopar.driver.compiled import Compiled
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.markers import save
+from autopar.ir.mesh import MICROBATCHES
+from autopar.ir.pattern import pattern_of
+from autopar.ir.printing import op_name
+from autopar.ir.program import Program, operands, results_of
+from autopar.ir.sharding import REDUCTION_KINDS, Strategy
+from autopar.ops.rule import rule_of
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.priced import value_bytes
 from autopar.pipeline.report import pipeline_summary
-from autopar.pipeline.work import Work
-from autopar.program import Program, operands, results_of
-from autopar.reports.printing import op_name
+from autopar.pipeline.stage_work import Work
+from autopar.reports.communication import Transfer, sent, transfers
 from autopar.reports.search import search_summary
-from autopar.rule import rule_of
-from autopar.sharding import REDUCTION_KINDS, Strategy
-from autopar.transfers import Transfer, sent, transfers
 
 INFERRED = "inferred by probing"
 

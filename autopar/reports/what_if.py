@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.compiled import Compiled
+from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError, PlanError, UnmatchedPinError
+from autopar.ir.program import Program
+from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.report import StepOnPaper
 from autopar.plans.diff import PlanDiff
 from autopar.plans.plan import Plan
-from autopar.program import Program
+from autopar.reports.communication import sent
 from autopar.reports.summary import cost_of, memory, places_of, seconds
-from autopar.transfers import sent
-from autopar.units import in_bytes, in_seconds
 
 
 @dataclass(frozen=True)

@@ -15,24 +15,24 @@ from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
-from autopar.collectives import reshard
-from autopar.compiled import Compiled
-from autopar.cost import CostModel, is_view
+from autopar.cost.model import CostModel, is_view
+from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError
-from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STAGE, STRATEGY
-from autopar.markers import pinned, save
-from autopar.mesh import MICROBATCHES
-from autopar.pattern import near_names
-from autopar.pipeline.work import Work
-from autopar.program import Input, Program, operands, results_of
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STAGE, STRATEGY
+from autopar.ir.markers import pinned, save
+from autopar.ir.mesh import MICROBATCHES
+from autopar.ir.pattern import near_names
+from autopar.ir.printing import op_name
+from autopar.ir.program import Input, Program, operands, results_of
+from autopar.ir.sharding import REDUCTION_KINDS
+from autopar.ir.units import in_bytes, in_seconds
+from autopar.partition.solver.assignment import Candidate
+from autopar.pipeline.stage_work import Work
+from autopar.reports.communication import transfers_of
 from autopar.reports.explain import Row, alternative, contraction_rows, described, fold_rows, parameter_rows
-from autopar.reports.printing import op_name
 from autopar.reports.search import search_lines
 from autopar.reports.summary import calls, contractions, cost_of, flops_of, rule_kind, seconds_of
-from autopar.sharding import REDUCTION_KINDS
-from autopar.solver.assignment import Candidate
-from autopar.transfers import transfers_of
-from autopar.units import in_bytes, in_seconds
 
 
 def why(compiled: Compiled, pattern: str) -> str:

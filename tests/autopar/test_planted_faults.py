@@ -16,13 +16,13 @@ from torch.fx import Node
 from autopar._torch import fake_mode
 from autopar.checks.checker import violations
 from autopar.checks.schedule import check_schedule
-from autopar.collectives import all_reduce, reshard, wait
-from autopar.compiled import Compiled
-from autopar.emit import Emitter
-from autopar.keys import DIMS, ORIGIN, SHARDING, STRATEGY
-from autopar.program import Program, operands
-from autopar.schedule import Free, Instruction, Launch, Run, Schedule, Wait
-from autopar.sharding import Sharding
+from autopar.driver.compiled import Compiled
+from autopar.graph.emit import Emitter
+from autopar.ir.collectives import all_reduce, reshard, wait
+from autopar.ir.keys import DIMS, ORIGIN, SHARDING, STRATEGY
+from autopar.ir.program import Program, operands
+from autopar.ir.schedule import Free, Instruction, Launch, Run, Schedule, Wait
+from autopar.ir.sharding import Sharding
 from tests.planting import MESH, compile_tiny, consumer, emit_between, first, gathered, reduced_over
 
 aten = torch.ops.aten

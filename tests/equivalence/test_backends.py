@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Cluster, ParallelModule
-from autopar.runtime.report import Report
+from autopar.runtime.verify.report import Report
 from tests import zoo, zoo_language, zoo_vision
 from tests.conftest import GlooRanks
 from tests.zoo import Batch, Case

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._C import DispatchKey  # pyright: ignore[reportPrivateImportUsage]
 
 from autopar.frontend.capture import capture
-from autopar.mesh import virtual_mesh
-from autopar.passes import trace_joint
-from autopar.passes.trace_joint import TraceJoint
+from autopar.ir.mesh import virtual_mesh
+from autopar.passes.global_ import trace_joint
+from autopar.passes.global_.trace_joint import TraceJoint
 from tests.running import inputs_of, run
 
 aten = torch.ops.aten

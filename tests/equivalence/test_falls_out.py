@@ -6,17 +6,17 @@ from collections import Counter
 
 import pytest
 
-from autopar.cost import CostModel
-from autopar.freedom import Freedom
-from autopar.hardware.cluster import Cluster
-from autopar.keys import DIMS, PHASE, SHARDING
-from autopar.markers import save
-from autopar.memory import MemoryBudget
-from autopar.mesh import Mesh
-from autopar.passes.choose_shardings import ChooseShardings
-from autopar.passes.find_atoms import FindAtoms
-from autopar.passes.insert_reshards import InsertReshards
-from autopar.program import Program
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel
+from autopar.ir.freedom import Freedom
+from autopar.ir.keys import DIMS, PHASE, SHARDING
+from autopar.ir.markers import save
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.passes.global_.choose_shardings import ChooseShardings
+from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.reports.summary import transfers
 from benchmarks.planning import LLAMA_3_8B, traced
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import autopar
 from autopar import Cluster, ParallelModule
 from autopar.runtime._torch import gathers_strided_shards
-from autopar.runtime.report import error_of, floor_of
+from autopar.runtime.verify.report import error_of, floor_of
 from tests.zoo import IGNORED, ZOO, Batch
 
 # float32: gradients by the design's error; float64 models cast to float32 inside, so they agree to its rounding.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Cluster, ParallelModule
-from autopar.runtime.report import error_of
+from autopar.runtime.verify.report import error_of
 from tests.conftest import GlooRanks
 from tests.pipelined import UNet, tagger
 from tests.zoo import Batch, gpt2

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.compiled import Compiled
-from autopar.keys import PHASE, STAGE
+from autopar.driver.compiled import Compiled
+from autopar.ir.keys import PHASE, STAGE
+from autopar.ir.schedule import microbatch_of
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.memory import rank_memory
 from autopar.pipeline.schedules import generate
-from autopar.schedule import microbatch_of
 from tests.pipelined import compiled
 from tests.zoo import Case
 

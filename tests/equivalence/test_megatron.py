@@ -12,15 +12,15 @@ from functools import cache
 import pytest
 from torch.fx import Node
 
-from autopar.collectives import reshard
-from autopar.compiled import Compiled
-from autopar.keys import DIMS, SHARDING, STRATEGY
+from autopar.driver.compiled import Compiled
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import DIMS, SHARDING, STRATEGY
+from autopar.ir.program import Program, operands, results_of
+from autopar.ir.schedule import Schedule
+from autopar.ir.sharding import shape_of
 from autopar.plans.plan import Plan
-from autopar.program import Program, operands, results_of
 from autopar.reports.explain import explain
 from autopar.reports.summary import contractions
-from autopar.schedule import Schedule
-from autopar.sharding import shape_of
 from benchmarks.planning import GPT2_MEDIUM, SHAPES, Planned, Shape, planned, traced
 
 TENSOR_PARALLEL = (2, 4, 8)

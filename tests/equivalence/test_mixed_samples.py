@@ -256,7 +256,7 @@ def test_the_largest_exact_number_is_taken() -> None:
 
 def test_what_turns_out_to_mix_after_the_search_runs_in_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should it be seen late, the default still gives way, and a number that was asked for is still refused."""
-    monkeypatch.setattr("autopar.passes.choose_microbatches.mixing", lambda program, number: ())
+    monkeypatch.setattr("autopar.passes.global_.choose_microbatches.mixing", lambda program, number: ())
     parallel = compiled(MIXING["root of a mean"])
     assert number_of(parallel) == 1 and "1 instead of 8, which would change what the model computes" in parallel.explain()
     assert_exact(parallel)

@@ -18,20 +18,20 @@ from torch.fx import Node
 import autopar
 from autopar import Cluster, ParallelModule, virtual_mesh
 from autopar.checks.checker import Checker
-from autopar.keys import DIMS, SHARDING, STRATEGY
-from autopar.manager import run_passes
-from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.find_atoms import FindAtoms
-from autopar.passes.insert_reshards import InsertReshards
-from autopar.passes.lower import Lower
-from autopar.passes.pad_atoms import PadAtoms
-from autopar.passes.random_shardings import RandomShardings
-from autopar.passes.refine_mesh import RefineMesh
-from autopar.passes.trace_joint import TraceJoint
+from autopar.driver.manager import run_passes
+from autopar.graph.promote import default_float64, promote
+from autopar.ir.keys import DIMS, SHARDING, STRATEGY
+from autopar.ir.program import Program, operands, results_of
+from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.insert_reshards import InsertReshards
+from autopar.passes.global_.pad_atoms import PadAtoms
+from autopar.passes.global_.refine_mesh import RefineMesh
+from autopar.passes.global_.trace_joint import TraceJoint
+from autopar.passes.local.lower import Lower
+from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.plans.plan import Plan
-from autopar.program import Program, operands, results_of
-from autopar.promote import default_float64, promote
 from autopar.reports.summary import contractions
+from autopar.testing.random_shardings import RandomShardings
 from tests.running import (
     FORWARD_PASSES,
     SIMPLIFICATIONS,

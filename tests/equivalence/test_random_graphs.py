@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from autopar.checks.checker import Checker, check_schedules
 from autopar.compiler import Options, default_passes
-from autopar.freedom import Freedom
-from autopar.hardware.cluster import Cluster
-from autopar.manager import History, Pass, run_passes
-from autopar.mesh import Mesh, virtual_mesh
-from autopar.passes.choose_shardings import ChooseShardings
-from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.key_random import KeyRandom
-from autopar.passes.random_shardings import RandomShardings
-from autopar.passes.refine_mesh import RefineMesh
-from autopar.program import Program
-from autopar.promote import default_float64
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.manager import History, Pass, run_passes
+from autopar.graph.promote import default_float64
+from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.forward.key_random import KeyRandom
+from autopar.passes.global_.choose_shardings import ChooseShardings
+from autopar.passes.global_.refine_mesh import RefineMesh
+from autopar.passes.schedule.cut_fragments import cut_fragments
+from autopar.testing.random_shardings import RandomShardings
 from tests.random_graphs import MAX_CALLS, random_graphs
 from tests.random_models import RandomGraph
 from tests.running import Values, errors_of, forward_program, inputs_of, run_forward, run_schedule

@@ -10,23 +10,23 @@ from functools import cache
 import pytest
 
 from autopar.checks.checker import Checker, check_compiled, check_schedules
-from autopar.compiled import Compiled
 from autopar.compiler import Options, default_passes
-from autopar.hardware.cluster import Cluster
-from autopar.manager import History, run_passes
-from autopar.mesh import Mesh, virtual_mesh
-from autopar.passes.choose_shardings import ChooseShardings
-from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.insert_reshards import InsertReshards
-from autopar.passes.key_random import KeyRandom
-from autopar.passes.lower import Lower
-from autopar.passes.place_stages import PlaceStages
-from autopar.passes.random_shardings import RandomShardings
-from autopar.passes.write_schedules import pipeline_schedules
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.compiled import Compiled
+from autopar.driver.manager import History, run_passes
+from autopar.graph.promote import default_float64, promote
+from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.forward.key_random import KeyRandom
+from autopar.passes.global_.choose_shardings import ChooseShardings
+from autopar.passes.global_.insert_reshards import InsertReshards
+from autopar.passes.global_.place_stages import PlaceStages
+from autopar.passes.local.lower import Lower
+from autopar.passes.schedule.cut_fragments import cut_fragments
+from autopar.passes.schedule.write_schedules import pipeline_schedules
 from autopar.pipeline.order import pipeline_order
-from autopar.program import Program
-from autopar.promote import default_float64, promote
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.testing.random_shardings import RandomShardings
 from tests.running import FORWARD_PASSES, Values, assert_close, forward_program, global_program, inputs_of, run_forward, run_schedule
 from tests.zoo import ZOO
 

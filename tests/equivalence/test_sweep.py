@@ -16,14 +16,14 @@ from torch.utils import _pytree as pytree
 
 from autopar.checks.checker import Checker
 from autopar.compiler import Options, default_passes
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.manager import run_passes
 from autopar.errors import AutoparError
-from autopar.hardware.cluster import Cluster
-from autopar.manager import run_passes
-from autopar.mesh import virtual_mesh
-from autopar.passes.choose_shardings import ChooseShardings
-from autopar.passes.cut_fragments import cut_fragments
-from autopar.passes.random_shardings import RandomShardings
-from autopar.program import Program
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.global_.choose_shardings import ChooseShardings
+from autopar.passes.schedule.cut_fragments import cut_fragments
+from autopar.testing.random_shardings import RandomShardings
 from tests.running import Values, assert_close, forward_program, inputs_of, run_schedule
 from tests.sweep_ops import OPS
 from tests.sweep_rows import DIFFERENT, EQUAL, LAYERS, LOSSES, Computed

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Cluster
+from autopar.ir.keys import SHARDING
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.projected_cross_entropy import projected_cross_entropy
-from autopar.keys import SHARDING
 
 IGNORED = -100
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

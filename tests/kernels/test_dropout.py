@@ -1,4 +1,4 @@
-"""Dropout and its sum with a residual: the draws of `autopar/draws.py` bit for bit, values, gradients, tracing, refusals."""
+"""Dropout and its sum with a residual: the draws of `autopar/graph/draws.py` bit for bit, values, gradients, tracing, refusals."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from autopar._torch import fake_mode
-from autopar.draws import Draws
-from autopar.emit import Emitter
+from autopar.graph.draws import Draws
+from autopar.graph.emit import Emitter
 from autopar.kernels import dropout as module
 from autopar.kernels.dropout import add_dropout, drawn, dropout
-from autopar.random_key import random_key
+from autopar.runtime.execute.random_key import random_key
 from tests.kernels.tracing import assert_traceable
 
 HALF: dict[str, Any] = {"keep_below": 2**31, "scale": 2.0}

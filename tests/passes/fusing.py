@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from autopar.frontend.capture import capture
-from autopar.fusion import Found, FusionDecision
-from autopar.mesh import virtual_mesh
-from autopar.program import Program
-from autopar.promote import default_float64, promote
+from autopar.graph.promote import default_float64, promote
+from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Program
 
 MESH = virtual_mesh(dp=1)
 

@@ -1,4 +1,4 @@
-"""How often Inductor's own attention patterns match a model: the peer of `passes/fuse_attention.py`."""
+"""How often Inductor's own attention patterns match a model: the peer of `passes/forward/fuse_attention.py`."""
 
 from __future__ import annotations
 

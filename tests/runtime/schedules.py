@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 
-from autopar.compiled import Compiled
-from autopar.mesh import Mesh
-from autopar.program import Form, Input, Output, Program, Signature
+from autopar.driver.compiled import Compiled
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Input, Output, Program, Signature
+from autopar.ir.schedule import Fragment, Schedule, parse
+from autopar.ir.sharding import Dims, Sharding
 from autopar.runtime._torch import flatten
-from autopar.schedule import Fragment, Schedule, parse
-from autopar.sharding import Dims, Sharding
 
 HIDDEN, BATCH, WIDTH = 8, 4, 6
 
@@ -100,7 +100,7 @@ def mlp_signature(training: bool, structure: object, leaves: tuple[object, ...])
 
 def mlp_compiled(mesh: Mesh, training: bool = True) -> Compiled:
     """What the compiler would yield for `Mlp` on a dp × tp mesh."""
-    from autopar.compiled import TENSOR
+    from autopar.driver.compiled import TENSOR
 
     leaves, structure = flatten({"loss": 0, "out": 0})
     signature = mlp_signature(training, structure, tuple(TENSOR for _ in leaves))

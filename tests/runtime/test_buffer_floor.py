@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime.chain import errors_between
-from autopar.runtime.replay import Case, Results
+from autopar.runtime.verify.compare_forms import errors_between
+from autopar.runtime.verify.reference_run import Case, Results
 
 
 class Centred(nn.Module):

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import AutoparError, PeerError
-from autopar.mesh import Mesh
-from autopar.program import Signature
-from autopar.runtime.distributed import DistributedTransport, ProcessGroups
-from autopar.runtime.fragments import CompiledFragments
-from autopar.runtime.interpreter import RankState, execute
-from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
-from autopar.schedule import Fragment, Layout, Schedule, parse
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Signature
+from autopar.ir.schedule import Fragment, Layout, Schedule, parse
+from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.interpreter import RankState, execute
+from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
 
 STAGES = Mesh((("pp", 2), ("dp", 2)))
 SHAPES: dict[str, Layout] = {

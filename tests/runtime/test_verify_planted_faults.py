@@ -17,18 +17,18 @@ from torch.fx import Node
 
 import autopar
 from autopar import Cluster, virtual_mesh
-from autopar.collectives import all_reduce, reduce_scatter, wait
-from autopar.compiled import Compiled
-from autopar.emit import Emitter
-from autopar.keys import ORIGIN
-from autopar.passes.decompose_losses import DecomposeLosses
-from autopar.passes.fold_no_ops import FoldNoOps
-from autopar.passes.merge_equal_calls import MergeEqualCalls
-from autopar.program import Program, operands
-from autopar.runtime.chain import verify_compiled
-from autopar.runtime.module import ParallelModule
-from autopar.runtime.verify import verify
-from autopar.runtime.world import VirtualWorld
+from autopar.driver.compiled import Compiled
+from autopar.graph.emit import Emitter
+from autopar.ir.collectives import all_reduce, reduce_scatter, wait
+from autopar.ir.keys import ORIGIN
+from autopar.ir.program import Program, operands
+from autopar.passes.forward.decompose_losses import DecomposeLosses
+from autopar.passes.global_.fold_no_ops import FoldNoOps
+from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
+from autopar.runtime.execute.world import VirtualWorld
+from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.verify.compare_forms import verify_compiled
+from autopar.runtime.verify.verify import verify
 from tests.planting import MESH, batch, compile_tiny, consumer, emit_between, first, gathered, model, reduced_over, revalue, verified
 
 aten = torch.ops.aten

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autopar.checks.buffers import check_buffers
-from autopar.program import Output
-from autopar.schedule import Schedule
+from autopar.ir.program import Output
+from autopar.ir.schedule import Schedule
 from tests.stages import FIRST, LAST, LAYOUT, MESH, edited, first, last
 
 F32 = torch.float32

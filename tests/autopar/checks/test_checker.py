@@ -13,12 +13,12 @@ from torch.fx import Graph
 from autopar._torch import fake_mode
 from autopar.checks.checker import check, violations
 from autopar.checks.program import Values
-from autopar.emit import Emitter
 from autopar.errors import CheckError
-from autopar.keys import DIMS, SHARDING, STRATEGY
-from autopar.mesh import Mesh
-from autopar.program import Form, Output, Program
-from autopar.sharding import Sharding, Strategy
+from autopar.graph.emit import Emitter
+from autopar.ir.keys import DIMS, SHARDING, STRATEGY
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Output, Program
+from autopar.ir.sharding import Sharding, Strategy
 from tests.checked_programs import PRODUCT, WHOLE, local, messages, sharded
 
 aten = torch.ops.aten

@@ -9,12 +9,12 @@ import torch
 
 from autopar._torch import fake_mode
 from autopar.checks.checker import Checker
-from autopar.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
-from autopar.compiled import Step
-from autopar.emit import Emitter
+from autopar.driver.compiled import Step
 from autopar.errors import CheckError
-from autopar.keys import DIMS, ORIGIN, SHARDING
-from autopar.program import Program
+from autopar.graph.emit import Emitter
+from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
+from autopar.ir.keys import DIMS, ORIGIN, SHARDING
+from autopar.ir.program import Program
 from tests.checked_programs import local, messages, sharded
 
 aten = torch.ops.aten

@@ -11,12 +11,12 @@ from autopar.checks.checker import check_schedules
 from autopar.checks.schedule import check_schedule
 from autopar.checks.violation import Violation
 from autopar.errors import ScheduleError
-from autopar.mesh import Mesh
-from autopar.program import Signature
-from autopar.runtime.fragments import CompiledFragments
-from autopar.runtime.interpreter import RankState, execute
-from autopar.runtime.virtual import Switchboard, VirtualTransport, drive
-from autopar.schedule import Schedule, parse
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Signature
+from autopar.ir.schedule import Schedule, parse
+from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.interpreter import RankState, execute
+from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
 from tests.stages import FIRST, LAST, LAYOUT, MESH, edited, first, last
 
 PAIR = Mesh((("pp", 2),))

@@ -11,9 +11,9 @@ from torch.fx import Graph, GraphModule
 from autopar._torch import fake_mode
 from autopar.checks.checker import check_schedules
 from autopar.errors import ScheduleError
-from autopar.mesh import Mesh
-from autopar.program import Input, Output, Signature
-from autopar.schedule import Fragment, Schedule, parse
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Input, Output, Signature
+from autopar.ir.schedule import Fragment, Schedule, parse
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.checks.checker import check
-from autopar.compiled import TENSOR
+from autopar.driver.compiled import TENSOR
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
-from autopar.keys import SOURCE
-from autopar.passes.trace_joint import TraceJoint
-from autopar.program import Form, Program
+from autopar.ir.keys import SOURCE
+from autopar.ir.program import Form, Program
+from autopar.passes.global_.trace_joint import TraceJoint
 from tests.capturing import MESH, Layer, X, Y, assert_as_model, of
 from tests.running import assert_close, inputs_of, run, run_forward
 from tests.zoo import ZOO

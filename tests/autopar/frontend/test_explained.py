@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
-from autopar.passes.trace_joint import TraceJoint
+from autopar.passes.global_.trace_joint import TraceJoint
 from tests import asserting
 from tests.capturing import MESH, Layer, X, of
 from tests.zoo_language import SIZES

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
-from autopar.mesh import virtual_mesh
+from autopar.ir.mesh import virtual_mesh
 
 
 class Calling(nn.Module):

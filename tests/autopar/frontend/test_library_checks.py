@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
-from autopar.program import Program
+from autopar.ir.program import Program
 from tests.capturing import MESH, Layer, X, assert_as_model, of
 from tests.running import inputs_of, run_forward
 

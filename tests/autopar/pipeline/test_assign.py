@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from autopar.ir.keys import PHASE
+from autopar.ir.program import Program
 from autopar.kernels.normalisation import norm
-from autopar.keys import PHASE
-from autopar.passes.insert_reshards import InsertReshards
+from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.pipeline.assign import assign_stages, copied
-from autopar.program import Program
 from tests.staged import calls, passed
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.mesh import Mesh, virtual_mesh
+from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.memory import rank_memory

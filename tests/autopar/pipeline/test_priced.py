@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from autopar.compiled import Compiled
-from autopar.keys import DIMS, SHARDING, STAGE
-from autopar.markers import save
+from autopar.driver.compiled import Compiled
+from autopar.ir.keys import DIMS, SHARDING, STAGE
+from autopar.ir.markers import save
 from autopar.pipeline.actions import Edge
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.priced import call_seconds, price_pipeline
 from autopar.pipeline.simulate import simulate
-from autopar.pipeline.work import Work
+from autopar.pipeline.stage_work import Work
 from autopar.reports.summary import memory
 from tests.piped import interleaved_pipe, plain_pipe, tied_pipe
 from tests.residual import BATCH, LENGTH, WIDTH, WORDS

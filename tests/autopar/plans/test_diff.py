@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from autopar.mesh import Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Sharding, Strategy
 from autopar.plans.diff import changes
 from autopar.plans.plan import Plan, PlannedInput
-from autopar.sharding import Sharding, Strategy
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 COLUMN, ROW = (Sharding(splits) for splits in (((), ("tp",)), (("tp",), ())))

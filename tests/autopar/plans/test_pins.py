@@ -9,26 +9,26 @@ import pytest
 import torch
 
 import autopar
-from autopar.collectives import reduce_scatter
+from autopar.driver.manager import run_passes
 from autopar.errors import PlanError
 from autopar.frontend.capture import capture
-from autopar.keys import DIMS, ORIGIN, SHARDING, SOURCE, STRATEGY
-from autopar.manager import run_passes
-from autopar.markers import pinned
-from autopar.mesh import virtual_mesh
-from autopar.passes.choose_shardings import ChooseShardings
-from autopar.passes.decide_once import DecideOnce
-from autopar.passes.decompose_losses import DecomposeLosses
-from autopar.passes.find_atoms import FindAtoms
-from autopar.passes.fold_no_ops import FoldNoOps
-from autopar.passes.mark_pinned import MarkPinned
-from autopar.passes.mark_saved import MarkSaved
-from autopar.passes.refine_mesh import RefineMesh
-from autopar.passes.trace_joint import TraceJoint
+from autopar.ir.collectives import reduce_scatter
+from autopar.ir.keys import DIMS, ORIGIN, SHARDING, SOURCE, STRATEGY
+from autopar.ir.markers import pinned
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.program import Program
+from autopar.passes.forward.decompose_losses import DecomposeLosses
+from autopar.passes.global_.choose_shardings import ChooseShardings
+from autopar.passes.global_.decide_once import DecideOnce
+from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.fold_no_ops import FoldNoOps
+from autopar.passes.global_.mark_pinned import MarkPinned
+from autopar.passes.global_.mark_saved import MarkSaved
+from autopar.passes.global_.refine_mesh import RefineMesh
+from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.plans.pins import resolve
 from autopar.plans.plan import Pins, Plan
-from autopar.program import Program
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule
 from tests.residual import Residual, batch, parallel_residual
 from tests.zoo import BATCH, LENGTH, WIDTH, Case, llama
 

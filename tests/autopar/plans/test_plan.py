@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from torch.fx import Graph
 
 from autopar._torch import fake_mode
-from autopar.collectives import reshard
-from autopar.emit import Emitter
 from autopar.errors import PlanError
-from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
-from autopar.mesh import Mesh
+from autopar.graph.emit import Emitter
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Form, Input, Output, Program, Signature
+from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.pipeline.schedules import generate
 from autopar.plans.pins import resolve
 from autopar.plans.plan import Plan, PlannedInput, fingerprint, node_keys
-from autopar.program import Form, Input, Output, Program, Signature
-from autopar.sharding import Dims, Sharding, Strategy
 from tests.piped import piped
 from tests.residual import batch
 

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autopar.errors import PlanError
-from autopar.keys import DIMS, SHARDING, SOURCE
-from autopar.markers import pinned
+from autopar.ir.keys import DIMS, SHARDING, SOURCE
+from autopar.ir.markers import pinned
 from autopar.plans.plan import Plan
 from autopar.plans.styles import without_styles
 from tests.residual import Residual, batch, parallel_residual

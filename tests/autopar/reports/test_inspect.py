@@ -12,23 +12,23 @@ from torch.fx import Graph
 
 import autopar
 from autopar._torch import fake_mode
-from autopar.collectives import reshard
-from autopar.compiled import Compiled, Step
-from autopar.cost import CostModel
-from autopar.emit import Emitter
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.driver.compiled import Compiled, Step
 from autopar.errors import AutoparError
-from autopar.hardware.cluster import Cluster
-from autopar.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
-from autopar.markers import save
-from autopar.mesh import Mesh
-from autopar.pattern import folded, pattern_of
+from autopar.graph.emit import Emitter
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
+from autopar.ir.markers import save
+from autopar.ir.mesh import Mesh
+from autopar.ir.pattern import folded, pattern_of
+from autopar.ir.program import Form, Input, Output, Program, Signature
+from autopar.ir.schedule import Schedule, parse
+from autopar.ir.sharding import Sharding, Strategy
+from autopar.ir.units import in_bytes, in_seconds
 from autopar.plans.plan import Plan
-from autopar.program import Form, Input, Output, Program, Signature
 from autopar.reports.explain import indivisible
 from autopar.reports.inspect import diff, explain, print_program, print_schedule, summary, why
-from autopar.schedule import Schedule, parse
-from autopar.sharding import Sharding, Strategy
-from autopar.units import in_bytes, in_seconds
 from tests.piped import plain_pipe
 
 aten = torch.ops.aten

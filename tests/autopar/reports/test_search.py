@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from autopar.partition.solver.assignment import Candidate, Choice, Problem
+from autopar.partition.solver.search import Solution, search
 from autopar.reports.search import search_lines, search_summary
-from autopar.solver.assignment import Candidate, Choice, Problem
-from autopar.solver.search import Solution, search
 from tests.residual import parallel_residual
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost import CostModel
-from autopar.hardware.cluster import Cluster
-from autopar.keys import STAGE, STRATEGY
-from autopar.mesh import virtual_mesh
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.model import CostModel
+from autopar.ir.keys import STAGE, STRATEGY
+from autopar.ir.mesh import virtual_mesh
 from autopar.pipeline.report import StepOnPaper
-from autopar.pipeline.work import Work
+from autopar.pipeline.stage_work import Work
 from autopar.reports.summary import contractions, cost_of, flops, flops_of, memory, replicated, seconds
-from autopar.runtime.module import ParallelModule
+from autopar.runtime.module.parallel_module import ParallelModule
 from tests.piped import interleaved_pipe, piped, plain_pipe
 from tests.residual import BATCH, LENGTH, WIDTH
 

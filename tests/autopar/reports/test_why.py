@@ -7,9 +7,9 @@ import re
 import pytest
 
 from autopar.errors import AutoparError
+from autopar.ir.units import in_bytes, in_seconds
 from autopar.reports.summary import contractions, cost_of, seconds_of
-from autopar.runtime.module import ParallelModule
-from autopar.units import in_bytes, in_seconds
+from autopar.runtime.module.parallel_module import ParallelModule
 from tests.piped import piped, tied_pipe
 from tests.residual import BATCH, LENGTH, WIDTH, parallel_residual
 

@@ -1,0 +1,1 @@
+"""Seconds and bytes, and the hardware that they are of."""

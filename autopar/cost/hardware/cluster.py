@@ -1,0 +1,235 @@
+"""The hardware that a plan is made for: what one device does in a second, and what the links between devices carry.
+
+Speeds are *achievable* ones (a large matmul, a long copy, a ring over all ranks), not the data sheet's. The built-in
+clusters are the files of `autopar/hardware/clusters`, each number with its source.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.cost.hardware.cluster_file import ClusterError, read_cluster
+from autopar.cost.hardware.cluster_text import table_of, yaml_of
+from autopar.cost.hardware.links import Link, Protocol, Route
+from autopar.ir.mesh import Mesh, parent
+
+__all__ = ["Cluster", "ClusterError", "Device", "Link", "Protocol"]
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device. `flops` lists (dtype name, FLOP/s); a dtype that is not listed runs at the slowest listed rate."""
+
+    name: str
+    flops: tuple[tuple[str, float], ...]
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes per second, read or written."""
+    launch_seconds: float
+    """What a kernel costs on top of its work."""
+    source: str = field(default="", repr=False)
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """FLOP/s of contractions in `dtype`."""
+        rates = dict(self.flops)
+        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices, `ranks_per_node` to a node, joined by `inner` links within a node and `outer` ones between nodes.
+
+    Ranks fill nodes in order, so the last mesh axes stay within a node. `links` overrides single mesh axes
+    by the user's name (`tp`), as `autopar.calibrate` measures them; a group over several such axes is as fast as the slowest.
+    """
+
+    name: str
+    device: Device
+    inner: Link
+    outer: Link
+    ranks_per_node: int
+    links: tuple[tuple[str, Link], ...] = ()
+    # How fast the devices at each place on `pp` are, 1.0 for `device`; all alike where nothing is said.
+    stage_speeds: tuple[float, ...] = ()
+
+    def speed(self, place: int) -> float:
+        """Of the devices at a place on `pp`, 1.0 for `device`."""
+        return self.stage_speeds[place] if place < len(self.stage_speeds) else 1.0
+
+    @staticmethod
+    def ideal() -> Cluster:
+        """Links all but free, nothing to launch: whatever can be split is, and ties break towards fewer bytes."""
+        device = Device("ideal", (("float64", 1e12), ("float32", 1e12), ("bfloat16", 1e12)), 1e15, 1e12, 0.0, "by definition")
+        link = Link(0.0, 1e14, "by definition")
+        return Cluster("ideal", device, link, link, 1)
+
+    @staticmethod
+    def named(name: str) -> Cluster:
+        """A built-in cluster by name: `"8xH100"` (eight to a node), `"h100"`, `"4xa100-40gb"`, `"gb200"`, `"cpu"`, `"ideal"`.
+
+        The name of a device as its driver reports it works too ("NVIDIA H100 80GB HBM3"), and so does the path of a
+        YAML file (`from_yaml`). An unknown name warns, asks for numbers, and gives an A100's so that planning can go on.
+        """
+        if name.endswith((".yaml", ".yml")):
+            return Cluster.from_yaml(name)
+        count, separator, rest = name.partition("x")
+        has_count = bool(separator) and count.strip().isdigit()
+        wanted = (rest if has_count else name).lower().strip()
+        if wanted == "ideal":
+            return Cluster.ideal()
+        cluster = built_in_for(wanted)
+        if cluster is not None:
+            return replace(cluster, name=name, ranks_per_node=int(count)) if has_count else cluster
+        warnings.warn(
+            f"no numbers for the device {name!r} (known: {', '.join(built_in_names())}, ideal); planning with an A100's. "
+            "Pass cluster=Cluster(name, Device(...), inner=Link(...), outer=Link(...), ranks_per_node=...) with its own, "
+            "or cluster=Cluster.from_yaml(path): autopar.calibrate(mesh, path) measures and writes that file, "
+            "and Cluster.named('a100').to_yaml() shows what is in one.",
+            stacklevel=2,
+        )
+        return replace(_built_in("a100"), name=name)
+
+    @staticmethod
+    def asked_for(cluster: Cluster | str | None, mesh: Mesh | DeviceMesh) -> Cluster:
+        """What `cluster=` of `autopar.compile` means. By default virtual ranks get the ideal cluster, and real ones that of this device."""
+        if isinstance(cluster, Cluster):
+            return cluster
+        if isinstance(cluster, str):
+            return Cluster.named(cluster)
+        if isinstance(mesh, Mesh):
+            return Cluster.ideal()
+        return Cluster.named(torch.cuda.get_device_name() if mesh.device_type == "cuda" else mesh.device_type)
+
+    @staticmethod
+    def from_yaml(path: str | Path) -> Cluster:
+        """The cluster in the file `path`. Raises `ClusterError` naming every mistake with its line, or that there is no such file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ClusterError(f"cannot read the cluster in {path}: {error.strerror}") from None
+        return Cluster.from_text(text, str(path))
+
+    @staticmethod
+    def from_text(text: str, place: str = "the text") -> Cluster:
+        """The cluster that the YAML `text` describes; `place` is what errors call it. Raises `ClusterError`."""
+        content = read_cluster(text, place)
+        device = content["device"]
+        return Cluster(
+            content["name"],
+            Device(
+                device.get("name", content["name"]),
+                tuple(device["flops"].items()),
+                device["memory"],
+                device["memory_bandwidth"],
+                device["launch"],
+                device["source"],
+            ),
+            _link(content["inner"]),
+            _link(content["outer"]),
+            content["ranks_per_node"],
+            tuple((axis, _link(link)) for axis, link in content.get("axes", {}).items()),
+        )
+
+    def to_yaml(self, path: str | Path | None = None) -> str:
+        """This cluster as YAML that `from_text` reads back to an equal one; also written to `path`, where given."""
+        text = yaml_of(self)
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def __str__(self) -> str:
+        return table_of(self)
+
+    def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
+        """The link that a group along `axes` of `mesh` is bound by."""
+        route = self.route(mesh, axes)
+        return route.outer if route.num_nodes > 1 else route.inner
+
+    def route(self, mesh: Mesh, axes: tuple[str, ...]) -> Route:
+        """What a group along `axes` of `mesh` communicates over; of groups that lie differently on their nodes, the worst."""
+        sizes: dict[str, int] = {}
+        for axis in axes:
+            sizes[parent(axis)] = sizes.get(parent(axis), 1) * mesh.size_of((axis,))
+        axis_sizes = tuple(sizes.values())
+        overrides = dict(self.links)
+        measured = [overrides[axis] for axis in sizes if axis in overrides]
+        others = tuple(axis for axis in axes if parent(axis) not in overrides)
+        num_nodes, ranks_on_node = _lie(mesh, others if measured else axes, self.ranks_per_node)
+        if not measured:
+            return Route(axis_sizes, num_nodes, ranks_on_node, self.inner, self.outer)
+        if others:
+            measured.append(self.outer if num_nodes > 1 else self.inner)
+        slowest = _slowest(measured)
+        return Route(axis_sizes, 1, mesh.size_of(axes), slowest, slowest)
+
+
+def built_in_names() -> tuple[str, ...]:
+    """The names of the built-in clusters, `ideal` apart."""
+    return tuple(sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")))
+
+
+def _folder() -> Any:
+    return resources.files("autopar.cost.hardware") / "clusters"
+
+
+@cache
+def _built_in(name: str) -> Cluster:
+    return Cluster.from_text((_folder() / f"{name}.yaml").read_text(encoding="utf-8"), f"autopar/hardware/clusters/{name}.yaml")
+
+
+def built_in_for(device: str) -> Cluster | None:
+    """The built-in cluster all of whose name's words begin a word of `device`; of several the one with most words (`a100-40gb`)."""
+    words = device.lower()
+    matches = [name for name in built_in_names() if all(re.search(rf"(?<![a-z0-9]){word}", words) for word in name.split("-"))]
+    return _built_in(max(matches, key=lambda name: (name.count("-"), len(name)))) if matches else None
+
+
+def _link(content: dict[str, Any]) -> Link:
+    protocols = {
+        key: Protocol(content[key]["latency"], content[key]["bandwidth"]) if key in content else None for key in ("small", "in_switch")
+    }
+    return Link(
+        content["latency"],
+        content["bandwidth"],
+        content["source"],
+        content.get("call", 0.0),
+        protocols["small"],
+        protocols["in_switch"],
+        content.get("wiring", "switch"),
+        tuple(content.get("factors", {}).items()),
+    )
+
+
+def _slowest(links: list[Link]) -> Link:
+    slowest = min(links, key=lambda link: link.bytes_per_second)
+    return replace(
+        slowest,
+        latency_seconds=max(link.latency_seconds for link in links),
+        call_seconds=max(link.call_seconds for link in links),
+    )
+
+
+def _lie(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> tuple[int, int]:
+    """On how many nodes the groups along `axes` lie at most, and how few ranks of a group share a node."""
+    if mesh.size <= ranks_per_node:
+        return 1, mesh.size_of(axes)
+    starts, offsets, stride = [0], [0], 1
+    for name, size in reversed(mesh.axes):
+        steps = [stride * index for index in range(size)]
+        if name in axes:
+            offsets = [offset + step for step in steps for offset in offsets]
+        else:
+            starts = [start + step for step in steps for start in starts]
+        stride *= size
+    groups = [Counter((start + offset) // ranks_per_node for offset in offsets).values() for start in starts]
+    return max(len(group) for group in groups), min(min(group) for group in groups)

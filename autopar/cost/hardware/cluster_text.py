@@ -1,0 +1,102 @@
+"""A cluster as text: YAML that reads back to an equal cluster, and a table for people."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from autopar.cost.hardware.links import Link, Protocol
+from autopar.cost.hardware.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, format_quantity
+
+if TYPE_CHECKING:
+    from autopar.cost.hardware.cluster import Cluster
+
+_DIGITS = 3
+
+
+def yaml_of(cluster: Cluster) -> str:
+    """The YAML of `cluster`, every number exact."""
+    device = cluster.device
+    lines = [f"name: {_quoted(cluster.name)}", "device:", f"  name: {_quoted(device.name)}", "  flops:"]
+    lines += [f"    {dtype}: {format_quantity(rate, FLOPS)}" for dtype, rate in device.flops]
+    lines += [
+        f"  memory: {format_quantity(device.memory_bytes, BYTES)}",
+        f"  memory_bandwidth: {format_quantity(device.memory_bandwidth, BYTES_PER_SECOND)}",
+        f"  launch: {format_quantity(device.launch_seconds, SECONDS)}",
+        *([f"  source: {_quoted(device.source)}"] if device.source else []),
+        f"ranks_per_node: {cluster.ranks_per_node}",
+        *_link_lines("inner", cluster.inner, ""),
+        *_link_lines("outer", cluster.outer, ""),
+    ]
+    if cluster.links:
+        lines.append("axes:")
+    for axis, link in cluster.links:
+        lines += _link_lines(axis, link, "  ")
+    return "\n".join(lines) + "\n"
+
+
+def _link_lines(name: str, link: Link, indent: str) -> list[str]:
+    fields = {
+        "latency": format_quantity(link.latency_seconds, SECONDS),
+        "bandwidth": format_quantity(link.bytes_per_second, BYTES_PER_SECOND),
+    }
+    if link.call_seconds:
+        fields["call"] = format_quantity(link.call_seconds, SECONDS)
+    for key, protocol in (("small", link.small), ("in_switch", link.in_switch)):
+        if protocol is not None:
+            fields[key] = f"{{latency: {format_quantity(protocol.latency_seconds, SECONDS)}, bandwidth: {_rate(protocol, None)}}}"
+    if link.wiring != "switch":
+        fields["wiring"] = link.wiring
+    if link.factors:
+        fields["factors"] = f"{{{', '.join(f'{transfer}: {factor!r}' for transfer, factor in link.factors)}}}"
+    if link.source:
+        fields["source"] = _quoted(link.source)
+    return [f"{indent}{_quoted(name)}:", *(f"{indent}  {key}: {value}" for key, value in fields.items())]
+
+
+def _rate(protocol: Protocol, digits: int | None) -> str:
+    return format_quantity(protocol.bytes_per_second, BYTES_PER_SECOND, digits)
+
+
+def _quoted(text: str) -> str:
+    """A YAML scalar: plain where that is safe, else in double quotes (JSON's are YAML's)."""
+    return (
+        text
+        if text.isidentifier() and text.lower() not in ("null", "true", "false", "yes", "no", "on", "off")
+        else json.dumps(text, ensure_ascii=False)
+    )
+
+
+def table_of(cluster: Cluster) -> str:
+    """Name, device and links in a few aligned lines, three digits a number."""
+    device = cluster.device
+    rates = ", ".join(f"{dtype} {format_quantity(rate, FLOPS, _DIGITS)}" for dtype, rate in device.flops)
+    size = format_quantity(device.memory_bytes, BYTES, _DIGITS)
+    speed = format_quantity(device.memory_bandwidth, BYTES_PER_SECOND, _DIGITS)
+    links = [("within a node", cluster.inner), ("between nodes", cluster.outer), *((f"along {axis}", link) for axis, link in cluster.links)]
+    rows = [("link", "per step", "bandwidth", "per call", "small messages", "in the switch", "wiring", "slower by")]
+    rows += [(name, *_cells(link)) for name, link in links]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    table = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    heads = [
+        f"{cluster.name}: {cluster.ranks_per_node} ranks per node of {device.name}",
+        f"  matmul  {rates}",
+        f"  memory  {size} at {speed}",
+        f"  launch  {format_quantity(device.launch_seconds, SECONDS, _DIGITS)}",
+    ]
+    return "\n".join(heads + table)
+
+
+def _cells(link: Link) -> tuple[str, ...]:
+    return (
+        format_quantity(link.latency_seconds, SECONDS, _DIGITS),
+        _rate(link.bulk, _DIGITS),
+        format_quantity(link.call_seconds, SECONDS, _DIGITS),
+        *(_protocol_cell(protocol) for protocol in (link.small, link.in_switch)),
+        link.wiring,
+        ", ".join(f"{transfer} {factor:.2g}" for transfer, factor in link.factors) or "-",
+    )
+
+
+def _protocol_cell(protocol: Protocol | None) -> str:
+    return f"{format_quantity(protocol.latency_seconds, SECONDS, _DIGITS)}, {_rate(protocol, _DIGITS)}" if protocol else "-"

@@ -1,0 +1,76 @@
+"""What a rank holds: parameters, gradients and optimizer state, and the budget that they and the activations share."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.ir.program import Input
+
+# Copies of a parameter that an optimizer of torch.optim keeps, and the bytes of its step count, a float32 for each parameter.
+_COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "rmsprop": 1}
+_UNCOUNTED = ("sgd", "momentum")
+_STEP_BYTES = 4
+
+_UNITS = {"b": 1} | {f"{prefix}{unit}": base**power for unit, base in (("b", 1000), ("ib", 1024)) for power, prefix in enumerate("kmgt", 1)}
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """How much state an optimizer keeps for a trainable parameter: so many copies of its own dtype, and a step count."""
+
+    name: str = "adam"
+    num_copies: int = 2
+    step_bytes: int = _STEP_BYTES
+
+    @staticmethod
+    def of(optimizer: Any) -> OptimizerKind:
+        """From a name ("adamw", "sgd", "momentum", …), a class of torch.optim, or an instance. Raises `AutoparError` for another."""
+        kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+        name = (optimizer if isinstance(optimizer, str) else kind.__name__).lower()
+        if name == "sgd" and any(group.get("momentum") for group in getattr(optimizer, "param_groups", ())):
+            name = "momentum"
+        if name not in _COPIES:
+            raise AutoparError(f"optimizer={optimizer!r} is unknown; use one of {', '.join(sorted(_COPIES))}, or its class of torch.optim")
+        return OptimizerKind(name, _COPIES[name], 0 if name in _UNCOUNTED else _STEP_BYTES)
+
+    def state_bytes(self, item: Input, local_bytes: float) -> float:
+        """Bytes of state for `item`, of which a rank holds `local_bytes`."""
+        return self.num_copies * local_bytes + self.step_bytes if item.kind == "parameter" and item.requires_grad else 0.0
+
+    def held_bytes(self, item: Input, local_bytes: float) -> float:
+        """Bytes of an input with all that belongs to it: a trainable parameter has a gradient and optimizer state."""
+        gradient = local_bytes if item.kind == "parameter" and item.requires_grad else 0.0
+        return local_bytes + gradient + self.state_bytes(item, local_bytes)
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes that a rank may hold; infinite where nobody set a limit."""
+
+    capacity_bytes: float = float("inf")
+    optimizer: OptimizerKind = field(default_factory=OptimizerKind)
+
+    def times(self, number: int) -> MemoryBudget:
+        """That of so many ranks together."""
+        return replace(self, capacity_bytes=self.capacity_bytes * number)
+
+    @staticmethod
+    def of(budget: str | float | None, optimizer: Any = None) -> MemoryBudget:
+        """From "40GiB", "80 GB" or a number of bytes. Raises `AutoparError` for what is neither."""
+        kind = OptimizerKind() if optimizer is None else OptimizerKind.of(optimizer)
+        return MemoryBudget(bytes_of(budget) if budget is not None else float("inf"), kind)
+
+
+def bytes_of(size: str | float) -> float:
+    """`"40GiB"`, `"80 GB"`, `42949672960` → bytes. Raises `AutoparError` for another text, and for sizes that are not positive."""
+    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?i?b)?\s*", str(size).lower())
+    try:
+        value = float(found[1]) * _UNITS[found[2] or "b"] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise AutoparError(f'memory_budget={size!r} is no size; write it like "40GiB", "80GB", or as a number of bytes')
+    return value

@@ -1,0 +1,1 @@
+"""What runs passes, and what a compile leaves behind."""

@@ -1,0 +1,99 @@
+"""What a compile yields: every form of the program, the decisions, and the schedule that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from autopar.ir.program import Program
+from autopar.ir.schedule import Schedule
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.holders import holders_of
+
+
+class _TensorLeaf:
+    """The type of `TENSOR`."""
+
+    def __repr__(self) -> str:
+        return "TENSOR"
+
+    def __copy__(self) -> _TensorLeaf:
+        return self
+
+    def __deepcopy__(self, memo: object) -> _TensorLeaf:
+        return self
+
+
+# Stands in `Signature.leaves` where the user's output has a tensor: None is a leaf that a model may return.
+TENSOR: Final = _TensorLeaf()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass that ran: its place in the order, the program after it, what it decided (None for a plain rewrite), its class."""
+
+    number: int
+    name: str
+    seconds: float
+    program: Program
+    decision: Any = None
+    kind: type[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One captured call, compiled. Shared by the runtime, which runs `schedule`, and by inspection, which reads the rest.
+
+    forward   FORWARD, after the forward passes
+    program   GLOBAL, every node with its sharding, and its stage where there are stages
+    local     LOCAL, one rank's program
+    separated LOCAL, each microbatch with its own estimate of what several mix; None where nothing does
+    schedules what ranks execute, by their place on `pp`; one where there is none
+    plan      `autopar.plans.plan.Plan`: the decisions with their reasons
+    steps     every pass that ran, in order
+    search    the result of the sharding search; None where a plan fixed every decision
+    cost      the `CostModel` that priced it
+    decide_again  `pins -> (program, decision, stages)`: the search with other pins, from the program before them on
+    keyed     a FORWARD program of `steps` with its draws keyed as those of `forward` are
+    order     which stage runs which microbatch when; None where one microbatch runs through one stage
+    stages    the `StageDecision`: where the forward is cut, and what each stage takes; None as above
+    """
+
+    forward: Program
+    program: Program
+    local: Program
+    schedules: tuple[Schedule, ...]
+    plan: Any = None
+    steps: tuple[Step, ...] = ()
+    search: Any = None
+    cost: Any = None
+    decide_again: Callable[[Any], tuple[Program, Any, Any]] | None = None
+    separated: Program | None = None
+    keyed: Callable[[Program], Program] | None = None
+    order: PipelineSchedule | None = None
+    stages: Any = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the first rank executes: on a mesh without a pipeline, every rank."""
+        return self.schedules[0]
+
+    @property
+    def is_pipelined(self) -> bool:
+        """Whether one call runs forward and backward, several microbatches or stages among them."""
+        return len(self.schedules) > 1 or self.local.mesh.num_microbatches > 1
+
+    @property
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """By parameter the stages that read it; none without a pipeline."""
+        return holders_of(self.program) if self.order is not None else {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they would run the same program."""
+        return "".join(schedule.fingerprint for schedule in self.schedules)
+
+    def schedule_of(self, rank: int) -> Schedule:
+        mesh = self.local.mesh.ranks
+        return self.schedules[mesh.index(rank, mesh.parts("pp")) if len(self.schedules) > 1 else 0]

@@ -1,0 +1,146 @@
+"""Runs passes one after another, and tells observers what happened between them.
+
+    program = run_passes(program, passes, (Log(), Checker(), History()))
+
+Checking, timing, printing and keeping intermediate programs are observers; no pass knows of any.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from autopar.driver.compiled import Step
+from autopar.errors import AutoparError
+from autopar.ir.printing import print_program
+from autopar.ir.program import Program
+
+logger = logging.getLogger("autopar")
+
+
+@runtime_checkable
+class Pass(Protocol):
+    """A mechanical rewrite: a frozen dataclass whose fields are its options.
+
+    Its docstring states *Reads* (what must hold of the program it is given), *Writes* (the keys and nodes it
+    sets) and *Ensures* (what holds afterwards). `apply` returns a new program and leaves the given one as it was.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def apply(self, program: Program) -> Program: ...
+
+
+@runtime_checkable
+class DecidingPass(Protocol):
+    """A pass that first decides (pure: the program in, a printable value out), then applies the decision."""
+
+    @property
+    def name(self) -> str: ...
+
+    def decide(self, program: Program) -> Any: ...
+
+    def apply(self, program: Program, decision: Any) -> Program: ...
+
+
+# Called with the step after every pass, and before the first one with step 0, the program as it was captured.
+Observer = Callable[[Step], None]
+CAPTURE = "capture"
+
+
+@dataclass
+class Log:
+    """One line a pass through `logging.getLogger("autopar")`: number, name, seconds, nodes before → after."""
+
+    level: int = logging.INFO
+    nodes: int = 0
+
+    def __call__(self, step: Step) -> None:
+        count = step.program.num_nodes
+        logger.log(self.level, "%3d  %-24s %7.2f s   %d → %d nodes", step.number, step.name, step.seconds, self.nodes, count)
+        self.nodes = count
+
+
+@dataclass
+class History:
+    """Keeps every step: the program and the decision after each pass."""
+
+    steps: list[Step] = field(default_factory=list)
+
+    def __call__(self, step: Step) -> None:
+        self.steps.append(step)
+
+    def step(self, chosen: type[Any] | str) -> Step:
+        """The last step of a pass, by its class or name. Raises `AutoparError` naming the passes that ran."""
+        for step in reversed(self.steps):
+            if chosen in (step.name, step.kind):
+                return step
+        name = chosen if isinstance(chosen, str) else chosen.__name__
+        raise AutoparError(f"no pass {name!r} ran; these did: {', '.join(step.name for step in self.steps)}")
+
+    def program(self, chosen: type[Any] | str) -> Program:
+        """The program after a pass."""
+        return self.step(chosen).program
+
+    def decision(self, chosen: type[Any] | str) -> Any:
+        """What a pass decided."""
+        return self.step(chosen).decision
+
+
+@dataclass(frozen=True)
+class Print:
+    """Writes the program after the passes named in `after` (every pass when empty), to `write`."""
+
+    after: frozenset[str] = frozenset()
+    write: Callable[[str], None] = print
+
+    def __call__(self, step: Step) -> None:
+        if not self.after or step.name in self.after:
+            self.write(f"after pass {step.number}, {step.name}\n{print_program(step.program)}\n")
+
+
+@dataclass(frozen=True)
+class PassManager:
+    """Ordered passes, and the observers called with the captured program (step 0) and after each pass (from step 1 on)."""
+
+    passes: tuple[Pass | DecidingPass, ...]
+    observers: tuple[Observer, ...] = ()
+
+    def run(self, program: Program, seconds: float = 0.0) -> Program:
+        """`program`, which took `seconds` to capture, after all passes.
+
+        Whatever a pass or an observer raises bears a note with the pass's number and name.
+        """
+        for observe in self.observers:
+            observe(Step(number=0, name=CAPTURE, seconds=seconds, program=program))
+        for number, chosen in enumerate(self.passes, 1):
+            try:
+                step = _run_one(chosen, number, program)
+                for observe in self.observers:
+                    observe(step)
+            except Exception as error:
+                error.add_note(f"in pass {number}, {chosen.name}: {chosen!r}")
+                raise
+            program = step.program
+        return program
+
+
+def _run_one(chosen: Pass | DecidingPass, number: int, program: Program) -> Step:
+    start = time.perf_counter()
+    if isinstance(chosen, DecidingPass):
+        decision = chosen.decide(program)
+        result = chosen.apply(program, decision)
+    else:
+        decision, result = None, chosen.apply(program)
+    return Step(number=number, name=chosen.name, seconds=time.perf_counter() - start, program=result, decision=decision, kind=type(chosen))
+
+
+def run_passes(
+    program: Program, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = (), seconds: float = 0.0
+) -> Program:
+    """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `Step`."""
+    return PassManager(tuple(passes), tuple(observers)).run(program, seconds)

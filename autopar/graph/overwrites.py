@@ -1,0 +1,119 @@
+"""Ops that write in place, in a FORWARD program: whose memory they write, and who else would read it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from autopar.ir.arguments import node_at
+
+aten = torch.ops.aten
+
+# Their results may share the operand's memory, although no schema says so.
+_MAY_SHOW = frozenset(
+    {
+        aten.reshape.default, aten.contiguous.default, aten.flatten.using_ints, aten.to.dtype, aten.to.dtype_layout, aten.to.device,
+        aten.to.other, aten.expand_as.default, aten.view_as.default, aten.reshape_as.default, aten.type_as.default, aten.dropout.default,
+        aten.chunk.default, aten.unflatten.int,
+    }
+)  # fmt: skip
+# Their results show parts that do not overlap.
+_DISJOINT = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int})
+
+
+def writes(node: Node) -> bool:
+    """Whether `node` writes into an operand."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def written_by(writer: Node) -> Node:
+    """The operand that a node writes into: its first, but for calls with `out=`."""
+    out = writer.kwargs.get("out")
+    return out if isinstance(out, Node) else writer.all_input_nodes[0]
+
+
+def writers_of(graph: Graph) -> tuple[Node, ...]:
+    """The nodes that write into an operand, in order."""
+    return tuple(node for node in graph.nodes if node.op == "call_function" and writes(node))
+
+
+def gives_back(writer: Node) -> bool:
+    """Whether `writer` writes into an operand and its one result is that operand."""
+    schema = getattr(writer.target, "_schema", None)
+    returns = () if schema is None or not schema.is_mutable else schema.returns
+    return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
+
+
+def memory_of(node: Node) -> Node:
+    """The node whose memory `node` may show."""
+    while node.op == "call_function" and node.all_input_nodes and _shows(node):
+        node = written_by(node)
+    return node
+
+
+def is_last_reader(reader: Node, value: Node) -> bool:
+    """Whether nobody but `reader` reads the memory of `value`, so that what is written there is lost to nobody else."""
+    # Inputs are read by all.
+    while set(value.users) == {reader} and value.op == "call_function":
+        if value.target is operator.getitem and node_at(value, 0).target in _DISJOINT:
+            chunks = value.args[0]
+            assert isinstance(chunks, Node)
+            if sum(other.args[1] == value.args[1] for other in chunks.users) > 1:
+                return False
+            reader, value = chunks, chunks.all_input_nodes[0]
+        elif value.target is not operator.getitem and _shows(value):
+            reader, value = value, value.all_input_nodes[0]
+        else:
+            return True
+    return False
+
+
+def overwritten(values: Iterable[Node], before: Node, writers: Sequence[Node], own: Iterable[Node] = ()) -> Node | None:
+    """The first of `writers`, but for `own`, that may write into one of `values` between where it is made and `before`."""
+    first: dict[Node, Node] = {}
+    for value in values:
+        base = memory_of(value)
+        first[base] = min(value, first.get(base, value))
+    own = set(own)
+    for writer in writers:
+        made = first.get(memory_of(written_by(writer)))
+        if made is not None and writer not in own and made < writer < before:
+            return writer
+    return None
+
+
+def sources_of(values: Iterable[Node]) -> set[Node]:
+    """`values` and all that they are computed from."""
+    found: set[Node] = set()
+    pending = list(values)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
+def between(source: Node, value: Node) -> set[Node]:
+    """The nodes on the ways from `source` to `value`, both included; none where there is no way."""
+    seen: set[Node] = set()
+    pending = [value]
+    while pending:
+        node = pending.pop()
+        if node not in seen and not node < source:
+            seen.add(node)
+            pending += node.all_input_nodes
+    found: set[Node] = set()
+    for node in sorted(seen):
+        if node is source or any(operand in found for operand in node.all_input_nodes):
+            found.add(node)
+    return found if value in found else set()
+
+
+def _shows(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or node.target in _MAY_SHOW or any(each.alias_info is not None for each in schema.returns)

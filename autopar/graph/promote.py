@@ -1,0 +1,165 @@
+"""The same program in float64, and the original model made to compute in float64 alike.
+
+Models cast to float32 inside whatever their weights are (logits, norms, rotary angles), so two programs that compute
+the same agree to 1e-7 only. Promoted, the very same graph differs by rounding of float64: what is left is a mistake.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode
+
+from autopar._torch import FakeTensorMode, fake_mode, pytree
+from autopar.driver.compiled import Compiled
+from autopar.frontend.custom_functions import as_function, custom_function, mapped
+from autopar.ir.program import Input, Output, Program
+from autopar.ir.schedule import Fragment, Schedule
+
+_WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+
+
+def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for a lower float dtype, complex128 for a lower complex one, else the dtype itself."""
+    return _WIDER.get(dtype, dtype)
+
+
+def promote_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(promoted_dtype(tensor.dtype))
+
+
+def promote(program: Program) -> Program:
+    """`program` with every float dtype among its arguments, inputs constants and values as float64.
+
+    Any form. Run it on promoted inputs, within `default_float64`: ops without a dtype make default floats.
+    """
+    program = program.copy()
+    _promote_graph(program.graph)
+    signature = replace(
+        program.signature,
+        inputs=tuple(_promoted_item(item) for item in program.signature.inputs),
+        outputs=tuple(_promoted_item(item) for item in program.signature.outputs),
+    )
+    constants = {name: promote_tensor(value) for name, value in program.constants.items()}
+    return replace(program, signature=signature, constants=constants)
+
+
+def promote_schedules(schedules: Sequence[Schedule]) -> tuple[Schedule, ...]:
+    """The schedules of one compile, which share their fragments, with every fragment promoted; the instructions are the same."""
+    fragments = {name: replace(fragment, module=_promoted_module(fragment)) for name, fragment in schedules[0].fragments.items()}
+    return tuple(_promoted_schedule(schedule, fragments) for schedule in schedules)
+
+
+def _promoted_schedule(schedule: Schedule, fragments: dict[str, Fragment]) -> Schedule:
+    signature = replace(
+        schedule.signature,
+        inputs=tuple(_promoted_item(item) for item in schedule.signature.inputs),
+        outputs=tuple(_promoted_item(item) for item in schedule.signature.outputs),
+    )
+    shapes = {name: (shape, promoted_dtype(dtype)) for name, (shape, dtype) in schedule.shapes.items()}
+    return replace(schedule, fragments=fragments, signature=signature, shapes=shapes)
+
+
+def promote_compiled(compiled: Compiled) -> Compiled:
+    """Every program that runs, promoted; `steps` stay as they were."""
+    return replace(
+        compiled,
+        forward=promote(compiled.forward),
+        program=promote(compiled.program),
+        local=promote(compiled.local),
+        separated=compiled.separated and promote(compiled.separated),
+        schedules=promote_schedules(compiled.schedules),
+    )
+
+
+def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promoted: bool) -> nn.Module:
+    """A deep copy of `model` in which `tensors`, by the id of the original, stand for parameters and buffers; ties stay ties.
+
+    With `promoted` whatever else the modules hold of lower float tensors becomes float64 too.
+    """
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        value = tensors[id(tensor)].detach().clone()
+        memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+    copied = copy.deepcopy(model, memo)
+    for module in copied.modules() if promoted else ():
+        for name, value in list(vars(module).items()):
+            if type(value) is torch.Tensor:  # no buffer: a constant of the graph
+                setattr(module, name, promote_tensor(value))
+    return copied
+
+
+@contextmanager
+def default_float64() -> Generator[None]:
+    """While this is entered, what has no dtype of its own is made in float64."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Promoting(TorchFunctionMode):
+    """While this is entered, whoever asks torch for a lower float dtype gets float64: `.float()`, `.to(torch.float32)`, `dtype=…`."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        func = torch.Tensor.double if any(func is cast for cast in _LOWER_CASTS) else func
+        return func(*_promoted_literals(args), **_promoted_literals(kwargs or {}))
+
+
+_LOWER_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+# The same as the halves of a custom function have them.
+_LOWER_METHODS = ("float", "half", "bfloat16")
+
+
+def _promoted_item(item: Any) -> Any:
+    assert isinstance(item, (Input, Output))
+    return replace(item, dtype=promoted_dtype(item.dtype))
+
+
+def _promoted_module(fragment: Fragment) -> GraphModule:
+    graph, mapping = Graph(), dict[Node, Node]()
+    graph.output(graph.graph_copy(fragment.module.graph, mapping))
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    _promote_graph(graph)
+    return GraphModule(fragment.module, graph)
+
+
+def _promote_graph(graph: Graph) -> None:
+    """Change literals and the dtypes of values, in place. Shapes and strides depend on no dtype, so nothing is run."""
+    mode = fake_mode()
+    for node in graph.nodes:
+        node.args, node.kwargs = _promoted_literals(node.args), _promoted_literals(node.kwargs)
+        if (function := custom_function(node.target)) is not None:
+            node.target = as_function(mapped(function, lambda half: _promote_graph(half.graph)))
+        elif node.op == "call_method" and node.target in _LOWER_METHODS:
+            node.target = "double"
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda value: _fresh(value, mode), node.meta["val"])
+
+
+def _promoted_literals(arguments: Any) -> Any:
+    """`arguments`, nested in tuples, lists, dicts and slices, with every dtype promoted."""
+    return map_aggregate(arguments, lambda leaf: promoted_dtype(leaf) if isinstance(leaf, torch.dtype) else leaf)
+
+
+def _fresh(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    """A promoted fake with the shape and strides of `value`."""
+    with mode:
+        return torch.empty_strided(tuple(value.shape), value.stride(), dtype=promoted_dtype(value.dtype), device=value.device)

@@ -1,0 +1,1 @@
+"""What the compiler talks about: programs, meshes, shardings, schedules, and how they print."""

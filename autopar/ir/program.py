@@ -1,0 +1,179 @@
+"""A program: one graph, what its inputs and outputs mean, and the form it is in.
+
+FORWARD  the captured forward pass and loss; composite ops are still single nodes
+GLOBAL   forward and backward in functional ATen, logical shapes, no word of ranks
+LOCAL    the program of one rank: local shapes, collectives as nodes, rank coordinates as inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.errors import AutoparError
+from autopar.ir.arguments import arguments
+from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import Mesh
+from autopar.ir.padding import Padding
+from autopar.ir.sharding import Dims, Sharding
+
+InputKind = Literal["parameter", "buffer", "batch", "constant", "random_key", "tangent", "coordinate"]
+OutputKind = Literal["loss", "output", "gradient", "buffer", "check"]
+
+
+class Form(Enum):
+    FORWARD = "FORWARD"
+    GLOBAL = "GLOBAL"
+    LOCAL = "LOCAL"
+
+
+@dataclass(frozen=True)
+class Input:
+    """One placeholder of the graph, in order.
+
+    `name` is the original parameter or buffer name, the flat index of a batch input ("0", "1", …),
+    the index of the output a tangent belongs to, or the axes a coordinate counts along ("tp", "tp.0,tp.1").
+    `shape` is the logical shape in every form; a parameter with `padding` enters the graph with it.
+    A tied parameter is one input under its first name.
+    `batch_dim` is the dim of a batch input that counts samples; None for one that every rank gets whole.
+    """
+
+    kind: InputKind
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    dims: Dims = ()
+    sharding: Sharding | None = None
+    batch_dim: int | None = None
+    padding: Padding | None = None
+
+
+@dataclass(frozen=True)
+class Output:
+    """One result of the graph, in order: the loss, a tensor of the user's output, a gradient, a buffer's new value, or a check:
+    how many values violate what the model asserts (`Signature.checks`).
+
+    `name` is a gradient's parameter, a buffer's name, or the flat index in the user's output structure. A gradient has its
+    parameter's `padding`, and comes back `through` the outputs of these flat indices; through all where none is named. Of an output
+    that `is_detached` the model would let gradients come back, and this program does not.
+    """
+
+    kind: OutputKind
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+    dims: Dims = ()
+    sharding: Sharding | None = None
+    padding: Padding | None = None
+    through: tuple[str, ...] = ()
+    is_detached: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the placeholders and results of a graph mean. `structure` is the pytree spec of the user's output;
+    `leaves` its flat leaves (`compiled.TENSOR` where a tensor stands). `checks` are what the model asserts of values, by number,
+    each a text with its line."""
+
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    structure: Any = None
+    leaves: tuple[Any, ...] = ()
+    checks: tuple[str, ...] = ()
+
+    def inputs_of(self, kind: InputKind) -> tuple[Input, ...]:
+        return tuple(item for item in self.inputs if item.kind == kind)
+
+    def outputs_of(self, kind: OutputKind) -> tuple[Output, ...]:
+        return tuple(item for item in self.outputs if item.kind == kind)
+
+    def parameter(self, name: str) -> Input:
+        for item in self.inputs:
+            if item.kind == "parameter" and item.name == name:
+                return item
+        raise KeyError(name)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph with its meaning. Passes never change a program they were given: they `copy` and rewrite the copy.
+
+    `logical_share`: of the FLOPs of the graph's contractions those that are the model's; the rest is padding.
+    `written`: the attributes of modules that forward sets, by path; the program has what they were before.
+    """
+
+    graph: Graph
+    mesh: Mesh
+    signature: Signature
+    form: Form
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    freedom: Freedom = Freedom()
+    logical_share: float = 1.0
+    written: tuple[str, ...] = ()
+
+    def copy(self, **changes: Any) -> Program:
+        graph = Graph()
+        mapping: dict[Node, Node] = {}
+        result = graph.graph_copy(self.graph, mapping)
+        graph.output(result)
+        for old, new in mapping.items():
+            new.meta = dict(old.meta)
+            new.name = old.name
+        graph.output_node().meta = dict(self.graph.output_node().meta)
+        return replace(self, graph=graph, **changes)
+
+    @property
+    def placeholders(self) -> tuple[Node, ...]:
+        return tuple(node for node in self.graph.nodes if node.op == "placeholder")
+
+    @property
+    def results(self) -> tuple[Node, ...]:
+        """The nodes that the outputs of the signature stand for, in order."""
+        return tuple(arguments(self.graph.output_node())[0])
+
+    def named_inputs(self) -> Iterator[tuple[Input, Node]]:
+        yield from zip(self.signature.inputs, self.placeholders, strict=True)
+
+    def named_outputs(self) -> Iterator[tuple[Output, Node]]:
+        yield from zip(self.signature.outputs, self.results, strict=True)
+
+    def module(self) -> GraphModule:
+        """The graph as a callable that takes the placeholders in order and returns the results as a tuple."""
+        return GraphModule(torch.nn.Module(), self.graph)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(1 for node in self.graph.nodes if node.op == "call_function")
+
+    def node(self, name: str) -> Node:
+        for node in self.graph.nodes:
+            if node.name == name:
+                return node
+        raise AutoparError(f"no node named {name!r} in this {self.form.value} program")
+
+
+def operands(node: Node) -> tuple[Node, ...]:
+    """The tensor operands of `node` in the order of its arguments, repeats kept: `mul(x, x)` has two."""
+    found: list[Node] = []
+
+    def visit(value: Node) -> Node:
+        found.append(value)
+        return value
+
+    torch.fx.map_arg((node.args, node.kwargs), visit)
+    return tuple(found)
+
+
+def results_of(node: Node) -> tuple[torch.Tensor | None, ...]:
+    """The (fake) values of a node, one per result; None where a result is no tensor."""
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return tuple(item if isinstance(item, torch.Tensor) else None for item in value)
+    return (value if isinstance(value, torch.Tensor) else None,)

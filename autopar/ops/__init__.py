@@ -1,0 +1,1 @@
+"""What ops are to the sharder: rules, atoms, strategies, local forms."""

@@ -1,0 +1,62 @@
+"""Atoms that walk together through a graph: what splits one of them splits all, and what pads one pads all."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Hashable
+
+from torch.fx import Graph, Node
+
+from autopar.ir.arguments import int_at, node_at
+from autopar.ir.program import operands
+from autopar.ops.strategies import Factor, factors_of, signature_of
+
+# (node, which of its results, position among the atoms of that result)
+Atom = tuple[Node, int, int]
+
+
+class AtomClasses:
+    """Atoms that some op splits together."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Atom, Atom] = {}
+
+    @staticmethod
+    def of(graph: Graph, apart: Collection[Node] = ()) -> AtomClasses:
+        """The classes in a graph whose nodes have DIMS. Through what is `apart` nothing else is joined."""
+        classes = AtomClasses()
+        known: dict[Hashable, tuple[Factor, ...]] = {}
+        for node in graph.nodes:
+            if node.op == "call_function":
+                sources, signature = read_by(node), signature_of(node)
+                if signature not in known:
+                    known[signature] = factors_of(node)
+                for factor in known[signature]:
+                    atoms = [atom for atom in atoms_of(node, factor, sources) if node in apart or atom[0] not in apart]
+                    for atom in atoms[1:]:
+                        classes.join(atoms[0], atom)
+        return classes
+
+    def find(self, atom: Atom) -> Atom:
+        root = atom
+        while (above := self._parent.get(root, root)) != root:
+            root = above
+        while atom != root:
+            self._parent[atom], atom = root, self._parent.get(atom, root)
+        return root
+
+    def join(self, left: Atom, right: Atom) -> None:
+        self._parent[self.find(left)] = self.find(right)
+
+
+def read_by(node: Node) -> tuple[tuple[Node, int], ...]:
+    """What `node` reads, operand by operand: a node, and which of its results."""
+    if node.target is operator.getitem:
+        return ((node_at(node, 0), int_at(node, 1)),)
+    return tuple((operand, 0) for operand in operands(node))
+
+
+def atoms_of(node: Node, factor: Factor, sources: tuple[tuple[Node, int], ...]) -> list[Atom]:
+    """The atoms of operands (`sources`, see `read_by`) and results that are `factor` of `node`."""
+    found: list[Atom] = [(*source, place) for source, place in zip(sources, factor.operands, strict=True) if place is not None]
+    return found + [(node, result, place) for result, place in enumerate(factor.results) if place is not None]

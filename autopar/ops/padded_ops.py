@@ -1,0 +1,216 @@
+"""An op on padded operands, in a GLOBAL graph; and the ways between a value and its padded form."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from autopar.ir.arguments import arguments, float_at
+from autopar.ir.keys import DIMS
+from autopar.ir.markers import MARKERS
+from autopar.ir.mesh import Mesh
+from autopar.ir.padding import Padding
+from autopar.ir.program import operands, results_of
+from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy, flat, shape_of
+from autopar.ops.localise import LocalBuilder, localise, same_call
+from autopar.ops.rule import rule_of
+from autopar.ops.rules.labels import aten, value_of
+from autopar.ops.strategies import Space, operand_dims
+
+# Ops that look rows up by id: no id names a row of the padding.
+LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
+# Ops whose result is zero where their operands are, beside those that are linear.
+_KEEP_ZERO = frozenset(
+    {aten.gelu.default, aten.relu.default, aten.silu.default, aten.tanh.default, aten.sin.default, aten.abs.default, aten.sqrt.default}
+)
+# Ops that are linear in one operand and make something finite of zeros in the others; a quotient does not.
+_FINITE = frozenset(
+    {
+        aten.mul.Tensor,
+        aten.mm.default,
+        aten.bmm.default,
+        aten.where.self,
+        aten.where.ScalarOther,
+        aten.where.ScalarSelf,
+        aten.gelu_backward.default,
+        aten.silu_backward.default,
+        aten.tanh_backward.default,
+        aten.threshold_backward.default,
+    }
+)
+# The same of our own ops, which are registered with their kernels.
+_OURS_FINITE = frozenset(
+    f"autopar.{name}.default"
+    for name in ("gated", "gated_backward", "bias_activation_backward", "rotary", "rotary_backward", "dropout", "add_dropout")
+)
+_ARANGES: dict[object, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
+
+
+@dataclass(frozen=True)
+class Grown(Sharding):
+    """Stands in for the sharding of a value on one rank, whose local atoms are larger than the logical ones, not smaller."""
+
+    grown: Dims = ()
+
+    def local_dims(self, dims: Dims, mesh: Mesh) -> Dims:
+        return self.grown
+
+
+# The operand with the numbers of classes: where it is negative, the op itself passes over the padding of all operands.
+_CLASSES = {
+    "autopar.cross_entropy.default": 2,
+    "autopar.projected_cross_entropy.default": 3,
+    "autopar.projected_cross_entropy_backward.default": 6,
+}
+
+
+def classes_of(node: Node) -> Node | None:
+    """The operand that tells `node` which of its columns are padding, if there is one."""
+    place = _CLASSES.get(str(node.target))
+    return arguments(node)[place] if place is not None else None
+
+
+def can_grow(node: Node, dims: Dims) -> bool:
+    """Whether a node that makes a range, with atoms `dims`, or reads one, still does with one atom grown: padding stands at the end."""
+    classes = classes_of(node)
+    if classes is not None and len(DIMS[classes][0][0]) != 1:
+        return False
+    return node.target not in _ARANGES or len(dims[0]) == 1
+
+
+def grow(node: Node, grown: tuple[Dims, ...], read: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """The call of `node` on the padded operands `read`; its results have the atoms `grown`.
+
+    An op that runs on parts of its operands runs on more than them, too: literal shapes are written anew as for a rank's part.
+    """
+    if node.target in MARKERS:
+        made = builder.call(node.target, read[0])
+    elif node.target in _ARANGES:
+        made = _range(node, shape_of(grown[0])[0], builder)
+    elif node.target is aten.embedding_dense_backward.default:
+        made = same_call(node, read, builder, {2: shape_of(grown[0])[0]})
+    else:
+        whole = tuple(Sharding.replicated(dims) for dims in operand_dims(node))
+        strategy = Strategy(whole, tuple(Grown(Sharding.replicated(dims).splits, grown=dims) for dims in grown))
+        made = localise(node, strategy, read, builder, mesh)
+    for value, dims in zip(results_of(made), grown, strict=True):
+        assert value is None or tuple(value.shape) == shape_of(dims), f"{node.format_node()}, padded to {dims}: {tuple(value.shape)}"
+    return made
+
+
+def _range(node: Node, size: int, builder: LocalBuilder) -> Node:
+    """`size` numbers that go on from those of `node`."""
+    place = _ARANGES[node.target]
+    args = list(node.args)
+    step = args[2] if len(args) > 2 else 1
+    args[place] = (args[0] if place else 0) + size * step  # type: ignore[operator]
+    return builder.call(node.target, *args, **node.kwargs)
+
+
+def pad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
+    """Zeros appended along the atoms that grow."""
+    dims = padding.before
+    for position, (before, after) in enumerate(zip(flat(padding.before), flat(padding.after), strict=True)):
+        if before != after:
+            shape, place = _opened(dims, position)
+            pads = [0, 0] * (len(shape) - 1 - place) + [0, after - before]
+            value = builder.call(aten.constant_pad_nd.default, _viewed(value, shape, builder), pads)
+            dims = with_atoms(dims, {position: after})
+            value = _viewed(value, list(shape_of(dims)), builder)
+    return value
+
+
+def unpad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
+    """The elements in front of the padding."""
+    dims = padding.after
+    for position, (before, after) in enumerate(zip(flat(padding.before), flat(padding.after), strict=True)):
+        if before != after:
+            shape, place = _opened(dims, position)
+            value = builder.call(aten.slice.Tensor, _viewed(value, shape, builder), place, 0, before)
+            dims = with_atoms(dims, {position: before})
+            value = _viewed(value, list(shape_of(dims)), builder)
+    return value
+
+
+def inside(padding: Padding, position: int, builder: LocalBuilder) -> Node:
+    """Bool: which indices of the atom at `position` are elements; of a shape that broadcasts with a value whose dim is opened at it."""
+    shape, place = _opened(padding.after, position)
+    index = builder.call(aten.arange.default, shape[place], dtype=torch.int64)
+    found = builder.call(aten.lt.Scalar, index, flat(padding.before)[position])
+    return _viewed(found, [shape[place]] + [1] * (len(shape) - 1 - place), builder)
+
+
+def mask(value: Node, elements: Node, dims: Dims, position: int, kind: ReductionKind, builder: LocalBuilder) -> Node:
+    """`value`, of padded `dims`, with what a reduction of `kind` passes over in the padding of the atom at `position`.
+
+    `elements` is `inside` of that atom.
+    """
+    shape, _ = _opened(dims, position)
+    masked = builder.call(aten.where.ScalarOther, elements, _viewed(value, shape, builder), _neutral(value_of(value).dtype, kind))
+    return _viewed(masked, list(shape_of(dims)), builder)
+
+
+def _neutral(dtype: torch.dtype, kind: ReductionKind) -> float:
+    if dtype == torch.bool:
+        return False
+    if kind == "sum":
+        return 0
+    # A logsumexp passes over what a maximum passes over.
+    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def _opened(dims: Dims, position: int) -> tuple[list[int], int]:
+    """The shape in which the dim of the atom at `position` is broken into its atoms, and where the atom then is."""
+    shape, place = list[int](), 0
+    for dim in dims:
+        if 0 <= position < len(dim):
+            place = len(shape) + position
+            shape += dim
+        else:
+            shape += shape_of((dim,))
+        position -= len(dim)
+    return shape, place
+
+
+def _viewed(value: Node, shape: list[int], builder: LocalBuilder) -> Node:
+    return value if list(value_of(value).shape) == shape else builder.call(aten.reshape.default, value, shape)
+
+
+def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Callable[[int, int], bool]) -> bool:
+    """Whether the padding of the atom at `position` of a result is zero, given which operands' is: `clean(operand, atom)`.
+
+    So it is where a set of operands in which the op is linear is zero there, and what it makes of the other operands is finite.
+    """
+    rule = rule_of(node)
+    factor = next(each for each in space.factors if each.results[result] == position)
+    if node.target is aten.embedding_dense_backward.default and all(place is None for place in factor.operands):
+        return True
+    carriers = {operand: place for operand, place in enumerate(factor.operands) if place is not None}
+    zero = {operand for operand, place in carriers.items() if clean(operand, place)}
+    if rule is not None and (rule.view or _keeps_zero(node)):
+        return bool(zero) and zero == set(carriers)
+    finite = zero | {operand for operand in carriers if not value_of(operands(node)[operand]).dtype.is_floating_point}
+    return finite == set(carriers) and any(group <= zero and (group >= finite or _is_finite(node)) for group in space.linear)
+
+
+def _is_finite(node: Node) -> bool:
+    return node.target in _FINITE or str(node.target) in _OURS_FINITE
+
+
+def _keeps_zero(node: Node) -> bool:
+    """Whether zeros give zeros."""
+    if str(node.target) == "autopar.bias_activation.default":
+        return node.kwargs["activation"] != "sigmoid"
+    if node.target is aten.pow.Tensor_Scalar:
+        return float_at(node, 1) > 0
+    return node.target in _KEEP_ZERO or node.target in MARKERS or node.target is operator.getitem
+
+
+def with_atoms(dims: Dims, sizes: dict[int, int]) -> Dims:
+    """`dims` with the sizes of the atoms at some positions replaced."""
+    counted = iter(range(len(flat(dims))))
+    return tuple(tuple(sizes.get(next(counted), atom) for atom in dim) for dim in dims)

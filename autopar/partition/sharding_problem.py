@@ -1,0 +1,250 @@
+"""From a GLOBAL program to an assignment problem: nodes are ops, inputs and results; candidates strategies; states shardings.
+
+A parameter reads its own gradient, so that both take one sharding; a tangent reads the output it belongs to, a buffer
+its new value. The loss and the other results are readers that want them whole. A `getitem` is no node: it names a result.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel, is_view
+from autopar.cost.reshard_prices import ReshardPrices
+from autopar.graph.microbatches import is_summed_later, known_ahead, summed_later
+from autopar.ir.keys import BATCH, DIMS, PHASE
+from autopar.ir.markers import MARKERS, save
+from autopar.ir.mesh import Mesh, parent
+from autopar.ir.program import Input, Output, Program, operands, results_of
+from autopar.ir.reshard import is_slice
+from autopar.ir.sharding import Dims, Sharding, Strategy
+from autopar.ops.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
+from autopar.partition.solver.assignment import Candidate, Choice, Problem, State, ValueIndex
+
+# The result that is read by the input of this kind and name: where it must be left.
+HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
+_NO_LIMIT = MemoryBudget()
+
+
+@dataclass
+class ShardingProblem:
+    """`problem` with what its nodes stand for: `strategies[i]` of node i, `index[name]` of a graph node."""
+
+    problem: Problem
+    index: dict[str, int]
+    strategies: list[tuple[Strategy, ...]]
+
+    @staticmethod
+    def of(program: Program, cost: CostModel, pinned: Mapping[str, Strategy], budget: MemoryBudget = _NO_LIMIT) -> ShardingProblem:
+        """The problem of `program`, which has DIMS and BATCH. The nodes named in `pinned` have that strategy alone."""
+        builder = _Builder(program, cost, pinned, budget)
+        builder.build()
+        problem = Problem(tuple(builder.nodes), builder.price, _slices, builder.price_class, budget.capacity_bytes)
+        return ShardingProblem(problem, builder.index, builder.strategies)
+
+
+def _slices(state: State, other: State) -> bool:
+    assert isinstance(state, Sharding) and isinstance(other, Sharding)
+    return is_slice(state, other)
+
+
+def whole_axes(
+    strategies: tuple[Strategy, ...], operand_dims: Sequence[Dims], result_dims: Sequence[Dims], mesh: Mesh
+) -> tuple[Strategy, ...]:
+    """The strategies that use the sub-axes of an axis (tp.0, tp.1) as one, or apart where an atom is too small for the whole.
+
+    Every sub-axis multiplies the strategies of an op, but apart they serve one purpose: two key heads on four ranks.
+    Then the major one is on the first such atom of its dim, and the others do what they like.
+    """
+    families = [mesh.parts(axis) for axis in dict.fromkeys(map(parent, mesh.names)) if len(mesh.parts(axis)) > 1]
+    dims = (*operand_dims, *result_dims)
+    return tuple(each for each in strategies if all(_together(each, family, dims, mesh) for family in families))
+
+
+def _together(strategy: Strategy, family: tuple[str, ...], dims: Sequence[Dims], mesh: Mesh) -> bool:
+    shardings = strategy.operands + strategy.results
+    if len({tuple(_place(sharding, axis) for sharding in shardings) for axis in family}) == 1:
+        return True
+    places = [_place(sharding, family[0]) for sharding in shardings]
+    found = [place in _too_small(each, mesh.size_of(family)) for each, place in zip(dims, places, strict=True) if isinstance(place, int)]
+    return bool(found) and all(found)
+
+
+def _too_small(dims: Dims, size: int) -> set[int]:
+    """For each dim the position of its first atom that `size` ranks cannot split."""
+    found: set[int] = set()
+    start = 0
+    for dim in dims:
+        first = next((index for index, atom in enumerate(dim) if atom % size), None)
+        if first is not None:
+            found.add(start + first)
+        start += len(dim)
+    return found
+
+
+def _place(sharding: Sharding, axis: str) -> object:
+    """What `axis` does to a value: the atom that it splits, how it leaves it unreduced, or nothing."""
+    return next((position for position, axes in enumerate(sharding.splits) if axis in axes), dict(sharding.unreduced).get(axis))
+
+
+@dataclass
+class _Builder:
+    program: Program
+    cost: CostModel
+    pinned: Mapping[str, Strategy]
+    budget: MemoryBudget
+    nodes: list[Choice] = field(default_factory=list[Choice])
+    index: dict[str, int] = field(default_factory=dict[str, int])
+    strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
+    _of_index: list[Node] = field(default_factory=list[Node])
+    _moved: dict[ValueIndex, tuple[float, bool, bool]] = field(default_factory=dict[ValueIndex, tuple[float, bool, bool]])
+    _results: frozenset[Node] = frozenset()
+    _ahead: frozenset[Node] = frozenset()
+    _inputs: dict[tuple[int, tuple[Strategy, ...]], tuple[Candidate, ...]] = field(default_factory=dict)
+    _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    _priced: dict[int, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._reshards = ReshardPrices(self.cost)
+
+    def build(self) -> None:
+        calls = [node for node in self.program.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
+        self._of_index = [*self.program.placeholders, *calls]
+        if self.program.mesh.num_microbatches > 1:
+            self._ahead = known_ahead(self.program)
+            self._results = frozenset(node for output, node in self.program.named_outputs() if output.kind == "gradient")
+        self.index = {node.name: number for number, node in enumerate(self._of_index)}
+        homes = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
+        left: dict[Node, Node] = {}
+        for output, node in self.program.named_outputs():
+            home = homes.get((HOMES.get(output.kind), output.name))  # type: ignore[arg-type]
+            if home is not None:
+                left[home] = node
+        for item, node in self.program.named_inputs():
+            self._add_input(item, node, left.get(node))
+        for node in calls:
+            self._add_call(node)
+        for output, node in self.program.named_outputs():
+            if (HOMES.get(output.kind), output.name) not in homes:
+                self._add_result(output, node)
+
+    def value_of(self, node: Node) -> ValueIndex:
+        if node.target is operator.getitem:
+            producer, result = node.args
+            assert isinstance(producer, Node) and isinstance(result, int)
+            return self.index[producer.name], result
+        return self.index[node.name], 0
+
+    def price(self, value: ValueIndex, source: State, target: State) -> float:
+        assert isinstance(source, Sharding) and isinstance(target, Sharding)
+        num_bytes, is_ahead, is_result = self.price_class(value)
+        seconds = self._reshards.seconds(num_bytes, source, target, is_ahead)
+        # A gradient is moved when it is summed, once for all microbatches; seconds are those of one.
+        is_shared = is_result and is_summed_later(source) and is_summed_later(target)
+        return seconds / self.program.mesh.num_microbatches if is_shared else seconds
+
+    def price_class(self, value: ValueIndex) -> tuple[float, bool, bool]:
+        """The bytes of a value, whether it is known ahead of the microbatches, and whether it is a gradient that they sum: what it
+        costs to move it depends on nothing else."""
+        if value not in self._moved:
+            node = self._of_index[value[0]]
+            tensor = results_of(node)[value[1]]
+            assert tensor is not None
+            self._moved[value] = float(tensor.numel() * tensor.dtype.itemsize), node in self._ahead, node in self._results
+        return self._moved[value]
+
+    def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
+        """`left` is the result that must be left where this input lies."""
+        dims, mesh = DIMS[node][0], self.program.mesh
+        strategies = placeholder_strategies(item.kind, dims, mesh, BATCH[node][0], self.program.freedom)
+        strategies = (self.pinned[node.name],) if node.name in self.pinned else whole_axes(strategies, (), (dims,), mesh)
+        reads = () if left is None else (self.value_of(left),)
+        kind = self._number(("input", item.kind, dims, item.dtype, item.requires_grad, len(reads)))
+        if (kind, strategies) not in self._inputs:
+            candidates = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
+            self._inputs[kind, strategies] = candidates
+        candidates = self._inputs[kind, strategies]
+        if reads and item.kind != "buffer":
+            strategies, candidates = self._or_summed_later(strategies, candidates)
+        phase = "backward" if item.kind == "parameter" else "forward"
+        self.nodes.append(Choice(node.name, reads, candidates, kind, phase=phase))
+        self.strategies.append(strategies)
+
+    def _or_summed_later(
+        self, strategies: tuple[Strategy, ...], candidates: tuple[Candidate, ...]
+    ) -> tuple[tuple[Strategy, ...], tuple[Candidate, ...]]:
+        """Those and, over several microbatches, the same with what is read still to be summed over them."""
+        if self.program.mesh.num_microbatches == 1:
+            return strategies, candidates
+        later = tuple(replace(each, operands=tuple(map(summed_later, each.operands))) for each in candidates)  # type: ignore[arg-type]
+        return strategies * 2, candidates + later
+
+    def _input_candidate(self, item: Input, dims: Dims, strategy: Strategy, num_reads: int) -> Candidate:
+        sharding = strategy.results[0]
+        seconds = self.cost.parameter(dims, item.dtype, sharding, item.requires_grad).seconds if item.kind == "parameter" else 0.0
+        held = self.budget.optimizer.held_bytes(item, self.cost.local_bytes(dims, item.dtype, sharding))
+        # What there is to do once a step is shared by all microbatches.
+        return Candidate((sharding,) * num_reads, (sharding,), seconds / self.program.mesh.num_microbatches, held)
+
+    def _number(self, kind: Hashable) -> int:
+        """Kinds as numbers: they are compared and hashed a hundred thousand times."""
+        return self._kinds.setdefault(kind, len(self._kinds))
+
+    def _add_call(self, node: Node) -> None:
+        kind = self._number(("call", signature_of(node), PHASE.get(node)))
+        if node.name in self.pinned:
+            strategies = (self.pinned[node.name],)
+            candidates = self._candidates(node, strategies)
+        else:
+            if kind not in self._priced:
+                mesh = self.program.mesh
+                strategies = whole_axes(strategies_of(node, mesh, self.program.freedom), operand_dims(node), DIMS[node], mesh)
+                self._priced[kind] = (strategies, self._candidates(node, strategies))
+            strategies, candidates = self._priced[kind]
+        reads = tuple(self.value_of(operand) for operand in operands(node))
+        phase = PHASE.get(node) or "forward"
+        self.nodes.append(Choice(node.name, reads, candidates, kind, is_view=_keeps_bytes(node), phase=phase))
+        self.strategies.append(strategies)
+
+    def _candidates(self, node: Node, strategies: tuple[Strategy, ...]) -> tuple[Candidate, ...]:
+        return tuple(self._candidate(node, strategy) for strategy in strategies)
+
+    def _candidate(self, node: Node, strategy: Strategy) -> Candidate:
+        """What is saved is held; what any other op but a view reads and writes is there while it runs."""
+        held = working = 0.0
+        if node.target is save:
+            held = self.cost.local_bytes(DIMS[node][0], node.meta["val"].dtype, strategy.results[0])
+        elif self.budget.capacity_bytes < math.inf and not is_view(node):
+            working = self.cost.traffic_bytes(node, strategy)
+        return Candidate(strategy.operands, strategy.results, self.cost.node(node, strategy).seconds, held, working)
+
+    def _add_result(self, output: Output, node: Node) -> None:
+        """A result without an input that it belongs to."""
+        target = required_sharding(output, node, self.program)
+        kind = self._number(("result", output.kind, DIMS[node][0]))
+        phase = PHASE.get(node) or "forward"
+        strategies, candidates = self._or_summed_later((Strategy((target,), ()),), (Candidate((target,), (), 0.0),))
+        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), candidates, kind, phase=phase))
+        self.strategies.append(strategies)
+
+
+def required_sharding(output: Output, node: Node, program: Program) -> Sharding:
+    """How a result that belongs to no input leaves: the user's output as its share of the batch, a loss whole."""
+    dims = DIMS[node][0]
+    batch = BATCH[node][0] if output.kind == "output" else ()
+    return placeholder_strategies("tangent", dims, program.mesh, batch, program.freedom)[0].results[0]
+
+
+def _keeps_bytes(node: Node) -> bool:
+    """Whether `node` is a view of all of its one operand. A marked value may lie otherwise than what it is made of."""
+    return (
+        is_view(node)
+        and node.target not in MARKERS
+        and len(operands(node)) == 1
+        and math.prod(map(math.prod, DIMS[node][0])) == math.prod(map(math.prod, operand_dims(node)[0]))
+    )

@@ -1,0 +1,75 @@
+"""Between two answers to a folded problem, of which one fits into memory: equal layers decided one by one.
+
+Where every layer saves a value or none does, memory moves in leaps. The answers differ in some nodes; those that hang
+together (a layer's, say) change together, and as many of these parts are changed as fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autopar.partition.solver.assignment import Problem
+from autopar.partition.solver.evaluation import Evaluation
+from autopar.partition.solver.folding import fold
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """An answer to the problem without folding."""
+
+    evaluation: Evaluation
+    picks: list[int]
+    seconds: float
+
+
+def mix(evaluation: Evaluation, small: Sequence[int], large: Sequence[int]) -> Mixture | None:
+    """`small` fits, `large` does not; class picks. The parts that save most seconds a byte go first; None where no part fits."""
+    problem, folded = evaluation.problem, evaluation.folded
+    alone = Evaluation(problem, fold(problem, None))
+    picks, wanted = ([answer[number] for number in folded.class_of] for answer in (small, large))
+    parts = _parts(problem, [index for index, pick in enumerate(picks) if pick != wanted[index]])
+    known: dict[tuple[int, ...], tuple[float, float]] = {}
+    priced: list[tuple[float, float, list[int]]] = []
+    for part in parts:
+        kind = tuple(sorted(folded.class_of[index] for index in part))
+        if kind not in known:
+            known[kind] = alone.saved_seconds(part, picks, wanted), _held(problem, wanted, part) - _held(problem, picks, part)
+        priced.append((*known[kind], part))
+    everything = range(len(picks))
+    found, held, working = list(picks), _held(problem, picks, everything), _working(problem, picks, everything)
+    for saved, more, part in sorted(priced, key=lambda each: -each[0] / max(each[1], 1.0)):
+        most = max(working, _working(problem, wanted, part))
+        if saved > 0 and held + more + most <= problem.capacity_bytes:
+            held, working = held + more, most
+            for index in part:
+                found[index] = wanted[index]
+    return Mixture(alone, found, alone.seconds(found)) if found != picks else None
+
+
+def _parts(problem: Problem, nodes: list[int]) -> list[list[int]]:
+    """`nodes` in groups that read from one another, directly or through others of them; a value's readers are one group."""
+    chosen, root = set(nodes), {index: index for index in nodes}
+
+    def find(index: int) -> int:
+        while root[index] != index:
+            root[index] = root[root[index]]
+            index = root[index]
+        return index
+
+    for (producer, _), readers in problem.consumers().items():
+        together = [index for index in (producer, *(reader for reader, _ in readers)) if index in chosen]
+        for index in together[1:]:
+            root[find(index)] = find(together[0])
+    groups: dict[int, list[int]] = {}
+    for index in nodes:
+        groups.setdefault(find(index), []).append(index)
+    return list(groups.values())
+
+
+def _held(problem: Problem, picks: Sequence[int], nodes: Iterable[int]) -> float:
+    return sum(problem.nodes[index].candidates[picks[index]].held_bytes for index in nodes)
+
+
+def _working(problem: Problem, picks: Sequence[int], nodes: Iterable[int]) -> float:
+    return max(problem.nodes[index].candidates[picks[index]].working_bytes for index in nodes)

@@ -1,0 +1,226 @@
+"""The line of units that a program is: what can be placed on stages, priced, with the nodes that each unit stands for.
+
+A unit is a forward op with its backward. Ops of the forward that autograd knows by one sequence number (a product and its bias)
+are one unit, since their backward is one. Which unit a backward node belongs to is what `assign_stages` says, with units for
+stages: it goes by sequence numbers, maxima and minima alone, so that stages and units agree however the line is cut.
+
+    views       stay with what they show, and are no value of their own where they show all of it: what is sent is what they
+                show. One that is larger (expand) is a unit, which the search puts behind a cut, not before it.
+    copied ops  (masks, positions, transposed weights: `copied`) are no units and no values: each stage makes its own.
+                Their seconds are the first reader's.
+    saved       bytes are the producer's. A stage that reads the value of another one in its backward has received it.
+    parameters  that one unit reads are its own; those of several units, be it through copied ops, are shared.
+    buffers     that change from microbatch to microbatch are read and made by one unit.
+    gradients   are reduced over replicas once a step, not for each microbatch: that reshard has no seconds here, nor has what
+                else runs once a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from autopar.cost.model import CostModel, is_view
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.markers import save
+from autopar.ir.mesh import MICROBATCHES
+from autopar.ir.printing import op_name
+from autopar.ir.program import Program, results_of
+from autopar.ir.reshard import steps
+from autopar.pipeline.assign import assign_stages, copied
+from autopar.pipeline.placement_problem import Line, Shared, Unit, Value
+from autopar.pipeline.stage_work import Work
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ProgramLine:
+    """`nodes[u]` are the calls of unit u, forward and backward, in the graph's order; `copied` are those of no unit."""
+
+    line: Line
+    nodes: tuple[tuple[Node, ...], ...]
+    copied: frozenset[Node]
+
+    def forward_stages(self, stage_of: tuple[int, ...]) -> dict[Node, int]:
+        """The stage of every forward call that has one, for `assign_stages`, given that of each unit (`StagePlacement.stage_of`)."""
+        pairs = zip(self.nodes, stage_of, strict=True)
+        return {node: stage for nodes, stage in pairs for node in nodes if PHASE.get(node) == "forward"}
+
+
+def line_of(program: Program, cost: CostModel) -> ProgramLine:
+    """The line of a GLOBAL program that has its reshards, priced on one rank of `cost`'s mesh.
+
+    Seconds and bytes are those of a microbatch where the program's mesh has the axis in time, else those of the whole batch.
+    Reads: PHASE, STRATEGY, SHARDING, DIMS, SOURCE, `save` nodes, autograd's sequence numbers.
+    """
+    return _Reading(program, cost).result()
+
+
+@dataclass
+class _Reading:
+    program: Program
+    cost: CostModel
+    # Of every call but the copied ones its unit, of every copied one the first unit that reads it; inputs as copied ones.
+    unit_of: dict[Node, int] = field(default_factory=dict[Node, int])
+
+    def __post_init__(self) -> None:
+        self.calls = [node for node in self.program.graph.nodes if node.op == "call_function"]
+        self.copied, self.work = copied(self.program), Work(self.program)
+        forward = self._units()
+        self.num_units = max(forward.values(), default=0) + 1
+        self.unit_of = assign_stages(self.program, forward, self.num_units)
+        self.readers: dict[Node, set[int]] = {}
+        for node in reversed(self.program.graph.nodes):
+            if node in self.copied or node.op == "placeholder":
+                readers = {unit for user in node.users if user.op == "call_function" for unit in self._units_of(user)}
+                self.readers[node] = readers
+                self.unit_of[node] = min(readers, default=0)
+
+    def _units_of(self, node: Node) -> set[int]:
+        return self.readers[node] if node in self.readers else {self.unit_of[node]}
+
+    def _units(self) -> dict[Node, int]:
+        """The number of the unit that each forward op is in, views left out that stay with what they show."""
+        has_backward = {node.meta.get("seq_nr") for node in self.calls if PHASE.get(node) == "backward"} - {None}
+        found: dict[Node, int] = {}
+        count, before = -1, None
+        for node in self.calls:
+            if PHASE.get(node) != "forward" or node in self.copied or (is_view(node) and not self._grows(node)):
+                continue
+            sequence = node.meta.get("seq_nr")
+            count += sequence != before or sequence not in has_backward
+            before, found[node] = sequence, count
+        return self._joined(found)
+
+    def _joined(self, units: dict[Node, int]) -> dict[Node, int]:
+        """With those between the first and the last that read or make a buffer which changes made one: the next microbatch reads on an
+        early stage what a later one would still have to make of this one, and what it becomes leaves its stage once."""
+        spans: list[tuple[int, int]] = []
+        old = {item.name: node for item, node in self.program.named_inputs() if item.kind == "buffer"}
+        for output, node in self.program.named_outputs():
+            if output.kind == "buffer":
+                touched = self._nearest(units, old[output.name], False) | self._nearest(units, node, True)
+                touched |= {unit for user in node.users for unit in self._nearest(units, user, False) if PHASE.get(user) == "forward"}
+                spans += [(min(touched), max(touched))] if touched else []
+        inside = {unit for first, last in spans for unit in range(first + 1, last + 1)}
+        numbers, count = list[int](), -1
+        for unit in range(max(units.values(), default=-1) + 1):
+            count += unit not in inside
+            numbers.append(count)
+        return {node: numbers[unit] for node, unit in units.items()}
+
+    def _nearest(self, units: dict[Node, int], node: Node, above: bool) -> set[int]:
+        """The units of those readers of `node` that have one, through views and copied ops; `above`, of what it is made from."""
+        if node in units:
+            return {units[node]}
+        others = node.all_input_nodes if above else node.users
+        return {unit for other in others if PHASE.get(other) == "forward" for unit in self._nearest(units, other, above)}
+
+    def _grows(self, node: Node) -> bool:
+        """Whether a view has more elements than what it shows."""
+        return node.target is not operator.getitem and self.num_bytes(node) > self.num_bytes(node.all_input_nodes[0])
+
+    def num_bytes(self, node: Node) -> float:
+        """Of the results on one rank."""
+        results = zip(DIMS[node], results_of(node), SHARDING[node], strict=True)
+        return sum(self.cost.local_bytes(dims, value.dtype, sharding) for dims, value, sharding in results if value is not None)
+
+    def result(self) -> ProgramLine:
+        nodes: list[list[Node]] = [[] for _ in range(self.num_units)]
+        seconds = {"forward": [0.0] * self.num_units, "backward": [0.0] * self.num_units}
+        saved, working = [0.0] * self.num_units, [0.0] * self.num_units
+        for node in self.calls:
+            unit = self.unit_of[node]
+            seconds[PHASE.get(node) or "forward"][unit] += self.seconds(node)
+            working[unit] = max(working[unit], self.working_bytes(node))
+            saved[unit] += self.num_bytes(node) if node.target is save else 0.0
+            if node not in self.copied:
+                nodes[unit].append(node)
+        held, shared = self.parameters()
+        columns = zip(map(_name, nodes), seconds["forward"], seconds["backward"], held, saved, working, strict=True)
+        line = Line(tuple(itertools.starmap(Unit, columns)), tuple(self.values()), shared)
+        return ProgramLine(line, tuple(map(tuple, nodes)), self.copied)
+
+    def seconds(self, node: Node) -> float:
+        if node in self.work.once:
+            return 0.0
+        if node.target is not reshard:
+            return self.cost.node(node, STRATEGY[node]).seconds
+        if node in self.work.finishing:
+            return 0.0
+        total, value, source = 0.0, results_of(node)[0], node.all_input_nodes[0]
+        assert value is not None
+        for step in steps(DIMS[node][0], SHARDING[source][0], SHARDING[node][0], self.program.mesh):
+            axes = tuple(axis for axis in step.axes if axis != MICROBATCHES)
+            if axes and step.collective != "slice":
+                sizes = (step.num_input * value.dtype.itemsize, step.num_output * value.dtype.itemsize)
+                total += self.cost.collective(step.collective, axes, *sizes).seconds
+        return total
+
+    def working_bytes(self, node: Node) -> float:
+        if node.target is not reshard:
+            return self.cost.traffic_bytes(node, STRATEGY[node])
+        return self.num_bytes(node) + self.num_bytes(node.all_input_nodes[0])
+
+    def parameters(self) -> tuple[list[float], tuple[Shared, ...]]:
+        """What each unit holds alone, and what several do."""
+        held, shared = [0.0] * self.num_units, list[Shared]()
+        for item, node in self.program.named_inputs():
+            if item.kind not in ("parameter", "buffer"):
+                continue
+            num_bytes = self.cost.optimizer.held_bytes(item, self.num_bytes(node))
+            if len(self.readers[node]) > 1:
+                shared.append(Shared(tuple(sorted(self.readers[node])), num_bytes))
+            else:
+                held[self.unit_of[node]] += num_bytes
+        return held, tuple(shared)
+
+    def values(self) -> Iterator[Value]:
+        """What units make and later ones read, in the backward as well; a value and the views that show all of it are one."""
+        shown: dict[Node, Node] = {}
+        readers: dict[Node, set[int]] = {}
+        needs_gradient = self.needs_gradient()
+        for node in self.calls:
+            if node in self.copied:
+                continue
+            for operand in node.all_input_nodes:
+                if operand in shown:
+                    readers.setdefault(shown[operand], set()).add(self.unit_of[node])
+            if PHASE.get(node) == "forward" or self._shows_all(node, shown):
+                shown[node] = shown[node.all_input_nodes[0]] if self._shows_all(node, shown) else node
+        for node, units in readers.items():
+            later = tuple(sorted(unit for unit in units if unit > self.unit_of[node]))
+            if later:
+                yield Value(self.unit_of[node], later, self.num_bytes(node), node in needs_gradient)
+
+    def _shows_all(self, node: Node, shown: dict[Node, Node]) -> bool:
+        source = node.all_input_nodes[0] if node.all_input_nodes else None
+        if source not in shown or node.target is operator.getitem or not is_view(node):
+            return False
+        return math.isclose(self.num_bytes(node), self.num_bytes(source))
+
+    def needs_gradient(self) -> set[Node]:
+        """The forward calls that gradients flow through: what makes floating-point values of a trainable parameter, in the end."""
+        if all(PHASE.get(node) != "backward" for node in self.calls):
+            return set()
+        found = {node for item, node in self.program.named_inputs() if item.kind == "parameter" and item.requires_grad}
+        for node in self.calls:
+            is_floating = any(value is not None and value.dtype.is_floating_point for value in results_of(node))
+            if is_floating and node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+
+def _name(nodes: list[Node]) -> str:
+    """Of the first forward op that is no view, if there is one: its module in the user's model, and what it is."""
+    chosen = min(nodes, key=lambda node: (PHASE.get(node) == "backward", is_view(node)))
+    module = SOURCE[chosen].module if chosen in SOURCE else ""
+    return f"{module} {op_name(chosen.target)}".strip()

@@ -1,0 +1,1 @@
+"""What proves the compiler itself: rules run whole and in parts, random legal decisions."""

@@ -1,0 +1,1 @@
+"""Passes on the FORWARD program: before autograd derives the backward."""

@@ -1,0 +1,89 @@
+"""Which kernel runs each attention on a GPU: one of ours, written in Triton, or torch's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+from autopar.cost.hardware.attention_rates import winner
+from autopar.errors import PlanError
+from autopar.graph.emit import tensor_of
+from autopar.ir.fusion import Choice, KernelDecision, place_of
+from autopar.ir.keys import SOURCE, Source
+from autopar.ir.program import Program
+from autopar.kernels.attention import attention
+from autopar.kernels.attention_checks import KERNELS
+from autopar.kernels.attention_masks import Masks
+from autopar.kernels.gpu.attention_aten import why_not
+from autopar.plans.plan import Plan, node_keys
+
+logger = logging.getLogger("autopar")
+
+
+@dataclass(frozen=True)
+class ChooseKernels:
+    """`implementation=` of every `autopar.attention`: "triton" or "aten".
+
+    What torch's kernels do not know (masks, documents, windows, soft caps, dropout by position) ours run. What they know runs by the
+    plan, else as `kernels` asks ("triton", "aten"), else the kernel that was measured to be the fastest on `device`
+    (`autopar/cost/hardware/attention_rates.py`), and torch's where nothing was. Elsewhere than on a GPU it makes no difference.
+
+    Raises `PlanError` for a kernel of the plan that is neither.
+
+    Reads: a FORWARD program; run it after `KeyRandom`, and before the trace, whose backward is of the same kernel.
+    Writes: the option `implementation`.
+    """
+
+    kernels: str
+    device: str
+    planned: Mapping[str, str] = field(default_factory=dict[str, str])
+    name: str = "choose kernels"
+
+    @staticmethod
+    def by(kernels: str, device: str, plan: Plan | None) -> ChooseKernels:
+        return ChooseKernels(kernels, device, {} if plan is None else plan.kernels)
+
+    def decide(self, program: Program) -> KernelDecision:
+        wrong = {key: kernel for key, kernel in self.planned.items() if kernel not in KERNELS}
+        if wrong:
+            key, kernel = next(iter(wrong.items()))
+            raise PlanError(f"the plan's kernel of {key!r} is {kernel!r}; attention runs by {' or '.join(map(repr, KERNELS))}")
+        keys = node_keys(program)
+        unknown = sorted(set(self.planned) - {keys[node] for node in program.graph.nodes if node.target is attention})
+        if unknown:
+            logger.warning("the plan has kernels for %d attentions that are not here, the first is %r", len(unknown), unknown[0])
+        return KernelDecision(tuple(self._choice(node, keys[node]) for node in program.graph.nodes if node.target is attention))
+
+    def apply(self, program: Program, decision: KernelDecision) -> Program:
+        program, kernels = program.copy(), decision.kernels
+        for node, key in node_keys(program).items():
+            if key in kernels:
+                node.kwargs = {**node.kwargs, "implementation": kernels[key]}
+        return program
+
+    def _choice(self, node: Node, key: str) -> Choice:
+        return Choice(key, *self._kernel(node, key), place_of("attention", SOURCE.get(node) or Source(), node.name))
+
+    def _kernel(self, node: Node, key: str) -> tuple[str, str]:
+        """The kernel, and the reason."""
+        query, key_tensor, value = (tensor_of(each) for each in node.args[:3])
+        masks = Masks(*(None if each is None else tensor_of(each) for each in node.args[3:]), **node.kwargs)
+        unknown = why_not(query, key_tensor, value, masks) or _sums(node)
+        if unknown is not None:
+            return "triton", f"torch's kernels do not know {unknown}"
+        if key in self.planned:
+            return self.planned[key], "by the plan"
+        if self.kernels != "auto":
+            return "triton" if self.kernels == "triton" else "aten", f'kernels="{self.kernels}"'
+        fastest = winner(self.device, query.shape[3], key_tensor.shape[2], masks.is_causal)
+        if fastest is None:
+            return "aten", f"nothing was measured on {self.device}; ours where torch has none for it"
+        return fastest.kernel, str(fastest)
+
+
+def _sums(node: Node) -> str | None:
+    """Torch's kernels give log Σ exp no gradient."""
+    return "gradients of log_sum_exp" if any(user.args[1] == 1 for user in node.users) else None

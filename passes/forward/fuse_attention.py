@@ -1,0 +1,94 @@
+"""Attention, however it is written, becomes one op of ours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autopar.graph.constants import Constants
+from autopar.ir.fusion import Found, FusionDecision, Refused
+from autopar.ir.program import Program
+from autopar.passes.fuse.attention.contractions import is_contraction
+from autopar.passes.fuse.attention.match import match, why_not_used
+from autopar.passes.fuse.attention.scores import NotScores
+from autopar.passes.fuse.attention.softmax import softmax_at
+from autopar.passes.fuse.attention.write import write
+
+
+@dataclass(frozen=True)
+class FuseAttention:
+    """softmax(scale · Q Kᵀ + mask) V in plain ops → `autopar.attention` and its result 0.
+
+    From every product whose operand is a softmax of a product: scales, masks, casts, dropout, layouts and repeated heads are read
+    on the way up (`passes/fuse/attention/`), and rewritten only where both compute the same for all values. The decision says
+    what was found where, on which conditions, and why a near miss is none.
+
+    Reads: val and the source of nodes of a FORWARD program in which random ops are still ATen's: run it before `KeyRandom`.
+    Writes: `autopar.attention` on [B, H, S, D] operands, with dropout one that `KeyRandom` is to draw. With a sink, result 0 times
+        sigmoid(result 1 − sink).
+    Ensures: what is decided to be fused is; a softmax that is left is no attention, or has its reason in the decision.
+    """
+
+    name: str = "fuse attention"
+
+    def decide(self, program: Program) -> FusionDecision:
+        constants, found, reached = Constants(program), list[Found](), set[Node]()
+        for node in program.graph.nodes:
+            if node.op == "call_function" and is_contraction(node):
+                each = _looked_at(node, constants, reached)
+                found += [] if each is None else [each]
+        return FusionDecision((*found, *_unused(program, constants, reached)))
+
+    def apply(self, program: Program, decision: FusionDecision) -> Program:
+        program = program.copy()
+        constants = Constants(program)
+        for each in decision.fused:
+            found = match(program.node(each.node), constants)
+            assert found is not None, each
+            write(found)
+        if decision.fused:
+            program.graph.eliminate_dead_code()
+        return program
+
+
+def _looked_at(product: Node, constants: Constants, reached: set[Node]) -> Found | None:
+    """What there is to say of `product`, if anything. `reached` gets the softmaxes that it speaks of."""
+    try:
+        found = match(product, constants)
+    except NotScores:
+        return None
+    except Refused as reason:
+        reached.update(_softmaxes_above(product))
+        return Found.at(product, "attention", reason=str(reason))
+    if found is None:
+        return None
+    reached.update(found.weights.interior)
+    return Found.at(product, "attention", found.conditions())
+
+
+def _softmaxes_above(product: Node) -> set[Node]:
+    """Softmaxes up to the next product above."""
+    found, pending = set[Node](), list(product.all_input_nodes)
+    while pending:
+        node = pending.pop()
+        if node.op != "call_function" or node in found or is_contraction(node):
+            continue
+        found.add(node)
+        pending += node.all_input_nodes
+    return found
+
+
+def _unused(program: Program, constants: Constants, reached: set[Node]) -> list[Found]:
+    found: list[Found] = []
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node in reached:
+            continue
+        try:
+            softmax = softmax_at(node)
+        except Refused:
+            continue
+        reason = why_not_used(node, constants) if softmax is not None else None
+        if reason is not None:
+            found.append(Found.at(node, "attention", reason=reason))
+    return found

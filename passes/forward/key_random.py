@@ -1,0 +1,285 @@
+"""Random ops draw by (seed, step, site, logical position): the same on any mesh, and in any repetition.
+
+The numbers differ from eager's, which come from a generator whose state depends on how many draws went before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from autopar.errors import CaptureError
+from autopar.graph.draws import MOST_INTEGERS, Draws
+from autopar.graph.emit import Emitter, replace, tensor_of
+from autopar.ir.arguments import float_at, int_at
+from autopar.ir.keys import SITE, SOURCE, Site
+from autopar.ir.program import Input, Program
+from autopar.kernels.attention import attention
+from autopar.ops.rules.labels import argument
+
+aten = torch.ops.aten
+
+_RANDOM_KEY = "random_key"
+# Where attention takes what it draws from.
+_DRAWS = slice(6, 9)
+Lowered = Node | tuple[Node, Node]
+
+
+@dataclass(frozen=True)
+class KeyRandom:
+    """Dropout and random ops become integer arithmetic on positions (`autopar/graph/draws.py`).
+
+    Reads: a FORWARD program; attention's dropout as `UnifyAttention` and `FuseAttention` leave it.
+    Writes: plain ATen ops in the place of random ones; positions and words into attention, which draws by itself; and, if anything
+        is drawn, one more input, the last, of kind "random_key": int64, 0-d, in [0, 2**62), mixed from seed and step by
+        `autopar.runtime.execute.random_key`. Sites have the numbers that `number_sites` gave them; those without one follow, in graph
+        order.
+    Ensures: no op draws from a generator. Dropout in evaluation, or of probability 0, is gone. Raises `CaptureError` naming every
+        random op that cannot be keyed.
+    """
+
+    name: str = "key random"
+
+    def apply(self, program: Program) -> Program:
+        program = program.copy()
+        for node in [node for node in program.graph.nodes if node.target in _DROPOUTS_AND_ALPHA and not _drops(node)]:
+            _replace(node, _kept(node))
+        sites = [node for node in program.graph.nodes if _is_random(node)]
+        _refuse({node: why for node in sites if (why := _why_not(node)) is not None})
+        if not sites:
+            return program
+        program, key = _with_random_key(program)
+        numbers = _numbers(sites)
+        draws = Draws(program.graph, key, max(number + _SITES[node.target].num_streams for node, number in numbers.items()))
+        for node in sites:
+            site, emit = _SITES[node.target], Emitter(program.graph, before=node)
+            draws.begin(numbers[node])
+            by = site.lower(draws, emit, node)
+            _replace(node, emit.call(aten.copy_.default, node.args[0], by) if site.in_place else by)
+        return program
+
+
+def number_sites(program: Program) -> Program:
+    """`program`, as it was captured, with a SITE on every op that draws: its number is its own, whatever is fused later."""
+    drawing = [node for node in program.graph.nodes if _is_random(node) and (node.target not in _DROPOUTS_AND_ALPHA or _drops(node))]
+    number = 0
+    for node in drawing:
+        SITE[node] = Site(number)
+        number += _SITES[node.target].num_streams if node.target in _SITES else 1
+    return program
+
+
+def _numbers(sites: Sequence[Node]) -> dict[Node, int]:
+    known = {node: SITE[node].number for node in sites if node in SITE}
+    following = max((number + _SITES[node.target].num_streams for node, number in known.items()), default=0)
+    numbers: dict[Node, int] = {}
+    for node in sites:
+        numbers[node] = known.get(node, following)
+        following += 0 if node in known else _SITES[node.target].num_streams
+    return numbers
+
+
+@dataclass(frozen=True)
+class _Site:
+    """How a random op is lowered, how many independent streams that takes, and whether its operand is overwritten."""
+
+    lower: Callable[[Draws, Emitter, Node], Lowered]
+    num_streams: int = 1
+    in_place: bool = False
+
+
+def _drops(node: Node) -> bool:
+    """Whether a dropout is one: in training, with a probability above 0."""
+    return argument(node, 2, "train") is not False and argument(node, 1, "p") > 0.0
+
+
+def _kept(node: Node) -> Lowered:
+    value = node.args[0]
+    assert isinstance(value, Node)
+    if node.target is not aten.native_dropout.default:
+        return value
+    return value, Emitter(node.graph, before=node).call(aten.ones_like.default, value, dtype=torch.bool)
+
+
+def _is_random(node: Node) -> bool:
+    if node.target is attention:
+        return bool(node.kwargs["keep_below"]) and node.args[_DRAWS] == (None, None, None)
+    if node.op != "call_function" or torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if node.target is aten.scaled_dot_product_attention.default:
+        return argument(node, 4, "dropout_p", 0.0) > 0.0
+    if node.target in _RECURRENT:
+        dropout = _RECURRENT[node.target]
+        return bool(node.args[dropout + 1]) and float_at(node, dropout) > 0.0
+    return node.target is not aten.rrelu.default or bool(argument(node, 3, "training", False))
+
+
+def _why_not(node: Node) -> str | None:
+    """Why the draws of `node` cannot be keyed, if they cannot; "" where nobody has said how."""
+    if node.target not in _SITES:
+        return ""
+    if node.target in (aten.randint.default, aten.randint.low):
+        low, high = (0, int_at(node, 0)) if node.target is aten.randint.default else (int_at(node, 0), int_at(node, 1))
+        return f"of {high - low} integers, where at most 2**31 are told apart" if high - low > MOST_INTEGERS else None
+    value = node.meta["val"]
+    is_complex = isinstance(value, torch.Tensor) and value.is_complex() and node.target not in _DROPOUTS
+    return f"of {value.dtype}, where draws are real numbers" if is_complex else None
+
+
+def _refuse(reasons: Mapping[Node, str]) -> None:
+    if reasons:
+        lines = "\n".join(
+            f"  {node.target} at {SOURCE.get(node) or '(no source line)'}{why and ', ' + why}" for node, why in reasons.items()
+        )
+        raise CaptureError(
+            f"the draws of these ops cannot be keyed by position:\n{lines}\n"
+            "  how to mend it: use dropout, rand, randn, randint, bernoulli, uniform_, normal_ or exponential_, or draw outside of forward"
+        )
+
+
+def _with_random_key(program: Program) -> tuple[Program, Node]:
+    graph = program.graph
+    like = next(tensor_of(node) for node in graph.nodes if isinstance(node.meta.get("val"), torch.Tensor))
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        key = graph.placeholder(_RANDOM_KEY)
+    key.meta["val"] = like.new_empty((), dtype=torch.int64)
+    inputs = (*program.signature.inputs, Input("random_key", _RANDOM_KEY, (), torch.int64))
+    return dataclasses.replace(program, signature=dataclasses.replace(program.signature, inputs=inputs)), key
+
+
+def _replace(node: Node, by: Lowered) -> None:
+    if isinstance(by, Node):
+        replace(node, by)
+        return
+    for user in list(node.users):
+        assert user.target is operator.getitem, user.format_node()
+        replace(user, by[int_at(user, 1)])
+    node.graph.erase_node(node)
+
+
+def _dropped(emit: Emitter, node: Node, mask: Node) -> Node:
+    """value · mask / (1 − p). The mask stays bool: a byte per element is what the backward keeps of it."""
+    value, probability = argument(node, 0), argument(node, 1, "p")
+    scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
+    return emit.call(aten.mul.Tensor, emit.call(aten.mul.Tensor, value, mask), scale)
+
+
+def _dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _dropped(emit, node, draws.mask(emit, tensor_of(node).shape, 1.0 - argument(node, 1, "p")))
+
+
+def _native_dropout(draws: Draws, emit: Emitter, node: Node) -> tuple[Node, Node]:
+    mask = draws.mask(emit, tensor_of(argument(node, 0)).shape, 1.0 - argument(node, 1, "p"))
+    return _dropped(emit, node, mask), mask
+
+
+def _feature_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
+    """Drops whole channels."""
+    shape = tensor_of(node).shape
+    return _dropped(emit, node, draws.mask(emit, [*shape[:2], *(1 for _ in shape[2:])], 1.0 - argument(node, 1, "p")))
+
+
+def _attention(draws: Draws, emit: Emitter, node: Node) -> Node:
+    query, key = tensor_of(node.args[0]), tensor_of(node.args[1])
+    shape, site = [*query.shape[:3], key.shape[2]], SITE.get(node)
+    strides = site.strides if site is not None else None
+    positions = draws.positions(emit, shape) if strides is None else draws.strided_positions(emit, shape, strides)
+    return emit.call(attention, *node.args[: _DRAWS.start], *positions, **node.kwargs)
+
+
+def _uniform(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return draws.uniform(emit, tensor_of(node).shape, tensor_of(node).dtype)
+
+
+def _uniform_in_place(draws: Draws, emit: Emitter, node: Node) -> Node:
+    low, high = argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0)
+    return _affine(emit, _uniform(draws, emit, node), high - low, low)
+
+
+def _normal(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return draws.normal(emit, tensor_of(node).shape, tensor_of(node).dtype)
+
+
+def _normal_in_place(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _affine(emit, _normal(draws, emit, node), argument(node, 2, "std", 1.0), argument(node, 1, "mean", 0.0))
+
+
+def _exponential(draws: Draws, emit: Emitter, node: Node) -> Node:
+    draw = draws.exponential(emit, tensor_of(node).shape, tensor_of(node).dtype)
+    return emit.call(aten.mul.Tensor, draw, 1.0 / argument(node, 1, "lambd", 1.0))
+
+
+def _affine(emit: Emitter, value: Node, scale: float, shift: float) -> Node:
+    return emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, value, scale), shift)
+
+
+def _integer(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return emit.cast(draws.integer(emit, tensor_of(node).shape, 0, argument(node, 0, "high")), tensor_of(node).dtype)
+
+
+def _integer_between(draws: Draws, emit: Emitter, node: Node) -> Node:
+    low, high = argument(node, 0, "low"), argument(node, 1, "high")
+    return emit.cast(draws.integer(emit, tensor_of(node).shape, low, high), tensor_of(node).dtype)
+
+
+def _bernoulli(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _bernoulli_of(draws, emit, node, argument(node, 0))
+
+
+def _bernoulli_tensor(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _bernoulli_of(draws, emit, node, argument(node, 1, "p"))
+
+
+def _bernoulli_number(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return emit.cast(draws.mask(emit, tensor_of(node).shape, argument(node, 1, "p", 0.5)), tensor_of(node).dtype)
+
+
+def _bernoulli_of(draws: Draws, emit: Emitter, node: Node, probabilities: Node) -> Node:
+    dtype = torch.float64 if tensor_of(probabilities).dtype == torch.float64 else torch.float32
+    draw = draws.uniform(emit, tensor_of(node).shape, dtype)
+    return emit.cast(emit.call(aten.lt.Tensor, draw, probabilities), tensor_of(node).dtype)
+
+
+_DROPOUTS: dict[object, _Site] = {
+    aten.dropout.default: _Site(_dropout),
+    aten.dropout_.default: _Site(_dropout, in_place=True),
+    aten.native_dropout.default: _Site(_native_dropout),
+    aten.feature_dropout.default: _Site(_feature_dropout),
+    aten.feature_dropout_.default: _Site(_feature_dropout, in_place=True),
+}
+# The alpha dropouts are not keyed, but in evaluation they are nothing, too.
+_DROPOUTS_AND_ALPHA = {
+    *_DROPOUTS,
+    aten.alpha_dropout.default,
+    aten.alpha_dropout_.default,
+    aten.feature_alpha_dropout.default,
+    aten.feature_alpha_dropout_.default,
+}
+# Recurrent networks, with the position of their dropout, in front of whether they train.
+_RECURRENT: dict[object, int] = {
+    op: 5 + is_packed
+    for each in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
+    for is_packed, op in enumerate((each.input, each.data))
+}
+_SITES: dict[object, _Site] = _DROPOUTS | {
+    attention: _Site(_attention),
+    aten.rand.default: _Site(_uniform),
+    aten.rand_like.default: _Site(_uniform),
+    aten.uniform_.default: _Site(_uniform_in_place, in_place=True),
+    aten.randn.default: _Site(_normal, 2),
+    aten.randn_like.default: _Site(_normal, 2),
+    aten.normal_.default: _Site(_normal_in_place, 2, in_place=True),
+    aten.exponential_.default: _Site(_exponential, in_place=True),
+    aten.randint.default: _Site(_integer),
+    aten.randint.low: _Site(_integer_between),
+    aten.bernoulli.default: _Site(_bernoulli),
+    aten.bernoulli.p: _Site(_bernoulli_number),
+    aten.bernoulli.Tensor: _Site(_bernoulli_tensor),
+    aten.bernoulli_.float: _Site(_bernoulli_number, in_place=True),
+    aten.bernoulli_.Tensor: _Site(_bernoulli_tensor, in_place=True),
+}

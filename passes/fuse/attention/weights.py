@@ -1,0 +1,127 @@
+"""From the product with the values up to the softmax: dropout, casts, factors, and zeros where nothing is attended to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.constants import Constants
+from autopar.graph.emit import tensor_of
+from autopar.ir.arguments import float_at, node_at
+from autopar.ir.fusion import Refused
+from autopar.ops.spellings import PRODUCTS, QUOTIENTS, is_cast
+from autopar.passes.fuse.attention.layout import Labels, Layout, above
+from autopar.passes.fuse.attention.scores import DROPOUTS, reaches_product
+from autopar.passes.fuse.attention.sinks import sunk_softmax_at
+from autopar.passes.fuse.attention.softmax import Softmax, softmax_at
+
+aten = torch.ops.aten
+
+_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+_ZEROING = (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
+
+
+@dataclass
+class Weights:
+    """scale · dropout(softmax), the softmax's result carrying `layout`.
+
+    `zeroed` are conditions under which a weight becomes 0; with `safe` rows that attend to nothing do. `dropped` is the node that drops
+    some, with the layout of its value.
+    """
+
+    softmax: Softmax
+    layout: Layout
+    scale: float = 1.0
+    dropout: float = 0.0
+    dropped: tuple[Node, Layout] | None = None
+    safe: bool = False
+    zeroed: list[Node] = field(default_factory=list)
+    interior: set[Node] = field(default_factory=set)
+    dtypes: set[torch.dtype] = field(default_factory=set)
+
+
+def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constants) -> Weights | None:
+    """The attention weights that the operand `node` of a product holds; None where there is nothing like them. Raises `Refused`."""
+    try:
+        softmax = softmax_at(node) or sunk_softmax_at(node)
+    except Refused:
+        if reaches_product(node):
+            raise
+        return None
+    if softmax is not None:
+        # What attends to nothing leaves its weight to the sink.
+        found = Weights(softmax, layout, safe=softmax.spelled == "safe softmax" or softmax.sink is not None)
+        found.interior |= softmax.interior
+        found.dtypes |= {value.dtype for each in softmax.interior if isinstance(value := each.meta["val"], torch.Tensor)} & _FLOATS
+        return found
+    inner = above(node, layout, labels) or _same_layout(node, layout, constants)
+    if inner is None:
+        return _nothing_like_weights(node)
+    found = weights_above(*inner, labels, constants)
+    if found is not None:
+        _apply(node, layout, found, constants)
+        found.interior.add(node)
+        found.dtypes.add(tensor_of(node).dtype)
+    return found
+
+
+def _same_layout(node: Node, layout: Layout, constants: Constants) -> tuple[Node, Layout] | None:
+    if node.target in (*DROPOUTS, aten.nan_to_num.default, *_ZEROING) or is_cast(node):
+        return node_at(node, 0), layout
+    if node.target in (*PRODUCTS, *QUOTIENTS):
+        left, right = node.args[:2]
+        if isinstance(left, Node) and constants.number(right) is not None:
+            return left, layout
+        if node.target in PRODUCTS and isinstance(right, Node) and constants.number(left) is not None:
+            return right, layout
+    return None
+
+
+def _apply(node: Node, layout: Layout, weights: Weights, constants: Constants) -> None:
+    """Note what `node` does to the weights below it."""
+    if node.target in DROPOUTS and node.args[2] and float_at(node, 1) > 0.0:
+        if weights.dropout:
+            raise Refused("there are two dropouts on the probabilities")
+        weights.dropout, weights.dropped = float_at(node, 1), (node, layout)
+    elif node.target in PRODUCTS or node.target in QUOTIENTS:
+        number = next(found for item in reversed(node.args[:2]) if (found := constants.number(item)) is not None)
+        weights.scale *= number if node.target in PRODUCTS else 1.0 / number
+    elif node.target is aten.nan_to_num.default:
+        if len(node.args) > 1 and node.args[1] not in (None, 0.0):
+            raise Refused(f"a row that attends to nothing becomes {node.args[1]}")
+        weights.safe = True
+    elif node.target in _ZEROING:
+        if constants.number(node.args[2]) != 0.0:
+            raise Refused(f"probabilities are replaced by {node.args[2]}")
+        weights.zeroed.append(node.args[1])  # type: ignore[arg-type]
+
+
+def _nothing_like_weights(node: Node) -> Weights | None:
+    """Silence, but where scores become weights in another way than by a softmax."""
+    if not isinstance(node.meta.get("val"), torch.Tensor) or node.op != "call_function" or not reaches_product(node):
+        return None
+    parts = str(node.target).split(".")
+    name = parts[1] if len(parts) > 1 else "a result of an op with several"
+    softmax = _softmax_near(node)
+    if name in ("mul", "mul_", "div", "div_", "add", "sub", "where") and softmax is not None:
+        raise Refused(f"the probabilities are changed before the product: {name} with a tensor")
+    if name in ("sigmoid", "relu", "tanh", "softplus", "elu", "hardtanh", "square", "exp"):
+        raise Refused(f"the weights are {name} of the scores, not a softmax")
+    if softmax is not None:
+        raise Refused(f"the probabilities go through {name}")
+    return None
+
+
+def _softmax_near(node: Node) -> Node | None:
+    """A softmax among the operands of `node`, or one layout op or cast above them."""
+    for operand in node.all_input_nodes:
+        while operand.op == "call_function" and len(operand.all_input_nodes) == 1:
+            try:
+                if softmax_at(operand) is not None:
+                    return operand
+            except Refused:
+                return operand
+            operand = operand.all_input_nodes[0]
+    return None

@@ -1,0 +1,170 @@
+"""The five activations, by name or written by hand as a product.
+
+silu       x · sigmoid(x)                                 sigmoid(x) may be 1 / (1 + exp(-x))
+gelu       x · (1 + erf(x / sqrt 2)) / 2
+gelu_tanh  x · (1 + tanh(sqrt(2 / pi) · (x + 0.044715 x³))) / 2
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.constants import Constants
+from autopar.graph.emit import tensor_of
+from autopar.ir.arguments import node_at
+from autopar.ir.fusion import Refused
+from autopar.passes.fuse.gate.checks import same_as
+from autopar.passes.fuse.gate.factors import Factor, Factors, Stage, factor_of, products_of
+from autopar.passes.fuse.gate.polynomials import SUMS, Polynomial, polynomial
+
+aten = torch.ops.aten
+
+_NAMED: dict[object, str] = {
+    aten.silu.default: "silu",
+    aten.silu_.default: "silu",
+    aten.relu.default: "relu",
+    aten.relu_.default: "relu",
+    aten.sigmoid.default: "sigmoid",
+    aten.sigmoid_.default: "sigmoid",
+    aten.special_expit.default: "sigmoid",
+}
+_GELUS = (aten.gelu.default, aten.gelu_.default)
+# Functions of which an activation by hand is made: the activation, and what they take of its operand.
+_WITHIN: dict[object, tuple[str, Polynomial]] = {
+    aten.erf.default: ("gelu", {1: math.sqrt(0.5)}),
+    aten.special_erf.default: ("gelu", {1: math.sqrt(0.5)}),
+    aten.tanh.default: ("gelu_tanh", {1: math.sqrt(2 / math.pi), 3: 0.044715 * math.sqrt(2 / math.pi)}),
+}
+# Coefficients that are this near mean the same: they are written with ten digits.
+_TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Activated:
+    """`number` · `kind`(`gate`), made by the nodes `interior`; what is left of the product are the factors `rest`."""
+
+    kind: str
+    gate: Node
+    number: float
+    interior: frozenset[Node]
+    rest: tuple[Factor, ...] = ()
+    by_hand: bool = False
+
+
+def activation_at(node: Node, constants: Constants) -> Activated | None:
+    """The activation whose value `node` is."""
+    factor = factor_of(node, constants)
+    found = named(factor, constants)
+    if found is None and (product := next(products_of(factor.core.node, constants), None)) is not None:
+        product = Factors(product.items, factor.core.number * product.number, factor.core.passed | product.interior)
+        found = next((each for each in by_hand(product, constants) if not each.rest), None)
+    return found if found is not None and math.isclose(found.number, 1.0, rel_tol=_TOLERANCE) else None
+
+
+def named(factor: Factor, constants: Constants) -> Activated | None:
+    """One factor that is an activation, or 1 / (1 + exp(-x))."""
+    core = factor.core
+    kind = _NAMED.get(core.node.target)
+    if core.node.target in _GELUS:
+        kind = "gelu" if core.node.kwargs.get("approximate", "none") == "none" else "gelu_tanh"
+    if kind is not None and not factor.divides:
+        return Activated(kind, node_at(core.node, 0), core.number, core.passed | {core.node})
+    logistic = _logistic(factor, constants)
+    return None if logistic is None else Activated("sigmoid", *logistic, by_hand=True)
+
+
+def by_hand(product: Factors, constants: Constants) -> Iterator[Activated]:
+    """The activations that two factors of `product` make up together. Raises `Refused` for one that is nearly gelu."""
+    for first in product.items:
+        for second in product.items:
+            if first is second or first.divides:
+                continue
+            rest = tuple(item for item in product.items if item is not first and item is not second)
+            yield from _pair(first.stages, second, product, rest, constants)
+
+
+def _pair(stages: Sequence[Stage], second: Factor, product: Factors, rest: tuple[Factor, ...], constants: Constants) -> Iterator[Activated]:
+    """x · h(x): `stages` are what x may be, `second` holds h."""
+    gated = named(second, constants)
+    for stage in stages:
+        same = same_as(stage.node)
+        interior = product.interior | stage.passed
+        if gated is not None and gated.kind == "sigmoid" and not same.isdisjoint(same_as(gated.gate)):
+            number = product.number * stage.number * gated.number
+            yield Activated("silu", stage.node, number, interior | gated.interior, rest, by_hand=True)
+            return
+        found = None if second.divides else _one_plus(second.core, same, constants, bool(rest))
+        if found is not None:
+            kind, number, inside = found
+            number *= product.number * stage.number * second.core.number / 0.5
+            yield Activated(kind, stage.node, number, interior | second.core.passed | inside, rest, by_hand=True)
+            return
+
+
+def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozenset[Node]] | None:
+    """x, the number and the nodes of number / (1 + exp(-x))."""
+    stage, interior = factor.core, factor.core.passed
+    number = 1.0 / stage.number if factor.divides and stage.number else stage.number
+    total = stage.node
+    if not factor.divides:
+        if total.target is aten.reciprocal.default:
+            total = total.args[0]
+        elif total.target in (aten.div.Tensor, aten.true_divide.Tensor) and (above := constants_of(total.args[0], constants)) is not None:
+            number *= above
+            total = total.args[1]
+        else:
+            return None
+        interior |= {stage.node}
+    if not isinstance(total, Node) or total.target not in SUMS or total.kwargs:
+        return None
+    left, right = total.args[:2]
+    one, exponential = (left, right) if constants_of(left, constants) == 1.0 else (right, left)
+    if constants_of(one, constants) != 1.0 or not isinstance(exponential, Node) or exponential.target is not aten.exp.default:
+        return None
+    negated = exponential.args[0]
+    assert isinstance(negated, Node)
+    if negated.target is not aten.neg.default:
+        return None
+    return node_at(negated, 0), number, interior | {total, exponential, negated}
+
+
+def constants_of(value: object, constants: Constants) -> float | None:
+    """A literal, or a tensor of one element that is known."""
+    return None if isinstance(value, Node) and tensor_of(value).numel() != 1 else constants.number(value)
+
+
+def _one_plus(stage: Stage, same: set[Node], constants: Constants, is_gate: bool) -> tuple[str, float, frozenset[Node]] | None:
+    """The activation, the number a and the nodes, where `stage` is a + a · h(x) and h what an activation by hand is made of."""
+    total = stage.node
+    if total.target not in SUMS or total.kwargs:
+        return None
+    for number, other in (total.args[:2], total.args[1::-1]):
+        value = constants_of(number, constants)
+        if value is None or not isinstance(other, Node):
+            continue
+        core = factor_of(other, constants).core
+        if core.node.target not in _WITHIN or value == 0.0 or not math.isclose(core.number, value, rel_tol=_TOLERANCE):
+            continue
+        kind, wanted = _WITHIN[core.node.target]
+        interior = {total, core.node, *core.passed}
+        found = polynomial(core.node.args[0], same, constants, interior)
+        if found is None:
+            continue
+        if _is_near(found, wanted):
+            return kind, value, frozenset(interior)
+        if is_gate and found.keys() == wanted.keys():
+            raise Refused(f"its activation is not {kind}: {_written(found)} stands where {kind} has {_written(wanted)}")
+    return None
+
+
+def _is_near(found: Polynomial, wanted: Polynomial) -> bool:
+    return found.keys() == wanted.keys() and all(math.isclose(found[degree], value, rel_tol=_TOLERANCE) for degree, value in wanted.items())
+
+
+def _written(terms: Polynomial) -> str:
+    return " + ".join(f"{value:.12g} x^{degree}" for degree, value in sorted(terms.items()))

@@ -1,0 +1,74 @@
+"""The atoms of every value, and which of them are the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from autopar.ir.keys import BATCH, DIMS
+from autopar.ir.program import Program
+from autopar.ops.atom_classes import Atom, AtomClasses, atoms_of, read_by
+from autopar.ops.atoms import find_atoms
+from autopar.ops.strategies import factors_of
+
+
+@dataclass(frozen=True)
+class FindAtoms:
+    """Break every dim into atoms, and follow the batch from the inputs through all ops.
+
+    Reads: val, the signature's batch dims. Writes: DIMS, BATCH. Ensures: dims with equal labels in an op's rule have
+    equal atoms; every atom that walks with an input's batch dim is marked, one of a constant where all its uses are.
+    """
+
+    name: str = "find atoms"
+
+    def apply(self, program: Program) -> Program:
+        program = find_atoms(program)
+        constants = _constants(program)
+        classes = AtomClasses.of(program.graph, apart=constants)
+        roots = {classes.find(atom) for atom in _batch_atoms(program)}
+        of_constants: set[Atom] = set()
+
+        def is_batch(atom: Atom) -> bool:
+            return atom in of_constants if atom[0] in constants else classes.find(atom) in roots
+
+        for node in reversed(program.graph.nodes):
+            if node.op == "output":
+                continue
+            atoms = [[(node, result, i) for i in range(sum(map(len, dims)))] for result, dims in enumerate(DIMS[node])]
+            if node in constants:
+                of_constants.update(atom for each in atoms for atom in each if _is_used_as(is_batch, atom))
+            BATCH[node] = tuple(tuple(i for i, atom in enumerate(each) if is_batch(atom)) for each in atoms)
+        return program
+
+
+def _constants(program: Program) -> set[Node]:
+    """The calls that descend from no input. One of them may stand for several dims of one size: `arange(8)` for 8 samples and for
+    8 positions alike."""
+    found: set[Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_used_as(is_batch: Callable[[Atom], bool], atom: Atom) -> bool:
+    """Whether every use of a constant's atom is the batch."""
+    uses: list[bool] = []
+    for user in atom[0].users:
+        if user.op == "call_function":
+            sources = read_by(user)
+            together = [found for factor in factors_of(user) if atom in (found := atoms_of(user, factor, sources))]
+            uses.append(any(is_batch(other) for found in together for other in found if other != atom))
+    return bool(uses) and all(uses)
+
+
+def _batch_atoms(program: Program) -> list[Atom]:
+    found: list[Atom] = []
+    for item, node in program.named_inputs():
+        if item.batch_dim is not None:
+            start = sum(len(dim) for dim in DIMS[node][0][: item.batch_dim])
+            found += [(node, 0, start + i) for i in range(len(DIMS[node][0][item.batch_dim]))]
+    return found

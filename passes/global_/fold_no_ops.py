@@ -1,0 +1,144 @@
+"""Calls that change nothing disappear; an index by a full range becomes a view."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.emit import Emitter
+from autopar.ir.program import Program
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FoldNoOps:
+    """Remove aliases, copies and arithmetic that change nothing; read indexing by a full range as the view it is.
+
+    Hugging Face masks index with `arange`s that select everything in order: as a view they can be split.
+    Reads: val. Writes: nothing on kept nodes. Ensures: values, dtypes and strides are unchanged.
+    """
+
+    name: str = "fold no-ops"
+
+    def apply(self, program: Program) -> Program:
+        program = program.copy()
+        for node in list(program.graph.nodes):
+            if node.op != "call_function":
+                continue
+            replacement = _index_as_view(program, node) if node.target == aten.index.Tensor else _unchanged_operand(node)
+            if replacement is not None:
+                node.replace_all_uses_with(replacement)
+                program.graph.erase_node(node)
+        program.graph.eliminate_dead_code()
+        return program
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def _unchanged_operand(node: Node) -> Node | None:
+    """The operand that `node` hands on unchanged, if it does."""
+    test = _NO_OPS.get(node.target)
+    # What `copy` writes is its second argument; the first gives shape, dtype and layout.
+    position = 1 if node.target == aten.copy.default else 0
+    operand = node.args[position] if len(node.args) > position else None
+    if test is None or not isinstance(operand, Node) or not test(node):
+        return None
+    return operand if _same(operand.meta["val"], node.meta["val"]) else None
+
+
+def _literal_is(*values: float) -> Callable[[Node], bool]:
+    """Whether the second operand is one of `values`, of the sign that it has there, and what is computed are no complex numbers:
+    their products with 1 are not themselves where they are infinite."""
+
+    def test(node: Node) -> bool:
+        literal = node.args[1]
+        is_one = isinstance(literal, (int, float)) and any(literal == value and _sign(literal) == _sign(value) for value in values)
+        return is_one and not node.kwargs and not node.meta["val"].is_complex()
+
+    return test
+
+
+def _sign(value: float) -> float:
+    return math.copysign(1.0, value)
+
+
+def _adds_nothing(node: Node) -> bool:
+    """−0.0 + 0.0 is 0.0, so of floats −0.0 alone adds nothing; of integers 0 does."""
+    return _literal_is(-0.0)(node) or (not node.meta["val"].is_floating_point() and _literal_is(0)(node))
+
+
+def _always(_: Node) -> bool:
+    return True
+
+
+_NO_OPS: dict[Any, Callable[[Node], bool]] = {
+    aten.detach.default: _always,
+    aten.alias.default: _always,
+    aten.clone.default: _always,
+    aten.copy.default: _always,
+    aten.lift_fresh_copy.default: _always,
+    aten._to_copy.default: _always,
+    aten.expand.default: _always,
+    aten.view.default: _always,
+    aten._unsafe_view.default: _always,
+    aten.reshape.default: _always,
+    aten.slice.Tensor: _always,
+    aten.add.Tensor: _adds_nothing,
+    aten.sub.Tensor: _literal_is(0),
+    aten.mul.Tensor: _literal_is(1),
+    aten.div.Tensor: _literal_is(1),
+}
+
+
+def _iota_dim(node: Node) -> int | None:
+    """The dim along which `node` counts 0, 1, 2, … while it is 1 long elsewhere; None when it does not."""
+    shape = tuple(node.meta["val"].shape)
+    long = [dim for dim, size in enumerate(shape) if size > 1]
+    if len(long) != 1:
+        return None
+    origin: Any = node
+    while origin.target in _KEEP_ORDER:
+        if tuple(size for size in origin.meta["val"].shape if size > 1) != (shape[long[0]],):
+            return None
+        origin = origin.args[0]
+    counts = origin.target == aten.arange.default or (origin.target in (aten.arange.start, aten.arange.start_step) and origin.args[0] == 0)
+    one_apart = origin.target != aten.arange.start_step or len(origin.args) < 3 or origin.args[2] == 1
+    return long[0] if counts and one_apart and origin.meta["val"].numel() == shape[long[0]] else None
+
+
+_KEEP_ORDER = (
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.default,
+    aten._to_copy.default,
+)
+
+
+def _index_as_view(program: Program, node: Node) -> Node | None:
+    """`x[arange(n)[:, None], arange(m)[None, :]]` of x [n, m] is x itself, in the shape of the result."""
+    x, indices = node.args[0], node.args[1]
+    assert isinstance(x, Node) and isinstance(indices, (list, tuple))
+    shape, result = tuple(x.meta["val"].shape), tuple(node.meta["val"].shape)
+    if len(indices) > len(shape) or not all(isinstance(index, Node) for index in indices):
+        return None
+    rank = max(index.meta["val"].ndim for index in indices)  # type: ignore[union-attr]
+    places = []
+    for dim, index in enumerate(indices):
+        assert isinstance(index, Node)
+        place = _iota_dim(index)
+        if place is None or index.meta["val"].shape[place] != shape[dim]:
+            return None
+        places.append(place + rank - index.meta["val"].ndim)
+    if places != sorted(set(places)) or result[rank:] != shape[len(indices) :]:
+        return None
+    return Emitter(program.graph, node).call(aten.reshape.default, x, list(result))

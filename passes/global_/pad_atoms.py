@@ -1,0 +1,186 @@
+"""Sizes of the model that an axis does not divide are padded: vocabularies, heads, widths."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from torch.fx import Node
+
+from autopar.ir.keys import DIMS
+from autopar.ir.mesh import parent
+from autopar.ir.padding import Padding
+from autopar.ir.program import Program
+from autopar.ir.sharding import Dims, flat
+from autopar.ops.atom_classes import Atom, AtomClasses
+from autopar.ops.padded_ops import with_atoms
+from autopar.ops.rule import rule_of
+from autopar.partition.pad_graph import covered, padded_program
+from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.refine_mesh import RefineMesh
+
+logger = logging.getLogger("autopar")
+
+
+class Placed(Protocol):
+    """What is known of a parameter: how an earlier capture, or a plan, padded it."""
+
+    @property
+    def padding(self) -> Padding | None: ...
+
+
+@dataclass(frozen=True)
+class PaddingDecision:
+    """The padded parameters by name. All that walks with a padded atom is padded alike."""
+
+    paddings: Mapping[str, Padding] = field(default_factory=dict[str, Padding])
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: {each.before} → {each.after}" for name, each in self.paddings.items()) or "nothing is padded"
+
+
+@dataclass(frozen=True)
+class PadAtoms:
+    """Pad an atom of a parameter that has no factor in common with the ranks beside dp, so that it can be split all the same.
+
+    Padded is what brings work to split (the share `least` of all contractions has the atom) at the price of little (at most `limit`
+    times that work), where every op can take it, and where the size is the model's: the batch and its lengths are the user's to
+    choose. What shares a factor with the axis is left to sub-axes.
+
+    The padding of parameters is zero. Before an op reduces an atom, the padding of operands in which it is not known to be zero
+    is masked; results for the user are cut back. Ranks' work is even; what padding and masks add to it is priced as any work.
+
+    `placed` holds what is decided already, by parameter name. With `is_real` parameters become DTensors, whose uneven parts are
+    those of `torch.chunk`: then only atoms that are a whole dim are padded (vocabularies and widths, not heads), and only where the
+    axis stays in one piece.
+
+    Reads: DIMS. Writes: DIMS, BATCH, a GLOBAL graph of padded values, `padding` in the signature. Ensures: inputs from the user and results
+    for the user have their logical shapes; no element of the padding reaches one.
+    """
+
+    placed: Mapping[str, Placed] = field(default_factory=dict[str, Placed])
+    is_real: bool = False
+    limit: float = 4 / 3
+    least: float = 0.01
+    name: str = "pad atoms"
+
+    def decide(self, program: Program) -> PaddingDecision:
+        num_ranks = program.mesh.size_of([axis for axis in program.mesh.names if _splits(axis, program)])
+        sizes = {size: -(-size // num_ranks) * num_ranks for size in _sizes(program) if math.gcd(size, num_ranks) == 1 < num_ranks}
+        sizes = {size: after for size, after in sizes.items() if after <= self.limit * size}
+        if not sizes and not any(each.padding for each in self.placed.values()):
+            return PaddingDecision()
+        classes = _classes(program)
+        grown = {root: sizes[size] for root, size in _worth_it(program, classes, set(sizes), self.least).items()}
+        if self.is_real:
+            grown = {root: after for root, after in grown.items() if _is_torch_chunk(root, classes, program)}
+        grown = _as_placed(grown, self.placed, program, classes, num_ranks)
+        return PaddingDecision(dict(_paddings(program, classes, grown)))
+
+    def apply(self, program: Program, decision: PaddingDecision) -> Program:
+        if not decision.paddings:
+            return program
+        result = FindAtoms().apply(padded_program(program, decision.paddings, _classes(program)))
+        result = replace(result, logical_share=_work(program) / _work(result))
+        for item, node in result.named_inputs():
+            if item.padding is not None and DIMS[node][0] != item.padding.after:
+                logger.warning("nothing is padded: with padding %s has the atoms %s, not %s", item.name, DIMS[node][0], item.padding.after)
+                return program
+        return result
+
+
+def _is_torch_chunk(root: Atom, classes: AtomClasses, program: Program) -> bool:
+    """Whether the parts of all parameters padded in this class are those that `torch.chunk` cuts."""
+    dims = [_dim_of(DIMS[atom[0]][0], atom[2]) for _, atom in _of_parameters(program) if classes.find(atom) == root]
+    return all(len(dim) == 1 for dim in dims) and RefineMesh().apply(program).mesh == program.mesh
+
+
+def _splits(axis: str, program: Program) -> bool:
+    """Whether `axis` splits what the model brings."""
+    return parent(axis) != "pp" and not program.freedom.is_batch(axis)
+
+
+def _sizes(program: Program) -> set[int]:
+    return {size for item, node in program.named_inputs() if item.kind == "parameter" for size in flat(DIMS[node][0])}
+
+
+def _of_parameters(program: Program) -> Iterator[tuple[str, Atom]]:
+    for item, node in program.named_inputs():
+        if item.kind == "parameter":
+            for position in range(len(flat(DIMS[node][0]))):
+                yield item.name, (node, 0, position)
+
+
+def _dim_of(dims: Dims, position: int) -> tuple[int, ...]:
+    """The dim that has the atom at `position`."""
+    return next(dim for i, dim in enumerate(dims) for _ in dim if position < sum(map(len, dims[: i + 1])))
+
+
+def _classes(program: Program) -> AtomClasses:
+    """What walks together; a gradient walks with its parameter."""
+    classes = AtomClasses.of(program.graph)
+    inputs = {item.name: node for item, node in program.named_inputs() if item.kind == "parameter"}
+    for output, node in program.named_outputs():
+        if output.kind == "gradient":
+            for position in range(len(flat(DIMS[node][0]))):
+                classes.join((node, 0, position), (inputs[output.name], 0, position))
+    return classes
+
+
+def _worth_it(program: Program, classes: AtomClasses, sizes: set[int], least: float) -> dict[Atom, int]:
+    """Classes of parameters' atoms of these sizes that split that much work, that every op can take padded, and that no batch input has."""
+    found = {classes.find(atom): flat(DIMS[atom[0]][0])[atom[2]] for _, atom in _of_parameters(program)}
+    found = {root: size for root, size in found.items() if size in sizes}
+    for item, node in program.named_inputs():
+        if item.kind == "batch":
+            for position in range(len(flat(DIMS[node][0]))):
+                found.pop(classes.find((node, 0, position)), None)
+    work: dict[Atom, float] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            free, others = covered(node, classes)
+            for root in free if (flops := _flops(node)) else ():
+                work[root] = work.get(root, 0.0) + flops
+            for root in others:
+                found.pop(root, None)
+    return {root: size for root, size in found.items() if work.get(root, 0.0) > least * _work(program)}
+
+
+def _work(program: Program) -> float:
+    """FLOPs of all contractions."""
+    return sum(_flops(node) for node in program.graph.nodes if node.op == "call_function")
+
+
+def _flops(node: Node) -> float:
+    rule = rule_of(node)
+    return rule.flops if rule is not None else 0.0
+
+
+def _as_placed(
+    grown: dict[Atom, int], placed: Mapping[str, Placed], program: Program, classes: AtomClasses, num_ranks: int
+) -> dict[Atom, int]:
+    """`grown`, but a class with a parameter that is `placed` as it is there, if that divides here."""
+    found = dict(grown)
+    for name, (node, _, position) in _of_parameters(program):
+        if name not in placed:
+            continue
+        root, padding = classes.find((node, 0, position)), placed[name].padding
+        if padding is None:
+            found.pop(root, None)
+        elif padding.before == DIMS[node][0] and flat(padding.after)[position] % num_ranks == 0:
+            after = flat(padding.after)[position]
+            found |= {root: after} if after != flat(padding.before)[position] else {}
+    return found
+
+
+def _paddings(program: Program, classes: AtomClasses, grown: Mapping[Atom, int]) -> Iterator[tuple[str, Padding]]:
+    sizes: dict[str, dict[int, int]] = {}
+    for name, atom in _of_parameters(program):
+        if classes.find(atom) in grown:
+            sizes.setdefault(name, {})[atom[2]] = grown[classes.find(atom)]
+    for item, node in program.named_inputs():
+        if item.kind == "parameter" and item.name in sizes:
+            yield item.name, Padding(DIMS[node][0], with_atoms(DIMS[node][0], sizes[item.name]))

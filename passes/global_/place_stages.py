@@ -1,0 +1,114 @@
+"""Where the forward is cut into the stages of a pipeline, by cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel
+from autopar.ir.keys import STAGE
+from autopar.ir.program import Program
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.assign import assign_stages
+from autopar.pipeline.holders import Held, starts_where
+from autopar.pipeline.order import live_microbatches, ordered_for
+from autopar.pipeline.placement import StagePlacement, place, placed_at
+from autopar.pipeline.placement_problem import Devices
+from autopar.pipeline.placement_units import ProgramLine, line_of
+from autopar.plans.plan import Plan
+
+
+@dataclass(frozen=True)
+class StageDecision:
+    """`stages` are by name of a forward node; those that every stage computes for itself have none.
+
+    `cuts` names the first op of each stage but the first, `reason` says who cut there, if cost did not. `place` gives the
+    placement with stages that begin at other units.
+    """
+
+    placement: StagePlacement
+    stages: Mapping[str, int]
+    cuts: tuple[str, ...] = ()
+    reason: str = ""
+    place: Callable[[tuple[int, ...]], StagePlacement] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def next_best(self) -> StagePlacement | None:
+        """The best placement with one cut moved by one unit; None where none can be moved, or moving it does not fit."""
+        found: list[StagePlacement] = []
+        starts, num_units = self.placement.starts, len(self.placement.stage_of)
+        for stage in range(1, len(starts)):
+            for start in (starts[stage] - 1, starts[stage] + 1):
+                moved = (*starts[:stage], start, *starts[stage + 1 :], num_units)
+                if self.place is not None and moved[stage - 1] < start < moved[stage + 1]:
+                    found.append(self.place(moved[:-1]))
+        fitting = [each for each in found if all(stage.bytes <= stage.capacity_bytes for stage in each.stages)]
+        return min(fitting, key=lambda each: each.slowest_seconds, default=None)
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """By stage where it begins, and why there."""
+        slowest = f"by cost, the slowest stage {1e6 * self.placement.slowest_seconds:.1f} µs a microbatch"
+        stages = enumerate(self.placement.stages)
+        return {f"stage {number}": f"from {stage.first_name} on: {self.reason or slowest}" for number, stage in stages if number}
+
+    def __str__(self) -> str:
+        return str(self.placement)
+
+
+@dataclass(frozen=True)
+class PlaceStages:
+    """Cut the forward into the stages of `order` so that the slowest one is as fast as can be on `cluster`, within `budget`.
+
+    The program may run in fewer microbatches than `order` was drawn for: its like for as many is meant then.
+    Where `held` says which stages hold the parameters already, the cuts are those that leave them there; else they are those of
+    `plan`, if it has as many stages and every op that it cuts at is there. Without either they follow from program, `cluster`
+    and `budget` alone: real ranks, whose program has rank 0's shardings, all find the same.
+
+    Reads: PHASE, STRATEGY, SHARDING. Writes: STAGE of every call but those that each stage makes for itself.
+    Ensures: activations flow to later stages, gradients to earlier ones.
+    """
+
+    order: PipelineSchedule
+    cluster: Cluster
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    held: Held | None = None
+    plan: Plan | None = None
+    name: str = "place stages"
+
+    def decide(self, program: Program) -> StageDecision:
+        """Raises `PlanError` for more stages than there is work, and `MemoryBudgetError` when no placement fits."""
+        cost = CostModel(self.cluster, program.mesh, self.budget.optimizer)
+        found = line_of(program, cost)
+        devices, live = self._devices(cost), live_microbatches(ordered_for(self.order, program.mesh.num_microbatches))
+        starts, reason = self._given(found, program)
+        placement = place(found.line, devices, live) if starts is None else placed_at(found.line, devices, live, starts)
+        stages = found.forward_stages(placement.stage_of)
+        cuts = tuple(found.nodes[start][0].name for start in placement.starts[1:])
+        others = partial(placed_at, found.line, devices, live)
+        return StageDecision(placement, {node.name: stage for node, stage in stages.items()}, cuts, reason, others)
+
+    def _given(self, line: ProgramLine, program: Program) -> tuple[tuple[int, ...] | None, str]:
+        """The first unit of each stage where that is decided already, and by what."""
+        if self.held:
+            return starts_where(line, program, self.held, self.order.num_stages), "as the first capture placed it"
+        planned = self.plan.starts_on(program, line.nodes, self.order.num_stages) if self.plan is not None else None
+        return planned, "by the plan" if planned is not None else ""
+
+    def apply(self, program: Program, decision: StageDecision) -> Program:
+        program = program.copy()
+        forward = {node: decision.stages[node.name] for node in program.graph.nodes if node.name in decision.stages}
+        for node, stage in assign_stages(program, forward, self.order.num_stages).items():
+            STAGE[node] = stage
+        return program
+
+    def _devices(self, cost: CostModel) -> Devices:
+        """What stages run on; those of one rank share its memory."""
+        latency, seconds_per_byte = cost.send()
+        sharing = Counter(self.order.stages)
+        speeds = tuple(self.cluster.speed(rank) for rank in self.order.stages)
+        return Devices(speeds, tuple(self.budget.capacity_bytes / sharing[rank] for rank in self.order.stages), seconds_per_byte, latency)

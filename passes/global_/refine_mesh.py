@@ -1,0 +1,45 @@
+"""An axis larger than the atom it meets is broken into sub-axes, so that part of it can still split that atom."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autopar.ir.keys import DIMS
+from autopar.ir.mesh import MICROBATCHES, parent
+from autopar.ir.program import Program
+
+# What splits the batch, stages or time is no smaller than it is.
+_WHOLE = ("dp", "pp", MICROBATCHES)
+
+
+@dataclass(frozen=True)
+class RefineMesh:
+    """Break tp = 4 into 2 × 2 where a parameter has 2 key-value heads: two ranks split heads, two something else.
+
+    Only the outermost atom of a parameter's dim that shares a factor with the axis is looked at: the inner ones
+    are reached anyway, and every sub-axis multiplies the strategies of an op. The axes of the batch stay whole.
+
+    Reads: DIMS. Writes: the program's mesh. Ensures: the same ranks in the same order.
+    """
+
+    name: str = "refine mesh"
+
+    def apply(self, program: Program) -> Program:
+        mesh = program.mesh
+        for axis, size in program.mesh.axes:
+            divisors = {found for found in _divisors(program, size) if 1 < found < size}
+            if axis == parent(axis) and axis not in _WHOLE and divisors:  # an axis that an earlier capture refined stays as it is
+                part = max(divisors)
+                mesh = mesh.refine(axis, (part, size // part))
+        return replace(program, mesh=mesh)
+
+
+def _divisors(program: Program, size: int) -> set[int]:
+    """For each dim of each parameter, what the axis and the first atom that it can split at all have in common."""
+    found: set[int] = set()
+    for item, node in program.named_inputs():
+        for dim in DIMS[node][0] if item.kind == "parameter" else ():
+            common = next((math.gcd(atom, size) for atom in dim if math.gcd(atom, size) > 1), size)
+            found.add(common)
+    return found

@@ -1,0 +1,289 @@
+"""From FORWARD to GLOBAL: forward and backward as one functional ATen graph, by AOTAutograd.
+
+Autograd derives every backward; nothing is rewritten twice. Forward nodes come first, then backward ones;
+a node that only the backward needs (a transposed weight) is put there, so that nothing is saved for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+from torch.fx import Graph, Interpreter, Node
+from torch.fx.graph import CodeGen
+
+from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
+from autopar.errors import CaptureError
+from autopar.graph.emit import Emitter
+from autopar.graph.overwrites import memory_of, writers_of, written_by
+from autopar.ir.keys import PHASE, SOURCE
+from autopar.ir.program import Form, Input, Output, Program
+from autopar.ir.source import set_sources
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class TraceJoint:
+    """Trace a FORWARD program into GLOBAL form.
+
+    With `training` the trainable parameters get gradients (and non-loss outputs take tangents); without, the program
+    is the forward alone. Parameters that the outputs do not depend on get no gradient.
+
+    Reads: val. Writes: a new graph with val, PHASE, SOURCE. Ensures: form GLOBAL, functional ATen, forward before backward.
+    """
+
+    training: bool = True
+    name: str = "trace joint"
+
+    def apply(self, program: Program) -> Program:
+        return trace_joint(program, self.training)
+
+
+def trace_joint(program: Program, training: bool) -> Program:
+    assert program.form is Form.FORWARD
+    program = _with_own_memory(program) if training else program
+    mode = fake_mode_of(program.placeholders[0].meta["val"])
+    graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
+    graph.set_codegen(CodeGen())
+    for target in _CHECKS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            graph.erase_node(node)
+    _refuse_effects(graph)
+    _refuse_draws(graph)
+    _name_placeholders(graph, into, program)
+    inputs = tuple(_input(descriptor, node, program) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True))
+    results = graph.output_node().args[0]
+    pairs = [(_output(d, program), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]  # type: ignore[arg-type]
+    graph.output_node().args = (tuple(node for _, node in pairs),)
+    set_sources(graph, "model.")
+    joint = Program(
+        graph,
+        program.mesh,
+        replace(program.signature, inputs=inputs, outputs=tuple(output for output, _ in pairs)),
+        Form.GLOBAL,
+        program.constants,
+        program.freedom,
+    )
+    _order_by_phase(joint)
+    return _with_ways_back(joint, program) if len(joint.signature.inputs_of("tangent")) > 1 else joint
+
+
+def _fakes(program: Program, mode: FakeTensorMode, training: bool) -> list[torch.Tensor]:
+    with mode:
+        return [
+            torch.empty(item.shape, dtype=item.dtype).requires_grad_(training and item.requires_grad) for item in program.signature.inputs
+        ]
+
+
+def _with_ways_back(joint: Program, forward: Program) -> Program:
+    """Record for every gradient the outputs that it comes back through, as autograd sees it.
+
+    Also where its value does not depend on the tangent (through `floor` it is zeros), so the graph alone cannot tell.
+    """
+    fakes = _fakes(forward, mode := fake_mode_of(forward.placeholders[0].meta["val"]), training=True)
+    with mode, torch.enable_grad():
+        results = _Run(forward.module()).run(*fakes)
+    names = {id(fake): item.name for item, fake in zip(forward.signature.inputs, fakes, strict=True) if item.kind == "parameter"}
+    ways: dict[str, list[str]] = {}
+    for item, result in zip(forward.signature.outputs, results, strict=True):
+        if item.requires_grad and result.requires_grad:
+            for leaf in leaves_behind(result):
+                ways.setdefault(names.get(id(leaf), ""), []).append(item.name)
+    outputs = tuple(
+        replace(item, through=tuple(ways.get(item.name, ()))) if item.kind == "gradient" else item for item in joint.signature.outputs
+    )
+    return replace(joint, signature=replace(joint.signature, outputs=outputs))
+
+
+def _with_own_memory(program: Program) -> Program:
+    """Copy outputs that share memory with an input or an earlier output: AOTAutograd gives these no tangent of their own."""
+    program = program.copy()
+    taken: set[Node] = set(program.placeholders)
+    results = list(program.results)
+    for index, (output, node) in enumerate(program.named_outputs()):
+        memory = memory_of(node)
+        if output.requires_grad and memory in taken:
+            results[index] = Emitter(program.graph, program.graph.output_node(), node).call(aten.clone.default, node)
+        taken.add(memory)
+    program.graph.output_node().args = (tuple(results),)
+    return program
+
+
+class _Run(Interpreter):
+    """Runs a FORWARD program, with functions of ours in place of ops whose decomposition in torch is wrong."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
+
+
+def _rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> torch.Tensor:
+    """In evaluation, where it draws nothing; `KeyRandom` refuses it in training."""
+    assert not training
+    return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+
+
+def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
+    """Labels of a row end at its first −1. torch's decomposition counts class 0 for each place after that."""
+    is_given = (target == -1).cumsum(-1) == 0
+    labels = torch.where(is_given, target, 0)
+    is_label = ((labels[..., None] == torch.arange(x.shape[-1], device=x.device)) & is_given[..., None]).any(-2)
+    margins = torch.relu(1.0 - x.gather(-1, labels)[..., None] + x[..., None, :])
+    rows = torch.where(is_given[..., None] & ~is_label[..., None, :], margins, 0.0).sum((-1, -2)) / x.shape[-1]
+    return (rows, rows.mean(), rows.sum())[reduction]
+
+
+def _refuse_effects(graph: Graph) -> None:
+    """Ops that print, say, are ordered by tokens, which are no values of the program."""
+    found = [node.args[1] for node in graph.nodes if str(node.target) == "with_effects"]
+    if found:
+        names = ", ".join(dict.fromkeys(map(str, found)))
+        raise CaptureError(f"{names} does something beside its results, in an order that ranks do not keep; leave it out of forward")
+
+
+def _refuse_draws(graph: Graph) -> None:
+    """`KeyRandom` has keyed every draw but those inside a `torch.autograd.Function`, which is a single call until here."""
+    drawing = [node for node in graph.nodes if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]
+    if drawing:
+        names = ", ".join(dict.fromkeys(str(node.target) for node in drawing))
+        raise CaptureError(f"a torch.autograd.Function draws random numbers ({names}), which cannot be keyed; draw outside, pass them in")
+
+
+def _name_placeholders(graph: Graph, into: list[Any], program: Program) -> None:
+    for descriptor, node in zip(into, list(graph.find_nodes(op="placeholder")), strict=True):
+        kind, index = describe_input(descriptor)
+        node.name = program.placeholders[index].name if kind == "input" else f"{kind.replace(' ', '_')}_{index}"
+        node.target = node.name
+
+
+def _input(descriptor: Any, node: Node, program: Program) -> Input:
+    signature = program.signature
+    kind, index = describe_input(descriptor)
+    if kind == "input":
+        return signature.inputs[index]
+    if kind == "mutation tangent":
+        source = program.signature.inputs[index]
+        if source.kind == "parameter":
+            _refuse_write(program, index)
+        raise CaptureError(
+            f"the model writes a value that has a gradient into its {source.kind} {source.name!r}, where the next step would find it"
+            f"{_written_at(program, index)}\n  how to mend it: write x.detach(), or write under torch.no_grad()"
+        )
+    value = node.meta["val"]
+    return Input("tangent", signature.outputs[index].name, tuple(value.shape), value.dtype)
+
+
+def _output(descriptor: Any, program: Program) -> Output:
+    signature = program.signature
+    kind, index = describe_output(descriptor)
+    if kind == "output":
+        return signature.outputs[index]
+    source = signature.inputs[index]
+    if kind == "mutation" and source.kind != "buffer":
+        _refuse_write(program, index)
+    return Output("gradient" if kind == "gradient" else "buffer", source.name, source.shape, source.dtype)
+
+
+def _refuse_write(program: Program, index: int) -> NoReturn:
+    source = program.signature.inputs[index]
+    mend = "write out of place (x = x * 2 for x.mul_(2)), or make it a buffer"
+    if source.kind == "parameter":
+        mend = "change parameters outside of forward, after the optimizer's step, or make it a buffer"
+    what = {"parameter": f"parameter {source.name!r}", "constant": "a tensor that it holds and that is no buffer"}
+    raise CaptureError(
+        f"the model writes into {what.get(source.kind, f'its {source.kind} input {source.name}')} in forward{_written_at(program, index)}\n"
+        f"  how to mend it: {mend}"
+    )
+
+
+def _written_at(program: Program, index: int) -> str:
+    """The line that writes into an input of a FORWARD program."""
+    target = program.placeholders[index]
+    places = (SOURCE[node] for node in writers_of(program.graph) if memory_of(written_by(node)) is target and node in SOURCE)
+    place = next((place for place in places if place.file), None)
+    return f"\n  where: {place.at}" if place else ""
+
+
+def _order_by_phase(program: Program) -> None:
+    """Set PHASE on every call and sort the graph: placeholders, forward, backward, output."""
+    needed: set[Node] = set()
+    stack = [node for output, node in program.named_outputs() if output.kind != "gradient"]
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    for node in calls:
+        PHASE[node] = "forward" if node in needed else "backward"
+        if node.target is operator.getitem:
+            PHASE[node] = PHASE[node.all_input_nodes[0]]
+    cursor = program.placeholders[-1]
+    for phase in ("forward", "backward"):
+        for node in calls:
+            if PHASE[node] == phase:
+                cursor.append(node)
+                cursor = node
+
+
+def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    """mm and add apart: a split contraction must be reduced before the bias is added."""
+    product = torch.mm(left, right)
+    product = product * alpha if alpha != 1 else product
+    return product + (bias * beta if beta != 1 else bias)
+
+
+def _baddbmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+    product = torch.bmm(left, right)
+    product = product * alpha if alpha != 1 else product
+    return product + (bias * beta if beta != 1 else bias)
+
+
+def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A sum and a division by the logical count: a sum may stay unreduced, a mean may not."""
+    # A number has a dim 0 for those who ask for it.
+    dims = list(range(x.ndim)) if not dim or not x.ndim else list(dim)
+    count = 1
+    for index in dims:
+        count *= x.shape[index]
+    # A sum of 16-bit numbers overflows (fp16) or is rounded (bf16) where their mean does not: torch, too, adds up in float32.
+    wanted = dtype or x.dtype
+    wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else dtype
+    mean = torch.sum(x, dims, keepdim, dtype=wide) / count
+    return mean.to(wanted) if wide is torch.float32 else mean
+
+
+def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return _mean(x, None, False, dtype=dtype)
+
+
+def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
+    """`x.new_zeros(shape)` and its like without x, of which no more than dtype and device is asked: x would be gathered for that."""
+
+    def new(x: torch.Tensor, size: list[int], *values: float, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+        (filling,) = values or (value,)
+        return torch.full(size, filling, dtype=dtype or x.dtype, device=options.get("device") or x.device)  # type: ignore[arg-type]
+
+    return new
+
+
+# Checks of values that the trace itself adds; those of the model are outputs by now. They are torch's decompositions' (that a class is one
+# of those there are), and those of `torch.linalg` inside other functions (`matrix_power` to a negative one).
+_CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
+_CALLED_INSTEAD: dict[Any, Any] = {
+    aten.rrelu.default: _rrelu,
+    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
+}
+
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.new_zeros.default: _new(0),
+    aten.new_ones.default: _new(1),
+    aten.new_full.default: _new(),
+    aten.addmm.default: _addmm,
+    aten.baddbmm.default: _baddbmm,
+    aten.mean.dim: _mean,
+    aten.mean.default: _mean_all,
+}

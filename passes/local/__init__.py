@@ -1,0 +1,1 @@
+"""Passes on the LOCAL program: what one rank runs, in local shapes."""

@@ -1,0 +1,1 @@
+"""From the LOCAL program to what ranks execute."""

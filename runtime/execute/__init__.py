@@ -1,0 +1,1 @@
+"""Ranks: what runs a schedule, and how ranks talk."""

@@ -1,0 +1,257 @@
+"""One call: the forward of a compiled program on all ranks of this process, and later its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autopar.driver.compiled import Compiled
+from autopar.errors import BackwardError, ValueCheckError
+from autopar.graph.microbatches import summed
+from autopar.ir.mesh import MICROBATCHES
+from autopar.ir.program import Input, Output
+from autopar.ir.schedule import Schedule, microbatch_of
+from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.interpreter import RankState, execute
+from autopar.runtime.execute.transport import Transport
+from autopar.runtime.execute.world import Held, Parts, World, local_of
+from autopar.runtime.module.outputs import refuse_detached
+
+
+class Call:
+    """Runs the schedules of this process's ranks up to PAUSE (`forward`) and to their end (`backward`), once each.
+
+    A pipelined program has no PAUSE: `forward` runs it all, and `backward` scales the gradients that are there.
+
+    tensors  parameters and buffers of the model by name
+    batch    the leaves of the call by flat index
+    key      what all random draws of this call descend from
+    device   where coordinates and keys are made
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        fragments: CompiledFragments,
+        world: World,
+        tensors: Mapping[str, torch.Tensor],
+        batch: Sequence[Any],
+        key: int,
+        device: torch.device,
+    ) -> None:
+        self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
+        self.signature = compiled.local.signature
+        self.is_pipelined = compiled.is_pipelined
+        self.world, self._fragments, self._tensors = world, fragments, tensors
+        self._batch, self._key, self._device = batch, key, device
+        self._shapes: dict[str, torch.Size] = {}
+        self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
+        self._everyones = compiled.schedules
+        self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
+        self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
+
+    @property
+    def has_backward(self) -> bool:
+        return bool(self.signature.inputs_of("tangent"))
+
+    @property
+    def results(self) -> tuple[Output, ...]:
+        """The outputs that the caller gets: the loss, or the user's output tensors."""
+        return tuple(item for item in self.signature.outputs if item.kind in ("loss", "output"))
+
+    @property
+    def detached(self) -> tuple[Output, ...]:
+        """Results through which no gradient comes back, although the model would let one."""
+        return tuple(item for item in self.results if item.is_detached)
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        """Run to PAUSE; the results by flat index. Buffers that the model changes are written back. Raises `ValueCheckError`."""
+        self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self.is_pipelined])
+        self._run()
+        self._check_values()
+        for item in self.signature.outputs_of("buffer"):
+            held = self.held(item)
+            if held.parts:
+                self._tensors[item.name].copy_(self.world.whole(*held))
+        results = {item.name: self.world.whole(*self.held(item)) for item in self.results}
+        self._shapes = {name: result.shape for name, result in results.items()}
+        return results
+
+    def _check_values(self) -> None:
+        """Raise `ValueCheckError` for what the model asserts of values, and does not hold."""
+        checks = self.signature.outputs_of("check")
+        if not checks:
+            return
+        # One look for all: on a GPU each would wait for it.
+        violations = torch.stack([torch.stack(list(self.held(item).parts.values())).amax() for item in checks]).tolist()
+        failed = [(text, count) for text, count in zip(self.signature.checks, violations, strict=True) if count]
+        if failed:
+            raise ValueCheckError("\n".join(f"{text}\n  violated by {count} values" if count > 1 else text for text, count in failed))
+
+    def backward(self, tangents: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        """Run from PAUSE to the end; gradients by the name of their parameter. `tangents` are by flat index of the result.
+
+        A parameter that gradients reach only through results without a tangent has none.
+        """
+        reached = self._reached({name for name, tangent in tangents.items() if tangent is not None})
+        wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
+        given = {item.name: self.world.parts(wholes[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
+        if not self.is_pipelined:
+            for item in self.signature.inputs_of("tangent"):
+                self._put(item, given[item.name])
+            self._run()
+        owned = _Owned(tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state))
+        found = {}
+        for item in self.signature.outputs_of("gradient"):
+            held = self.held(item)
+            if held.parts and item.name in reached:
+                parts = {rank: owned.own(part) for rank, part in held.parts.items()}
+                found[item.name] = self.world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
+        if self.is_pipelined:  # they are those of the loss itself
+            (scale,) = (next(iter(parts.values())) for parts in given.values())
+            for gradient in found.values():
+                local_of(gradient).mul_(scale)
+        return found
+
+    def _reached(self, given: set[str]) -> set[str]:
+        """The parameters whose gradients come back through one of the results that have a tangent, here or on another rank.
+
+        Ranks must agree: a gradient of None on one of them would let its replicas drift apart.
+        """
+        gradients, tangents = self.signature.outputs_of("gradient"), self.signature.inputs_of("tangent")
+        if all(len(item.through) in (0, len(tangents)) for item in gradients):
+            return {item.name for item in gradients if given}
+        anywhere = set().union(*self.world.gather(given))
+        return {item.name for item in gradients if anywhere.intersection(item.through)}
+
+    def _tangent(self, item: Input, given: torch.Tensor | None) -> torch.Tensor:
+        return torch.zeros(self._shapes[item.name], dtype=item.dtype, device=self._device) if given is None else given
+
+    def held(self, item: Output) -> Held:
+        """What the ranks of this process hold of a result or gradient, while this call is kept.
+
+        In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
+        """
+        item = replace(item, sharding=item.sharding and summed(item.sharding)) if self.is_pipelined else item
+        names = next(_buffers_of(item, schedule) for schedule in self._everyones if _buffers_of(item, schedule))
+        one_stage = self.mesh.without("pp") if len(names) > 1 else self.mesh.without("pp", MICROBATCHES)
+        parts: Parts = {}
+        for rank, schedule in self.schedules.items():
+            place = self.mesh.ranks.project(rank, one_stage.ranks) * len(names)
+            for number, name in enumerate(_buffers_of(item, schedule)):
+                parts.setdefault(place + number, self.states[rank].buffers[name])
+        return Held(parts, item, one_stage)
+
+    def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:
+        return [state.buffers[name] for name in self.schedules[rank].inputs if name in state.buffers]
+
+    def _run(self) -> None:
+        kind = self._device.type
+        executions = [
+            execute(self.schedules[rank], state, self._fragments, transport)
+            for (rank, state), transport in zip(self.states.items(), self._transports, strict=True)
+        ]
+        # The program has the casts of the autocast it was captured under; a second one must not act on it.
+        with torch.no_grad(), torch.autocast(kind, enabled=False):
+            self.world.run(executions, self._transports)
+
+    def _fill(self, items: Sequence[Input]) -> None:
+        for item in items:
+            self._put(item, self._parts(item))
+
+    def _put(self, item: Input, parts: Parts) -> None:
+        """`parts` are by rank, and by microbatch where there are several."""
+        each = self.mesh.num_microbatches
+        for rank, schedule in self.schedules.items():
+            for name in _buffers_of(item, schedule):
+                self.states[rank].buffers[name] = parts[rank * each + microbatch_of(name)]
+
+    def _parts(self, item: Input) -> Parts:
+        world, each = self.world, self.mesh.num_microbatches
+        ranks = [rank * each + number for rank in world.ranks for number in range(each)]
+        if item.kind == "parameter":
+            tensor = self._tensors.get(item.name)  # another stage's, on a real mesh
+            return {} if tensor is None else world.parameter_parts(tensor, item, self.mesh)
+        if item.kind == "coordinate":
+            return {rank: self._scalar(self.mesh.index(rank, item.name.split(","))) for rank in ranks}
+        if item.kind == "random_key":
+            return dict.fromkeys(ranks, self._scalar(self._key))
+        if item.kind == "tangent":
+            return dict.fromkeys(ranks, torch.ones(item.shape, dtype=item.dtype, device=self._device))
+        values: dict[str, Callable[[], torch.Tensor]] = {
+            "buffer": lambda: self._tensors[item.name],
+            "batch": lambda: self._batch[int(item.name)],
+            "constant": lambda: self.constants[item.name].to(self._device),
+        }
+        return world.parts(values[item.kind](), item, self.mesh)
+
+    def _scalar(self, value: int) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.int64, device=self._device)
+
+
+def _buffers_of(item: Input | Output, schedule: Schedule) -> tuple[str, ...]:
+    """The buffers that hold `item`; none where the rank has no use for it."""
+    return (schedule.fed if isinstance(item, Input) else schedule.left).get((item.kind, item.name), ())
+
+
+class _Owned:
+    """Sees to it that a gradient shares memory with nothing: optimizers and clipping write into it."""
+
+    def __init__(self, others: Any) -> None:
+        self._taken = {tensor.untyped_storage().data_ptr() for tensor in others}
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        shared = address in self._taken or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > tensor.nbytes
+        self._taken.add(address)
+        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
+
+
+class _Differentiable(torch.autograd.Function):
+    """Puts a `Call` on autograd's tape: parameters in, results out."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, names: tuple[str, ...], *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = call.forward()
+        # One that is detached is on the tape, too, so that a backward through it is refused instead of lost.
+        taped = {item.name for item in (*call.signature.inputs_of("tangent"), *call.detached)}
+        ctx.call, ctx.names, ctx.results = call, names, tuple(results)
+        # Saved for their version counters only: torch refuses a backward through parameters changed since.
+        ctx.save_for_backward(*(tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor for tensor in parameters))
+        ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
+        ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in taped))
+        return tuple(results.values())
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise BackwardError(_SECOND_DERIVATIVE)
+        if ctx.call is None:
+            raise BackwardError(_SECOND_TIME)
+        given = dict(zip(ctx.results, tangents, strict=True))
+        refuse_detached(ctx.call.signature, [item.name for item in ctx.call.detached if given[item.name] is not None])
+        _ = ctx.saved_tensors
+        call, ctx.call = ctx.call, None
+        gradients = call.backward(given)
+        return (None, None, *(gradients.get(name) for name in ctx.names))
+
+
+_SECOND_DERIVATIVE = (
+    "backward was asked for with create_graph=True, but the gradients of a parallel module have no graph of their own: a gradient penalty "
+    "would be a constant. Leave create_graph out; for a penalty let the model itself compare its outputs at two inputs, "
+    "(f(x + h * v) - f(x)) / h, or train that model without autopar"
+)
+_SECOND_TIME = (
+    "backward ran a second time through one call of a parallel module; what it saved is gone after the first, with retain_graph=True, too: "
+    "add up the losses of one call and run backward once, or call the module again"
+)
+
+
+def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`call.forward()` with its results on autograd's tape; `parameters` are those that get gradients."""
+    results = _Differentiable.apply(call, tuple(parameters), *parameters.values())
+    return dict(zip((item.name for item in call.results), results, strict=True))

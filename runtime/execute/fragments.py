@@ -1,0 +1,97 @@
+"""Fragments compiled by a torch.compile backend: once per structure and kind of inputs, when first run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from autopar.cost.model import is_view
+from autopar.ir.schedule import Fragment
+from autopar.runtime._torch import Backend, backend_named
+
+logger = logging.getLogger("autopar")
+
+InputKey = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
+
+
+class CompiledFragments:
+    """Runs the fragments of one schedule.
+
+    `backend` is "eager" (the graph as it is), any name that `torch.compile` knows, or a callable
+    `(graph_module, example_inputs) -> callable`. Compilation happens at the first run, on the real
+    tensors with the strides that their producers yield, never in a thread of ours; inputs of other
+    shapes, strides or dtypes compile again, which is logged. With "inductor", a fragment of one op runs as it is.
+    """
+
+    def __init__(self, fragments: Mapping[str, Fragment], backend: str | Backend) -> None:
+        self._fragments = fragments
+        self._backend: Backend | None = None if backend == "eager" else backend_named(backend) if isinstance(backend, str) else backend
+        self._compiled: dict[str, dict[InputKey, Callable[..., Any]]] = {name: {} for name in fragments}
+        # Inductor fuses, and a single op has nothing to be fused with: half of all fragments, and some seconds of C++ each.
+        self._as_is = {name for name, fragment in fragments.items() if backend == "inductor" and _num_computing(fragment) < 2}
+
+    def run(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The results of fragment `name`. Raises the backend's own error with a note naming the fragment."""
+        if self._backend is None or name in self._as_is:
+            return tuple(self._fragments[name].module(*inputs))
+        key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs)
+        function = self._compiled[name].get(key)
+        if function is None:
+            function = self._compile(name, key, inputs)
+        result = function(*inputs)
+        return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many times the backend was called."""
+        return sum(len(variants) for variants in self._compiled.values())
+
+    def _compile(self, name: str, key: InputKey, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        assert self._backend is not None
+        variants = self._compiled[name]
+        start = time.perf_counter()
+        try:
+            with torch.no_grad():
+                function = self._backend(_fresh(self._fragments[name].module), list(inputs))
+        except Exception as error:
+            error.add_note(f"while compiling fragment {name}")
+            raise
+        seconds = time.perf_counter() - start
+        if variants:
+            change = _difference(next(reversed(variants)), key)
+            logger.warning("fragment %s compiled again (%.2f s): %s", name, seconds, change)
+        else:
+            logger.debug("fragment %s compiled (%.2f s)", name, seconds)
+        variants[key] = function
+        return function
+
+
+def _num_computing(fragment: Fragment) -> int:
+    """Ops that do more than describe memory anew."""
+    return sum(1 for node in fragment.module.graph.nodes if node.op == "call_function" and not is_view(node))
+
+
+def _fresh(module: GraphModule) -> GraphModule:
+    """A copy that a backend may rewrite, without the metadata of our passes."""
+    graph, mapping = Graph(), dict[torch.fx.Node, torch.fx.Node]()
+    graph.output(graph.graph_copy(module.graph, mapping))
+    for node in graph.nodes:
+        node.meta = {}
+    return GraphModule(module, graph)
+
+
+def _difference(old: InputKey, new: InputKey) -> str:
+    for index, (before, after) in enumerate(zip(old, new, strict=True)):
+        if before != after:
+            return f"input {index} was {_describe(before)}, is {_describe(after)}"
+    raise AssertionError("equal keys")
+
+
+def _describe(entry: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]) -> str:
+    shape, stride, dtype, device = entry
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} with strides {list(stride)} on {device}"

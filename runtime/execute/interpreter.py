@@ -1,0 +1,166 @@
+"""One rank at work: its schedule read instruction by instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autopar.errors import ScheduleError
+from autopar.ir.schedule import Add, Free, Launch, Layout, Pause, Receive, Run, Schedule, Send, Wait
+from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.transport import Transport
+
+Launched = Launch | Send | Receive
+
+
+@dataclass
+class RankState:
+    """What one rank holds between instructions; it outlives PAUSE, so that saved activations reach the backward.
+
+    `flights` are launched collectives by target buffer and launched transfers by name; `sums` are the buffers that
+    ADD made, the only ones that anything writes into; `position` is the next instruction.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    flights: dict[str, tuple[Launched, Any]] = field(default_factory=dict)
+    sums: set[str] = field(default_factory=set)
+    position: int = 0
+    # Called with the number of each instruction when it begins and when it is over.
+    watch: Callable[[int, bool], None] | None = None
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """A rank cannot go on before what it waits for at instruction `number` is complete."""
+
+    number: int
+    launch: Launched
+    handle: Any
+    transport: Transport
+
+    def is_ready(self) -> bool:
+        return self.transport.is_ready(self.handle)
+
+
+Execution = Generator[Blocked, None, None]
+
+
+def execute(schedule: Schedule, state: RankState, fragments: CompiledFragments, transport: Transport) -> Execution:
+    """Run `schedule` from `state.position` up to and including the next PAUSE, or to the end.
+
+    Yields a `Blocked` where a collective or transfer is not complete yet. Call it with grad mode off. Ranks may run
+    different schedules. An exception leaves with a note that names the rank and the instruction.
+    """
+    rank = _Rank(schedule, state, fragments, transport)
+    while state.position < len(schedule.instructions):
+        number = state.position
+        instruction = schedule.instructions[number]
+        state.position += 1
+        try:
+            if isinstance(instruction, Pause):
+                return
+            if state.watch is not None:
+                state.watch(number, False)
+            if isinstance(instruction, Wait):
+                launch, handle = rank.flight(instruction)
+                if not transport.is_ready(handle):
+                    yield Blocked(number, launch, handle, transport)
+            _ACTIONS[type(instruction)](rank, instruction)
+            if state.watch is not None:
+                state.watch(number, True)
+        except Exception as error:
+            error.add_note(f"on rank {transport.rank}, instruction {number}: {instruction}")
+            raise
+
+
+@dataclass(frozen=True)
+class _Rank:
+    schedule: Schedule
+    state: RankState
+    fragments: CompiledFragments
+    transport: Transport
+
+    def flight(self, instruction: Wait) -> tuple[Launched, Any]:
+        if instruction.target not in self.state.flights:
+            raise ScheduleError(f"{instruction}: nothing was launched into {instruction.target!r}, or it was waited for before")
+        return self.state.flights[instruction.target]
+
+    def read(self, name: str) -> torch.Tensor:
+        if name not in self.state.buffers:
+            raise ScheduleError(f"buffer {name!r} is read before it is written, or after it was freed")
+        return self.state.buffers[name]
+
+    def run(self, instruction: Run) -> None:
+        results = self.fragments.run(instruction.fragment, [self.read(name) for name in instruction.inputs])
+        if len(results) != len(instruction.outputs):
+            raise ScheduleError(f"fragment {instruction.fragment} gave {len(results)} results where {len(instruction.outputs)} are named")
+        self.state.buffers.update(zip(instruction.outputs, results, strict=True))
+
+    def launch(self, instruction: Launch) -> None:
+        self._check_new(instruction.target)
+        handle = self.transport.launch(instruction, self.read(instruction.source))
+        self.state.flights[instruction.target] = (instruction, handle)
+
+    def send(self, instruction: Send) -> None:
+        self._check_new(instruction.transfer)
+        handle = self.transport.send(instruction, [self.read(name) for name in instruction.buffers])
+        self.state.flights[instruction.transfer] = (instruction, handle)
+
+    def receive(self, instruction: Receive) -> None:
+        self._check_new(instruction.transfer)
+        handle = self.transport.receive(instruction, [self._layout(name) for name in instruction.buffers])
+        self.state.flights[instruction.transfer] = (instruction, handle)
+
+    def wait(self, instruction: Wait) -> None:
+        launch, handle = self.state.flights.pop(instruction.target)
+        if isinstance(launch, Launch):
+            self.state.buffers[launch.target] = self.transport.wait(handle)
+            return
+        arrived = self.transport.complete(handle)
+        if isinstance(launch, Receive):
+            self.state.buffers.update(zip(launch.buffers, arrived, strict=True))
+
+    def add(self, instruction: Add) -> None:
+        source, target = self.read(instruction.source), self.state.buffers.get(instruction.target)
+        if target is None:
+            self.state.buffers[instruction.target] = source.clone(memory_format=torch.contiguous_format)
+            self.state.sums.add(instruction.target)
+            return
+        if instruction.target not in self.state.sums:
+            raise ScheduleError(f"{instruction}: buffer {instruction.target!r} was not made by ADD, and others may share its memory")
+        if (source.shape, source.dtype) != (target.shape, target.dtype):
+            raise ScheduleError(
+                f"{instruction}: {instruction.target!r} is {target.dtype} of {tuple(target.shape)}, "
+                f"{instruction.source!r} is {source.dtype} of {tuple(source.shape)}"
+            )
+        target += source
+
+    def free(self, instruction: Free) -> None:
+        for name in instruction.buffers:
+            self.read(name)
+            del self.state.buffers[name]
+            self.state.sums.discard(name)
+
+    def _check_new(self, name: str) -> None:
+        if name in self.state.flights:
+            raise ScheduleError(f"{name!r} was launched twice without a wait between")
+
+    def _layout(self, name: str) -> Layout:
+        layout = self.schedule.shape_of(name)
+        if layout is None:
+            raise ScheduleError(f"the schedule has no shape for buffer {name!r}, which is received")
+        return layout
+
+
+_ACTIONS: dict[type, Callable[[_Rank, Any], None]] = {
+    Run: _Rank.run,
+    Launch: _Rank.launch,
+    Send: _Rank.send,
+    Receive: _Rank.receive,
+    Wait: _Rank.wait,
+    Add: _Rank.add,
+    Free: _Rank.free,
+}

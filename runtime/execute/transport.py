@@ -1,0 +1,45 @@
+"""How the ranks of one mesh exchange tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import Launch, Layout, Receive, Send
+
+
+class Transport(Protocol):
+    """One rank's end. What each collective and transfer means is written at `autopar.ir.schedule`. Only waiting may block."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def launch(self, instruction: Launch, tensor: torch.Tensor) -> Any:
+        """Start a collective on a contiguous or strided `tensor`, which stays as it is; returns a handle for `wait`."""
+        ...
+
+    def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Any:
+        """Start sending `tensors`, which stay as they are; returns a handle for `complete`."""
+        ...
+
+    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> Any:
+        """Start receiving tensors of these shapes and dtypes; returns a handle for `complete`."""
+        ...
+
+    def is_ready(self, handle: Any) -> bool:
+        """Whether `wait` or `complete` may be called now. A rank that finds it may not yields to the others."""
+        ...
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        """The collective's result."""
+        ...
+
+    def complete(self, handle: Any) -> tuple[torch.Tensor, ...]:
+        """What a receive brought, to be read only; nothing for a send."""
+        ...

@@ -1,0 +1,206 @@
+"""Virtual ranks: every rank of the mesh inside one process and one thread.
+
+Each rank is a generator that yields where it must wait; a round-robin driver resumes whoever can go on.
+When nobody can, that is a deadlock, and it is reported at once with what every rank waits for.
+
+    rank 0   launch a ─ wait a ⏸            ▶ a ready
+    rank 1                       launch a ─ ┘ wait a ▶
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autopar.errors import ScheduleError
+from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import Channel, Launch, Layout, Receive, Send
+from autopar.runtime.execute.interpreter import Blocked, Execution
+from autopar.runtime.execute.rendezvous import Crossing
+
+
+@dataclass(eq=False)
+class Meeting:
+    """The k-th collective on one group: it happens when every member has brought its tensor."""
+
+    members: tuple[int, ...]
+    launches: dict[int, Launch] = field(default_factory=dict)
+    results: dict[int, torch.Tensor] = field(default_factory=dict)
+    _brought: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        return tuple(rank for rank in self.members if rank not in self.launches)
+
+    def join(self, rank: int, launch: Launch, tensor: torch.Tensor) -> None:
+        self.launches[rank] = launch
+        self._brought[rank] = tensor
+        if not self.missing:
+            self._compare()
+            parts = [self._brought[member] for member in self.members]
+            self.results = dict(zip(self.members, collect(launch, parts), strict=True))
+            self._brought.clear()
+
+    def wanted_by(self, rank: int) -> str:
+        """What `rank` launched, and who did not."""
+        return f"{self.launches[rank]}: {_ranks(self.missing)} did not launch it"
+
+    def _compare(self) -> None:
+        """Raise `ScheduleError` unless all members ask for the same thing."""
+        first = self.members[0]
+        launch, tensor = self.launches[first], self._brought[first]
+        for rank in self.members[1:]:
+            other, theirs = self.launches[rank], self._brought[rank]
+            pairs = (
+                ("collective", launch.collective, other.collective),
+                ("kind", launch.kind, other.kind),
+                ("axes", launch.axes, other.axes),
+                ("shape", tuple(tensor.shape), tuple(theirs.shape)),
+                ("dtype", tensor.dtype, theirs.dtype),
+            )
+            wrong = [f"{what} {mine} on rank {first} and {its} on rank {rank}" for what, mine, its in pairs if mine != its]
+            if wrong:
+                raise ScheduleError(
+                    f"ranks {first} and {rank} meet in different collectives: {'; '.join(wrong)}\n"
+                    f"  rank {first}: {launch}\n  rank {rank}: {other}"
+                )
+
+
+def collect(launch: Launch, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What each member of a group gets when member i brings `parts[i]`. Results may be shared: nobody writes into them."""
+    if launch.collective == "all_reduce":
+        total = _reduce(launch.kind, parts)
+        return [total] * len(parts)
+    if launch.collective == "all_gather":
+        gathered = torch.stack(tuple(parts))
+        return [gathered] * len(parts)
+    if launch.collective == "reduce_scatter":
+        return [_reduce(launch.kind, [part[index] for part in parts]) for index in range(len(parts))]
+    return [torch.stack([part[index] for part in parts]) for index in range(len(parts))]
+
+
+def _reduce(kind: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    total = parts[0].clone(memory_format=torch.contiguous_format)
+    for part in parts[1:]:
+        if kind == "max":
+            torch.maximum(total, part, out=total)
+        else:
+            total += part
+    return total
+
+
+class Switchboard:
+    """Matches what all ranks launch, in issue order: collectives for each group of ranks, transfers for each channel."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        # Those that some ranks have yet to launch.
+        self._meetings: dict[frozenset[int], list[Meeting]] = {}
+        self._crossings: dict[Channel, list[Crossing]] = {}
+        self._counts: dict[Channel, int] = {}
+
+    def launch(self, rank: int, launch: Launch, tensor: torch.Tensor) -> Meeting:
+        members = self.mesh.group(rank, launch.axes)
+        meetings = self._meetings.setdefault(frozenset(members), [])
+        meeting = next((meeting for meeting in meetings if rank not in meeting.launches), None)
+        if meeting is None:
+            meeting = Meeting(members)
+            meetings.append(meeting)
+        meeting.join(rank, launch, tensor)
+        if not meeting.missing:
+            meetings.remove(meeting)
+        return meeting
+
+    def send(self, rank: int, instruction: Send, tensors: Sequence[torch.Tensor]) -> Crossing:
+        crossing = self._next(instruction.channel(self.mesh, rank), rank)
+        crossing.send(instruction, tensors)
+        return crossing
+
+    def receive(self, rank: int, instruction: Receive, layouts: Sequence[Layout]) -> Crossing:
+        crossing = self._next(instruction.channel(self.mesh, rank), rank)
+        crossing.receive(instruction, layouts)
+        return crossing
+
+    def _next(self, channel: Channel, rank: int) -> Crossing:
+        """The first transfer of `channel` that `rank` has not launched; when the other rank has, it is taken off the board."""
+        crossings = self._crossings.setdefault(channel, [])
+        if crossings and rank in crossings[0].missing:
+            return crossings.pop(0)
+        number = self._counts.get(channel, 0)
+        self._counts[channel] = number + 1
+        crossings.append(Crossing(channel, number))
+        return crossings[-1]
+
+    def check_empty(self) -> None:
+        """Raise `ScheduleError` for a collective that only some ranks of its group launched, or a transfer with one end."""
+        for meetings in self._meetings.values():
+            for meeting in meetings:
+                rank, launch = next(iter(meeting.launches.items()))
+                raise ScheduleError(f"rank {rank} launched {launch}, but {_ranks(meeting.missing)} never did")
+        for channel, crossings in self._crossings.items():
+            for crossing in crossings:
+                (missing,) = crossing.missing
+                rank = next(end for end in channel if end != missing)
+                raise ScheduleError(f"rank {rank} launched {crossing.wanted_by(rank)}")
+
+
+@dataclass(frozen=True)
+class VirtualTransport:
+    """One virtual rank's end of a `Switchboard`."""
+
+    board: Switchboard
+    rank: int
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.board.mesh
+
+    def launch(self, instruction: Launch, tensor: torch.Tensor) -> Meeting:
+        return self.board.launch(self.rank, instruction, tensor)
+
+    def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Crossing:
+        return self.board.send(self.rank, instruction, tensors)
+
+    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> Crossing:
+        return self.board.receive(self.rank, instruction, layouts)
+
+    def is_ready(self, handle: Meeting | Crossing) -> bool:
+        return not handle.missing
+
+    def wait(self, handle: Meeting) -> torch.Tensor:
+        return handle.results.pop(self.rank)
+
+    def complete(self, handle: Crossing) -> tuple[torch.Tensor, ...]:
+        return handle.arrived(self.rank)
+
+
+def drive(ranks: Sequence[Execution]) -> None:
+    """Run the generators of all ranks, in rank order, until each has paused or finished.
+
+    Raises `ScheduleError` when no rank can go on, naming what each waits for.
+    """
+    waiting: dict[int, Blocked | None] = dict.fromkeys(range(len(ranks)))
+    while waiting:
+        advanced = False
+        for rank, blocked in list(waiting.items()):
+            if blocked is not None and not blocked.is_ready():
+                continue
+            advanced = True
+            try:
+                waiting[rank] = next(ranks[rank])
+            except StopIteration:
+                del waiting[rank]
+        if not advanced:
+            raise ScheduleError(
+                "deadlock: no rank can go on\n" + "\n".join(_describe(rank, blocked) for rank, blocked in waiting.items() if blocked)
+            )
+
+
+def _describe(rank: int, blocked: Blocked) -> str:
+    return f"  rank {rank} waits at instruction {blocked.number} for {blocked.handle.wanted_by(rank)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,336 @@
+"""The ranks that this process runs: all of them on a virtual mesh, one on a real mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autopar.driver.compiled import Compiled
+from autopar.errors import AutoparError, PlanError, ScheduleError
+from autopar.ir.mesh import MICROBATCHES, Mesh, parent
+from autopar.ir.padding import Padding, padded, unpadded
+from autopar.ir.program import Input, Output
+from autopar.ir.schedule import Launch
+from autopar.ir.sharding import Sharding
+from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime.execute.interpreter import Execution
+from autopar.runtime.execute.transport import Transport
+from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
+from autopar.runtime.module.parameters import Placement, assemble, local_shard, replicas
+from autopar.runtime.module.placement import (
+    all_placements,
+    check_equal_models,
+    held_part,
+    like,
+    place_parameters,
+    refined_device_mesh,
+    stage_device_mesh,
+    whole_placement,
+)
+
+Parts = dict[int, torch.Tensor]
+
+
+class Held(NamedTuple):
+    """What the ranks of one stage hold of a result; `parts` are by rank of `mesh`, which is that stage's."""
+
+    parts: Parts
+    item: Output
+    mesh: Mesh
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class World(Protocol):
+    """What differs between virtual and real ranks. `Parts` are tensors by rank, for the ranks of this process.
+
+    Where a mesh counts microbatches, each rank has a part for every one of them: `rank * num_microbatches + microbatch`.
+
+    Values that cross the border to the user are global on a virtual mesh; on a real one batch inputs, outputs
+    and tangents are this rank's share along dp, and parameters are DTensors.
+    """
+
+    mesh: Mesh
+    ranks: tuple[int, ...]
+    is_virtual: bool
+
+    def device(self, model: nn.Module) -> torch.device: ...
+
+    def prepare(self, compiled: Compiled) -> None:
+        """Make ready to run `compiled`; raises `ScheduleError` when ranks hold different programs. Collective."""
+        ...
+
+    def place(self, model: nn.Module, compiled: Compiled) -> None:
+        """Give the parameters of `model` their place, once."""
+        ...
+
+    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
+        """The ends that one call uses, one per rank of this process."""
+        ...
+
+    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None: ...
+
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        """Every rank's picklable `value`. Collective. `what` it is stands in the error when a rank does not answer."""
+        ...
+
+    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
+
+    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
+
+    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor: ...
+
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor: ...
+
+    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        """The global value of a parameter. Collective."""
+        ...
+
+
+class VirtualWorld:
+    """All ranks of `mesh` inside this process."""
+
+    is_virtual = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.ranks = tuple(range(mesh.size))
+
+    def device(self, model: nn.Module) -> torch.device:
+        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+    def prepare(self, compiled: Compiled) -> None:
+        return None
+
+    def place(self, model: nn.Module, compiled: Compiled) -> None:
+        return None
+
+    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
+        board = Switchboard(mesh)
+        return tuple(VirtualTransport(board, rank) for rank in self.ranks)
+
+    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
+        drive(executions)
+        first = transports[0]
+        assert isinstance(first, VirtualTransport)
+        first.board.check_empty()
+
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        return [value] * self.mesh.size
+
+    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        """Copies made anew at every call, since `parameter.data.copy_` leaves no trace; a whole parameter is not copied."""
+        assert item.sharding is not None, item
+        if item.sharding.is_replicated and parameter.is_contiguous() and item.padding is None:
+            return dict.fromkeys(range(mesh.size), parameter.detach())
+        return self.parts(padded(parameter, item.padding), item, mesh)
+
+    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        assert item.sharding is not None, item
+        found: Parts = {}
+        for first, holders in replicas(item.sharding, mesh).items():
+            found |= dict.fromkeys(holders, local_shard(value, item.dims, item.sharding, mesh, first))
+        return found
+
+    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
+        assert item.sharding is not None, item
+        return assemble(parts, item.dims, item.sharding, mesh)
+
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
+        return unpadded(self.whole(parts, item, mesh), item.padding)
+
+    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        return parameter.detach().clone()
+
+
+class DistributedWorld:
+    """This process's rank of a torch `DeviceMesh`."""
+
+    is_virtual = False
+
+    def __init__(self, device_mesh: DeviceMesh, timeout: float | None = None) -> None:
+        self.mesh = Mesh.of(device_mesh)
+        self.device_mesh = device_mesh
+        self.groups = ProcessGroups(device_mesh, timeout)
+        self.rank = self.groups.rank
+        self.ranks = (self.rank,)
+        self.placements: dict[str, Placement] = {}
+        self._transports: dict[Mesh, DistributedTransport] = {}
+        self._refined = self.mesh
+        # By parameter the places on `pp` that hold it.
+        self.holders: dict[str, tuple[int, ...]] = {}
+
+    def device(self, model: nn.Module) -> torch.device:
+        return self.groups.device
+
+    def prepare(self, compiled: Compiled) -> None:
+        fingerprints = self.gather(compiled.fingerprint, "a comparison of the ranks' programs")
+        for rank, fingerprint in enumerate(fingerprints):
+            if fingerprint != fingerprints[0]:
+                raise ScheduleError(
+                    f"ranks 0 and {rank} compiled different programs ({fingerprints[0][:12]} and {fingerprint[:12]}): "
+                    "model, inputs' shapes, options and versions must be equal on all ranks"
+                )
+        mesh = self._refined = compiled.local.mesh.ranks
+        launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
+        tangents = [_dp_axes_beside(item, mesh) for item in compiled.local.signature.inputs_of("tangent")]
+        axes_sets = [step.axes for step in launches] + tangents + [mesh.parts("pp"), mesh.without("pp").names]
+        self.groups.create(mesh, [axes for axes in axes_sets if axes])
+        self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
+
+    def place(self, model: nn.Module, compiled: Compiled) -> None:
+        check_equal_models(model, self.gather)
+        mesh = compiled.local.mesh.ranks
+        stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))
+        with self.groups.naming_all("the groups of the refined mesh"):
+            self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
+        self.placements = all_placements(model, compiled.local.signature, stage)
+        self.holders = _holders(self.placements, compiled)
+        held = {name for name, stages in self.holders.items() if self._stage in stages}
+        with self.groups.naming_all("the groups of the parameters' mesh"):
+            device_mesh = stage_device_mesh(self.device_mesh, stage)
+        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held)
+
+    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
+        if mesh not in self._transports:
+            self._transports[mesh] = DistributedTransport(self.groups, mesh)
+        return (self._transports[mesh],)
+
+    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
+        for execution in executions:
+            for blocked in execution:
+                raise AssertionError(f"a real rank blocks inside its waits and never yields: {blocked}")
+
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        return self.groups.gather(value, what) if what else self.groups.gather(value)
+
+    def _place(self, mesh: Mesh) -> int:
+        """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""
+        return mesh.rank_at({MICROBATCHES: 0, "dp": 0, **self._refined.coordinates(self.rank)})
+
+    @property
+    def _stage(self) -> int:
+        """This rank's place on `pp`."""
+        return self._refined.index(self.rank, self._refined.parts("pp"))
+
+    def is_first(self, name: str) -> bool:
+        """Whether this rank is the first of those that hold its part of the parameter."""
+        placement = self.placements.get(name)
+        mesh, used = (placement.mesh, placement.sharding.axes) if placement else (self.mesh, ())
+        at = mesh.coordinates(self._place(mesh))
+        return self.holders.get(name, (0,))[0] == self._stage and all(index == 0 for axis, index in at.items() if axis not in used)
+
+    def _places(self, mesh: Mesh) -> range:
+        """This rank's places on a mesh that may count microbatches."""
+        each = mesh.num_microbatches
+        return range(self.rank * each, self.rank * each + each)
+
+    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
+        return dict.fromkeys(self._places(mesh), padded(parameter.to_local().detach(), self._local_padding(item, mesh)))
+
+    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        assert item.sharding is not None, item
+        placement = Placement(item.dims, item.sharding, mesh)
+        if item.kind in ("batch", "tangent"):
+            placement = _within_share(placement)
+        if item.kind == "tangent":
+            ranks = mesh.ranks
+            # Each rank's own loss has a tangent of its own; what is differentiated is their mean.
+            value = self._summed(value, _dp_axes_beside(item, ranks), ranks) / ranks.size_of(ranks.parts("dp"))
+        return {place: local_shard(value, placement.dims, placement.sharding, mesh, place) for place in self._places(mesh)}
+
+    def _summed(self, value: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
+        if not axes:
+            return value
+        (transport,) = self.transports(mesh)
+        return transport.wait(transport.launch(Launch("all_reduce", "sum", axes, "tangent", "tangent"), value.detach()))
+
+    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
+        assert item.sharding is not None, item
+        share = _within_share(Placement(item.dims, item.sharding, mesh))
+        if len(parts) > 1:
+            over_time = Mesh(((MICROBATCHES, mesh.num_microbatches),))
+            return assemble(dict(enumerate(parts[place] for place in sorted(parts))), share.dims, share.sharding, over_time)
+        assert share.sharding.is_replicated, f"{item.kind} {item.name} must leave split by dp at most, not {item.sharding}"
+        return next(iter(parts.values())).clone()
+
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
+        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
+        (part,) = parts.values()
+        return like(parameter, unpadded(part, self._local_padding(item, mesh)))
+
+    def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
+        assert item.sharding is not None, item
+        return Placement(item.dims, item.sharding, mesh, item.padding).local_padding(self._place(mesh))
+
+    def part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
+        """What this rank holds of a parameter."""
+        placement = self.placements.get(name) or whole_placement(whole, self.mesh)
+        return held_part(whole, placement, self._place(placement.mesh))
+
+    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        placement = self.placements.get(name) or whole_placement(parameter, self.mesh.without("pp"))
+        holder = self.holders.get(name, (0,))[0]
+        if self._stage == holder:
+            whole = self._gathered(parameter, placement, name)
+        else:
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.groups.device)
+        return self.groups.broadcast(whole, self._refined, self._refined.parts("pp"), holder)
+
+    def _gathered(self, parameter: torch.Tensor, placement: Placement, name: str) -> torch.Tensor:
+        assert isinstance(parameter, DTensor), name
+        mesh, local = placement.mesh, padded(parameter.to_local().detach(), placement.local_padding(self._place(placement.mesh)))
+        axes = tuple(axis for axis in mesh.names if axis in self._refined.names)
+        if not axes:
+            return unpadded(local, placement.padding)
+        (transport,) = self.transports(self._refined)
+        gathered = transport.wait(transport.launch(Launch("all_gather", "copy", axes, name, name), local))
+        return unpadded(assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh), placement.padding)
+
+
+def _holders(placements: Mapping[str, Placement], compiled: Compiled) -> dict[str, tuple[int, ...]]:
+    """By parameter the places on `pp` whose ranks read it; all of them where nobody does."""
+    stages = range(len(compiled.schedules))
+    reads = [{item.name for item in schedule.signature.inputs_of("parameter")} for schedule in compiled.schedules]
+    return {name: tuple(stage for stage in stages if name in reads[stage]) or tuple(stages) for name in placements}
+
+
+def from_first(world: World, make: Callable[[], str]) -> str:
+    """What `make` gives on rank 0, on every rank; it is called there alone. Collective. Raises rank 0's error on all ranks."""
+    text, error = "", None
+    if 0 in world.ranks:
+        try:
+            text = make()
+        except Exception as caught:  # whatever it is, the others wait for this rank's answer
+            error = caught
+    told = f"found no plan: {error}" if isinstance(error, AutoparError) else f"failed: {type(error).__name__}: {error}"
+    text, problem = world.gather((text, error and told), "the plan of rank 0")[0]
+    if error is not None:
+        raise error
+    if problem is not None:
+        raise PlanError(f"rank 0 {problem}")
+    return text
+
+
+def _dp_axes_beside(tangent: Input, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of dp along which every rank has the whole tangent: there each has the one of its own loss, and they are summed."""
+    assert tangent.sharding is not None, tangent
+    return tuple(axis for axis, size in mesh.axes if parent(axis) == "dp" and size > 1 and axis not in tangent.sharding.axes)
+
+
+def _within_share(placement: Placement) -> Placement:
+    """How one dp share lies on the mesh, when the whole lies as `placement`."""
+    mesh, kept = placement.mesh, []
+    only_dp = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in placement.sharding.splits))
+    for split in placement.sharding.splits:
+        kept.append(tuple(axis for axis in split if parent(axis) != "dp"))
+    return Placement(only_dp.local_dims(placement.dims, mesh), Sharding(tuple(kept), placement.sharding.unreduced), mesh)

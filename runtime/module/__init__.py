@@ -1,0 +1,1 @@
+"""The module that a user trains: calls, parameters, state."""

@@ -1,0 +1,101 @@
+"""Whether the model is still what a program was made of: asked before every call, so that no call runs a stale program."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from torch import nn
+
+from autopar.errors import PlanError
+from autopar.runtime.module.description import ParameterForm, Watch, changes, describe
+
+
+class _State(NamedTuple):
+    number: int
+    entries: dict[str, object]
+    watch: Watch
+
+
+class ModelGuard:
+    """Numbers the states that a model goes through, by its settings: submodules, hooks, modes, plain attributes, what they hold.
+
+    A model that returns to a state gets that state's number, so that its programs serve again. Values of parameters and buffers are
+    no settings. Only captured states have numbers of their own; any other state gets the next free number, so that ranks which refuse
+    a call still agree. What forward itself writes to its modules (a cached mask, a counter) is left out: the program keeps it as it
+    was captured, and warns where that may matter.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._states: list[dict[str, object]] = []
+        self._watches: dict[int, Watch] = {}
+        self._written: frozenset[str] = frozenset()
+        self._parameters: dict[str, ParameterForm] | None = None
+        self._latest: _State | None = None
+        self._captured = 0
+
+    def state(self) -> int:
+        """The number of the state that the model is in. Raises `PlanError` where its parameters are not those of the first capture."""
+        for number in sorted(self._watches, key=lambda number: number != self._captured):
+            if self._watches[number].is_unchanged():
+                self._latest = _State(number, self._states[number], self._watches[number])
+                return number
+        description = describe(self._model, self._written)
+        if self._parameters is not None:
+            _check_parameters(self._parameters, description.parameters)
+        known = (number for number, entries in enumerate(self._states) if entries == description.entries)
+        self._latest = _State(next(known, len(self._states)), description.entries, description.watch)
+        if self._latest.number < len(self._states):
+            self._watches[self._latest.number] = description.watch
+        return self._latest.number
+
+    def trainable(self) -> tuple[bool, ...]:
+        """Which parameters get gradients, in their order; of the model as `state` has just seen it."""
+        assert self._latest is not None
+        return tuple([parameter.requires_grad for parameter in self._latest.watch.parameters])
+
+    def changes(self) -> str:
+        """How the model differs from what it was at the latest capture, in words; empty where it does not."""
+        return changes(self._states[self._captured], self._latest.entries) if self._states and self._latest else ""
+
+    def captured(self, written: Collection[str]) -> None:
+        """Note that the model was captured in its latest state, as the capture left it. `written`: the attributes that forward writes."""
+        assert self._latest is not None
+        self._written |= frozenset(written)
+        self._states = [{path: value for path, value in state.items() if not self._is_written(path)} for state in self._states]
+        description, self._captured = describe(self._model, self._written), self._latest.number
+        self._states[self._captured : self._captured + 1] = [description.entries]
+        self._watches = {self._captured: description.watch}
+        self._parameters = self._parameters or description.parameters
+
+    def copied(self, model: nn.Module) -> ModelGuard:
+        """A guard for a deep copy of the model, which knows the states that were captured here."""
+        guard = ModelGuard(model)
+        guard._states, guard._written, guard._parameters = list(self._states), self._written, self._parameters
+        guard._captured = self._captured
+        return guard
+
+    def _is_written(self, path: str) -> bool:
+        return any(path == written or path.startswith((f"{written}[", f"{written}.")) for written in self._written)
+
+
+def _check_parameters(before: dict[str, ParameterForm], now: dict[str, ParameterForm]) -> None:
+    """Parameters have their places, and optimizers their states: another set of them is another model."""
+    problems = [f"parameter {name!r} is gone" for name in before if name not in now]
+    problems += [f"{name!r} is a new parameter" for name in now if name not in before]
+    for name in before:
+        if name in now and before[name] != now[name]:
+            problems.append(f"parameter {name!r} was {_form(name, before[name])} and is {_form(name, now[name])}")
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise PlanError(
+            f"the parameters of the model changed since it was captured: {'; '.join(problems[:3])}{more}. Change them before "
+            "autopar.compile, or compile the changed model again"
+        )
+
+
+def _form(name: str, form: ParameterForm) -> str:
+    shape, dtype, first = form
+    tied = f", tied to {first!r}" if first != name else ""
+    return f"{list(shape)} {str(dtype).removeprefix('torch.')}{tied}"

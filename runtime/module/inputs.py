@@ -1,0 +1,220 @@
+"""What a call passes: its leaves by name, which of their dims is the batch, and whether they can be run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.errors import InputError, MeshError
+from autopar.ir.mesh import Mesh
+from autopar.runtime._torch import flatten, flatten_with_names, has_values, is_fake_mode_active, unflatten
+
+BatchDims = int | Mapping[str, int | None] | None
+
+
+@dataclass(frozen=True)
+class CallInputs:
+    """The flat leaves of `(args, kwargs)`, keyword arguments sorted by name, with the names that a user would use."""
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    structure: Any
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
+        kwargs = dict(sorted(kwargs.items()))
+        leaves, structure = flatten((args, kwargs))
+        return CallInputs(tuple(name for name, _ in flatten_with_names(args, kwargs)), tuple(leaves), structure)
+
+    @property
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Flat index, name and value of every tensor."""
+        for index, (name, leaf) in enumerate(zip(self.names, self.leaves, strict=True)):
+            if isinstance(leaf, torch.Tensor):
+                yield index, name, leaf
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal for calls that one program serves, as far as inputs go."""
+        return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves))
+
+    def call(
+        self, change: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, tensor: tensor
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`(args, kwargs)` with every tensor replaced by `change(flat index, tensor)`."""
+        leaves = [change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf for index, leaf in enumerate(self.leaves)]
+        return unflatten(leaves, self.structure)
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        device = "cpu" if leaf.is_meta else leaf.device.type  # not the index: it is each rank's own
+        return (leaf.shape, leaf.dtype, device, leaf.requires_grad)
+    return (type(leaf), repr(leaf))
+
+
+def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
+    """The batch dim of each tensor that has one, by flat index.
+
+    None: dim 0 of every tensor whose dim 0 equals the first tensor's. An int: that dim of every tensor. A mapping:
+    from an input's name, or that of the argument it is nested in, to its dim; unnamed inputs have none.
+    """
+    tensors = [(index, name, tensor) for index, name, tensor in inputs.tensors if tensor.ndim]
+    if batch_dims is None:
+        first = tensors[0][2].shape[0] if tensors else 0
+        return {index: 0 for index, _, tensor in tensors if tensor.shape[0] == first}
+    if isinstance(batch_dims, int):
+        return {index: batch_dims % tensor.ndim for index, _, tensor in tensors}
+    unknown = [given for given in batch_dims if not any(_covers(given, name) for name in inputs.names)]
+    if unknown:
+        raise InputError(f"batch_dims names {unknown[0]!r}, which is no input of this call; its inputs are {', '.join(inputs.names)}")
+    found: dict[int, int] = {}
+    for index, name, tensor in tensors:
+        dim = next((dim for given, dim in batch_dims.items() if _covers(given, name)), None)
+        if dim is not None:
+            found[index] = dim % tensor.ndim
+    return found
+
+
+def _covers(given: str, name: str) -> bool:
+    return name == given or name.startswith((f"{given}[", f"{given}."))
+
+
+def check_inputs(
+    inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, device: torch.device, *, is_virtual: bool, num_microbatches: int | None = None
+) -> None:
+    """Raise `InputError` with every reason why these inputs cannot run: device, batch size, gradients asked for.
+
+    For virtual ranks what is on meta, inputs or parameters, is planned with: see `check_values` for calls.
+    """
+    num_shares = mesh.size_of(mesh.parts("dp"))
+    problems = []
+    for index, name, tensor in inputs.tensors:
+        is_planned = is_virtual and "meta" in (tensor.device.type, device.type)
+        if tensor.device.type != device.type and tensor.ndim and not is_planned:
+            problems.append(f"{name!r} is on {tensor.device}, the parameters are on {device}: pass {name}.to({str(device)!r})")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            problems.append(f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach()")
+        if index in dims and is_virtual:
+            problems += _batch_problem(name, tensor.shape[dims[index]], num_shares)
+        if index in dims and num_microbatches and not problems:
+            share = tensor.shape[dims[index]] // (num_shares if is_virtual else 1)
+            problems += _microbatch_problem(name, share, num_microbatches)
+    if problems:
+        raise InputError("the inputs of this call cannot run on the mesh:\n  " + "\n  ".join(problems))
+
+
+def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise for a call that has no values to compute with: it can be planned, but not run.
+
+    `named` are the model's parameters and buffers; like the inputs they may be on meta or fake, or the caller in a fake mode.
+    """
+    if is_fake_mode_active():
+        raise MeshError("the call stands in a FakeTensorMode, where nothing has values: compile and explain there, but call outside of it")
+    without = [name for name, tensor in named if not has_values(tensor)]
+    if without:
+        raise MeshError(
+            f"{len(without)} parameters and buffers are on meta or fake, the first is {without[0]!r}: without values the program can be "
+            'planned, explained and printed, but not run. Give them values, model.to_empty(device="cpu") and then load_state_dict '
+            "(which ties no weights), and call again; or keep the plan, parallel.plan.save(path), for where the model has values"
+        )
+    without = [name for _, name, tensor in inputs.tensors if not has_values(tensor)]
+    if without:
+        names = ", ".join(map(repr, without))
+        raise InputError(f"on meta or fake, without values: {names}; a program can be planned with them, but not run: pass real tensors")
+
+
+def _batch_problem(name: str, size: int, num_shares: int) -> list[str]:
+    if size < num_shares:
+        return [f"{name!r} has a batch of {size}, smaller than dp = {num_shares}: pass at least {num_shares} samples, or use a smaller dp"]
+    if size % num_shares:
+        lower = size // num_shares * num_shares
+        return [f"{name!r} has a batch of {size}, not divisible by dp = {num_shares}: pass {lower} or {lower + num_shares} samples"]
+    return []
+
+
+def _microbatch_problem(name: str, share: int, number: int) -> list[str]:
+    if share % number == 0:
+        return []
+    divisors = ", ".join(str(each) for each in range(1, share + 1) if share % each == 0)
+    return [f"a rank's share of {name!r} is {share} samples, which num_microbatches={number} does not divide: use one of {divisors}"]
+
+
+def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: Callable[..., Sequence[Any]]) -> None:
+    """Raise `InputError` on every rank when one of them cannot run its call, or when their calls need different programs. Collective.
+
+    problem     why this rank's inputs cannot run, or None
+    key         what chooses the program; its repr must be equal on all ranks, but for addresses
+
+    Otherwise the others would wait for a rank that raised, or that captures anew while they run.
+    """
+    shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for _, name, tensor in inputs.tensors}
+    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(key)).encode()).hexdigest()
+    everyone = gather((problem, digest, shapes), "a comparison of the ranks' calls")
+    problems: dict[str, int] = {}
+    for rank, (text, _, _) in enumerate(everyone):
+        if text is not None:
+            problems.setdefault(text, rank)
+    if problems:
+        raise InputError("\n".join(f"rank {rank}: {text}" for text, rank in problems.items()))
+    _, first_digest, first_shapes = everyone[0]
+    for rank, (_, theirs, their_shapes) in enumerate(everyone):
+        if their_shapes != first_shapes:
+            raise InputError(
+                f"ranks 0 and {rank} pass inputs of different shapes: {first_shapes} and {their_shapes}; pad or drop the last batch"
+            )
+        if theirs != first_digest:
+            raise InputError(
+                f"ranks 0 and {rank} make different calls with inputs of equal shapes ({first_shapes}): arguments that are no tensors, "
+                "grad mode, autocast, requires_grad and the model's modes, hooks, attributes and submodules must be equal on all ranks"
+            )
+
+
+def global_call(inputs: CallInputs, dims: Mapping[int, int], num_shares: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with the global batch's shapes, from one rank's share: values are uninitialised and take no memory that is not touched."""
+
+    def grown(index: int, tensor: torch.Tensor) -> torch.Tensor:
+        shape = list(tensor.shape)
+        if index in dims:
+            shape[dims[index]] *= num_shares
+        return torch.empty(shape, dtype=tensor.dtype)
+
+    return inputs.call(grown)
+
+
+def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gather: Callable[..., Sequence[Any]]) -> None:
+    """Compare by checksum what ranks must pass alike; collective.
+
+    Inputs with a batch dim must agree among ranks at equal places along dp, others among all. Raises `InputError` on
+    every rank, naming the inputs and two ranks.
+    """
+    mine = {index: checksum(tensor) for index, _, tensor in inputs.tensors}
+    everyone = gather(mine, "a comparison of the ranks' inputs")
+    problems = []
+    for index, name, _ in inputs.tensors:
+        seen: dict[int, int] = {}
+        for rank, sums in enumerate(everyone):
+            place = mesh.index(rank, mesh.parts("dp")) if index in dims else 0
+            other = seen.setdefault(place, rank)
+            if sums[index] != everyone[other][index]:
+                where = "the same share of the batch" if index in dims else "the same value, since it has no batch dim"
+                problems.append(f"{name!r} differs between ranks {other} and {rank}, which must pass {where}")
+                break
+    if problems:
+        raise InputError(
+            "ranks pass different replicated inputs:\n  " + "\n  ".join(problems) + "\n  (if a dim is the batch, say so by batch_dims=)"
+        )
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """Of shape, dtype and bytes."""
+    data = tensor.detach().cpu().contiguous().view(-1)
+    digest = hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    if data.numel():
+        digest.update(memoryview(data.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # numpy is typed for Python 3.12
+    return digest.hexdigest()

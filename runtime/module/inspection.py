@@ -1,0 +1,81 @@
+"""What a parallel module says of its latest program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from autopar.driver.compiled import Compiled
+from autopar.errors import MeshError
+
+
+class Inspected(nn.Module):
+    """A module with a latest program; each question is answered by `autopar.reports`, `runtime.timeline` or `runtime.verify`."""
+
+    _latest: Compiled | None
+
+    @property
+    def compiled(self) -> Compiled:
+        """The program of the latest call or `prepare`."""
+        if self._latest is None:
+            raise MeshError("nothing is captured yet: pass example_inputs to autopar.compile, or call the module once")
+        return self._latest
+
+    @property
+    def plan(self) -> Any:
+        return self.compiled.plan
+
+    def explain(self) -> str:
+        """The decisions with their reasons, the cost split and the runner-up, as text."""
+        import autopar.reports.inspect
+
+        return autopar.reports.inspect.explain(self.compiled)
+
+    def summary(self) -> dict[str, Any]:
+        """What `explain` says, as a JSON-able dict."""
+        import autopar.reports.inspect
+
+        return autopar.reports.inspect.summary(self.compiled)
+
+    def why(self, pattern: str) -> str:
+        """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
+        import autopar.reports.inspect
+
+        return autopar.reports.inspect.why(self.compiled, pattern)
+
+    def what_if(self, pins: Any) -> Any:
+        """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
+        import autopar.reports.inspect
+
+        return autopar.reports.inspect.what_if(self.compiled, pins)
+
+    def print_program(self, after: str | None = None, rank: int = 0) -> str:
+        """The program after pass `after`, or what `rank` runs."""
+        import autopar.reports.inspect
+
+        return autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank)
+
+    def diff(self, before: str, after: str) -> str:
+        """How the program differs between after pass `before` and after pass `after`."""
+        import autopar.reports.inspect
+
+        return autopar.reports.inspect.diff(self.compiled, before, after)
+
+    def timeline(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step of a pipeline on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.
+
+        Nothing changes: no gradient is kept, no buffer written. Collective.
+        """
+        from autopar.runtime.verify import timeline
+
+        return timeline.timeline(self, args, kwargs)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
+
+    def verify(self, *args: Any, promote: bool = False, tolerance: float | None = None, **kwargs: Any) -> Any:
+        """Run original and rewritten program side by side on these inputs; the report is truthy when they agree.
+
+        `promote` does it in float64 and asks for 1e-9, else 1e-4 is asked for (6e-2 of bfloat16, 8e-3 of float16), or `tolerance`.
+        """
+        from autopar.runtime.verify import verify
+
+        return verify.verify(self, args, kwargs, promote, tolerance)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)

@@ -1,0 +1,247 @@
+"""Parameters of a real mesh: each process holds its part, as a DTensor under the parameter's own name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Placement as DTensorPlacement
+
+from autopar.errors import MeshError
+from autopar.ir.mesh import Mesh
+from autopar.ir.padding import padded, unpadded
+from autopar.ir.program import Signature
+from autopar.ir.sharding import Dims, Sharding
+from autopar.runtime._torch import gathers_strided_shards, hand_on_hooks, shard
+from autopar.runtime.module.inputs import checksum
+from autopar.runtime.module.parameters import Placement, local_shard
+
+logger = logging.getLogger("autopar")
+
+
+def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
+    """Where each parameter of a LOCAL signature lies."""
+    found = {}
+    for item in signature.inputs_of("parameter"):
+        assert item.sharding is not None, f"parameter {item.name} has no sharding"
+        found[item.name] = Placement(item.dims, item.sharding, mesh, item.padding)
+    return found
+
+
+def all_placements(model: nn.Module, signature: Signature, mesh: Mesh) -> dict[str, Placement]:
+    """Where each parameter of `model` lies: those that the program does not use are replicated."""
+    used = placements_of(signature, mesh)
+    return used | {name: whole_placement(parameter, mesh) for name, parameter in model.named_parameters() if name not in used}
+
+
+def dtensor_placements(placement: Placement) -> tuple[DTensorPlacement, ...]:
+    """DTensor's words for a placement: one per axis of its mesh, in the order of the mesh.
+
+    DTensor splits a dim axis by axis in mesh order. An axis that comes after unsplit atoms of its dim, or
+    after an axis that DTensor splits later, is a strided shard: it splits inside each of the pieces before it.
+    """
+    dims = [list(pieces) for pieces in _pieces(placement)]
+    found: list[DTensorPlacement] = []
+    for axis in placement.mesh.names:
+        words: DTensorPlacement = Replicate()
+        for dim, pieces in enumerate(dims):
+            position = next((i for i, (_, name) in enumerate(pieces) if name == axis), None)
+            if position is not None:
+                outer = 1
+                for size, _ in pieces[:position]:
+                    outer *= size
+                words = shard(dim, outer)
+                del pieces[position]
+        found.append(words)
+    return tuple(found)
+
+
+def torch_can_gather(placement: Placement) -> bool:
+    """Whether `DTensor.full_tensor` is right for it.
+
+    Tried on torch 2.13: with several axes on one dim it is wrong, mostly without an error, unless all but the last are
+    plain shards, or they are FSDP2's pair (a strided shard inside the pieces of the plain shard that follows).
+    Torch 2.11 gathers no strided shard but that pair's. What is padded lies as torch cuts it along one axis.
+    """
+    return not _is_cut_otherwise(placement) and _can_gather(dtensor_placements(placement), [size for _, size in placement.mesh.axes])
+
+
+def _is_cut_otherwise(placement: Placement) -> bool:
+    """Whether the parts of a padded dim are not those that `torch.chunk` cuts: several axes, or an atom among others."""
+    if placement.padding is None:
+        return False
+    splits = iter(placement.sharding.splits)
+    for before, after in zip(placement.padding.before, placement.dims, strict=True):
+        axes = [axis for _ in after for axis in next(splits)]
+        if before != after and axes and (len(axes) > 1 or len(after) > 1):
+            return True
+    return False
+
+
+def torch_can_gather_tensor(tensor: DTensor) -> bool:
+    """Likewise for a tensor that lies wherever it does."""
+    return _can_gather(tensor.placements, tensor.device_mesh.shape)
+
+
+def _can_gather(words: Sequence[DTensorPlacement], sizes: Sequence[int]) -> bool:
+    for dim in {getattr(word, "dim", None) for word in words} - {None}:
+        on_dim = [(word, size) for word, size in zip(words, sizes, strict=True) if getattr(word, "dim", None) == dim]
+        outer = [getattr(word, "split_factor", 1) for word, _ in on_dim]
+        is_pair = len(on_dim) == 2 and outer == [on_dim[1][1], 1]
+        inner = outer[:-1] if gathers_strided_shards() else outer
+        if any(factor > 1 for factor in inner) and not is_pair:
+            return False
+    return True
+
+
+def _pieces(placement: Placement) -> Iterator[list[tuple[int, str | None]]]:
+    """Each dim as its pieces, major first: the size and the axis that indexes it, None for what stays whole."""
+    splits, axis_sizes = iter(placement.sharding.splits), dict(placement.mesh.axes)
+    for dim in placement.dims:
+        pieces: list[tuple[int, str | None]] = []
+        for atom in dim:
+            split = next(splits)
+            pieces += [(axis_sizes[axis], axis) for axis in split]
+            pieces.append((atom // placement.mesh.size_of(split), None))
+        yield pieces
+
+
+def stage_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """The part of `device_mesh` that holds this rank's stage, with the axes of `mesh`; collective."""
+    names = device_mesh.mesh_dim_names
+    assert names is not None
+    if "pp" not in names:
+        return device_mesh
+    if not set(mesh.names) <= set(names):  # there is nothing beside pp
+        device_mesh = DeviceMesh(device_mesh.device_type, device_mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, *mesh.names))
+    return device_mesh[mesh.names]
+
+
+def refined_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
+    """`device_mesh` with its axes broken into those of `mesh`; collective. The mesh itself when they agree."""
+    if Mesh.of(device_mesh) == mesh:
+        return device_mesh
+    ranks = device_mesh.mesh.reshape([size for _, size in mesh.axes])
+    return DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=mesh.names)
+
+
+def wrap(local: torch.Tensor, placement: Placement, device_mesh: DeviceMesh) -> DTensor:
+    """The DTensor whose part on this rank is `local`."""
+    shape = torch.Size(placement.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, device_mesh, dtensor_placements(placement), run_check=False, shape=shape, stride=stride)
+
+
+def held_part(whole: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
+    """What `rank` holds of a parameter: its part without the padding."""
+    part = local_shard(padded(whole, placement.padding), placement.dims, placement.sharding, placement.mesh, rank)
+    return unpadded(part, placement.local_padding(rank))
+
+
+def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """`local` as this rank's part of a DTensor that lies as `parameter` does."""
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -> None:
+    """Raise `MeshError` on every rank when ranks start from different values, naming a parameter or buffer and two ranks. Collective.
+
+    Each rank keeps its part of its own model, so unequal models would be mixed into one that nobody built.
+    Parameters on meta, on whichever rank, are refused too: they have no values.
+    """
+    fakes = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    named = (*model.named_parameters(), *model.named_buffers())
+    everyone = gather(
+        (fakes, {name: "meta" if tensor.is_meta else checksum(tensor) for name, tensor in named}), "a comparison of the ranks' models"
+    )
+    for rank, (theirs, _) in enumerate(everyone):
+        if theirs:
+            raise MeshError(
+                f"{len(theirs)} parameters are on meta on rank {rank}, the first is {theirs[0]!r}; a real mesh needs their values on "
+                "every rank: give them values (to_empty, then load) before the call"
+            )
+    _, first = everyone[0]
+    for rank, (_, sums) in enumerate(everyone):
+        differing = [name for name in {**first, **sums} if sums.get(name) != first.get(name)]
+        if differing:
+            raise MeshError(
+                f"ranks 0 and {rank} hold different values of {differing[0]!r} ({len(differing)} parameters and buffers differ); "
+                "call torch.manual_seed with one seed on all ranks before building the model, or load the same weights"
+            )
+
+
+def place_parameters(
+    model: nn.Module, placements: Mapping[str, Placement], device_mesh: DeviceMesh, rank: int, device: torch.device, held: Container[str]
+) -> None:
+    """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties.
+
+    Those that are not `held`, because only another stage has a use for them, keep their shape and have no values (meta).
+    `check_equal_models` comes before it.
+    """
+    ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
+    if ungathered:
+        logger.warning(
+            "DTensor.full_tensor() is wrong or raises for %s: use parallel.full_state_dict() for whole values", ", ".join(ungathered)
+        )
+    replaced: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in replaced:
+            here = parameter.detach().to("meta")
+            if name in held:
+                here = wrap(held_part(parameter, placements[name], rank).to(device), placements[name], device_mesh)
+            replaced[id(parameter)] = nn.Parameter(here, requires_grad=parameter.requires_grad)
+            hand_on_hooks(parameter, replaced[id(parameter)])
+        _set(model, name, replaced[id(parameter)])
+
+
+def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
+    dims: Dims = tuple((size,) for size in tensor.shape)
+    return Placement(dims, Sharding.replicated(dims), mesh)
+
+
+@contextmanager
+def global_parameters(model: nn.Module) -> Generator[None]:
+    """While this is entered `model` can be captured: its tensors have global shapes, all on one device; values do not matter.
+
+    A sharded model gets parameters without values on the CPU. One that was built on meta, to be planned, is on meta altogether.
+    """
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    buffers = list(model.named_buffers(remove_duplicate=False))
+    replaced: list[tuple[str, torch.Tensor]] = []
+    device = "meta"
+    if any(isinstance(parameter, DTensor) for _, parameter in parameters):
+        replaced = [(name, parameter) for name, parameter in parameters if isinstance(parameter, DTensor) or parameter.is_meta]
+        replaced += [(name, buffer) for name, buffer in buffers if buffer.device.type != "cpu"]
+        device = "cpu"
+    elif any(tensor.is_meta for _, tensor in parameters + buffers):
+        replaced = [(name, tensor) for name, tensor in parameters + buffers if not tensor.is_meta]
+    stands_in: dict[int, torch.Tensor] = {}
+    for name, tensor in replaced:
+        if id(tensor) not in stands_in:
+            stands_in[id(tensor)] = _stand_in(tensor, device)
+        _set(model, name, stands_in[id(tensor)])
+    try:
+        yield
+    finally:
+        for name, tensor in replaced:
+            _set(model, name, tensor)
+
+
+def _stand_in(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.to(device)
+    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)  # pages that nobody touches cost nothing
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+
+
+def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(path), attribute, tensor)

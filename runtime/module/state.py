@@ -1,0 +1,125 @@
+"""State of a parallel module: full and sharded state dicts, and the norm of gradients that lie in parts."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError, PlanError
+from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.module.placement import like, torch_can_gather_tensor
+
+
+def with_random_state(state: Any, seed: int | None, step: int) -> Any:
+    """`state` with seed and step in its metadata, where `nn.Module.load_state_dict` of a plain model does not mind them."""
+    state._metadata.setdefault("", {})["autopar"] = {"seed": seed, "step": step}
+    return state
+
+
+def random_state_of(state: Mapping[str, Any], seed: int | None, step: int) -> tuple[int | None, int]:
+    """Seed and step that `state` carries, or the ones given."""
+    found = getattr(state, "_metadata", {}).get("", {}).get("autopar")
+    return (found["seed"], found["step"]) if found else (seed, step)
+
+
+def full_state(state: Any, world: World, parameters: Mapping[str, torch.Tensor]) -> Any:
+    """`state` (made with `keep_vars=True`) with every parameter whole and detached. Collective."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    full: dict[int, torch.Tensor] = {}
+    result: OrderedDict[str, Any] = OrderedDict()
+    result._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    for key, value in state.items():
+        if id(value) in names and id(value) not in full:
+            is_placed = world.is_virtual or isinstance(value, DTensor) or value.is_meta
+            full[id(value)] = world.full(value, names[id(value)]) if is_placed else value.detach().clone()
+        fallback = value.detach().clone() if isinstance(value, torch.Tensor) else value
+        result[key] = full.get(id(value), fallback)
+    return result
+
+
+def sharded_state(
+    state: Mapping[str, Any], current: Mapping[str, Any], world: World, parameters: Mapping[str, torch.Tensor]
+) -> Mapping[str, Any]:
+    """`state` with each value in the form in which `current` (made with `keep_vars=True`) holds it."""
+    if not isinstance(world, DistributedWorld):
+        return state
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    result = OrderedDict(state)
+    for key, value in state.items():
+        target = current.get(key)
+        if isinstance(target, DTensor) and isinstance(value, torch.Tensor):
+            result[key] = _sharded(value, target, world, names[id(target)])
+    # What only another stage holds has no place here.
+    result.update((key, target) for key, target in current.items() if isinstance(target, torch.Tensor) and target.is_meta)
+    return result
+
+
+def _sharded(value: torch.Tensor, target: DTensor, world: DistributedWorld, name: str) -> torch.Tensor:
+    if isinstance(value, DTensor):
+        if value.device_mesh == target.device_mesh and value.placements == target.placements:
+            return value
+        if not torch_can_gather_tensor(value):
+            raise PlanError(
+                f"{name!r} was saved as {value.placements} on {value.device_mesh.shape} ranks and lies as {target.placements} now; torch "
+                "cannot gather the saved parts: save with full_state_dict() to load on another mesh or plan"
+            )
+        value = value.full_tensor()
+    if value.shape != target.shape:
+        return value  # nn.Module names both shapes
+    local = target.to_local()
+    return like(target, world.part(value, name).to(local.device, local.dtype))
+
+
+def clip_grad_norm(
+    parameters: Mapping[str, nn.Parameter], world: World, max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """See `ParallelModule.clip_grad_norm_`."""
+    if not isinstance(world, DistributedWorld):
+        return torch.nn.utils.clip_grad_norm_(parameters.values(), max_norm, norm_type, error_if_nonfinite)
+    if norm_type <= 0:
+        raise AutoparError(f"norm_type={norm_type} is no norm that ranks can put together from their parts; use a positive one, or inf")
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    total, dtype = _joint_norm(gradients, world, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for gradient in gradients.values():
+        local = _local(gradient)
+        local.mul_(scale.to(local.device, local.dtype))
+    return total.to(dtype)
+
+
+# In which norms are returned: torch's promotion, which needs no words between ranks but which of these there are.
+_NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _joint_norm(gradients: Mapping[str, torch.Tensor], world: DistributedWorld, norm_type: float) -> tuple[torch.Tensor, torch.dtype]:
+    """The norm over all parts, each counted on one of the ranks that hold it, summed in float64; and the dtype that torch would give it."""
+    is_maximum = norm_type == float("inf")
+    device = next((_local(gradient).device for gradient in gradients.values()), world.groups.device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    present = torch.zeros(len(_NORM_DTYPES), dtype=torch.float64, device=device)
+    for name, gradient in gradients.items():
+        local = _local(gradient)
+        if world.is_first(name):
+            wide = torch.promote_types(local.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(local, norm_type, dtype=wide).double()
+            total = torch.maximum(total, norm) if is_maximum else total + norm**norm_type
+        present[_NORM_DTYPES.index(local.dtype.to_real())] = 1
+    everyone = world.groups.along(world.mesh, world.mesh.names)
+    told = torch.cat([total.view(1), present])
+    with world.groups.naming_all("the norm of the gradients"):
+        dist.all_reduce(told, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
+    found = [dtype for dtype, number in zip(_NORM_DTYPES, told[1:].tolist(), strict=True) if number]
+    return told[0] if is_maximum else told[0] ** (1 / norm_type), reduce(torch.promote_types, found or [torch.float32])
+
+
+def _local(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

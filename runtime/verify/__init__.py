@@ -1,0 +1,1 @@
+"""A compiled model beside the original, and what a step did."""

@@ -1,0 +1,281 @@
+"""The original and every form of the program side by side on one call, down to the module's own run.
+
+    original model  →  FORWARD  →  GLOBAL  →  LOCAL on every rank  →  the module's own run
+      autograd        autograd     one device   node by node           its backend, its transport
+
+Each is compared with the first. Where they part, the pass is found by bisection over the recorded programs, and the
+node by comparing values: of a LOCAL node with those of the GLOBAL node that it is a part of.
+
+Where it is accepted that each microbatch takes its own statistics, the module's own run is another computation. It is then also
+compared with LOCAL as its microbatches run it, each with its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from autopar.driver.compiled import Compiled, Step
+from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_compiled, promote_tensor
+from autopar.ir.program import Form, Program
+from autopar.runtime.module.inputs import CallInputs
+from autopar.runtime.verify.compare_values import Watcher, difference_at, first_renamed
+from autopar.runtime.verify.reference_run import Case, ReplayError, Results, run_forward, run_global, run_local, run_original, tangents_of
+from autopar.runtime.verify.report import Difference, Report, error_of, floor_of, norm, own_tolerance
+
+# The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
+# results do not satisfy the predicate.
+Run = Callable[[Compiled, Case, Callable[[Results], bool]], Difference | None]
+
+
+def verify_compiled(
+    model: nn.Module,
+    compiled: Compiled,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    promote: bool = False,
+    tolerance: float | None = None,
+    key: int = 0,
+    run: Run | None = None,
+) -> Report:
+    """Compare `model` with what was compiled from it, on inputs of global shape.
+
+    `promote` does both in float64. `tolerance` is 1e-9 then and `own_tolerance` otherwise, unless given. `key` is the value of the
+    program's random key. `run` adds the module's own run. Nothing of `model` changes. Needs memory for a copy of the model
+    and for the activations of every rank.
+    """
+    if tolerance is None:
+        tolerance = 1e-9 if promote else own_tolerance(_narrowest(compiled.forward))
+    with ExitStack() as stack:
+        if promote:
+            stack.enter_context(default_float64())
+        chain = _Chain(model, compiled, CallInputs.of(args, kwargs), promote, tolerance, key)
+        difference = chain.compare_programs()
+        if run is not None:
+            difference = chain.compare_run(run, difference)
+    return chain.report(difference)
+
+
+@dataclass
+class Errors:
+    """The largest errors so far."""
+
+    loss: float = 0.0
+    gradients: dict[str, float] = field(default_factory=dict[str, float])
+    buffers: dict[str, float] = field(default_factory=dict[str, float])
+    replicas: dict[str, float] = field(default_factory=dict[str, float])
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The largest error, and whose it is."""
+        found = [(self.loss, "loss")]
+        for title, table in (("gradient of ", self.gradients), ("buffer ", self.buffers), ("replicas of ", self.replicas)):
+            found += [(error, title + name) for name, error in table.items()]
+        return max(found)
+
+    def add(self, other: Errors) -> None:
+        self.loss = max(self.loss, other.loss)
+        for mine, theirs in ((self.gradients, other.gradients), (self.buffers, other.buffers), (self.replicas, other.replicas)):
+            for name, error in theirs.items():
+                mine[name] = max(mine.get(name, 0.0), error)
+
+
+def errors_between(results: Results, wanted: Results, case: Case) -> Errors:
+    """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros, a buffer as unchanged."""
+    outputs = [error_of(results.outputs.get(name), value) for name, value in wanted.outputs.items()]
+    changed = dict.fromkeys([*wanted.buffers, *results.buffers])
+    found, expected = ({name: side.buffers.get(name, case.state[name]) for name in changed} for side in (results, wanted))
+    gradients, buffers = _errors_in(results.gradients, wanted.gradients), _errors_in(found, expected)
+    return Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
+
+
+def _errors_in(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The error of each, where one that should be zero by cancellation is measured by a share of them all, see `floor_of`."""
+    scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.values()))
+    errors: dict[str, float] = {}
+    for name in dict.fromkeys([*wanted, *found]):
+        known = wanted[name] if name in wanted else found[name]
+        errors[name] = error_of(found.get(name), wanted.get(name), floor_of(known.dtype) * scale)
+    return errors
+
+
+def _narrowest(program: Program) -> torch.dtype:
+    """The floating-point dtype of fewest digits among the program's values."""
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    found = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+
+class _Chain:
+    def __init__(self, model: nn.Module, compiled: Compiled, inputs: CallInputs, promoted: bool, tolerance: float, key: int) -> None:
+        self.promoted, self.tolerance = promoted, tolerance
+        self.steps = compiled.steps
+        self.compiled = promote_compiled(compiled) if promoted else compiled
+        self.training = bool(compiled.program.signature.outputs_of("gradient"))
+        self.is_random = bool(compiled.forward.signature.inputs_of("random_key"))
+        self.case = self._case(model, inputs, key)
+        self.errors = Errors()
+        self.own_errors = Errors() if compiled.separated is not None else None
+        self.reference = self._reference(model, inputs)
+
+    def _case(self, model: nn.Module, inputs: CallInputs, key: int) -> Case:
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = tensor.detach().cpu()
+            return promote_tensor(tensor) if self.promoted else tensor
+
+        first_names = {id(value): name for name, value in model.named_parameters()}
+        return Case(
+            state={name: own(value) for name, value in _named(model).items()},
+            leaves=[own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves],
+            first_names={name: first_names[id(value)] for name, value in model.named_parameters(remove_duplicate=False)},
+            key=key,
+            tangents=tangents_of(self.compiled.forward.signature),
+        )
+
+    def _reference(self, model: nn.Module, inputs: CallInputs) -> Results:
+        if self.is_random:
+            return run_forward(self._captured(), self.case, self.training)
+        values = {id(value): self.case.state[name] for name, value in _named(model).items()}
+        copied = copy_model(model, values, promoted=self.promoted)
+        args, kwargs = inputs.call(lambda index, tensor: self.case.leaves[index].clone())
+        # In plain ops: torch's fused attention gives wrong gradients in rows that an added mask of numbers masks wholly.
+        with ExitStack() as stack, sdpa_kernel(SDPBackend.MATH):
+            if self.promoted:
+                stack.enter_context(Promoting())
+            return run_original(copied, args, kwargs, self.compiled.forward.signature, self.case, self.training)
+
+    def _captured(self) -> Program:
+        """The program as it was captured, its draws keyed and nothing else rewritten; where that is not known, the last of FORWARD."""
+        forward = self.compiled.forward
+        if self.compiled.keyed is None or not self.steps:
+            return forward
+        captured = self._own(self.steps[0].program)
+        # Of a pipeline the loss alone is differentiated.
+        return replace(captured, signature=replace(captured.signature, outputs=forward.signature.outputs))
+
+    def report(self, difference: Difference | None) -> Report:
+        return Report(
+            loss_error=self.errors.loss,
+            gradient_errors=self.errors.gradients,
+            tolerance=self.tolerance,
+            reference="forward program" if self.is_random else "original model",
+            promoted=self.promoted,
+            buffer_errors=self.errors.buffers,
+            replica_errors=self.errors.replicas,
+            first_difference=difference,
+            narrowest=_narrowest(self.compiled.forward),
+            num_detached=sum(item.is_detached for item in self.compiled.forward.signature.outputs),
+            own_statistics_error=self.own_errors.worst[0] if self.own_errors is not None else None,
+        )
+
+    def agrees(self, results: Results) -> bool:
+        """Whether `results` are the reference's; their errors are kept for the report."""
+        errors = self._errors(results)
+        self.errors.add(errors)
+        return errors.worst[0] <= self.tolerance
+
+    def _errors(self, results: Results) -> Errors:
+        errors = errors_between(results, self.reference, self.case)
+        if self.compiled.separated is not None:
+            errors.buffers.clear()  # they are written as those of a microbatch
+        return errors
+
+    # ---- the programs
+
+    def compare_programs(self) -> Difference | None:
+        """Compare FORWARD, GLOBAL and LOCAL with the reference; the first that differs is looked into."""
+        compiled = self.compiled
+        if not self.agrees(run_forward(compiled.forward, self.case, self.training)):
+            return self._made_before(compiled.forward, "capture and forward passes")
+        watcher = Watcher(compiled.program, compiled.local, self.case, self.tolerance)
+        local, failure = self._local(watcher)
+        if not self.agrees(watcher.stepper.results()):
+            return self._made_before(compiled.program, "trace joint and the passes after it")
+        lower = next((step.name for step in self.steps if step.program.form is Form.LOCAL), "lower")
+        if local is None:
+            assert failure is not None
+            return replace(failure, made_by=lower)
+        agrees = self.agrees(local)
+        if watcher.found is not None and (not agrees or watcher.found.detail):
+            return replace(watcher.found, made_by=lower)
+        return None if agrees else self._worst(local, lower)
+
+    def _local(self, watcher: Watcher) -> tuple[Results | None, Difference | None]:
+        """What LOCAL yields, or the node that cannot run."""
+        try:
+            return run_local(self.compiled.local, self.case, watcher), None
+        except ReplayError as error:
+            return None, watcher.found or difference_at(error.node, math.inf, str(error))
+
+    def _made_before(self, broken: Program, otherwise: str) -> Difference:
+        """Bisect the recorded programs up to the form of `broken` for the first that differs from the reference.
+
+        When every recorded one agrees, what was handed on is not what the last pass made; `otherwise` names the culprit then.
+        """
+        forms = (Form.FORWARD,) if broken.form is Form.FORWARD else (Form.FORWARD, Form.GLOBAL)
+        steps = [step for step in self.steps if step.program.form in forms]
+        first = self._first_broken(steps)
+        before = self._own(steps[first - 1].program) if first else None
+        if first == len(steps):
+            return self._between(before, broken, otherwise)
+        name = steps[first].name
+        return self._between(before, self._own(steps[first].program), name)
+
+    def _first_broken(self, steps: list[Step]) -> int:
+        low, high = -1, len(steps)
+        while high - low > 1:
+            middle = (low + high) // 2
+            errors = self._errors(self._run(self._own(steps[middle].program)))
+            low, high = (middle, high) if errors.worst[0] <= self.tolerance else (low, middle)
+        return high
+
+    def _own(self, program: Program) -> Program:
+        """A recorded program as it is compared: its draws keyed, and promoted as all else."""
+        if self.compiled.keyed is not None and self.is_random and program.form is Form.FORWARD:
+            program = self.compiled.keyed(program)
+        return promote(program) if self.promoted else program
+
+    def _run(self, program: Program) -> Results:
+        return run_forward(program, self.case, self.training) if program.form is Form.FORWARD else run_global(program, self.case)
+
+    def _between(self, before: Program | None, after: Program, name: str) -> Difference:
+        """The first node of `after` that differs from the node of that name in `before`; passes keep the names of what they keep."""
+        if before is not None and before.form is after.form:
+            found = first_renamed(before, after, self.case, self.tolerance)
+            if found is not None:
+                return replace(found, made_by=name)
+        return self._worst(self._run(after), name)
+
+    def _worst(self, results: Results, name: str) -> Difference:
+        error, whose = self._errors(results).worst
+        return Difference(whose, "", name, error)
+
+    # ---- the module's own run
+
+    def compare_run(self, run: Run, difference: Difference | None) -> Difference | None:
+        """Run the module itself; a difference that the programs have already comes first."""
+        if self.own_errors is None:
+            return difference or run(self.compiled, self.case, self.agrees)
+        assert self.compiled.separated is not None
+        wanted, own_errors = run_local(self.compiled.separated, self.case), self.own_errors
+
+        def agrees(results: Results) -> bool:
+            self.errors.add(errors_between(results, self.reference, self.case))
+            errors = errors_between(results, wanted, self.case)
+            errors.buffers.clear()  # each microbatch hands its buffers to the next, which no run side by side shows
+            own_errors.add(errors)
+            return errors.worst[0] <= self.tolerance
+
+        return difference or run(self.compiled, self.case, agrees)
+
+
+def _named(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))

@@ -1,0 +1,301 @@
+"""Runs the programs of one compile on the same call, node by node: the original model, FORWARD, GLOBAL, LOCAL on every rank.
+
+Nothing here is fast or clever. The interpreter of schedules and the backends are not used, so that a fault in them
+shows as a difference from what runs here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Interpreter, Node
+
+from autopar.frontend.traced import as_traced
+from autopar.ir.arguments import arguments, call_of, list_at
+from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
+from autopar.ir.keys import ORIGIN
+from autopar.ir.padding import padded, unpadded
+from autopar.ir.program import Form, Input, Program, Signature
+from autopar.ir.schedule import Collective, Launch
+from autopar.runtime._torch import flatten
+from autopar.runtime.execute.virtual import collect
+from autopar.runtime.execute.world import Held
+from autopar.runtime.module.parameters import assemble, local_shard, replica_difference
+from autopar.runtime.verify.report import floor_of, norm
+
+# Per rank what a node of a LOCAL program yields, called in the order of the graph.
+Watch = Callable[[Node, Sequence[Any]], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: parameters and buffers by every name they have, the flat leaves of the inputs, the random key, the tangents by output.
+
+    `first_names` gives the first name of a tied parameter; gradients go by it.
+    """
+
+    state: Mapping[str, torch.Tensor]
+    leaves: Sequence[Any]
+    first_names: Mapping[str, str]
+    key: int = 0
+    tangents: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+
+    def value(self, item: Input, program: Program) -> torch.Tensor:
+        """The value of one input of `program`, whole, with the padding that it enters `program` with."""
+        if item.kind in ("parameter", "buffer"):
+            return padded(self.state[item.name].detach(), item.padding)
+        if item.kind == "batch":
+            return self.leaves[int(item.name)].detach()
+        if item.kind == "constant":
+            return program.constants[item.name]
+        if item.kind == "random_key":
+            return torch.tensor(self.key, dtype=torch.int64)
+        assert item.kind == "tangent", item
+        tangent = self.tangents.get(item.name)
+        return torch.ones(item.shape, dtype=item.dtype) if tangent is None else tangent.to(item.dtype)
+
+
+@dataclass(frozen=True)
+class Results:
+    """What one program yields: outputs (the loss among them) by flat index, gradients and changed buffers by name.
+
+    `replica_errors`: by result, the largest difference between ranks that should hold the same part.
+    """
+
+    outputs: Mapping[str, torch.Tensor]
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    replica_errors: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def tangents_of(signature: Signature) -> dict[str, torch.Tensor]:
+    """A random tangent for each output that is no loss, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for item in signature.outputs_of("output"):
+        if item.requires_grad:
+            found[item.name] = torch.randn(item.shape, generator=generator, dtype=torch.float64).to(item.dtype)
+    return found
+
+
+def run_original(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, case: Case, training: bool
+) -> Results:
+    """`model` itself on the global batch, by autograd. It is changed: buffers are. `signature` is that of FORWARD."""
+    with torch.set_grad_enabled(training), torch.random.fork_rng(devices=[]):
+        leaves, _ = flatten(as_traced(lambda: model(*args, **kwargs)))
+    outputs = {item.name: leaves[int(item.name)] for item in signature.outputs if item.kind in ("loss", "output")}
+    changed = _changed(dict(model.named_buffers()), case)
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    gradients = _gradients(_differentiated(outputs, signature), parameters, case) if training else {}
+    return Results(_detached(outputs), gradients, changed)
+
+
+def run_forward(program: Program, case: Case, training: bool) -> Results:
+    """A FORWARD program on one device, by autograd."""
+    parameters, buffers = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    values = []
+    for item in program.signature.inputs:
+        value = case.value(item, program).clone()
+        if item.kind == "buffer":
+            buffers[item.name] = value
+        if item.kind == "parameter" and item.requires_grad and training:
+            parameters[case.first_names[item.name]] = value.requires_grad_()
+        values.append(value)
+    with torch.set_grad_enabled(training):
+        results = Interpreter(program.module()).run(*values)
+    named = list(zip(program.signature.outputs, results, strict=True))
+    outputs = {item.name: value for item, value in named if item.kind in ("loss", "output")}
+    # A buffer changes in place, or its new value is a result.
+    buffers |= {item.name: value for item, value in named if item.kind == "buffer"}
+    gradients = _gradients(_differentiated(outputs, program.signature), parameters, case) if training else {}
+    return Results(_detached(outputs), gradients, _changed(buffers, case))
+
+
+def _differentiated(outputs: Mapping[str, torch.Tensor], signature: Signature) -> dict[str, torch.Tensor]:
+    wanted = {item.name for item in signature.outputs if item.requires_grad}
+    return {name: value for name, value in outputs.items() if name in wanted}
+
+
+def _changed(buffers: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in buffers.items() if not torch.equal(value, case.state[name])}
+
+
+def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
+    """Gradients by name; a parameter that no output depends on has none."""
+    differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
+    if not differentiable or not parameters:
+        return {}
+    tangents = [case.tangents.get(name, torch.ones_like(value)).to(value.dtype) for name, value in differentiable.items()]
+    found = torch.autograd.grad(list(differentiable.values()), list(parameters.values()), tangents, allow_unused=True)
+    return {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True) if isinstance(gradient, torch.Tensor)}
+
+
+def _detached(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in tensors.items()}
+
+
+def run_global(program: Program, case: Case) -> Results:
+    """A GLOBAL program on one device."""
+    return Stepper(program, case, frozenset()).results()
+
+
+def results_of(
+    signature: Signature, values: Sequence[torch.Tensor], case: Case, replica_errors: Mapping[str, float] | None = None
+) -> Results:
+    """`values` in the order of `signature.outputs`, sorted by kind."""
+    named = list(zip(signature.outputs, values, strict=True))
+    return Results(
+        {item.name: value for item, value in named if item.kind in ("loss", "output")},
+        {case.first_names[item.name]: value for item, value in named if item.kind == "gradient"},
+        {item.name: value for item, value in named if item.kind == "buffer"},
+        replica_errors or {},
+    )
+
+
+class Stepper:
+    """A FORWARD or GLOBAL program, run as far as its values are asked for, without autograd.
+
+    Values are dropped after their last use; those in `watched` wait until they are asked for, once.
+    """
+
+    def __init__(self, program: Program, case: Case, watched: frozenset[str]) -> None:
+        # A FORWARD program may write into what it is given.
+        inputs = (case.value(item, program).clone() for item in program.signature.inputs)
+        self._inputs = iter(inputs)
+        self._program, self._case = program, case
+        self._nodes: Iterator[Node] = iter(program.graph.nodes)
+        self._values: dict[str, Any] = {}
+        self._needed = Counter({node.name: len(node.users) + (node.name in watched) for node in program.graph.nodes})
+        self._watched = set(watched)
+
+    def value(self, name: str) -> Any:
+        """What node `name` yields; a watched value is dropped here when nothing else needs it."""
+        while name not in self._values:
+            self._step(next(self._nodes))
+        value = self._values[name]
+        if name in self._watched:
+            self._watched.remove(name)
+            self._used(name)
+        return value
+
+    def results(self) -> Results:
+        """What a GLOBAL program yields; the rest of it runs now."""
+        values = [unpadded(self.value(node.name), item.padding) for item, node in self._program.named_outputs()]
+        return results_of(self._program.signature, values, self._case)
+
+    def _step(self, node: Node) -> None:
+        if node.op == "placeholder":
+            self._values[node.name] = next(self._inputs)
+        elif node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: self._values[operand.name])
+            self._values[node.name] = _execute(node, args, kwargs)
+            for operand in node.all_input_nodes:
+                self._used(operand.name)
+
+    def _used(self, name: str) -> None:
+        self._needed[name] -= 1
+        if self._needed[name] == 0:
+            del self._values[name]
+
+
+def run_local(program: Program, case: Case, watch: Watch = lambda node, values: None) -> Results:
+    """A LOCAL program on every rank of its mesh, all ranks side by side; `watch` sees every value."""
+    assert program.form is Form.LOCAL
+    mesh = program.mesh
+    inputs = iter(program.signature.inputs)
+    values: dict[Node, list[Any]] = {}
+    needed = {node: len(node.users) for node in program.graph.nodes}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            values[node] = _shards(next(inputs), program, case)
+        elif is_launch(node):
+            values[node] = _collect(node, values[node.args[0]], program)
+        else:
+            values[node] = [_call(node, values, rank) for rank in range(mesh.size)]
+        watch(node, values[node])
+        for operand in node.all_input_nodes:
+            needed[operand] -= 1
+            if not needed[operand]:
+                del values[operand]
+    held = [Held(dict(enumerate(values[node])), item, mesh) for item, node in program.named_outputs()]
+    return assembled(program.signature, held, case)
+
+
+def assembled(signature: Signature, results: Sequence[Held], case: Case) -> Results:
+    """The results of a LOCAL program from what every rank holds of each, and how far replicas are apart."""
+    found, gaps = [], dict[str, float]()
+    for parts, item, mesh in results:
+        assert item.sharding is not None, item
+        found.append(unpadded(assemble(parts, item.dims, item.sharding, mesh), item.padding))
+        gaps[f"{item.kind} {item.name}"] = replica_difference(parts, item.sharding, mesh)[0]
+    largest = max((norm(value) for value in found), default=0.0)
+    scales = [max(norm(value), floor_of(value.dtype) * largest) for value in found]
+    scaled = {name: gap / scale if gap else 0.0 for (name, gap), scale in zip(gaps.items(), scales, strict=True)}
+    return results_of(signature, found, case, scaled)
+
+
+def _shards(item: Input, program: Program, case: Case) -> list[torch.Tensor]:
+    mesh = program.mesh
+    if item.kind == "coordinate":
+        return [torch.tensor(mesh.index(rank, item.name.split(","))) for rank in range(mesh.size)]
+    assert item.sharding is not None, item
+    value = case.value(item, program)
+    return [local_shard(value, item.dims, item.sharding, mesh, rank) for rank in range(mesh.size)]
+
+
+def _call(node: Node, values: Mapping[Node, Sequence[Any]], rank: int) -> Any:
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: values[operand][rank])
+    return _execute(node, args, kwargs)
+
+
+class ReplayError(Exception):
+    """A node that cannot run; what it raised is the cause."""
+
+    def __init__(self, node: Node, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.node = node
+
+
+def _execute(node: Node, args: Any, kwargs: Any) -> Any:
+    """One call, on the CPU wherever the program is to run."""
+    if "device" in kwargs:
+        kwargs = dict(kwargs) | {"device": torch.device("cpu")}
+    try:
+        with torch.no_grad():
+            return call_of(node)(*args, **kwargs)
+    except Exception as error:  # whatever an op raises is the finding
+        raise ReplayError(node, error) from error
+
+
+_COLLECTIVES: dict[object, Collective] = {
+    all_reduce: "all_reduce",
+    all_gather: "all_gather",
+    reduce_scatter: "reduce_scatter",
+    all_to_all: "all_to_all",
+}
+
+
+def _collect(node: Node, parts: Sequence[torch.Tensor], program: Program) -> list[torch.Tensor]:
+    axes = tuple(str(axis) for axis in list_at(node, 1))
+    reduces = node.target in (all_reduce, reduce_scatter)
+    launch = Launch(_COLLECTIVES[node.target], arguments(node)[2] if reduces else "copy", axes, "", node.name)
+    found: list[torch.Tensor | None] = [None] * program.mesh.size
+    for rank in range(program.mesh.size):
+        if found[rank] is None:
+            members = program.mesh.group(rank, axes)
+            for member, result in zip(members, collect(launch, [parts[member] for member in members]), strict=True):
+                found[member] = result
+    return [result for result in found if result is not None]
+
+
+def origins(program: Program) -> frozenset[str]:
+    """The GLOBAL nodes that a LOCAL program holds parts of."""
+    return frozenset(ORIGIN[node] for node in program.graph.nodes if node in ORIGIN)

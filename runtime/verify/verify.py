@@ -1,0 +1,194 @@
+"""Verify a parallel module: what was compiled, and its own run with its backend and its transport, against the original."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from autopar.driver.compiled import Compiled
+from autopar.graph.promote import copy_model, promote_tensor
+from autopar.ir.mesh import Mesh, parent
+from autopar.ir.program import Input
+from autopar.ir.schedule import microbatch_of
+from autopar.ir.sharding import Sharding
+from autopar.runtime.execute.call import Call
+from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.random_key import random_key
+from autopar.runtime.execute.world import Held, Parts
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of
+from autopar.runtime.module.parameters import local_shard
+from autopar.runtime.verify.compare_forms import verify_compiled
+from autopar.runtime.verify.compare_values import difference_at
+from autopar.runtime.verify.reference_run import Case, Results, assembled, run_local
+from autopar.runtime.verify.report import Difference, Report, error_of
+
+if TYPE_CHECKING:
+    from autopar.runtime.module.parallel_module import ParallelModule
+
+
+def verify(
+    parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], promote: bool = False, tolerance: float | None = None
+) -> Report:
+    """Prove on one batch that `parallel` computes what its model computes on the global batch.
+
+    Inputs as in a call; so are the errors raised. With `promote` both sides are in float64, and errors within 1e-9 are asked
+    for, otherwise 1e-4, and 6e-2 or 8e-3 where the model computes in bfloat16 or float16, unless `tolerance` is given. Gradients,
+    buffers, seed, step and torch's generator stay as they were.
+    Collective: every rank works through the whole, and holds the whole model for that time.
+    """
+    inputs, captured = parallel.captured(args, kwargs, runs=True)
+    world = parallel._world
+    seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
+    key = random_key(seed, parallel.step + captured.draws)
+    model = parallel._model if world.is_virtual else _whole_model(parallel)
+    args, kwargs = inputs.call() if world.is_virtual else _global_inputs(parallel, inputs)
+    run = _OwnRun(parallel, inputs, captured.fragments, promote)
+    return verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
+
+
+def _whole_model(parallel: ParallelModule) -> nn.Module:
+    """A copy of the model with every parameter whole, on the CPU."""
+    full = parallel.full_state_dict()
+    named = dict(parallel._model.named_parameters(remove_duplicate=False)) | dict(parallel._model.named_buffers(remove_duplicate=False))
+    return copy_model(parallel._model, {id(value): full.get(name, value).cpu() for name, value in named.items()}, promoted=False)
+
+
+def _global_inputs(parallel: ParallelModule, inputs: CallInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call on the global batch, from every rank's share along dp."""
+    dims, mesh = batch_dims_of(inputs, parallel._batch_dims), parallel.mesh
+    everyone = parallel._world.gather({index: tensor.detach().cpu() for index, _, tensor in inputs.tensors})
+    first = {mesh.index(rank, mesh.parts("dp")): rank for rank in reversed(range(mesh.size))}
+
+    def whole(index: int, tensor: torch.Tensor) -> torch.Tensor:
+        if index not in dims:
+            return tensor
+        return torch.cat([everyone[first[place]][index] for place in sorted(first)], dims[index])
+
+    return inputs.call(whole)
+
+
+class _OwnRun:
+    """The module's own run: its world, its backend, on copies of what it would write into."""
+
+    def __init__(self, parallel: ParallelModule, inputs: CallInputs, fragments: CompiledFragments, promoted: bool) -> None:
+        self.world, self.backend = parallel._world, parallel._backend
+        self.device = self.world.device(parallel._model)
+        self.fragments, self.promoted = fragments, promoted
+        self.tensors = {name: self._own(value) for name, value in (*parallel.named_parameters(), *parallel.named_buffers())}
+        self.leaves = [self._own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves]
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().clone()
+        return promote_tensor(tensor) if self.promoted else tensor
+
+    def __call__(self, compiled: Compiled, case: Case, agrees: Callable[[Results], bool]) -> Difference | None:
+        fragments = CompiledFragments(compiled.schedule.fragments, self.backend) if self.promoted else self.fragments
+        buffers = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        call = Call(compiled, fragments, self.world, buffers, self.leaves, case.key, self.device)
+        self._run(call, compiled, case)
+        signature = compiled.local.signature
+        results = [self._everyones(call.held(item)) for item in signature.outputs]
+        misplaced = self._first(self._misplaced(call, compiled, case))
+        if agrees(assembled(signature, results, case)) and misplaced is None:
+            return None
+        return misplaced or self._locate(compiled, case)
+
+    def _run(self, call: Call, compiled: Compiled, case: Case) -> None:
+        call.forward()
+        if not call.has_backward:
+            return
+        tangents = {}
+        for item in compiled.local.signature.inputs_of("tangent"):
+            whole = case.value(item, compiled.local)
+            tangents[item.name] = whole.to(self.device) if self.world.is_virtual else self._share(whole, item, compiled.local.mesh)
+        call.backward(tangents)
+
+    def _share(self, tangent: torch.Tensor, item: Input, mesh: Mesh) -> torch.Tensor:
+        """This rank's part along dp of an output's tangent."""
+        assert item.sharding is not None, item
+        along = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in item.sharding.splits))
+        return local_shard(tangent, item.dims, along, mesh, self.world.ranks[0]).to(self.device)
+
+    def _everyones(self, held: Held) -> Held:
+        gathered: Parts = {}
+        for parts in self.world.gather({rank: part.cpu() for rank, part in held.parts.items()}):
+            gathered |= parts
+        return held._replace(parts=gathered)
+
+    def _first(self, difference: Difference | None) -> Difference | None:
+        """The difference of the first rank that has one."""
+        return next((found for found in self.world.gather(difference) if found is not None), None)
+
+    def _misplaced(self, call: Call, compiled: Compiled, case: Case) -> Difference | None:
+        """The first input of which a rank holds something else than its part: a stale parameter, a wrong slice."""
+        mesh = compiled.local.mesh
+        for rank, state in call.states.items():
+            schedule = compiled.schedule_of(rank)
+            for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True):
+                if item.kind not in ("parameter", "buffer", "constant", "batch"):
+                    continue
+                assert item.sharding is not None, item
+                place = rank * mesh.num_microbatches + microbatch_of(name)
+                wanted = local_shard(case.value(item, compiled.local), item.dims, item.sharding, mesh, place)
+                error = error_of(state.buffers[name].cpu(), wanted)
+                if error:
+                    return Difference(name, "", "runtime", error, f"rank {rank} holds another value of {item.kind} {item.name!r}")
+        return None
+
+    def _locate(self, compiled: Compiled, case: Case) -> Difference:
+        """Run once more, keeping what every rank writes, and compare with the LOCAL program node by node.
+
+        The schedule's buffers have the names of the nodes.
+        """
+        call = Call(
+            compiled,
+            CompiledFragments(compiled.schedule.fragments, self.backend),
+            self.world,
+            dict(self.tensors),
+            self.leaves,
+            case.key,
+            self.device,
+        )
+        for state in call.states.values():
+            state.buffers = _Kept()
+        self._run(call, compiled, case)
+        found: list[Difference] = []
+        each = compiled.local.mesh.num_microbatches
+
+        def watch(node: Node, values: Sequence[Any]) -> None:
+            for rank, state in call.states.items():
+                kept = state.buffers.history if isinstance(state.buffers, _Kept) else {}
+                for number in range(each):
+                    buffer = kept.get(f"{node.name}@{number}", kept.get(node.name))
+                    value = values[rank * each + number]
+                    if buffer is not None and isinstance(value, torch.Tensor) and not found:
+                        error = error_of(buffer.cpu(), value)
+                        if error > (1e-9 if self.promoted else 1e-3):
+                            of_microbatch = f", microbatch {number}" if each > 1 else ""
+                            found.append(difference_at(node, error, f"on rank {rank}{of_microbatch}"))
+
+        run_local(compiled.separated or compiled.local, case, watch)
+        first = self._first(found[0] if found else None)
+        if first is None:
+            return Difference("(no single node)", "", "runtime", float("nan"))
+        return Difference(first.node, first.source, "runtime", first.error, first.detail)
+
+
+class _Kept(dict[str, torch.Tensor]):
+    """Buffers that remember what was written into them first, also after they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, torch.Tensor] = {}
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        super().__setitem__(name, tensor)
+        self.history.setdefault(name, tensor.clone())
+
+    def update(self, entries: Any = (), /, **named: torch.Tensor) -> None:
+        for name, tensor in dict(entries, **named).items():
+            self[name] = tensor

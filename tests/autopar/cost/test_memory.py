@@ -1,0 +1,57 @@
+"""What a rank holds, counted as torch.optim allocates it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autopar.cost.memory import MemoryBudget, OptimizerKind, bytes_of
+from autopar.errors import AutoparError
+from autopar.ir.program import Input
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("40GiB", 40 * 1024**3), ("80 GB", 80e9), ("1.5 MiB", 1.5 * 1024**2), ("512", 512), (1e6, 1e6), ("7 b", 7)]
+)
+def test_sizes_are_read(size: str | float, expected: float) -> None:
+    assert bytes_of(size) == expected
+
+
+@pytest.mark.parametrize("size", ["forty", "40 GiBs", "-1GB", "0", "1.2.3 GB", -5])
+def test_what_is_no_size_is_refused(size: str | float) -> None:
+    with pytest.raises(AutoparError, match="is no size; write it like"):
+        bytes_of(size)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda parameters: torch.optim.AdamW(parameters),
+        lambda parameters: torch.optim.Adam(parameters),
+        lambda parameters: torch.optim.SGD(parameters),
+        lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
+        lambda parameters: torch.optim.RMSprop(parameters),
+        lambda parameters: torch.optim.Adagrad(parameters),
+        lambda parameters: torch.optim.NAdam(parameters),
+    ],
+)
+def test_state_is_what_the_optimizer_allocates(make) -> None:  # type: ignore[no-untyped-def]
+    parameter = torch.nn.Parameter(torch.ones(6, 5))
+    parameter.grad = torch.ones(6, 5)
+    optimizer = make([parameter])
+    optimizer.step()
+    tensors = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    # Scalars beyond the step count (NAdam's mu_product) are a few bytes a parameter and are left out.
+    allocated = sum(value.nbytes for value in tensors if value.numel() > 1) + max((v.nbytes for v in tensors if v.numel() == 1), default=0)
+    item = Input("parameter", "w", (6, 5), torch.float32, requires_grad=True)
+    assert OptimizerKind.of(optimizer).state_bytes(item, parameter.nbytes) == allocated
+
+
+def test_a_frozen_parameter_has_neither_gradient_nor_state() -> None:
+    frozen = Input("parameter", "w", (4,), torch.float32)
+    assert OptimizerKind.of("adamw").held_bytes(frozen, 16) == 16
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(AutoparError, match=r"optimizer='lamb' is unknown; use one of adadelta, adagrad"):
+        MemoryBudget.of("1GB", "lamb")

@@ -1,0 +1,66 @@
+"""The loss alone is differentiated where the backward runs inside the call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.errors import CaptureError
+from autopar.ir.program import Program
+from autopar.passes.forward.detach_outputs import DetachOutputs
+from autopar.passes.global_.trace_joint import TraceJoint
+from tests.capturing import Layer, X, Y, of
+from tests.running import assert_close, inputs_of, run_forward
+
+
+def both(layer: Layer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    predicted = layer.linear(x)
+    return {"loss": (predicted - y).square().mean(), "predicted": predicted}
+
+
+def tangents(program: Program) -> list[str]:
+    return [item.name for item in TraceJoint().apply(program).signature.inputs_of("tangent")]
+
+
+def test_gradients_come_back_through_the_loss_alone() -> None:
+    captured = of(both, X, Y, outputs="all")
+    detached = DetachOutputs().apply(captured)
+    assert len(tangents(captured)) == 2 and tangents(detached) == [detached.signature.outputs_of("loss")[0].name]
+    assert [item.requires_grad for item in detached.signature.outputs] == [item.kind == "loss" for item in detached.signature.outputs]
+
+
+def test_outputs_that_had_a_gradient_are_told_from_those_that_had_none() -> None:
+    captured = of(lambda layer, x, y: {**both(layer, x, y), "same": y * 2, "best": layer.linear(x).argmax(-1)}, X, Y, outputs="all")
+    structure = {item.name: item.is_detached for item in DetachOutputs().apply(captured).signature.outputs}
+    assert list(structure.values()) == [False, True, False, False]
+
+
+def test_values_are_what_they_were_and_gradients_those_of_the_loss() -> None:
+    layer = Layer(both)
+    inputs = inputs_of(of(both, X, Y), layer, (X, Y), {})
+    found = run_forward(DetachOutputs().apply(of(both, X, Y, outputs="all")), inputs)
+    wanted = run_forward(of(both, X, Y), inputs)
+    predicted = ("output", next(name for kind, name in found if kind == "output"))
+    torch.testing.assert_close(found.pop(predicted), layer_of(inputs, X))
+    assert_close(found, wanted, 1e-6)
+
+
+def layer_of(inputs: dict[tuple[str, str], Tensor], x: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, inputs["parameter", "linear.weight"], inputs["parameter", "linear.bias"])
+
+
+def test_a_model_without_a_loss_is_refused_in_training_only() -> None:
+    captured = of(lambda layer, x: layer.linear(x), X)
+    with pytest.raises(CaptureError, match=r"needs a loss to start from, and this model returns none: let it return a scalar or .loss"):
+        DetachOutputs(training=True).apply(captured)
+    assert DetachOutputs(training=False).apply(captured) is captured
+
+
+def test_two_scalars_are_named_where_one_loss_is_needed() -> None:
+    captured = of(lambda layer, x: (layer.linear(x).sum(), x, layer.linear(x).mean()), X)
+    expected = (
+        r'returns 2 scalars \(outputs 0 and 2\), of which none is called loss: let it return \{"loss": \.\.\.\} or an object with \.loss'
+    )
+    with pytest.raises(CaptureError, match=expected):
+        DetachOutputs().apply(captured)

@@ -1,0 +1,132 @@
+"""What ranks execute: the order's actions, each value once, and the same at both ends."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.checks.checker import check_schedules
+from autopar.errors import ScheduleError
+from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import Add, Free, Launch, Receive, Run, Schedule, Send
+from autopar.passes.schedule.write_schedules import pipeline_schedules
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.schedules import GENERATORS, generate
+from tests.staged import PP2, passed
+
+
+class Chain(nn.Module):
+    """Layers, of which the last reads what the first made; batch norm behind the first two where `norm` is given."""
+
+    def __init__(self, num_layers: int = 5, norm: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) if norm else nn.Identity() for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = torch.tanh(self.layers[0](x))
+        for layer, norm in zip(self.layers[1:], self.norms, strict=False):
+            x = norm(torch.tanh(layer(x)))
+        return (x * first).square().sum()
+
+
+def schedules(order: PipelineSchedule, mesh: Mesh = PP2, model: nn.Module | None = None) -> tuple[Schedule, ...]:
+    program = passed(model or Chain(), (torch.randn(8, 4),), None, mesh, order.num_microbatches, order)
+    return pipeline_schedules(program, order, "cpu")
+
+
+def transfers(schedule: Schedule, kind: type[Send] | type[Receive]) -> list[Send | Receive]:
+    return [each for each in schedule.instructions if isinstance(each, kind)]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_both_ends_of_every_channel_name_the_same_transfers_in_order(name: str) -> None:
+    found = schedules(generate(name, 2, 4))
+    check_schedules(found, PP2)
+    sent = [each.transfer for each in transfers(found[0], Send)]
+    assert sent and sent == [each.transfer for each in transfers(found[1], Receive)]
+    assert [each.transfer for each in transfers(found[1], Send)] == [each.transfer for each in transfers(found[0], Receive)]
+
+
+@pytest.mark.parametrize("name", ["zb-v", "interleaved"])
+def test_a_value_that_two_stages_of_a_rank_read_is_sent_there_once(name: str) -> None:
+    for schedule in schedules(generate(name, 2, 4)):
+        arrived = Counter(name for each in transfers(schedule, Receive) for name in each.buffers)
+        assert arrived and max(arrived.values()) == 1
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_the_actions_run_in_the_order_that_was_asked_for(name: str) -> None:
+    order = generate(name, 2, 4)
+    for schedule, row in zip(schedules(order), order.orders, strict=True):
+        assert [each.action for each in schedule.spans] == [str(action) for action in row]
+        for span in schedule.spans:
+            inside = [each for each in schedule.instructions[span.begin : span.end] if isinstance(each, Run)]
+            numbers = {name.partition("@")[2] for each in inside for name in each.outputs}
+            assert numbers <= {span.action[2:]} | {""}, f"{span.action} computes values of microbatches {numbers}"
+
+
+def test_each_rank_has_the_inputs_and_gradients_of_its_stage() -> None:
+    first, last = schedules(generate("1f1b", 2, 4))
+    names = [{item.name for item in each.signature.inputs_of("parameter")} for each in (first, last)]
+    assert not names[0] & names[1] and len(names[0] | names[1]) == 10
+    for schedule, held in zip((first, last), names, strict=True):
+        assert {item.name for item in schedule.signature.outputs_of("gradient")} == held
+    assert len(first.fed["batch", "0"]) == 4 and ("batch", "0") not in last.fed
+    assert ("loss", "0") in first.left and ("loss", "0") in last.left, "the caller of every rank gets the loss"
+
+
+def test_gradients_are_added_up_and_each_microbatchs_are_freed() -> None:
+    (first, _) = schedules(generate("1f1b", 2, 4))
+    added = [each for each in first.instructions if isinstance(each, Add)]
+    by_target = Counter(each.target for each in added)
+    assert set(by_target.values()) == {4}
+    freed = {name for each in first.instructions if isinstance(each, Free) for name in each.buffers}
+    assert {each.source for each in added} <= freed
+
+
+def test_gradients_are_reduced_once_a_step() -> None:
+    for schedule in schedules(generate("1f1b", 2, 4), Mesh((("pp", 2), ("dp", 2)))):
+        launched = [each.source for each in schedule.instructions if isinstance(each, Launch)]
+        assert launched and all(name.endswith(".sum") for name in launched)
+
+
+def test_every_rank_gets_the_buffers_that_the_last_microbatch_leaves() -> None:
+    for schedule in schedules(generate("1f1b", 2, 4), model=Chain(norm=True)):
+        buffers = [item.name for item in schedule.signature.outputs_of("buffer")]
+        assert len([name for name in buffers if name.endswith("running_mean")]) == 4
+        assert {schedule.left["buffer", name][0].partition("@")[2] for name in buffers} == {"3"}
+
+
+def test_equal_gradients_of_two_parameters_are_reduced_once() -> None:
+    """Biases that are added to one value have one gradient; here on two stages of a rank."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            total = x = torch.tanh(self.layers[0](x))
+            for layer in self.layers[1:]:
+                total = total + layer(x)
+            return total.square().sum()
+
+    mesh = Mesh((("pp", 2), ("dp", 2)))
+    for name in ("zb-v", "1f1b"):
+        found = schedules(generate(name, 2, 2), mesh, Branches())
+        check_schedules([schedule for schedule in found for _ in range(2)], mesh)
+        gradients = {name for schedule in found for kind, name in schedule.left if kind == "gradient"}
+        assert len(gradients) == 10
+
+
+def test_an_order_that_cannot_run_is_refused_with_its_picture() -> None:
+    order = generate("1f1b", 2, 4)
+    first, last = order.orders
+    faulty = PipelineSchedule("mine", order.stages, 4, (first, (last[1], last[0], *last[2:])))
+    with pytest.raises(ScheduleError, match="1B0") as caught:
+        schedules(faulty)
+    assert "rank 1 |" in "\n".join(caught.value.__notes__)

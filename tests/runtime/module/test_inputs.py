@@ -1,0 +1,88 @@
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import InputError, MeshError
+from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_inputs, check_replicas, check_values, global_call
+
+INPUTS = CallInputs.of(
+    (torch.ones(3, 4),), {"extra": {"mask": torch.ones(2, 3), "flag": None}, "bias": torch.ones(7), "n": 5, "ids": torch.ones(3)}
+)
+
+
+def test_leaves_are_named_as_the_user_would() -> None:
+    assert INPUTS.names == ("args[0]", "bias", "extra['mask']", "extra['flag']", "ids", "n")
+    assert [(index, name) for index, name, _ in INPUTS.tensors] == [(0, "args[0]"), (1, "bias"), (2, "extra['mask']"), (4, "ids")]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, {0: 0, 4: 0}),
+        (0, {0: 0, 1: 0, 2: 0, 4: 0}),
+        ({"args[0]": 1, "extra": -1}, {0: 1, 2: 1}),
+        ({"ids": 0, "bias": None}, {4: 0}),
+    ],
+)
+def test_batch_dims(given: Any, expected: dict[int, int]) -> None:
+    assert batch_dims_of(INPUTS, given) == expected
+
+
+def test_batch_dims_of_an_unknown_input_are_refused() -> None:
+    with pytest.raises(InputError, match=r"batch_dims names 'idz', which is no input of this call; its inputs are args\[0\], bias"):
+        batch_dims_of(INPUTS, {"idz": 0})
+
+
+def test_keys_tell_calls_apart() -> None:
+    def key(**kwargs: Any) -> Any:
+        return CallInputs.of((), kwargs).key
+
+    base = key(x=torch.ones(2), n=1)
+    assert base == key(n=1, x=torch.zeros(2)) and hash(base) == hash(key(n=1, x=torch.zeros(2)))
+    others = [
+        key(x=torch.ones(3), n=1),
+        key(x=torch.ones(2).double(), n=1),
+        key(x=torch.ones(2), n=2),
+        key(x=torch.ones(2), n=True),
+        key(x=torch.ones(2)),
+    ]
+    assert base not in others
+
+
+def test_a_share_grows_to_the_global_batch() -> None:
+    args, kwargs = global_call(INPUTS, {0: 0, 2: 1}, 4)
+    assert args[0].shape == (12, 4) and kwargs["extra"]["mask"].shape == (2, 12) and kwargs["bias"].shape == (7,) and kwargs["n"] == 5
+
+
+def test_replicas_are_compared_by_dtype_shape_and_bytes() -> None:
+    mesh = Mesh((("dp", 2), ("tp", 1)))
+
+    def compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+        sums: list[Any] = []
+        check_replicas(CallInputs.of((), {"x": theirs}), {}, mesh, lambda mine, what: sums.append(mine) or [mine, mine])
+        check_replicas(CallInputs.of((), {"x": ours}), {}, mesh, lambda mine, what: [mine, sums[0]])
+
+    compare(torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16))
+    compare(torch.tensor(True), torch.tensor(True))
+    for ours, theirs in ((torch.ones(2), torch.ones(2).double()), (torch.ones(2), torch.ones(1, 2)), (torch.zeros(1), torch.zeros(1) * -1)):
+        with pytest.raises(InputError, match="'x' differs between ranks 0 and 1"):
+            compare(ours, theirs)
+
+
+@pytest.mark.parametrize("is_virtual", [False, True])
+def test_inputs_on_another_device_are_refused_and_those_on_meta_planned_with(is_virtual: bool) -> None:
+    inputs = CallInputs.of((torch.ones(4, 2),), {"y": torch.ones(4, device="meta")})
+    with pytest.raises(InputError) as caught:
+        check_inputs(inputs, {0: 0, 1: 0}, Mesh.of(virtual_mesh(dp=2)), torch.device("cuda"), is_virtual=is_virtual)
+    assert "'args[0]' is on cpu, the parameters are on cuda: pass args[0].to('cuda')" in str(caught.value)
+    assert ("'y' is on meta" in str(caught.value)) is not is_virtual
+
+
+def test_what_has_no_values_is_named() -> None:
+    inputs = CallInputs.of((torch.ones(4, 2),), {"y": torch.ones(4, device="meta")})
+    with pytest.raises(InputError, match="without values: 'y'; "):
+        check_values(inputs, {"weight": torch.ones(2)}.items())
+    with pytest.raises(MeshError, match="1 parameters and buffers are on meta or fake, the first is 'scale'"):
+        check_values(inputs, {"weight": torch.ones(2), "scale": torch.ones(2, device="meta")}.items())

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import CaptureError
+from autopar.runtime.module.parallel_module import ParallelModule
+
+
+class Model(nn.Module):
+    kind = "mine"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.scale, self.config = nn.Linear(4, 4), 1.0, {"factor": 1.0}
+        self.register_buffer("count", torch.zeros(()))
+
+    @property
+    def width(self) -> int:
+        return self.fc.in_features
+
+    def own_method(self, factor: float) -> float:
+        self.scale = self.scale * factor
+        return self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.fc(x) * self.scale * self.config["factor"]).square().mean()
+
+
+def compiled() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = Model()
+    return autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), backend="eager"), model
+
+
+def test_names_of_the_model_are_read_there() -> None:
+    parallel, model = compiled()
+    assert parallel.config is model.config and parallel.fc is model.fc and parallel.count is model.count
+    assert parallel.scale == 1.0 and parallel.kind == "mine" and parallel.width == 4
+    assert parallel.own_method(3.0) == model.scale == 3.0
+    assert {"own_method", "config", "fc", "explain"} <= set(dir(parallel))
+    assert not hasattr(parallel, "nothing")
+    with pytest.raises(AttributeError, match="'Model' object has no attribute 'nothing'"):
+        _ = parallel.nothing
+
+
+def test_what_is_set_is_the_models_and_the_next_call_has_it() -> None:
+    parallel, model = compiled()
+    x = torch.randn(4, 4)
+    before = parallel(x).item()
+    parallel.scale = 2.0
+    assert model.scale == 2.0 and "scale" not in vars(parallel)
+    torch.testing.assert_close(parallel(x).item(), 4 * before)
+    parallel.own_method(0.5)
+    parallel.config["factor"] = 3.0
+    torch.testing.assert_close(parallel(x).item(), 9 * before)
+    parallel.act, parallel.note = nn.Tanh(), "new"
+    assert model.act is parallel.act and dict(model.named_children()).keys() == {"fc", "act"}
+    del parallel.act, parallel.note
+    assert not hasattr(model, "act") and not hasattr(model, "note")
+
+
+def test_names_of_ours_stay_ours() -> None:
+    parallel, model = compiled()
+    parallel.step, parallel.seed = 5, 7
+    assert (parallel.step, parallel.seed) == (5, 7) and not hasattr(model, "step")
+    handle = parallel.register_forward_hook(lambda module, args, output: output * 2)
+    assert not model._forward_hooks
+    handle.remove()
+    parallel.training = False
+    assert model.training is False and model.fc.training is True
+
+
+def test_a_name_of_both_is_ours_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    class Clashing(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seed = 3
+
+        def summary(self) -> str:
+            return "the model's"
+
+    model = Clashing()
+    parallel: ParallelModule = autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), backend="eager")
+    assert "names that the parallel module has, too: seed, summary; parallel.seed is autopar's" in caplog.text
+    parallel.seed = 9
+    assert model.seed == 3 and model.summary() == "the model's"
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="autopar"):
+        compiled()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
+@pytest.mark.parametrize("on_parallel", [False, True])
+def test_backward_hooks_of_the_whole_model_see_what_they_see_in_plain_torch(mesh: dict[str, int], on_parallel: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Model(), nn.Identity())
+    model[0].fc = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(model, autopar.virtual_mesh(**mesh), backend="eager")
+    seen = dict[str, list[Any]](ours=[], theirs=[])
+    x = torch.randn(8, 4)
+    for name, module, called in (("ours", parallel if on_parallel else model, parallel), ("theirs", reference, reference)):
+        module.register_full_backward_hook(lambda _, *gradients, to=seen[name]: to.append(gradients))
+        handle = module.register_full_backward_pre_hook(lambda _, gradients: (gradients[0] * 3,))
+        called(x).backward()
+        handle.remove()
+        called(x).backward()
+    torch.testing.assert_close(seen["ours"], seen["theirs"])
+    assert [float(gradients[1][0]) for gradients in seen["ours"]] == [3.0, 1.0]
+    for ours, theirs in zip(parallel.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    assert len(parallel._captures) == 1
+
+
+def test_backward_hooks_inside_the_model_are_refused_in_training_alone() -> None:
+    parallel, model = compiled()
+    x, seen = torch.randn(4, 4), list[Any]()
+    before = parallel(x)
+    handle = model.fc.register_full_backward_hook(lambda *gradients: seen.append(gradients))
+    with pytest.raises(CaptureError, match=r"fc \(Linear\) has a backward hook, which asks for gradients inside .* hooks of parameters"):
+        parallel(x)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x), before.detach())
+    model(x).backward()
+    assert len(seen) == 1
+    handle.remove()
+    parallel(x).backward()

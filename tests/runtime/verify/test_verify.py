@@ -1,0 +1,150 @@
+"""Verify passes what is right, changes nothing of the user's, and works on virtual and on real ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import autopar
+from autopar.runtime.verify.report import Report
+
+if TYPE_CHECKING:
+    from tests.conftest import GlooRanks
+
+MESH = autopar.virtual_mesh(dp=2, tp=2)
+
+
+class Net(nn.Module):
+    """Casts to float32 inside; ties, freezes and leaves out a parameter; changes a buffer."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embedding, self.inner, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.norm, self.unused, self.dropout = nn.LayerNorm(8), nn.Linear(3, 3), nn.Dropout(dropout)
+        self.head.weight = self.embedding.weight
+        self.norm.bias.requires_grad_(False)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls.add_(1)
+        x = self.dropout(self.embedding(ids))
+        x = x + torch.relu(self.inner(self.norm(x.float()).to(x.dtype)))
+        logits = self.head(x).float()
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def batch(seed: int = 0, num_ignored: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = (torch.randint(0, 16, (8, 4), generator=generator) for _ in range(2))
+    labels[:num_ignored] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def parallel_net(dropout: float = 0.0, **options: Any) -> autopar.ParallelModule:
+    torch.manual_seed(0)
+    return autopar.compile(Net(dropout), options.pop("mesh", MESH), backend=options.pop("backend", "eager"), **options)
+
+
+def test_promoted_both_sides_agree_to_rounding_of_float64_and_unpromoted_they_do_not() -> None:
+    parallel = parallel_net()
+    promoted = parallel.verify(**batch(), promote=True)
+    assert promoted and promoted.worst < 1e-13 and promoted.reference == "original model" and promoted.first_difference is None
+    plain = parallel.verify(**batch())
+    assert plain and 1e-9 < plain.worst < 1e-5, "the model computes in float32"
+    assert set(promoted.gradient_errors) == {"embedding.weight", "inner.weight", "inner.bias", "norm.weight"}
+    assert set(promoted.buffer_errors) == {"calls"}
+
+
+def test_all_labels_ignored_is_nan_on_both_sides() -> None:
+    assert parallel_net().verify(**batch(num_ignored=8), promote=True)
+
+
+def test_dropout_is_compared_with_the_program_on_one_device() -> None:
+    report = parallel_net(0.5).verify(**batch(), promote=True)
+    assert report and report.reference == "forward program" and "keyed by position" in str(report)
+    parallel = parallel_net(0.5).eval()
+    assert parallel.verify(**batch(), promote=True).reference == "original model"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_other_backends(backend: str) -> None:
+    assert parallel_net(backend=backend).verify(**batch(), promote=True)
+
+
+def test_without_gradients_outputs_are_compared() -> None:
+    parallel = parallel_net()
+    with torch.no_grad():
+        report = parallel.verify(**batch(), promote=True)
+    assert report and not report.gradient_errors
+
+
+def test_outputs_that_are_no_loss_get_tangents_of_their_own() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = torch.tanh(self.one(x))
+            return hidden, self.other(hidden)
+
+    report = autopar.compile(Pair(), MESH, backend="eager").verify(torch.randn(8, 8), promote=True)
+    assert report and len(report.gradient_errors) == 4
+
+
+def test_nothing_of_the_users_changes() -> None:
+    parallel = parallel_net(0.5)
+    parallel(**batch(1))["loss"].backward()
+    kept = {name: (value, value.clone()) for name, value in parallel.state_dict(keep_vars=True).items()}
+    gradients = {name: (value.grad, value.grad.clone()) for name, value in parallel.named_parameters() if value.grad is not None}
+    before = (parallel.step, parallel.seed, parallel.training, torch.get_default_dtype(), torch.is_grad_enabled())
+    state = torch.get_rng_state()
+    for promote in (False, True):
+        assert parallel.verify(**batch(), promote=promote)
+    assert (parallel.step, parallel.seed, parallel.training, torch.get_default_dtype(), torch.is_grad_enabled()) == before
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in parallel.state_dict(keep_vars=True).items():
+        assert value is kept[name][0] and torch.equal(value, kept[name][1]), name
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            assert parameter.grad is gradients[name][0] and torch.equal(parameter.grad, gradients[name][1]), name
+
+
+def test_a_tolerance_of_ones_own() -> None:
+    parallel = parallel_net()
+    report = parallel.verify(**batch())
+    assert report
+    from autopar.runtime.verify.verify import verify
+
+    strict = verify(parallel, (), batch(), tolerance=0.0)
+    assert not strict and strict.first_difference is not None and strict.tolerance == 0.0
+
+
+def on_real_ranks() -> tuple[Report, Report, float]:
+    """What a gloo rank runs: its share of the batch; then with one rank's copy of a parameter changed behind everybody's back."""
+    rank = int(os.environ["RANK"])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallel = parallel_net(mesh=mesh)
+    share = {name: value.chunk(2)[rank // 2] for name, value in batch().items()}
+    good = parallel.verify(**share, promote=True)
+    if rank == 3:
+        with torch.no_grad():
+            parallel.get_parameter("norm.weight").to_local().mul_(1.5)
+    bad = parallel.verify(**share, promote=True)
+    return good, bad, float(parallel.get_buffer("calls"))
+
+
+def test_on_real_ranks(gloo_ranks: GlooRanks) -> None:
+    reports = gloo_ranks.run(on_real_ranks)
+    for good, bad, calls in reports:
+        assert good and good.worst < 1e-13 and len(good.gradient_errors) == 4, str(good)
+        assert not bad and bad.first_difference is not None
+        assert bad.first_difference.made_by == "runtime" and "norm.weight" in bad.first_difference.detail, str(bad)
+        assert calls == 0.0
+    assert len({str(bad) for _, bad, _ in reports}) == 1, "every rank reports the same"
