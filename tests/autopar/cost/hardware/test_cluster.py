@@ -132,7 +132,7 @@ def test_every_number_of_a_built_in_cluster_names_its_source(name: str) -> None:
 
 
 def published(table: str) -> list[dict[str, str]]:
-    with (Path(__file__).parents[3] / "benchmarks" / "published" / f"{table}.csv").open(encoding="utf-8") as file:
+    with (Path(__file__).parents[4] / "benchmarks" / "published" / f"{table}.csv").open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
