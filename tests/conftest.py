@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.captures import keep_captures
+from tests.support.captures import keep_captures
 
 WORLD_SIZE = 4
 _GLOO, _FIXTURE = "gloo", "gloo_ranks"
-_SERVER = Path(__file__).with_name("gloo_rank.py")
+_SERVER = Path(__file__).parent / "support" / "gloo_rank.py"
 
 # Traces make objects by the million and keep most of them: a fifth of the suite's time was collections.
 gc.set_threshold(20_000, 10, 10)

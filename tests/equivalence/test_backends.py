@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Cluster, ParallelModule
 from autopar.runtime.verify.report import Report
-from tests import zoo, zoo_language, zoo_vision
 from tests.conftest import GlooRanks
-from tests.zoo import Batch, Case
+from tests.support.models import language, vision, zoo
+from tests.support.models.zoo import Batch, Case
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ CELLS = {
     "llama": Cell(zoo.llama),
     "bert": Cell(zoo.bert),
     "vit": Cell(zoo.vit),
-    "resnet": Cell(zoo_vision.resnet),
-    "mixtral": Cell(zoo_language.mixtral, (("tp", 4),)),  # dp cannot split its experts yet
+    "resnet": Cell(vision.resnet),
+    "mixtral": Cell(language.mixtral, (("tp", 4),)),  # dp cannot split its experts yet
     "pipeline": Cell(lambda: zoo.gpt2(2), (("pp", 2), ("tp", 2)), number=4),
     "dropout": Cell(lambda: zoo.gpt2(1, 0.1), is_drawn=True),
 }

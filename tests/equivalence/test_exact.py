@@ -13,7 +13,7 @@ import torch
 
 import autopar
 from autopar import Cluster, ParallelModule, virtual_mesh
-from tests.zoo import ZOO, Batch
+from tests.support.models.zoo import ZOO, Batch
 
 MESHES: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},

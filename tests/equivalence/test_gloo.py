@@ -20,7 +20,7 @@ import autopar
 from autopar import Cluster, ParallelModule
 from autopar.runtime._torch import gathers_strided_shards
 from autopar.runtime.verify.report import error_of, floor_of
-from tests.zoo import IGNORED, ZOO, Batch
+from tests.support.models.zoo import IGNORED, ZOO, Batch
 
 # float32: gradients by the design's error; float64 models cast to float32 inside, so they agree to its rounding.
 TOLERANCE = 1e-4

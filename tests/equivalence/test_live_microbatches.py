@@ -15,8 +15,8 @@ from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.memory import rank_memory
 from autopar.pipeline.schedules import generate
-from tests.pipelined import compiled
-from tests.zoo import Case
+from tests.support.models.pipelined import compiled
+from tests.support.models.zoo import Case
 
 WIDTH, SAMPLES, NUMBER = 8, 2, 6
 

@@ -32,7 +32,8 @@ from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.plans.plan import Plan
 from autopar.reports.summary import contractions
 from autopar.testing.random_shardings import RandomShardings
-from tests.running import (
+from tests.support.models.zoo import Case, case, padding_mask, tokens
+from tests.support.programs import (
     FORWARD_PASSES,
     SIMPLIFICATIONS,
     Values,
@@ -42,7 +43,6 @@ from tests.running import (
     run_forward,
     run_schedule,
 )
-from tests.zoo import Case, case, padding_mask, tokens
 
 VOCABULARY = 97
 TABLE = "transformer.wte.weight"

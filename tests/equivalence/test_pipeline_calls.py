@@ -13,9 +13,9 @@ import autopar
 from autopar import BackwardError, CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
 from autopar.pipeline.actions import parse_schedule
 from autopar.pipeline.schedules import generate
-from tests.pipelined import assert_split, compiled, parameters_of, tagger
-from tests.zoo import IGNORED, Batch, Case
-from tests.zoo_language import mixtral
+from tests.support.models.language import mixtral
+from tests.support.models.pipelined import assert_split, compiled, parameters_of, tagger
+from tests.support.models.zoo import IGNORED, Batch, Case
 
 PP2, PP2_DP2 = {"pp": 2}, {"pp": 2, "dp": 2}
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.pipeline.schedules import GENERATORS
-from tests.pipelined import MESHES, MODELS, TIES, UNet, assert_split, compiled, microbatches, sized, unet
-from tests.zoo import IGNORED, Batch, Case
-from tests.zoo_vision import resnet
+from tests.support.models.pipelined import MESHES, MODELS, TIES, UNet, assert_split, compiled, microbatches, sized, unet
+from tests.support.models.vision import resnet
+from tests.support.models.zoo import IGNORED, Batch, Case
 
 NUMBERS = (1, 4, 7)
 # Shares of 28 over dp = 2: 1, 4 and 7 divide them.

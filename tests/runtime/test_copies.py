@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.test_module import parallel_mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -18,7 +17,7 @@ from autopar import Cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import virtual_mesh
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.runtime.schedules import WIDTH
+from tests.support.schedules import WIDTH, parallel_mlp
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autopar.attention_operands import ATTENDS, DRAWS, DROPS
 
 import autopar.kernels.attention
 import autopar.kernels.cross_entropy
@@ -19,6 +18,7 @@ import autopar.kernels.softmax  # noqa: F401 (all register ops)
 from autopar.ops.rule import rule_of
 from autopar.ops.strategies import factors_of
 from autopar.testing.prove import instance, prove
+from tests.support.kernels.attention_operands import ATTENDS, DRAWS, DROPS
 
 ops: Any = torch.ops.autopar
 X, ROWS, WEIGHT = torch.empty(2, 4, 6), torch.empty(2, 4), torch.empty(6)

@@ -4,7 +4,6 @@ import operator
 
 import pytest
 import torch
-from tests.autopar.attention_operands import ATTENDS
 from torch.fx import Graph, Node
 
 from autopar.ir.keys import BATCH, DIMS
@@ -14,6 +13,7 @@ from autopar.ir.sharding import Dims, Sharding, Strategy, shape_of
 from autopar.ops.rule import rule_of
 from autopar.ops.strategies import factors_of, placeholder_strategies, signature_of, space_of, strategies_of
 from autopar.testing.prove import instance, prove, prove_strategy
+from tests.support.kernels.attention_operands import ATTENDS
 
 aten = torch.ops.aten
 DP, TP = Mesh((("dp", 2),)), Mesh((("tp", 2),))

@@ -12,7 +12,7 @@ from autopar.kernels.gpu import block_sparse as gpu
 from autopar.kernels.gpu import block_sparse_backward as gpu_backward
 from autopar.kernels.gpu.attention_tiles import Tiles
 from autopar.kernels.gpu.block_sparse_tiles import cut
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -16,8 +16,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-import tests.zoo  # noqa: F401  (what most tests import, and what takes longest)
-from tests.captures import keep_captures
+import tests.support.models.zoo  # noqa: F401  (what most tests import, and what takes longest)
+from tests.support.captures import keep_captures
 
 
 def fork(world_size: int, folder: Path) -> None:

@@ -31,7 +31,7 @@ from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
 from autopar.runtime.module.parameters import assemble, local_shard
 from autopar.testing.random_shardings import RandomShardings
-from tests.captures import kept_capture
+from tests.support.captures import kept_capture
 
 # By kind and name, as in the signature.
 Values = dict[tuple[str, str], Tensor]

@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.schedules import generate
-from tests.captures import kept_capture
+from tests.support.captures import kept_capture
 
 PP2 = Mesh((("pp", 2),))
 

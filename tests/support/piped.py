@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar.ir.mesh import virtual_mesh
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.residual import Residual, batch
+from tests.support.models.residual import Residual, batch
 
 
 def piped(pp: int = 2, dp: int = 2, tp: int = 1, num_microbatches: int = 2, **options: Any) -> ParallelModule:

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import Cluster, ParallelModule
-from tests import zoo, zoo_language, zoo_vision
-from tests.zoo import IGNORED, Batch, Case
+from tests.support.models import language, vision, zoo
+from tests.support.models.zoo import IGNORED, Batch, Case
 
 CLASSES = 4
 SYMBOLS, WIDTH = 12, 8
@@ -64,8 +64,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     "gpt2": zoo.gpt2,
     "llama": zoo.llama,
     "bert": zoo.bert,
-    "t5": zoo_language.t5,
-    "resnet": zoo_vision.resnet,
+    "t5": language.t5,
+    "resnet": vision.resnet,
     "unet": unet,
 }
 
