@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Cluster, ParallelModule
 from autopar.runtime.verify.report import Report
-from tests.conftest import GlooRanks
 from tests.support.models import language, vision, zoo
 from tests.support.models.zoo import Batch, Case
+from tests.support.ranks import GlooRanks
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Cluster, ParallelModule
 from autopar.runtime.verify.report import error_of
-from tests.conftest import GlooRanks
 from tests.support.models.pipelined import UNet, tagger
 from tests.support.models.zoo import Batch, gpt2
+from tests.support.ranks import GlooRanks
 
 # The loss of a float64 transformer is computed in float32.
 TOLERANCE = 1e-5

@@ -7,7 +7,7 @@ from torch.fx import Node
 
 import autopar.kernels.attention  # noqa: F401 (registers the op)
 from autopar.testing.prove import instance
-from tests.support.kernels.attention_operands import ATTENDS, DRAWS, DROPS
+from tests.support.kernels.attention import DRAWS, DROPS, PLAIN
 
 aten = torch.ops.aten
 X, Y, ROW, SCALAR = torch.empty(4, 6), torch.empty(4, 6), torch.empty(6), torch.empty(())
@@ -162,22 +162,22 @@ INSTANCES = {
     "max pooling": (aten.max_pool2d_with_indices.default, (IMAGE, [2, 2])),
     "upsample": (aten.upsample_bilinear2d.default, (IMAGE, [16, 16], False)),
     "upsample backward": (aten.upsample_bilinear2d_backward.default, (torch.empty(4, 6, 16, 16), [16, 16], [4, 6, 8, 8], False)),
-    "attention": (torch.ops.autopar.attention.default, (Q, KV, KV, MASK, None, None, *DRAWS), DROPS),
-    "attention, causal": (torch.ops.autopar.attention.default, (Q, Q, Q, *[None] * 6), ATTENDS | {"is_causal": True}),
+    "attention": (torch.ops.autopar.attention.default, (Q, KV, KV, MASK, None, None, *DRAWS), PLAIN | DROPS),
+    "attention, causal": (torch.ops.autopar.attention.default, (Q, Q, Q, *[None] * 6), PLAIN | {"is_causal": True}),
     "attention, window and soft cap": (
         torch.ops.autopar.attention.default,
         (Q, KV, KV, *[None] * 6),
-        ATTENDS | {"window": 3, "soft_cap": 2.0},
+        PLAIN | {"window": 3, "soft_cap": 2.0},
     ),
     "attention backward": (
         torch.ops.autopar.attention_backward.default,
         (Q, None, Q, KV, KV, MASK, None, None, *DRAWS, Q, LSE),
-        DROPS,
+        PLAIN | DROPS,
     ),
     "attention backward, of both results": (
         torch.ops.autopar.attention_backward.default,
         (Q, LSE, Q, KV, KV, *[None] * 6, Q, LSE),
-        ATTENDS | {"soft_cap": 2.0},
+        PLAIN | {"soft_cap": 2.0},
     ),
 }
 

@@ -15,7 +15,7 @@ from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.global_.place_stages import PlaceStages
 from autopar.pipeline.holders import Held, holders_of, starts_where
 from autopar.pipeline.placement_units import line_of
-from tests.support.staged import passed
+from tests.support.programs import passed
 
 WIDTH = 8
 

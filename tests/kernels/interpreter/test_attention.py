@@ -20,7 +20,7 @@ from autopar.kernels.gpu import attention_backward as gpu_backward
 from autopar.kernels.gpu import attention_mask_gradient as gpu_mask
 from autopar.kernels.gpu.attention_scores import require_addressable
 from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
-from tests.support.kernels.drawing import KINDS, draws_of, kept_of
+from tests.support.kernels.attention import KINDS, draws_of, kept_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DROPS: dict[str, Any] = {"keep_below": round(0.7 * 2**32), "keep_scale": 1 / 0.7}

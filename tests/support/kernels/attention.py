@@ -17,6 +17,8 @@ PLAIN |= {"keep_below": 0, "keep_scale": 1.0, "implementation": "triton"}
 # A scale that is not 1 / p: it is the op's to multiply by, whatever it is.
 DROPS: dict[str, Any] = {"keep_below": round(0.7 * 2**32), "keep_scale": 1 / 0.75}
 NO_DRAWS = (None, None, None)
+# For what looks at shapes only: of scores [2, 4, 6, 10].
+DRAWS = [torch.empty(shape, dtype=torch.int64) for shape in ((2, 4, 6, 1), (), (10,))]
 # Neither mask, nor documents, nor draws.
 NOTHING = (None,) * 6
 
