@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from tests.support.captures import keep_captures
 
@@ -87,6 +89,13 @@ class GlooRanks:
         self._process, self._pipes = None, []
         if self._directory is not None:
             self._directory.cleanup()
+
+
+def share(batch: dict[str, Tensor], mesh: object) -> dict[str, Tensor]:
+    """This rank's part of the batch, along dp; on a virtual mesh all of it."""
+    if not isinstance(mesh, DeviceMesh) or "dp" not in (mesh.mesh_dim_names or ()):
+        return batch
+    return {name: value.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")] for name, value in batch.items()}
 
 
 def fork(world_size: int, folder: Path) -> None:
