@@ -1,4 +1,4 @@
-"""Options of attention in tests; what the dropout of scores is drawn from, and the mask that it makes, in plain ops."""
+"""Operands and options of attention in tests; what the dropout of scores is drawn from, and the mask that it makes, in plain ops."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ KINDS = {
     "rows for all heads, a word a sample": ((1,), (1, 2, 3)),
     "a word a row": ((), (3,)),
 }
+
+
+def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> Tensor:
+    """As a model has them: split off the last dim, then transposed."""
+    return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
 
 
 def draws_of(scores: Sequence[int], kind: str = "one word", start: int = 2**32 - 12_345) -> Draws:
