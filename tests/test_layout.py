@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +106,32 @@ def forbidden_imports(path: Path) -> list[str]:
 def test_imports_point_one_way(folder: str) -> None:
     found = [problem for path in sources(folder) for problem in forbidden_imports(path)]
     assert not found, "\n".join(found)
+
+
+def module_of(path: Path) -> str:
+    """The name by which our files import `path`: `runtime/module/guard.py` → "autopar.runtime.module.guard"."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts if parts[0] == "autopar" else ("autopar", *parts)).removesuffix(".__init__")
+
+
+def import_cycle(graph: networkx.DiGraph) -> str:
+    """A cycle of `graph` as "a → b → a", or nothing."""
+    try:
+        edges = networkx.find_cycle(graph)
+    except networkx.NetworkXNoCycle:
+        return ""
+    return " → ".join([edges[0][0], *(edge[1] for edge in edges)])
+
+
+def test_imports_form_no_cycle() -> None:
+    """Every import counts: at the head, inside a function, for types only."""
+    paths = {module_of(path): path for path in sources("autopar", *LINKED)}
+    graph = networkx.DiGraph()
+    graph.add_edges_from(
+        (name, module) for name, path in paths.items() for _, module in imports(path) if module in paths and module != name
+    )
+    assert graph.number_of_edges() > 1000
+    assert not import_cycle(graph)
 
 
 def test_nobody_imports_the_folders_by_their_bare_names() -> None:
@@ -202,4 +229,5 @@ def test_the_checks_see_what_they_look_for() -> None:
     assert string_meta_keys(ast.parse(bad)) == [(1, "ours"), (2, "also_ours"), (3, "third")]
     assert is_private_torch("torch._dynamo.backends") and is_private_torch("torch.fx._pytree")
     assert not is_private_torch("torch.fx.node") and not is_private_torch("numpy._core")
+    assert import_cycle(networkx.DiGraph(["ab", "bc", "cb"])) == "b → c → b" and not import_cycle(networkx.DiGraph(["ab", "bc", "ac"]))
     assert of_ours("autopar.passes.cse") == "autopar.passes" and of_ours("autopar.ir.mesh") == "autopar" and of_ours("torch") is None

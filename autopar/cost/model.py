@@ -28,7 +28,7 @@ from autopar.ir.program import operands, results_of
 from autopar.ir.reshard import Move, Step, moves, reachable
 from autopar.ir.sharding import Dims, Sharding, Strategy, flat
 from autopar.ops.atoms import operand_result
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 
 # Ops that describe memory anew and move none of it.
 _VIEWS = frozenset(

@@ -19,7 +19,6 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from autopar._torch import FakeTensorMode, fake_mode, pytree
-from autopar.driver.compiled import Compiled
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.schedule import Fragment, Schedule
@@ -72,18 +71,6 @@ def _promoted_schedule(schedule: Schedule, fragments: dict[str, Fragment]) -> Sc
     )
     shapes = {name: (shape, promoted_dtype(dtype)) for name, (shape, dtype) in schedule.shapes.items()}
     return replace(schedule, fragments=fragments, signature=signature, shapes=shapes)
-
-
-def promote_compiled(compiled: Compiled) -> Compiled:
-    """Every program that runs, promoted; `steps` stay as they were."""
-    return replace(
-        compiled,
-        forward=promote(compiled.forward),
-        program=promote(compiled.program),
-        local=promote(compiled.local),
-        separated=compiled.separated and promote(compiled.separated),
-        schedules=promote_schedules(compiled.schedules),
-    )
 
 
 def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promoted: bool) -> nn.Module:

@@ -16,7 +16,8 @@ from autopar.ir.arguments import int_at
 from autopar.ir.keys import DIMS
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.sharding import Dims
-from autopar.ops.rule import Rule, rule_of
+from autopar.ops.lookup import rule_of
+from autopar.ops.rule import Rule
 
 DimKey = Hashable
 

@@ -20,7 +20,7 @@ from autopar.ir.arguments import int_at, node_at
 from autopar.ir.keys import DIMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Dims, Sharding, Strategy
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.ops.rules.labels import argument, aten, shape_of, value_of
 from autopar.ops.rules.resampling import INPUT_SIZE, RESIZING_BACKWARD
 from autopar.ops.strides import to_be_contiguous

@@ -17,7 +17,7 @@ from autopar.ir.padding import Padding
 from autopar.ir.program import operands, results_of
 from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy, flat, shape_of
 from autopar.ops.localise import LocalBuilder, localise, same_call
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.ops.rules.labels import aten, value_of
 from autopar.ops.strategies import Space, operand_dims
 

@@ -11,14 +11,11 @@ are ("g", "r"), its key heads "g".
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib import import_module
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
-from autopar.ir.program import operands, results_of
 from autopar.ir.sharding import ReductionKind
 
 Label = str | tuple[str, ...] | None
@@ -81,46 +78,3 @@ def rule_for_tag(tag: torch.Tag) -> Callable[[RuleFunction], RuleFunction]:
         return function
 
     return register
-
-
-def rule_of(node: Node) -> Rule | None:
-    """The rule of `node`: registered, or inferred. None for an op without one (it runs replicated, and `summary()` names it)."""
-    _load()
-    function = RULES.get(node.target) or RULES.get(str(node.target)) or _tag_rule(node.target)
-    found = function(node) if function else None
-    if found is None:
-        found = _inference()(node)
-    if found is None:
-        return None
-    assert len(found.operands) == len(operands(node)), (node.format_node(), found)
-    assert len(found.results) == len(results_of(node)), (node.format_node(), found)
-    linear = tuple(group for group in found.linear if group and _summable(node, group))
-    return found if linear == found.linear else replace(found, linear=linear)
-
-
-@cache
-def _load() -> None:
-    """Register our own rules; they import this module, so it cannot import them at its head."""
-    import_module("autopar.ops.rules")
-
-
-@cache
-def _inference() -> RuleFunction:
-    """`autopar.ops.probing.probe.infer`, which imports this module, too."""
-    return import_module("autopar.ops.probing.probe").infer
-
-
-def _tag_rule(target: object) -> RuleFunction | None:
-    tags = getattr(target, "tags", ())
-    return next((function for tag, function in TAG_RULES.items() if tag in tags), None)
-
-
-def _summable(node: Node, group: frozenset[int]) -> bool:
-    """Whether dtypes let sums pass: no booleans, and no rounding of floats to integers."""
-    inputs = operands(node)
-    sources = [value for index in group for value in results_of(inputs[index]) if value is not None]
-    results = [value for value in results_of(node) if value is not None]
-    if any(value.dtype == torch.bool for value in (*sources, *results)):
-        return False
-    rounded = any(not value.dtype.is_floating_point and not value.dtype.is_complex for value in results)
-    return not (rounded and any(value.dtype.is_floating_point or value.dtype.is_complex for value in sources))

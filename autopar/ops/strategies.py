@@ -21,7 +21,8 @@ from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.mesh import Mesh, parent
 from autopar.ir.program import InputKind, operands, results_of
 from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy, flat
-from autopar.ops.rule import Labels, Rule, rule_of
+from autopar.ops.lookup import rule_of
+from autopar.ops.rule import Labels, Rule
 from autopar.ops.rules.labels import is_zero
 
 

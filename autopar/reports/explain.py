@@ -27,7 +27,7 @@ from autopar.ir.printing import op_name
 from autopar.ir.program import Input, Program, operands
 from autopar.ir.sharding import REDUCTION_KINDS, Dims, Sharding, Strategy
 from autopar.ir.units import in_bytes, in_seconds
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.partition.whole_batch import MicrobatchDecision
 from autopar.pipeline.report import pipeline_lines
 from autopar.reports.communication import sent

@@ -23,7 +23,7 @@ from autopar.ir.pattern import pattern_of
 from autopar.ir.printing import op_name
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.sharding import REDUCTION_KINDS, Strategy
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.priced import value_bytes

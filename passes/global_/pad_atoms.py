@@ -16,8 +16,8 @@ from autopar.ir.padding import Padding
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, flat
 from autopar.ops.atom_classes import Atom, AtomClasses
+from autopar.ops.lookup import rule_of
 from autopar.ops.padded_ops import with_atoms
-from autopar.ops.rule import rule_of
 from autopar.partition.pad_graph import covered, padded_program
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.refine_mesh import RefineMesh

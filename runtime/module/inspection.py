@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
+import autopar.reports.inspect
 from autopar.driver.compiled import Compiled
 from autopar.errors import MeshError
+from autopar.runtime.module.module_state import ModuleState
+from autopar.runtime.verify.report import Report
+from autopar.runtime.verify.timeline import Timeline, timeline
+from autopar.runtime.verify.verify import verify
 
 
-class Inspected(nn.Module):
+class Inspected(ModuleState):
     """A module with a latest program; each question is answered by `autopar.reports`, `runtime.timeline` or `runtime.verify`."""
-
-    _latest: Compiled | None
 
     @property
     def compiled(self) -> Compiled:
@@ -28,54 +29,38 @@ class Inspected(nn.Module):
 
     def explain(self) -> str:
         """The decisions with their reasons, the cost split and the runner-up, as text."""
-        import autopar.reports.inspect
-
         return autopar.reports.inspect.explain(self.compiled)
 
     def summary(self) -> dict[str, Any]:
         """What `explain` says, as a JSON-able dict."""
-        import autopar.reports.inspect
-
         return autopar.reports.inspect.summary(self.compiled)
 
     def why(self, pattern: str) -> str:
         """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
-        import autopar.reports.inspect
-
         return autopar.reports.inspect.why(self.compiled, pattern)
 
     def what_if(self, pins: Any) -> Any:
         """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
-        import autopar.reports.inspect
-
         return autopar.reports.inspect.what_if(self.compiled, pins)
 
     def print_program(self, after: str | None = None, rank: int = 0) -> str:
         """The program after pass `after`, or what `rank` runs."""
-        import autopar.reports.inspect
-
         return autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank)
 
     def diff(self, before: str, after: str) -> str:
         """How the program differs between after pass `before` and after pass `after`."""
-        import autopar.reports.inspect
-
         return autopar.reports.inspect.diff(self.compiled, before, after)
 
-    def timeline(self, *args: Any, **kwargs: Any) -> Any:
+    def timeline(self, *args: Any, **kwargs: Any) -> Timeline:
         """Run one step of a pipeline on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.
 
         Nothing changes: no gradient is kept, no buffer written. Collective.
         """
-        from autopar.runtime.verify import timeline
+        return timeline(self, args, kwargs)
 
-        return timeline.timeline(self, args, kwargs)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
-
-    def verify(self, *args: Any, promote: bool = False, tolerance: float | None = None, **kwargs: Any) -> Any:
+    def verify(self, *args: Any, promote: bool = False, tolerance: float | None = None, **kwargs: Any) -> Report:
         """Run original and rewritten program side by side on these inputs; the report is truthy when they agree.
 
         `promote` does it in float64 and asks for 1e-9, else 1e-4 is asked for (6e-2 of bfloat16, 8e-3 of float16), or `tolerance`.
         """
-        from autopar.runtime.verify import verify
-
-        return verify.verify(self, args, kwargs, promote, tolerance)  # pyright: ignore[reportArgumentType]  (one class, seen by two paths)
+        return verify(self, args, kwargs, promote, tolerance)

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.driver.compiled import Compiled, Step
-from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_compiled, promote_tensor
+from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedules, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_values import Watcher, difference_at, first_renamed
@@ -279,3 +279,15 @@ class _Chain:
 
 def _named(model: nn.Module) -> Mapping[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+
+def promote_compiled(compiled: Compiled) -> Compiled:
+    """Every program that runs, promoted; `steps` stay as they were."""
+    return replace(
+        compiled,
+        forward=promote(compiled.forward),
+        program=promote(compiled.program),
+        local=promote(compiled.local),
+        separated=compiled.separated and promote(compiled.separated),
+        schedules=promote_schedules(compiled.schedules),
+    )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,10 +20,7 @@ from autopar.pipeline.trace import write_trace
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.interpreter import RankState
 from autopar.runtime.execute.random_key import random_key
-
-if TYPE_CHECKING:
-    from autopar.runtime.module.parallel_module import ParallelModule
-
+from autopar.runtime.module.module_state import ModuleState
 
 _MIB = 2**20
 
@@ -114,7 +111,7 @@ class Recorder:
             self.peak_live = max(self.peak_live, len(live))
 
 
-def timeline(parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timeline:
+def timeline(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timeline:
     """See `ParallelModule.timeline`."""
     inputs, captured = parallel.captured(args, kwargs, runs=True)
     compiled, world = captured.compiled, parallel._world

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,18 +20,16 @@ from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.execute.world import Held, Parts
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of
+from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.compare_values import difference_at
 from autopar.runtime.verify.reference_run import Case, Results, assembled, run_local
 from autopar.runtime.verify.report import Difference, Report, error_of
 
-if TYPE_CHECKING:
-    from autopar.runtime.module.parallel_module import ParallelModule
-
 
 def verify(
-    parallel: ParallelModule, args: tuple[Any, ...], kwargs: dict[str, Any], promote: bool = False, tolerance: float | None = None
+    parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any], promote: bool = False, tolerance: float | None = None
 ) -> Report:
     """Prove on one batch that `parallel` computes what its model computes on the global batch.
 
@@ -50,14 +48,14 @@ def verify(
     return verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
 
 
-def _whole_model(parallel: ParallelModule) -> nn.Module:
+def _whole_model(parallel: ModuleState) -> nn.Module:
     """A copy of the model with every parameter whole, on the CPU."""
     full = parallel.full_state_dict()
     named = dict(parallel._model.named_parameters(remove_duplicate=False)) | dict(parallel._model.named_buffers(remove_duplicate=False))
     return copy_model(parallel._model, {id(value): full.get(name, value).cpu() for name, value in named.items()}, promoted=False)
 
 
-def _global_inputs(parallel: ParallelModule, inputs: CallInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _global_inputs(parallel: ModuleState, inputs: CallInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call on the global batch, from every rank's share along dp."""
     dims, mesh = batch_dims_of(inputs, parallel._batch_dims), parallel.mesh
     everyone = parallel._world.gather({index: tensor.detach().cpu() for index, _, tensor in inputs.tensors})
@@ -74,7 +72,7 @@ def _global_inputs(parallel: ParallelModule, inputs: CallInputs) -> tuple[tuple[
 class _OwnRun:
     """The module's own run: its world, its backend, on copies of what it would write into."""
 
-    def __init__(self, parallel: ParallelModule, inputs: CallInputs, fragments: CompiledFragments, promoted: bool) -> None:
+    def __init__(self, parallel: ModuleState, inputs: CallInputs, fragments: CompiledFragments, promoted: bool) -> None:
         self.world, self.backend = parallel._world, parallel._backend
         self.device = self.world.device(parallel._model)
         self.fragments, self.promoted = fragments, promoted

@@ -1,7 +1,7 @@
 """The hardware that a plan is made for: what one device does in a second, and what the links between devices carry.
 
 Speeds are *achievable* ones (a large matmul, a long copy, a ring over all ranks), not the data sheet's. The built-in
-clusters are the files of `autopar/hardware/clusters`, each number with its source.
+clusters are the files of `autopar/cost/hardware/clusters`, each number with its source.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -20,29 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.cost.hardware.cluster_file import ClusterError, read_cluster
 from autopar.cost.hardware.cluster_text import table_of, yaml_of
+from autopar.cost.hardware.device import Device
 from autopar.cost.hardware.links import Link, Protocol, Route
 from autopar.ir.mesh import Mesh, parent
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "Protocol"]
-
-
-@dataclass(frozen=True)
-class Device:
-    """One rank's device. `flops` lists (dtype name, FLOP/s); a dtype that is not listed runs at the slowest listed rate."""
-
-    name: str
-    flops: tuple[tuple[str, float], ...]
-    memory_bytes: float
-    memory_bandwidth: float
-    """Bytes per second, read or written."""
-    launch_seconds: float
-    """What a kernel costs on top of its work."""
-    source: str = field(default="", repr=False)
-
-    def flops_per_second(self, dtype: torch.dtype) -> float:
-        """FLOP/s of contractions in `dtype`."""
-        rates = dict(self.flops)
-        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))
 
 
 @dataclass(frozen=True)
@@ -142,13 +124,13 @@ class Cluster:
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """This cluster as YAML that `from_text` reads back to an equal one; also written to `path`, where given."""
-        text = yaml_of(self)
+        text = yaml_of(self.name, self.device, self.ranks_per_node, self.inner, self.outer, self.links)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
 
     def __str__(self) -> str:
-        return table_of(self)
+        return table_of(self.name, self.device, self.ranks_per_node, self.inner, self.outer, self.links)
 
     def link(self, mesh: Mesh, axes: tuple[str, ...]) -> Link:
         """The link that a group along `axes` of `mesh` is bound by."""

@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
+from autopar.cost.hardware.device import Device
 from autopar.cost.hardware.links import Link, Protocol
 from autopar.cost.hardware.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, format_quantity
-
-if TYPE_CHECKING:
-    from autopar.cost.hardware.cluster import Cluster
 
 _DIGITS = 3
 
 
-def yaml_of(cluster: Cluster) -> str:
-    """The YAML of `cluster`, every number exact."""
-    device = cluster.device
-    lines = [f"name: {_quoted(cluster.name)}", "device:", f"  name: {_quoted(device.name)}", "  flops:"]
+Axes = Iterable[tuple[str, Link]]
+
+
+def yaml_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer: Link, axes: Axes) -> str:
+    """The YAML of a cluster, every number exact; `axes` are links of single mesh axes."""
+    lines = [f"name: {_quoted(name)}", "device:", f"  name: {_quoted(device.name)}", "  flops:"]
     lines += [f"    {dtype}: {format_quantity(rate, FLOPS)}" for dtype, rate in device.flops]
     lines += [
         f"  memory: {format_quantity(device.memory_bytes, BYTES)}",
         f"  memory_bandwidth: {format_quantity(device.memory_bandwidth, BYTES_PER_SECOND)}",
         f"  launch: {format_quantity(device.launch_seconds, SECONDS)}",
         *([f"  source: {_quoted(device.source)}"] if device.source else []),
-        f"ranks_per_node: {cluster.ranks_per_node}",
-        *_link_lines("inner", cluster.inner, ""),
-        *_link_lines("outer", cluster.outer, ""),
+        f"ranks_per_node: {ranks_per_node}",
+        *_link_lines("inner", inner, ""),
+        *_link_lines("outer", outer, ""),
     ]
-    if cluster.links:
-        lines.append("axes:")
-    for axis, link in cluster.links:
-        lines += _link_lines(axis, link, "  ")
-    return "\n".join(lines) + "\n"
+    of_axes = [line for axis, link in axes for line in _link_lines(axis, link, "  ")]
+    return "\n".join([*lines, *(["axes:"] if of_axes else []), *of_axes]) + "\n"
 
 
 def _link_lines(name: str, link: Link, indent: str) -> list[str]:
@@ -67,19 +64,18 @@ def _quoted(text: str) -> str:
     )
 
 
-def table_of(cluster: Cluster) -> str:
-    """Name, device and links in a few aligned lines, three digits a number."""
-    device = cluster.device
+def table_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer: Link, axes: Axes) -> str:
+    """Name, device and links of a cluster in a few aligned lines, three digits a number."""
     rates = ", ".join(f"{dtype} {format_quantity(rate, FLOPS, _DIGITS)}" for dtype, rate in device.flops)
     size = format_quantity(device.memory_bytes, BYTES, _DIGITS)
     speed = format_quantity(device.memory_bandwidth, BYTES_PER_SECOND, _DIGITS)
-    links = [("within a node", cluster.inner), ("between nodes", cluster.outer), *((f"along {axis}", link) for axis, link in cluster.links)]
+    links = [("within a node", inner), ("between nodes", outer), *((f"along {axis}", link) for axis, link in axes)]
     rows = [("link", "per step", "bandwidth", "per call", "small messages", "in the switch", "wiring", "slower by")]
-    rows += [(name, *_cells(link)) for name, link in links]
+    rows += [(place, *_cells(link)) for place, link in links]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     heads = [
-        f"{cluster.name}: {cluster.ranks_per_node} ranks per node of {device.name}",
+        f"{name}: {ranks_per_node} ranks per node of {device.name}",
         f"  matmul  {rates}",
         f"  memory  {size} at {speed}",
         f"  launch  {format_quantity(device.launch_seconds, SECONDS, _DIGITS)}",

@@ -9,7 +9,8 @@ from autopar.ir.collectives import reshard
 from autopar.ir.keys import DIMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
-from autopar.ops.rule import RULES, Rule, rule_of
+from autopar.ops.lookup import rule_of
+from autopar.ops.rule import RULES, Rule
 from autopar.ops.rules.labels import is_zero
 from autopar.ops.strategies import factors_of, strategies_of
 from autopar.testing.prove import prove, prove_strategy

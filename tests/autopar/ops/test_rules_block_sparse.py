@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar.kernels.block_sparse  # noqa: F401 (registers the ops)
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.ops.strategies import factors_of
 from autopar.testing.prove import instance, prove
 

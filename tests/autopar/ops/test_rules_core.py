@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.ops.rule import RULES, rule_of
+from autopar.ops.lookup import rule_of
+from autopar.ops.rule import RULES
 from autopar.ops.strategies import factors_of
 from autopar.testing.prove import instance, prove
 from tests.support.op_instances import INSTANCES

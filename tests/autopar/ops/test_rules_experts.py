@@ -13,7 +13,7 @@ import transformers.integrations.moe  # noqa: F401 (registers the op)
 
 import autopar.testing.prove
 from autopar.ir.mesh import Mesh
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.ops.strategies import build, factors_of, space_of
 from autopar.testing.prove import instance, prove, prove_strategy
 

@@ -15,7 +15,7 @@ import autopar.kernels.normalisation
 import autopar.kernels.projected_cross_entropy
 import autopar.kernels.rotary
 import autopar.kernels.softmax  # noqa: F401 (all register ops)
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.ops.strategies import factors_of
 from autopar.testing.prove import instance, prove
 from tests.support.kernels.attention import DRAWS, DROPS, PLAIN

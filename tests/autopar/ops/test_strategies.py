@@ -10,7 +10,7 @@ from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import operands
 from autopar.ir.sharding import Dims, Sharding, Strategy, shape_of
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.ops.strategies import factors_of, placeholder_strategies, signature_of, space_of, strategies_of
 from autopar.testing.prove import instance, prove, prove_strategy
 from tests.support.kernels.attention import PLAIN

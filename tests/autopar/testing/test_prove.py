@@ -15,7 +15,7 @@ from autopar.ir.keys import DIMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
-from autopar.ops.rule import rule_of
+from autopar.ops.lookup import rule_of
 from autopar.ops.strategies import strategies_of
 from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.forward.key_random import KeyRandom

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.ops.lookup import rule_of
 from autopar.ops.probing.probe import infer
-from autopar.ops.rule import Rule, rule_of
+from autopar.ops.rule import Rule
 from autopar.ops.strategies import factors_of
 from autopar.testing.prove import instance, prove
 

@@ -1,0 +1,26 @@
+"""What one device does in a second, and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's device. `flops` lists (dtype name, FLOP/s); a dtype that is not listed runs at the slowest listed rate."""
+
+    name: str
+    flops: tuple[tuple[str, float], ...]
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes per second, read or written."""
+    launch_seconds: float
+    """What a kernel costs on top of its work."""
+    source: str = field(default="", repr=False)
+
+    def flops_per_second(self, dtype: torch.dtype) -> float:
+        """FLOP/s of contractions in `dtype`."""
+        rates = dict(self.flops)
+        return rates.get(str(dtype).removeprefix("torch."), min(rates.values()))

@@ -1,0 +1,201 @@
+"""A model on a mesh and what was captured of it: one program for each kind of call, and where the parameters lie."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.driver.compiled import Compiled
+from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.ir.mesh import Mesh
+from autopar.runtime._torch import Backend
+from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World, from_first
+from autopar.runtime.module.guard import ModelGuard
+from autopar.runtime.module.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call
+from autopar.runtime.module.names import NamesOfModel, check_names
+from autopar.runtime.module.parameters import Placement, same_placement
+from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
+from autopar.runtime.module.signature import check_arguments
+
+logger = logging.getLogger("autopar")
+
+MAX_QUIET_CAPTURES = 8
+# What a parallel module keeps on itself, beside the dicts that it shares with the model.
+_PUBLIC_NAMES = ("mesh", "step", "seed", "plan", "compiled")
+_PRIVATE_NAMES = (
+    "_model",
+    "_guard",
+    "_capture",
+    "_backend",
+    "_batch_dims",
+    "_num_microbatches",
+    "_world",
+    "_captures",
+    "_placements",
+    "_latest",
+    "_for_copy",
+)
+
+Capture = Callable[..., Compiled]
+CallKey = tuple[Any, ...]
+
+
+@dataclass
+class Captured:
+    compiled: Compiled
+    fragments: CompiledFragments
+    are_replicas_checked: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether a call draws random numbers."""
+        return bool(self.compiled.local.signature.inputs_of("random_key"))
+
+
+class CapturingModule(NamesOfModel):
+    """The model's parameters, buffers and submodules under their own names, and the programs captured so far.
+
+    Arguments as of `autopar.runtime.module.parallel_module.ParallelModule`, which adds the call.
+    """
+
+    _model: nn.Module
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        *,
+        capture: Capture,
+        backend: str | Backend = "inductor",
+        device_mesh: DeviceMesh | None = None,
+        batch_dims: BatchDims = None,
+        timeout: float | None = None,
+        num_microbatches: int | None = None,
+        world: World | None = None,
+    ) -> None:
+        super().__init__()
+        check_names(model, type(self), (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
+        # The very dicts of the model: every name, tie, hook and submodule is what it was.
+        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self._backward_hooks, self._backward_pre_hooks = model._backward_hooks, model._backward_pre_hooks
+        self.mesh = mesh
+        self.step = 0
+        self.seed: int | None = None
+        self._capture, self._backend, self._batch_dims, self._num_microbatches = capture, backend, batch_dims, num_microbatches
+        self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
+        self._captures: dict[CallKey, Captured] = {}
+        self._placements: dict[str, Placement] = {}
+        self._latest: Compiled | None = None
+        self._guard = ModelGuard(model)
+        self.__dict__["_model"] = model  # the last: names that come after it are the model's
+
+    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:
+        """The inputs of such a call, and the program that runs it, captured where there is none yet.
+
+        Where it `runs`, the inputs and the model's parameters must have values.
+        """
+        inputs = CallInputs.of(args, kwargs)
+        key = self._check(inputs) if self._world.is_virtual else self._agreed(inputs)
+        if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
+            check_values(inputs, [*self._model.named_parameters(), *self._model.named_buffers()])
+        if key not in self._captures:
+            self._captures[key] = self._compile(inputs)
+        self._latest = self._captures[key].compiled
+        return inputs, self._captures[key]
+
+    def _agreed(self, inputs: CallInputs) -> CallKey:
+        """The key, once all ranks agree that they make this call. Collective."""
+        error, key = None, ()
+        try:
+            key = self._check(inputs)
+        except Exception as caught:  # whatever it is, the peers must hear of it
+            error = caught
+        try:
+            problem = str(error) if isinstance(error, AutoparError) else repr(error)
+            agree_on_call(inputs, error and problem, key, self._world.gather)
+        except AutoparError as refusal:
+            raise refusal from error
+        return key
+
+    def _check(self, inputs: CallInputs) -> CallKey:
+        """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""
+        state = self._guard.state()
+        device, number = self._world.device(self._model), self._num_microbatches
+        kind = "cpu" if device.type == "meta" else device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        key = (inputs.key, kind, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
+        if key not in self._captures:
+            check_arguments(self._model, *inputs.call())
+        dims = batch_dims_of(inputs, self._batch_dims)
+        check_inputs(inputs, dims, self.mesh, device, is_virtual=self._world.is_virtual, num_microbatches=number)
+        return key
+
+    def _compile(self, inputs: CallInputs) -> Captured:
+        self._announce(inputs)
+        args, kwargs = inputs.call()
+        if not self._world.is_virtual:
+            args, kwargs = global_call(inputs, batch_dims_of(inputs, self._batch_dims), self.mesh.size_of(self.mesh.parts("dp")))
+        with global_parameters(self._model):
+            compiled = self._capture(args, kwargs, pins=dict(self._placements) or None)
+        self._world.prepare(compiled)
+        placements = placements_of(compiled.local.signature, compiled.local.mesh.ranks)
+        if not self._captures:
+            self._world.place(self._model, compiled)
+            placements = all_placements(self._model, compiled.local.signature, compiled.local.mesh.ranks)
+        elif not self._world.is_virtual:
+            self._check_placements(placements)
+        holders = compiled.holders
+        placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
+        self._placements = placements | self._placements
+        self._guard.captured(compiled.forward.written)
+        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend))
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """What `make` gives on rank 0, on every rank; it is called there alone. Collective."""
+        return from_first(self._world, make)
+
+    def _announce(self, inputs: CallInputs) -> None:
+        number = len(self._captures) + 1
+        if number == 1:
+            return
+        shapes = ", ".join(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, name, tensor in inputs.tensors)
+        mode = f"training={self.training}, grad={torch.is_grad_enabled()}"
+        changes = self._guard.changes()
+        changed = f"; the model changed: {changes}" if changes else ""
+        logger.info("recapturing: no program fits this call (%s; %s%s); this is capture %d", shapes, mode, changed, number)
+        if number > MAX_QUIET_CAPTURES:
+            why = "each new shape compiles anew; pad batches to a few shapes"
+            why = f"each change of the model compiles anew; the latest: {changes}" if changes else why
+            warnings.warn(f"{number} captures of one model: {why}", stacklevel=5)
+
+    def _check_placements(self, placements: Mapping[str, Placement]) -> None:
+        for name, placement in placements.items():
+            first = self._placements.get(name)
+            if first is not None and not same_placement(first, placement):
+                was, now = first.sharding.describe(first.dims), placement.sharding.describe(placement.dims)
+                raise PlanError(f"parameter {name!r} lies as {was} since the first capture; this call was compiled for {now}")
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The model's parameters under its names; on a real mesh those of this process's stage. There it is a `MeshError` before the first
+        capture, which places them."""
+        if not self._world.is_virtual and not self._captures:
+            raise MeshError(
+                "parameters() on a real mesh before the first capture: until then it is not known which part of each this process holds. "
+                "Pass example_inputs to autopar.compile, or call the module once, before making the optimizer"
+            )
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if self._world.is_virtual or not parameter.is_meta:
+                yield name, parameter
+
+    def train(self, mode: bool = True) -> Self:
+        self._model.train(mode)
+        return self
