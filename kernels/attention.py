@@ -42,7 +42,8 @@ from autopar.kernels.attention_reference import (
     heads_inside,
     lost_rows,
 )
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_attention
+from autopar.kernels.attention_rule import backward_rule, forward_rule, mask_gradient_rule
+from autopar.kernels.registration import OpTraits, accumulation_dtype, register_op, runs_attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -201,18 +202,21 @@ register_op(
     f"({_INPUTS}, Tensor? mask, {_MASKING}, {_OPTIONS}) -> (Tensor, Tensor)",
     _attention,
     _attention_fake,
+    OpTraits(forward_rule),
 )
 register_op(
     "attention_backward",
     f"({_GRADIENTS}, {_INPUTS}, Tensor? mask, {_MASKING}, {_RESULTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _attention_backward,
     _attention_backward_fake,
+    OpTraits(backward_rule),
 )
 register_op(
     "attention_mask_gradient",
     f"({_GRADIENTS}, {_INPUTS}, Tensor mask, {_MASKING}, {_RESULTS}, {_OPTIONS}) -> Tensor",
     _attention_mask_gradient,
     _attention_mask_gradient_fake,
+    OpTraits(mask_gradient_rule),
 )
 torch.library.register_autograd("autopar::attention", _differentiate, setup_context=_save)
 

@@ -22,13 +22,14 @@ Results lie in memory as [B, S, H, E] ([B, S, H]): what follows attention merges
 
 from __future__ import annotations
 
-from typing import Any, Unpack
+import math
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from autopar.kernels.block_sparse_reference import BlockOptions, backward_reference, forward_reference
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_attention
+from autopar.kernels.registration import Label, Labels, OpTraits, Shape, SplitRule, accumulation_dtype, register_op, runs_attention
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -152,12 +153,72 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_log_sum_exp: Tensor |
     return *grads, None
 
 
+class _Spaces(NamedTuple):
+    """Labels of query, key (value, too) and layout, and the sizes of labels that share a dim.
+
+        b  batch                              g  key heads        r  query heads to a key head
+        n  blocks of queries, i inside one
+
+    The query length is split between its blocks, where all are whole and no causal mask counts positions from 0. Inside blocks it
+    is not, and neither are key length and head dims. The layout is split with what it has: batch, heads, blocks of queries.
+    Ranks that split r or n share the key heads: their key and value gradients are sums.
+    """
+
+    query: Labels
+    key: Labels
+    layout: Labels
+    sizes: dict[str, int]
+
+
+def _spaces(query: Shape, key: Shape, layout: Shape, block_size: int, is_causal: bool) -> _Spaces:
+    (batch, heads, length, _), key_heads = query, key[1]
+    sizes = dict[str, int]()
+    head: Label = "g"
+    if heads != key_heads:
+        head = ("g", "r")
+        sizes |= {"g": key_heads, "r": heads // key_heads}
+    positions: Label = None
+    if not is_causal and length % block_size == 0:
+        positions = ("n", "i")
+        sizes |= {"n": length // block_size, "i": block_size}
+    # A layout of size 1 before its blocks is shared by the whole batch, or by all heads.
+    lead = [label if size == whole else None for label, size, whole in zip(("b", head), (1, *layout)[-4:-2], (batch, heads), strict=True)]
+    rows = "n" if positions else None
+    return _Spaces(("b", head, positions, None), ("b", "g", None, None), (*lead, rows, None)[-len(layout) :], sizes)
+
+
+def _flops(query: Shape, value: Shape, products_of_query: int, products_of_value: int) -> float:
+    """Of dense products [B, H, S, T] over the query's and the value's head dims: an upper bound, blocks are not known to a plan."""
+    return 2.0 * math.prod((*query[:3], value[2])) * (products_of_query * query[3] + products_of_value * value[3])
+
+
+def _forward_rule(query: Shape, key: Shape, value: Shape, layout: Shape, *, block_size: int, is_causal: bool, scale: float) -> SplitRule:
+    of_query, of_key, of_layout, sizes = _spaces(query, key, layout, block_size, is_causal)
+    arguments, results = (of_query, of_key, of_key, of_layout), (of_query, of_query[:3])
+    return SplitRule(arguments, results, blocked=frozenset({"i"}), sizes=sizes, flops=_flops(query, value, 1, 1))
+
+
+def _backward_rule(*shapes: Any, block_size: int, is_causal: bool, scale: float) -> SplitRule:
+    query, key, value, layout = shapes[2:6]
+    of_query, of_key, of_layout, sizes = _spaces(query, key, layout, block_size, is_causal)
+    return SplitRule(
+        (of_query, of_query[:3], of_query, of_key, of_key, of_layout, of_query, of_query[:3]),
+        (of_query, of_key, of_key),
+        blocked=frozenset({"i"}),
+        linear=(frozenset({0, 1}),),
+        sizes=sizes,
+        # Scores again, and the gradients of query and key: 3 products over d; of value and scores: 2 over e.
+        flops=_flops(query, value, 3, 2),
+    )
+
+
 _OPTIONS = "*, int block_size, bool is_causal, float scale"
 register_op(
     "block_sparse_attention",
     f"(Tensor query, Tensor key, Tensor value, Tensor layout, {_OPTIONS}) -> (Tensor, Tensor)",
     _forward,
     _forward_fake,
+    OpTraits(_forward_rule),
 )
 register_op(
     "block_sparse_attention_backward",
@@ -165,5 +226,6 @@ register_op(
     f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _backward,
     _backward_fake,
+    OpTraits(_backward_rule),
 )
 torch.library.register_autograd("autopar::block_sparse_attention", _differentiate, setup_context=_save)

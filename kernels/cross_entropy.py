@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import Classes, Kind, OpTraits, Shape, SplitRule, accumulation_dtype, positional, register_op, runs_triton
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,8 +120,28 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     return cross_entropy_backward(*gradients, *ctx.saved_tensors), None, None
 
 
+def _cross_entropy_rule(logits: Shape, labels: Shape, classes: Shape) -> SplitRule:
+    """Numbers of rows, unreduced over the classes."""
+    *of_rows, of_classes = positional(logits)
+    by_row = tuple(of_rows)
+    reductions: dict[str, tuple[Kind, ...]] = {str(of_classes): ("logsumexp", "sum", "sum")}
+    return SplitRule(((*by_row, of_classes), by_row, (of_classes,)), (by_row,) * 3, reductions=reductions)
+
+
+def _cross_entropy_backward_rule(*shapes: Shape | None) -> SplitRule:
+    logits = shapes[3]
+    assert logits is not None, shapes
+    *of_rows, of_classes = positional(logits)
+    by_row, whole = tuple(of_rows), positional(logits)
+    return SplitRule((by_row, by_row, by_row, whole, by_row, (of_classes,), by_row), (whole,), linear=(frozenset({0, 1, 2}),))
+
+
 register_op(
-    "cross_entropy", "(Tensor logits, Tensor labels, Tensor classes) -> (Tensor, Tensor, Tensor)", _cross_entropy, _cross_entropy_fake
+    "cross_entropy",
+    "(Tensor logits, Tensor labels, Tensor classes) -> (Tensor, Tensor, Tensor)",
+    _cross_entropy,
+    _cross_entropy_fake,
+    OpTraits(_cross_entropy_rule, classes=Classes(labels=1, numbers=2)),
 )
 register_op(
     "cross_entropy_backward",
@@ -129,6 +149,7 @@ register_op(
     "Tensor log_sum_exp) -> Tensor",
     _cross_entropy_backward,
     _cross_entropy_backward_fake,
+    OpTraits(_cross_entropy_backward_rule, classes=Classes(labels=4, numbers=5, skips_padding=False)),
 )
 torch.library.register_autograd("autopar::cross_entropy", _differentiate, setup_context=_save)
 

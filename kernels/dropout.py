@@ -19,7 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import (
+    Labels,
+    OpTraits,
+    Shape,
+    SplitRule,
+    accumulation_dtype,
+    broadcast,
+    positional,
+    register_op,
+    runs_triton,
+)
 
 # C1, C2 and C3.
 FACTORS = (0x21F0AAAD, 0x735A2D97, 0x31848BAB)
@@ -120,9 +130,38 @@ def _differentiate_add_dropout(ctx: Any, grad_out: Tensor) -> tuple[Tensor | Non
     return (grad, grad_out.to(ctx.residual_dtype), *nothing)
 
 
+def _dropout_rule(x: Shape, rows: Shape, second: Shape, columns: Shape, **_: Any) -> SplitRule:
+    """Element by element, and linear."""
+    labels = positional(x)
+    return SplitRule((labels, *_of_positions(x, rows, second)), (labels,), linear=(frozenset({0}),))
+
+
+def _add_dropout_rule(x: Shape, residual: Shape, rows: Shape, second: Shape, columns: Shape, **_: Any) -> SplitRule:
+    labels = positional(x)
+    return SplitRule((labels, labels, *_of_positions(x, rows, second)), (labels,), linear=(frozenset({0, 1}),))
+
+
+def _of_positions(x: Shape, rows: Shape, second: Shape) -> tuple[Labels, ...]:
+    """Labels of rows, second and columns: the first two broadcast to [..., 1]."""
+    of_rows = positional(x)[:-1]
+    return *((*broadcast(each[:-1], of_rows, x[:-1]), None) if each else () for each in (rows, second)), positional(x)[-1:]
+
+
 _POSITIONS, _OPTIONS = "Tensor rows, Tensor second, Tensor columns", "int keep_below, float scale"
-register_op("dropout", f"(Tensor x, {_POSITIONS}, *, {_OPTIONS}, ScalarType dtype) -> Tensor", _dropout, _dropout_fake)
-register_op("add_dropout", f"(Tensor x, Tensor residual, {_POSITIONS}, *, {_OPTIONS}) -> Tensor", _add_dropout, _add_dropout_fake)
+register_op(
+    "dropout",
+    f"(Tensor x, {_POSITIONS}, *, {_OPTIONS}, ScalarType dtype) -> Tensor",
+    _dropout,
+    _dropout_fake,
+    OpTraits(_dropout_rule, is_finite=True),
+)
+register_op(
+    "add_dropout",
+    f"(Tensor x, Tensor residual, {_POSITIONS}, *, {_OPTIONS}) -> Tensor",
+    _add_dropout,
+    _add_dropout_fake,
+    OpTraits(_add_dropout_rule, is_finite=True),
+)
 torch.library.register_autograd("autopar::dropout", _differentiate_dropout, setup_context=_save_dropout)
 torch.library.register_autograd("autopar::add_dropout", _differentiate_add_dropout, setup_context=_save_add_dropout)
 

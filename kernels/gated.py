@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.kernels.by_rows import by_rows
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import OpTraits, Shape, SplitRule, accumulation_dtype, positional, register_op, runs_triton
 
 aten = torch.ops.aten
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -156,20 +156,54 @@ def _differentiate_bias_activation(ctx: Any, grad_out: Tensor) -> tuple[Tensor, 
     return grad, grad_bias.to(bias.dtype)
 
 
+def _gated_rule(gate: Shape, up: Shape, **_: Any) -> SplitRule:
+    """Element by element, and linear in the second, which may be the first, too."""
+    labels = positional(gate)
+    return SplitRule((labels, labels), (labels,), linear=(frozenset({1}),))
+
+
+def _gated_backward_rule(grad_out: Shape, gate: Shape, up: Shape, **_: Any) -> SplitRule:
+    labels = positional(gate)
+    return SplitRule((labels,) * 3, (labels, labels), linear=(frozenset({0}),))
+
+
+def _bias_activation_rule(x: Shape, bias: Shape, **_: Any) -> SplitRule:
+    labels = positional(x)
+    return SplitRule((labels, labels[-1:]), (labels,))
+
+
+def _bias_activation_backward_rule(grad_out: Shape, x: Shape, bias: Shape, **_: Any) -> SplitRule:
+    """The gradient of the bias is summed over rows."""
+    labels = positional(x)
+    return SplitRule((labels, labels, labels[-1:]), (labels, labels[-1:]), linear=(frozenset({0}),))
+
+
+def _is_zero_at_zero(activation: str) -> bool:
+    return activation != "sigmoid"
+
+
 _OPTIONS = "*, str activation"
-register_op("gated", f"(Tensor gate, Tensor up, {_OPTIONS}) -> Tensor", _gated, _gated_fake)
+register_op("gated", f"(Tensor gate, Tensor up, {_OPTIONS}) -> Tensor", _gated, _gated_fake, OpTraits(_gated_rule, is_finite=True))
 register_op(
     "gated_backward",
     f"(Tensor grad_out, Tensor gate, Tensor up, {_OPTIONS}) -> (Tensor, Tensor)",
     _gated_backward,
     _gated_backward_fake,
+    OpTraits(_gated_backward_rule, is_finite=True),
 )
-register_op("bias_activation", f"(Tensor x, Tensor bias, {_OPTIONS}) -> Tensor", _bias_activation, _bias_activation_fake)
+register_op(
+    "bias_activation",
+    f"(Tensor x, Tensor bias, {_OPTIONS}) -> Tensor",
+    _bias_activation,
+    _bias_activation_fake,
+    OpTraits(_bias_activation_rule, keeps_zero=_is_zero_at_zero),
+)
 register_op(
     "bias_activation_backward",
     f"(Tensor grad_out, Tensor x, Tensor bias, {_OPTIONS}) -> (Tensor, Tensor)",
     _bias_activation_backward,
     _bias_activation_backward_fake,
+    OpTraits(_bias_activation_backward_rule, is_finite=True),
 )
 torch.library.register_autograd("autopar::gated", _differentiate_gated, setup_context=_save)
 torch.library.register_autograd("autopar::bias_activation", _differentiate_bias_activation, setup_context=_save)

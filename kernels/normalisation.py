@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.normalisation_reference import norm_backward_reference, norm_reference
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import OpTraits, Shape, SplitRule, accumulation_dtype, register_op, rows, runs_triton
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,15 +132,39 @@ def _differentiate_add_norm(ctx: Any, grad_out: Tensor | None, grad_total: Tenso
     return grad, grad, grad_weight, grad_bias
 
 
+def _norm_rule(x: Shape, weight: Shape | None, bias: Shape | None, **_: Any) -> SplitRule:
+    labels = rows(x)
+    return SplitRule((labels, (None,), (None,)), (labels, labels[:-1], labels[:-1]))
+
+
+def _add_norm_rule(x: Shape, residual: Shape, weight: Shape | None, bias: Shape | None, **_: Any) -> SplitRule:
+    labels = rows(x)
+    return SplitRule((labels, labels, (None,), (None,)), (labels, labels, labels[:-1], labels[:-1]))
+
+
+def _norm_backward_rule(grad_out: Shape, grad_total: Shape | None, total: Shape, *_: Shape | None, **__: Any) -> SplitRule:
+    """The gradients of weight and bias are summed over rows."""
+    labels = rows(total)
+    arguments = (labels, labels, labels, labels[:-1], labels[:-1], (None,))
+    return SplitRule(arguments, (labels, (None,), (None,)), linear=(frozenset({0, 1}),))
+
+
 _OPTIONS = "Tensor? weight, Tensor? bias, *, float eps, bool centred"
-register_op("norm", f"(Tensor x, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _norm, _norm_fake)
-register_op("add_norm", f"(Tensor x, Tensor residual, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)", _add_norm, _add_norm_fake)
+register_op("norm", f"(Tensor x, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", _norm, _norm_fake, OpTraits(_norm_rule))
+register_op(
+    "add_norm",
+    f"(Tensor x, Tensor residual, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    _add_norm,
+    _add_norm_fake,
+    OpTraits(_add_norm_rule),
+)
 register_op(
     "norm_backward",
     "(Tensor grad_out, Tensor? grad_total, Tensor total, Tensor mean, Tensor reciprocal, Tensor? weight, *, bool centred, bool has_bias) "
     "-> (Tensor, Tensor, Tensor)",
     _norm_backward,
     _norm_backward_fake,
+    OpTraits(_norm_backward_rule),
 )
 torch.library.register_autograd("autopar::norm", _differentiate_norm, setup_context=_save)
 torch.library.register_autograd("autopar::add_norm", _differentiate_add_norm, setup_context=_save)

@@ -10,6 +10,7 @@ keep them in registers instead; matrix products of the vendor's and a chunk in m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.cross_entropy import cross_entropy, cross_entropy_backward
-from autopar.kernels.registration import accumulation_dtype, register_op
+from autopar.kernels.registration import Classes, Kind, OpTraits, Shape, SplitRule, accumulation_dtype, register_op, rows
 
 CHUNK_ELEMENTS = 1 << 26
 
@@ -94,13 +95,41 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     return *projected_cross_entropy_backward(*gradients, *ctx.saved_tensors), None, None
 
 
+_REDUCTIONS: dict[str, tuple[Kind, ...]] = {"v": ("logsumexp", "sum", "sum")}
+
+
+def _projected_rule(hidden: Shape, weight: Shape, labels: Shape, classes: Shape) -> SplitRule:
+    """As of cross entropy; what is inside a softmax cannot be split over K."""
+    of_hidden = rows(hidden)
+    by_row = of_hidden[:-1]
+    flops = 2.0 * math.prod(hidden) * weight[0]
+    return SplitRule((of_hidden, ("v", None), by_row, ("v",)), (by_row,) * 3, reductions=_REDUCTIONS, flops=flops)
+
+
+def _projected_backward_rule(*shapes: Shape | None) -> SplitRule:
+    hidden, weight = shapes[3:5]
+    assert hidden is not None and weight is not None, shapes
+    of_hidden = rows(hidden)
+    by_row = of_hidden[:-1]
+    arguments = (by_row, by_row, by_row, of_hidden, ("v", None), by_row, ("v",), by_row)
+    flops = 6.0 * math.prod(hidden) * weight[0]
+    return SplitRule(arguments, (of_hidden, ("v", None)), linear=(frozenset({0, 1, 2}),), flops=flops)
+
+
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor labels, Tensor classes"
-register_op("projected_cross_entropy", f"({_OPERANDS}) -> (Tensor, Tensor, Tensor)", _projected, _projected_fake)
+register_op(
+    "projected_cross_entropy",
+    f"({_OPERANDS}) -> (Tensor, Tensor, Tensor)",
+    _projected,
+    _projected_fake,
+    OpTraits(_projected_rule, classes=Classes(labels=2, numbers=3)),
+)
 register_op(
     "projected_cross_entropy_backward",
     f"(Tensor? grad_log_sum_exp, Tensor? grad_picked, Tensor? grad_total, {_OPERANDS}, Tensor log_sum_exp) -> (Tensor, Tensor)",
     _projected_backward,
     _projected_backward_fake,
+    OpTraits(_projected_backward_rule, classes=Classes(labels=5, numbers=6)),
 )
 torch.library.register_autograd("autopar::projected_cross_entropy", _differentiate, setup_context=_save)
 

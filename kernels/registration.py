@@ -1,4 +1,7 @@
-"""Registers an op of ours, and launches the Triton kernels behind it.
+"""Registers an op of ours with what a compiler must know of it, and launches the Triton kernels behind it.
+
+An op's sharding rule stands beside its kernel, as plain labels (`SplitRule`): whoever adds an op writes no other file. The compiler
+reads `OURS` (`autopar/ops/rules/ours.py`).
 
 `torch.library` directly: a call costs 6–13 µs, `custom_op` 28–46. `triton_op` is no help either: AOTAutograd takes it apart, and
 a joint graph then holds the kernel's launch, or the reference's ops, where autopar's passes and sharding rules need one node.
@@ -7,26 +10,104 @@ a joint graph then holds the kernel's launch, or the reference's ops, where auto
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+Shape = tuple[int, ...]
+# None is a dim that stays whole; several labels stand together on one dim, major first.
+Label = str | tuple[str, ...] | None
+Labels = tuple[Label, ...]
+Kind = Literal["sum", "max", "logsumexp"]
 
-def register_op(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How an op may be split over ranks, in labels of its dims, as einsum writes them. `autopar.ops.rule.Rule` is the same of a node.
+
+    arguments   labels of each argument before the options, whether it is given or None
+    results     labels of each result; one that lacks a label which an argument has is reduced over it
+    blocked     labels that may not be split, though dims with one of them belong together
+    reductions  how each result that lacks a label is reduced over it; a sum where not said
+    linear      sets of arguments, by place: where just these are sums that ranks hold in parts, so are the results
+    sizes       of labels that stand together on one dim
+    flops       of contractions
+    """
+
+    arguments: tuple[Labels, ...]
+    results: tuple[Labels, ...]
+    blocked: frozenset[str] = frozenset()
+    reductions: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict[str, tuple[Kind, ...]])
+    linear: tuple[frozenset[int], ...] = ()
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    flops: float = 0.0
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Arguments of a loss, by place: `labels` are ids of classes, `numbers` has the id of each column, negative for one of padding.
+
+    `skips_padding`: the op itself passes over the columns of padding, whatever all its arguments hold there.
+    """
+
+    labels: int
+    numbers: int
+    skips_padding: bool = True
+
+
+@dataclass(frozen=True)
+class OpTraits:
+    """What the compiler must know of an op of ours, beside its schema.
+
+    rule        takes what the op takes, but the shape of each tensor in its place (None where there is none)
+    is_finite   what is linear in some arguments makes something finite of zeros in the others; so a padding of zeros stays zeros
+    keeps_zero  of the options: whether zeros give zeros
+    classes     the arguments that name classes, of a loss
+    """
+
+    rule: Callable[..., SplitRule]
+    is_finite: bool = False
+    keeps_zero: Callable[..., bool] = lambda **_: False
+    classes: Classes | None = None
+
+
+# By printed name: "autopar.softmax.default".
+OURS: dict[str, OpTraits] = {}
+
+
+def register_op(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], traits: OpTraits) -> None:
     """Define `autopar::<name>` with `schema` (as "(Tensor x) -> Tensor"; arguments without defaults) on CPU and CUDA.
 
     `fake` must claim the shapes, dtypes and strides that `implementation` returns, whatever the strides of the
-    arguments: the op is tagged so that compilers may pass any layout.
+    arguments: the op is tagged so that compilers may pass any layout. What is no tensor is an option, by keyword.
     """
     qualified = f"autopar::{name}"
     torch.library.define(qualified, schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     # By device: fake tensors would run an implementation registered for all of them instead of `fake`.
     torch.library.impl(qualified, ("cpu", "cuda"), implementation)
     torch.library.register_fake(qualified, fake)
+    OURS[f"autopar.{name}.default"] = traits
+
+
+def positional(shape: Shape) -> Labels:
+    """A label of its own for each dim: `d0, d1, …`"""
+    return tuple(f"d{dim}" for dim in range(len(shape)))
+
+
+def rows(shape: Shape) -> Labels:
+    """As `positional`, but the last dim stays whole."""
+    return (*positional(shape)[:-1], None)
+
+
+def broadcast(shape: Shape, to: Labels, whole: Shape) -> Labels:
+    """Labels of what broadcasts to `whole`, whose labels are `to`: aligned at the right, None where it is broadcast."""
+    offset = len(whole) - len(shape)
+    return tuple(to[offset + dim] if size == whole[offset + dim] else None for dim, size in enumerate(shape))
 
 
 def runs_triton(value: Tensor) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import OpTraits, Shape, SplitRule, accumulation_dtype, broadcast, register_op, rows, runs_triton
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
@@ -90,9 +90,19 @@ def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None, None]:
     return rotary_backward(grad_out, *ctx.saved_tensors, **ctx.options), None, None
 
 
+def _rotary_rule(x: Shape, cos: Shape, sin: Shape, **_: Any) -> SplitRule:
+    """Of the op and of its backward, which takes a gradient in place of x."""
+    labels = rows(x)
+    of_angles = ((*broadcast(angle[:-1], labels[:-1], x[:-1]), None) for angle in (cos, sin))
+    return SplitRule((labels, *of_angles), (labels,), linear=(frozenset({0}),))
+
+
+_TRAITS = OpTraits(_rotary_rule, is_finite=True)
+
+
 _OPTIONS = "Tensor cos, Tensor sin, *, bool interleaved"
-register_op("rotary", f"(Tensor x, {_OPTIONS}) -> Tensor", _rotary, _rotary_fake)
-register_op("rotary_backward", f"(Tensor grad_out, {_OPTIONS}) -> Tensor", _rotary_backward, _rotary_fake)
+register_op("rotary", f"(Tensor x, {_OPTIONS}) -> Tensor", _rotary, _rotary_fake, _TRAITS)
+register_op("rotary_backward", f"(Tensor grad_out, {_OPTIONS}) -> Tensor", _rotary_backward, _rotary_fake, _TRAITS)
 torch.library.register_autograd("autopar::rotary", _differentiate, setup_context=_save)
 
 rotary = torch.ops.autopar.rotary.default

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import accumulation_dtype, register_op, runs_triton
+from autopar.kernels.registration import OpTraits, Shape, SplitRule, accumulation_dtype, broadcast, register_op, rows, runs_triton
 
 
 def softmax_reference(x: Tensor, mask: Tensor | None, *, scale: float, dtype: torch.dtype) -> Tensor:
@@ -83,12 +83,24 @@ def _differentiate(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | 
     return (grad_scores * ctx.scale).to(ctx.dtype), grad_scores.sum_to_size(ctx.mask_shape).to(ctx.mask_dtype)
 
 
-register_op("softmax", "(Tensor x, Tensor? mask, *, float scale, ScalarType dtype) -> Tensor", _softmax, _softmax_fake)
+def _softmax_rule(x: Shape, mask: Shape | None, **_: Any) -> SplitRule:
+    labels = rows(x)
+    return SplitRule((labels, () if mask is None else broadcast(mask, labels, x)), (labels,))
+
+
+def _softmax_backward_rule(grad_out: Shape, out: Shape, **_: Any) -> SplitRule:
+    return SplitRule((rows(out),) * 2, (rows(out),), linear=(frozenset({0}),))
+
+
+register_op(
+    "softmax", "(Tensor x, Tensor? mask, *, float scale, ScalarType dtype) -> Tensor", _softmax, _softmax_fake, OpTraits(_softmax_rule)
+)
 register_op(
     "softmax_backward",
     "(Tensor grad_out, Tensor out, *, float scale, ScalarType dtype) -> Tensor",
     _softmax_backward,
     _softmax_backward_fake,
+    OpTraits(_softmax_backward_rule),
 )
 torch.library.register_autograd("autopar::softmax", _differentiate, setup_context=_save)
 

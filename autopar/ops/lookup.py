@@ -10,16 +10,17 @@ from dataclasses import replace
 import torch
 from torch.fx import Node
 
-import autopar.ops.rules  # noqa: F401  registers the rules
+import autopar.ops.rules  # noqa: F401  # pyright: ignore[reportUnusedImport]  (it registers the rules)
 from autopar.ir.program import operands, results_of
 from autopar.ops.probing.probe import infer
 from autopar.ops.rule import RULES, TAG_RULES, Rule, RuleFunction
+from autopar.ops.rules.ours import rule_of_ours
 
 
 def rule_of(node: Node) -> Rule | None:
     """The rule of `node`: registered, or inferred. None for an op without one (it runs replicated, and `summary()` names it)."""
     function = RULES.get(node.target) or RULES.get(str(node.target)) or _tag_rule(node.target)
-    found = function(node) if function else None
+    found = function(node) if function else rule_of_ours(node)
     if found is None:
         found = infer(node)
     if found is None:

@@ -19,6 +19,7 @@ from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy, flat, s
 from autopar.ops.localise import LocalBuilder, localise, same_call
 from autopar.ops.lookup import rule_of
 from autopar.ops.rules.labels import aten, value_of
+from autopar.ops.rules.ours import traits_of
 from autopar.ops.strategies import Space, operand_dims
 
 # Ops that look rows up by id: no id names a row of the padding.
@@ -42,11 +43,6 @@ _FINITE = frozenset(
         aten.threshold_backward.default,
     }
 )
-# The same of our own ops, which are registered with their kernels.
-_OURS_FINITE = frozenset(
-    f"autopar.{name}.default"
-    for name in ("gated", "gated_backward", "bias_activation_backward", "rotary", "rotary_backward", "dropout", "add_dropout")
-)
 _ARANGES: dict[object, int] = {aten.arange.default: 0, aten.arange.start: 1, aten.arange.start_step: 1}
 
 
@@ -60,18 +56,11 @@ class Grown(Sharding):
         return self.grown
 
 
-# The operand with the numbers of classes: where it is negative, the op itself passes over the padding of all operands.
-_CLASSES = {
-    "autopar.cross_entropy.default": 2,
-    "autopar.projected_cross_entropy.default": 3,
-    "autopar.projected_cross_entropy_backward.default": 6,
-}
-
-
 def classes_of(node: Node) -> Node | None:
-    """The operand that tells `node` which of its columns are padding, if there is one."""
-    place = _CLASSES.get(str(node.target))
-    return arguments(node)[place] if place is not None else None
+    """The operand that tells `node` which of its columns are padding, so that it passes over them by itself; if there is one."""
+    traits = traits_of(node)
+    classes = traits.classes if traits is not None else None
+    return arguments(node)[classes.numbers] if classes is not None and classes.skips_padding else None
 
 
 def can_grow(node: Node, dims: Dims) -> bool:
@@ -198,13 +187,15 @@ def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Cal
 
 
 def _is_finite(node: Node) -> bool:
-    return node.target in _FINITE or str(node.target) in _OURS_FINITE
+    traits = traits_of(node)
+    return node.target in _FINITE or (traits is not None and traits.is_finite)
 
 
 def _keeps_zero(node: Node) -> bool:
     """Whether zeros give zeros."""
-    if str(node.target) == "autopar.bias_activation.default":
-        return node.kwargs["activation"] != "sigmoid"
+    traits = traits_of(node)
+    if traits is not None:
+        return traits.keeps_zero(**node.kwargs)
     if node.target is aten.pow.Tensor_Scalar:
         return float_at(node, 1) > 0
     return node.target in _KEEP_ZERO or node.target in MARKERS or node.target is operator.getitem

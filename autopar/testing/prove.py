@@ -29,6 +29,7 @@ from autopar.ir.sharding import shape_of as shape_of_dims
 from autopar.ops.atoms import find_atoms_of
 from autopar.ops.localise import LocalBuilder, localise
 from autopar.ops.rules.labels import is_zero, shape_of
+from autopar.ops.rules.ours import traits_of
 from autopar.ops.strategies import Choice, build, operand_dims, space_of
 
 TOLERANCE = 1e-12
@@ -267,14 +268,17 @@ def _random(node: Node, index: int, generator: torch.Generator, is_positive: boo
 
 def _classes_of(node: Node) -> Any:
     """The operand that holds consecutive numbers of classes, if there is one."""
-    if "cross_entropy" not in str(node.target) or not str(node.target).startswith("autopar."):
-        return None
-    return node.args[-2] if "backward" in str(node.target) else node.args[-1]
+    traits = traits_of(node)
+    return node.args[traits.classes.numbers] if traits is not None and traits.classes is not None else None
 
 
 def _index_bound(node: Node, index: int) -> int:
     """One more than the largest index that an integer operand may hold; 0 for operands that index nothing."""
-    name = str(node.target).removeprefix("aten.").removeprefix("autopar.").split(".")[0]
+    traits = traits_of(node)
+    if traits is not None:
+        classes = traits.classes
+        return shape_of(node.args[classes.numbers])[0] if classes is not None and operands(node)[index] is node.args[classes.labels] else 0
+    name = str(node.target).removeprefix("aten.").split(".")[0]
     if name in _INDEXING:
         return _INDEXING[name](node).get(index, 0)
     if "pool" in name and name.endswith("backward") and index == len(operands(node)) - 1:
@@ -299,10 +303,6 @@ def _by_tensors(node: Node) -> dict[int, int]:
 _INDEXING: dict[str, Callable[[Node], dict[int, int]]] = {
     "embedding": lambda node: {1: shape_of(node.args[0])[0]},
     "embedding_dense_backward": lambda node: {1: shape_of(node)[0]},
-    "cross_entropy": lambda node: {1: shape_of(node.args[0])[-1]},
-    "cross_entropy_backward": lambda node: {operands(node).index(node.args[4]): shape_of(node.args[3])[-1]},
-    "projected_cross_entropy": lambda node: {2: shape_of(node.args[1])[0]},
-    "projected_cross_entropy_backward": lambda node: {operands(node).index(node.args[5]): shape_of(node.args[4])[0]},
     "index": _by_tensors,
     "_unsafe_index": _by_tensors,
     "index_put": _by_tensors,

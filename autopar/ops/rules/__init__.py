@@ -1,14 +1,11 @@
 """The rules of all ops we know; importing this registers them."""
 
 from autopar.ops.rules import (
-    attention,
-    block_sparse,
     contractions,
     convolution,
     creation,
     distances,
     experts,
-    fused,
     indexing,
     normalisation,
     pointwise,
@@ -19,14 +16,11 @@ from autopar.ops.rules import (
 )
 
 __all__ = [
-    "attention",
-    "block_sparse",
     "contractions",
     "convolution",
     "creation",
     "distances",
     "experts",
-    "fused",
     "indexing",
     "normalisation",
     "pointwise",
