@@ -56,10 +56,10 @@ $(VENV)/.created:
 
 $(VENV)/.installed-demo: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing autopar and what it needs into $(VENV) ..."
-	$(PIP) --editable .
+	$(PIP) --editable '.[examples]'
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.created pyproject.toml constraints.txt
 	@echo "installing autopar and what its tests need into $(VENV) ..."
-	$(PIP) --editable '.[test]'
+	$(PIP) --editable '.[examples,test]'
 	@touch $@ $(VENV)/.installed-demo

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
+from autopar.ir.units import BYTES, parse_quantity
 
 # Copies of a parameter that an optimizer of torch.optim keeps, and the bytes of its step count, a float32 for each parameter.
 _COPIES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "nadam": 2, "radam": 2, "adamax": 2, "adagrad": 1, "adadelta": 2, "rmsprop": 1}
 _UNCOUNTED = ("sgd", "momentum")
 _STEP_BYTES = 4
-
-_UNITS = {"b": 1} | {f"{prefix}{unit}": base**power for unit, base in (("b", 1000), ("ib", 1024)) for power, prefix in enumerate("kmgt", 1)}
 
 
 @dataclass(frozen=True)
@@ -66,11 +64,10 @@ class MemoryBudget:
 
 def bytes_of(size: str | float) -> float:
     """`"40GiB"`, `"80 GB"`, `42949672960` → bytes. Raises `AutoparError` for another text, and for sizes that are not positive."""
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?i?b)?\s*", str(size).lower())
     try:
-        value = float(found[1]) * _UNITS[found[2] or "b"] if found else 0.0
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise AutoparError(f'memory_budget={size!r} is no size; write it like "40GiB", "80GB", or as a number of bytes')
+        value = parse_quantity(str(size), BYTES)
+    except ValueError as error:
+        raise AutoparError(f"memory_budget {error}") from None
+    if value <= 0:
+        raise AutoparError(f"memory_budget must be more than 0, got {size!r}")
     return value

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from autopar._torch import OpOverload, pytree
 from autopar.errors import CaptureError, InputError
+from autopar.graph.overwrites import sources_of
 from autopar.ir.arguments import call_of
 from autopar.ir.keys import Source
 from autopar.ir.source import user_frames
@@ -31,7 +32,7 @@ def refuse_mixed_dtypes(exported: ExportedProgram) -> None:
     for node in exported.graph.nodes:
         dtypes = {value.dtype for value in _values(node)}
         if node.op == "call_function" and len(dtypes) > 1 and _is_refused(node, dtypes):
-            odd = [each for each in _ancestors(node) if each.name in given and each.meta["val"].dtype in dtypes - usual]
+            odd = [each for each in sorted(sources_of([node])) if each.name in given and each.meta["val"].dtype in dtypes - usual]
             raise _refusal(node, dtypes, odd, usual)
 
 
@@ -67,18 +68,6 @@ def _runs(node: Node, dtype: torch.dtype | None) -> bool:
         except RuntimeError:
             return False
     return True
-
-
-def _ancestors(node: Node) -> list[Node]:
-    """Those that `node` is computed from, in the order of the graph."""
-    seen, waiting = set[Node](), [node]
-    while waiting:
-        for operand in waiting.pop().all_input_nodes:
-            if operand not in seen:
-                seen.add(operand)
-                waiting.append(operand)
-    graph: Graph = node.graph
-    return [each for each in graph.nodes if each in seen]
 
 
 def _refusal(node: Node, dtypes: Collection[torch.dtype], odd: list[Node], usual: Collection[torch.dtype]) -> Exception:

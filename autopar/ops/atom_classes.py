@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Hashable
 
+from networkx.utils import UnionFind
 from torch.fx import Graph, Node
 
 from autopar.ir.arguments import int_at, node_at
@@ -19,7 +20,7 @@ class AtomClasses:
     """Atoms that some op splits together."""
 
     def __init__(self) -> None:
-        self._parent: dict[Atom, Atom] = {}
+        self._sets = UnionFind()
 
     @staticmethod
     def of(graph: Graph, apart: Collection[Node] = ()) -> AtomClasses:
@@ -33,20 +34,15 @@ class AtomClasses:
                     known[signature] = factors_of(node)
                 for factor in known[signature]:
                     atoms = [atom for atom in atoms_of(node, factor, sources) if node in apart or atom[0] not in apart]
-                    for atom in atoms[1:]:
-                        classes.join(atoms[0], atom)
+                    classes.join(*atoms)
         return classes
 
     def find(self, atom: Atom) -> Atom:
-        root = atom
-        while (above := self._parent.get(root, root)) != root:
-            root = above
-        while atom != root:
-            self._parent[atom], atom = root, self._parent.get(atom, root)
-        return root
+        """One atom that stands for all that walk with this one."""
+        return self._sets[atom]
 
-    def join(self, left: Atom, right: Atom) -> None:
-        self._parent[self.find(left)] = self.find(right)
+    def join(self, *atoms: Atom) -> None:
+        self._sets.union(*atoms)
 
 
 def read_by(node: Node) -> tuple[tuple[Node, int], ...]:

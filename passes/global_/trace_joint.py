@@ -18,7 +18,7 @@ from torch.fx.graph import CodeGen
 from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
 from autopar.errors import CaptureError
 from autopar.graph.emit import Emitter
-from autopar.graph.overwrites import memory_of, writers_of, written_by
+from autopar.graph.overwrites import memory_of, sources_of, writers_of, written_by
 from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.program import Form, Input, Output, Program
 from autopar.ir.source import set_sources
@@ -209,13 +209,7 @@ def _written_at(program: Program, index: int) -> str:
 
 def _order_by_phase(program: Program) -> None:
     """Set PHASE on every call and sort the graph: placeholders, forward, backward, output."""
-    needed: set[Node] = set()
-    stack = [node for output, node in program.named_outputs() if output.kind != "gradient"]
-    while stack:
-        node = stack.pop()
-        if node not in needed:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
+    needed = sources_of(node for output, node in program.named_outputs() if output.kind != "gradient")
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     for node in calls:
         PHASE[node] = "forward" if node in needed else "backward"

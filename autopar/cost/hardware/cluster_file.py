@@ -15,8 +15,8 @@ import torch
 import yaml
 
 from autopar.cost.hardware.links import TRANSFERS, WIRINGS
-from autopar.cost.hardware.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, parse_quantity
 from autopar.errors import AutoparError
+from autopar.ir.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, parse_quantity
 
 
 class ClusterError(AutoparError):

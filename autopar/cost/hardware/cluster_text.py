@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from autopar.cost.hardware.device import Device
 from autopar.cost.hardware.links import Link, Protocol
-from autopar.cost.hardware.quantity import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, format_quantity
+from autopar.ir.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, format_quantity
 
 _DIGITS = 3
 

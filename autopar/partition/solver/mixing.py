@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import networkx
+
 from autopar.partition.solver.assignment import Problem
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.folding import fold
@@ -49,22 +51,11 @@ def mix(evaluation: Evaluation, small: Sequence[int], large: Sequence[int]) -> M
 
 def _parts(problem: Problem, nodes: list[int]) -> list[list[int]]:
     """`nodes` in groups that read from one another, directly or through others of them; a value's readers are one group."""
-    chosen, root = set(nodes), {index: index for index in nodes}
-
-    def find(index: int) -> int:
-        while root[index] != index:
-            root[index] = root[root[index]]
-            index = root[index]
-        return index
-
+    graph = networkx.Graph()
+    graph.add_nodes_from(nodes)
     for (producer, _), readers in problem.consumers().items():
-        together = [index for index in (producer, *(reader for reader, _ in readers)) if index in chosen]
-        for index in together[1:]:
-            root[find(index)] = find(together[0])
-    groups: dict[int, list[int]] = {}
-    for index in nodes:
-        groups.setdefault(find(index), []).append(index)
-    return list(groups.values())
+        networkx.add_path(graph, [index for index in (producer, *(reader for reader, _ in readers)) if index in graph])
+    return [sorted(part) for part in networkx.connected_components(graph)]
 
 
 def _held(problem: Problem, picks: Sequence[int], nodes: Iterable[int]) -> float:

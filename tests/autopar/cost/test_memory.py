@@ -11,16 +11,28 @@ from autopar.ir.program import Input
 
 
 @pytest.mark.parametrize(
-    ("size", "expected"), [("40GiB", 40 * 1024**3), ("80 GB", 80e9), ("1.5 MiB", 1.5 * 1024**2), ("512", 512), (1e6, 1e6), ("7 b", 7)]
+    ("size", "expected"),
+    [("40GiB", 40 * 1024**3), ("80 GB", 80e9), ("1.5 MiB", 1.5 * 1024**2), ("512", 512), (1e6, 1e6), ("7 b", 7), ("2gib", 2 * 1024**3)],
 )
 def test_sizes_are_read(size: str | float, expected: float) -> None:
     assert bytes_of(size) == expected
 
 
-@pytest.mark.parametrize("size", ["forty", "40 GiBs", "-1GB", "0", "1.2.3 GB", -5])
-def test_what_is_no_size_is_refused(size: str | float) -> None:
-    with pytest.raises(AutoparError, match="is no size; write it like"):
+@pytest.mark.parametrize(
+    ("size", "problem"),
+    [
+        ("forty", "memory_budget is 'forty', no number; write '80 GB' or its value in B"),
+        ("1.2.3 GB", "memory_budget is '1.2.3 GB', no number; write '80 GB' or its value in B"),
+        ("40 GiBs", "memory_budget is '40 GiBs', where 'GiBs' is not a unit for B; write '80 GB' or a plain number in B"),
+        ("-1GB", "memory_budget must be more than 0, got '-1GB'"),
+        ("0", "memory_budget must be more than 0, got '0'"),
+        (-5, "memory_budget must be more than 0, got -5"),
+    ],
+)
+def test_what_is_no_size_is_refused(size: str | float, problem: str) -> None:
+    with pytest.raises(AutoparError) as raised:
         bytes_of(size)
+    assert str(raised.value) == problem
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.hardware.quantity import BYTES, BYTES_PER_SECOND, FLOPS, PLAIN, SECONDS, format_quantity, parse_quantity
+from autopar.ir.units import BYTES, BYTES_PER_SECOND, FLOPS, PLAIN, SECONDS, format_quantity, parse_quantity
 
 
 @pytest.mark.parametrize(
