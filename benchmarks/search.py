@@ -3,6 +3,7 @@
     python -m benchmarks.search                              Llama 1B, 8B on (2, 4, 8), 70B on (8, 8), with and without a tight budget
     python -m benchmarks.search --models llama-8b --bound    the bound of the whole problem, too: no folding, no merging, nothing left out
     python -m benchmarks.search --models llama-8b --layers 2 4 8 16 32       how time grows with depth
+    python -m benchmarks.search --models llama-1b --highs 120    beside HiGHS alone, on what is left after folding, for so many seconds
     python -m benchmarks.search --models llama-70b --whole   from meta parameters to the plan, with the memory that takes
 
 The batch is split over the first axis, may be split over the second, never over the third; everything else may be split over
@@ -37,6 +38,8 @@ from autopar.ir.program import Program
 from autopar.partition.sharding_problem import ShardingProblem
 from autopar.partition.solver.ascent import Ascent
 from autopar.partition.solver.evaluation import Evaluation
+from autopar.partition.solver.integer_program import IntegerProgram
+from autopar.partition.solver.search import reduced
 from autopar.partition.solver.tables import Tables
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.find_atoms import FindAtoms
@@ -48,6 +51,7 @@ CLUSTER = Cluster.named("8xH100")
 SEQUENCES, LENGTH = 16, 4096
 DEVICE_MEMORY = "80GB"
 SWEEPS = 60
+HIGHS_GAP = 0.005
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ SIZES = {
 }
 
 
-def measure(size: Size, num_layers: int, budget: str, has_bound: bool, program: Program) -> dict[str, Any]:
-    """One search: seconds from the program with atoms to the decision."""
+def measure(size: Size, num_layers: int, budget: str, program: Program, has_bound: bool, highs_seconds: float) -> dict[str, Any]:
+    """One search: seconds from the program with atoms to the decision; beside it what was asked for."""
     choose = ChooseShardings(CLUSTER, budget=MemoryBudget.of(budget))
     start, start_cpu = time.perf_counter(), time.process_time()
     decision = choose.decide(program)
@@ -107,7 +111,25 @@ def measure(size: Size, num_layers: int, budget: str, has_bound: bool, program: 
         start = time.perf_counter()
         bound = whole_bound(program, solution.seconds_per_byte, MemoryBudget.of(budget))
         row |= {"above the whole problem's bound %": 100 * (solution.seconds / bound - 1), "bound s": time.perf_counter() - start}
+    if highs_seconds:
+        row |= highs_alone(program, MemoryBudget.of(budget), highs_seconds)
     return row
+
+
+def highs_alone(program: Program, budget: MemoryBudget, seconds: float) -> dict[str, Any]:
+    """HiGHS on the problem that our solver gets, contracted and folded, within `seconds` and to the gap at which ours stops in a budget."""
+    _, _, evaluation = reduced(ShardingProblem.of(program, CostModel(CLUSTER, program.mesh), {}, budget).problem)
+    model = IntegerProgram.of(evaluation)
+    solver = model.solver(HIGHS_GAP, seconds)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    solver.run()
+    info = solver.getInfo()
+    return {
+        "HiGHS s": time.perf_counter() - start, "HiGHS CPU s": time.process_time() - start_cpu,
+        "HiGHS says": solver.modelStatusToString(solver.getModelStatus()), "HiGHS columns": len(model.costs),
+        "HiGHS step ms": 1e3 * info.objective_function_value / model.scale, "HiGHS bound ms": 1e3 * info.mip_dual_bound / model.scale,
+        "HiGHS simplex steps": info.simplex_iteration_count,
+    }  # fmt: skip
 
 
 def whole_bound(program: Program, seconds_per_byte: float, budget: MemoryBudget) -> float:
@@ -146,7 +168,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for num_layers in options.layers or [size.num_layers]:
             program = size.program(num_layers)
             for budget in [DEVICE_MEMORY, size.tight] if not options.layers else [DEVICE_MEMORY]:
-                yield measure(size, num_layers, budget, options.bound, program)
+                yield measure(size, num_layers, budget, program, options.bound, options.highs)
 
 
 def main() -> None:
@@ -154,6 +176,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--layers", nargs="+", type=int, help="instead of each model's own number")
     parser.add_argument("--bound", action="store_true", help="compare with the bound of the whole problem (minutes)")
+    parser.add_argument("--highs", type=float, default=0.0, metavar="SECONDS", help="compare with HiGHS alone, stopped after so long")
     parser.add_argument("--whole", action="store_true", help="measure from meta parameters to the plan")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()

@@ -84,9 +84,7 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
     `PlanError` when none is possible at all, or none was found in time.
     """
     start = time.perf_counter()
-    contracted = contract(problem)
-    reduced, kept = _without_dominated(contracted.problem)
-    evaluation = Evaluation(reduced, fold(reduced, rounds))
+    contracted, kept, evaluation = reduced(problem, rounds)
     hunt = Hunt(evaluation, math.inf if timeout is None else start + timeout, tolerance)
     hunt.run()
     if hunt.picks is None and hunt.mixture is None:
@@ -112,6 +110,13 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
         num_bounded=hunt.num_bounded,
         is_timed_out=time.perf_counter() > hunt.deadline,
     )
+
+
+def reduced(problem: Problem, rounds: int | None = ROUNDS) -> tuple[Contracted, list[list[int]], Evaluation]:
+    """What is left to solve: `problem` contracted, by node the positions of the candidates kept, and the problem folded."""
+    contracted = contract(problem)
+    smaller, kept = _without_dominated(contracted.problem)
+    return contracted, kept, Evaluation(smaller, fold(smaller, rounds))
 
 
 def _without_dominated(problem: Problem) -> tuple[Problem, list[list[int]]]:
