@@ -21,14 +21,14 @@ from typing import Any
 
 from autopar.cost.hardware.cluster import Cluster, Link
 from autopar.cost.hardware.link_fit import Sample, fit_link
-from autopar.cost.hardware.links import Transfer
+from autopar.cost.hardware.links import CommunicationKind
 from autopar.cost.model import CostModel
 from autopar.ir.mesh import Mesh
 from benchmarks.reporting import print_table, write_json
 
 PUBLISHED = Path(__file__).parent / "published"
 _CLUSTERS = {"GB200": "gb200", "B200": "b200", "H200": "h200", "H100": "h100", "A100": "a100", "H20 ": "h100"}  # an H20 has an H100's links
-_TRANSFERS: dict[str, Transfer] = {
+_TRANSFERS: dict[str, CommunicationKind] = {
     "all_reduce": "all_reduce",
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -46,7 +46,7 @@ class Measured:
     """One row: a collective of `num_bytes` in all (nccl-tests' size) and its seconds. `may_switch`: additions in the switch were on."""
 
     system: str
-    transfer: Transfer
+    transfer: CommunicationKind
     num_ranks: int
     num_nodes: int
     num_bytes: float

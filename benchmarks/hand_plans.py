@@ -77,7 +77,7 @@ class HandPlan:
 
 
 # What is found may do all that the plans below do.
-FREE = HandPlan("found", {}, Freedom(("dp",), ("tp",), stored=True))
+FREE = HandPlan("found", {}, Freedom(("dp",), ("tp",), shards_parameters=True))
 
 
 def hand_plans(shape: Shape, program: Program) -> Iterator[HandPlan]:
@@ -90,7 +90,7 @@ def hand_plans(shape: Shape, program: Program) -> Iterator[HandPlan]:
         for item in program.signature.inputs_of("parameter")
         if _divides(item.shape)
     }
-    yield HandPlan("fully sharded", sharded, Freedom(("dp", "tp"), stored=True))
+    yield HandPlan("fully sharded", sharded, Freedom(("dp", "tp"), shards_parameters=True))
 
 
 def _divides(shape: tuple[int, ...]) -> bool:

@@ -80,7 +80,7 @@ class Size:
         passes = default_passes(Options(CLUSTER), True, None)
         last = next(number for number, each in enumerate(passes) if isinstance(each, FindAtoms))
         found = run_passes(forward, passes[: last + 1])
-        return found.copy(mesh=self.mesh, freedom=Freedom(("dp",), ("cp",), stored=True))
+        return found.copy(mesh=self.mesh, freedom=Freedom(("dp",), ("cp",), shards_parameters=True))
 
 
 CUBE = Mesh((("dp", 2), ("cp", 4), ("tp", 8)))

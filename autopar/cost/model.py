@@ -20,12 +20,12 @@ import torch
 from torch.fx import Node
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.hardware.links import Transfer, bytes_sent, transfer_seconds
+from autopar.cost.hardware.links import CommunicationKind, bytes_sent, transfer_seconds
 from autopar.cost.memory import OptimizerKind
 from autopar.ir.keys import DIMS
 from autopar.ir.mesh import MICROBATCHES, Mesh
 from autopar.ir.program import operands, results_of
-from autopar.ir.reshard import Move, Step, moves, reachable
+from autopar.ir.reshard import Move, ReshardStep, moves, reachable
 from autopar.ir.sharding import Dims, Sharding, Strategy, flat
 from autopar.ops.atoms import operand_result
 from autopar.ops.lookup import rule_of
@@ -37,7 +37,7 @@ _VIEWS = frozenset(
 )
 # AdamW reads parameter, gradient and both moments and writes parameter and both moments.
 UPDATE_PASSES = 7
-# A frozen parameter is only kept; so much of a read makes splitting it worth while, and nothing else.
+# A frozen parameter costs one read: enough to break ties towards splitting it.
 KEEP_PASSES = 1
 # What mixes microbatches is no collective but another meaning of the program (each microbatch for itself): as dear as it takes
 # to be the last resort.
@@ -123,7 +123,7 @@ class CostModel:
             self._shards[sharding] = math.prod(self.mesh.size_of(split) for split in sharding.splits)
         return self._shards[sharding]
 
-    def collective(self, collective: Transfer, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> Cost:
+    def collective(self, collective: CommunicationKind, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> Cost:
         """One collective over the ranks along `axes` (a send: between neighbours); the sizes are its local input and output in bytes."""
         route = self._route(tuple(axes))
         if route.num_ranks == 1:
@@ -140,7 +140,7 @@ class CostModel:
         large = self.collective("send", self.mesh.parts("pp"), _LARGE_BYTES, _LARGE_BYTES).seconds
         return empty, max(large - empty, 0.0) / _LARGE_BYTES
 
-    def step(self, step: Step, itemsize: int) -> Cost:
+    def step(self, step: ReshardStep, itemsize: int) -> Cost:
         """One step of a reshard of a value whose elements have `itemsize` bytes. Slices are free.
 
         So is what joins microbatches: they run on the same rank. Of a step over `mb` and other axes those alone are priced.

@@ -21,7 +21,7 @@ StepKind = Literal["slice", "all_to_all", "reduce_scatter", "all_reduce", "all_g
 
 
 @dataclass(frozen=True)
-class Step:
+class ReshardStep:
     """One collective (or a local slice) over the ranks along `axes`, the first axis major.
 
     `gathered` is the atom that becomes whole, `split` the atom that is divided; None where there is none. A reduction by
@@ -69,16 +69,16 @@ class Move:
     split: int | None = None
 
 
-def steps(dims: Dims, source: Sharding, target: Sharding, mesh: Mesh) -> tuple[Step, ...]:
+def steps(dims: Dims, source: Sharding, target: Sharding, mesh: Mesh) -> tuple[ReshardStep, ...]:
     """The steps that turn `source` into `target` for a value of `dims`; none when they are equal."""
-    found: list[Step] = []
+    found: list[ReshardStep] = []
     now = source
     for move in moves(source, target):
         after = Sharding(move.splits, move.unreduced)
         sizes = [math.prod(flat(each.local_dims(dims, mesh))) for each in (now, after)]
         if move.kind == "logsumexp":
             sizes[1] *= mesh.size_of(move.axes)
-        found.append(Step(move.collective, move.axes, now, after, move.kind, move.gathered, move.split, *sizes))
+        found.append(ReshardStep(move.collective, move.axes, now, after, move.kind, move.gathered, move.split, *sizes))
         now = after
     return tuple(found)
 

@@ -47,13 +47,13 @@ _ARANGES: dict[object, int] = {aten.arange.default: 0, aten.arange.start: 1, ate
 
 
 @dataclass(frozen=True)
-class Grown(Sharding):
-    """Stands in for the sharding of a value on one rank, whose local atoms are larger than the logical ones, not smaller."""
+class PaddedSharding(Sharding):
+    """A value on one rank whose local atoms are `padded`: larger than the logical ones, where a rank's part of a split has smaller ones."""
 
-    grown: Dims = ()
+    padded: Dims = ()
 
     def local_dims(self, dims: Dims, mesh: Mesh) -> Dims:
-        return self.grown
+        return self.padded
 
 
 def classes_of(node: Node) -> Node | None:
@@ -63,30 +63,30 @@ def classes_of(node: Node) -> Node | None:
     return arguments(node)[classes.numbers] if classes is not None and classes.skips_padding else None
 
 
-def can_grow(node: Node, dims: Dims) -> bool:
-    """Whether a node that makes a range, with atoms `dims`, or reads one, still does with one atom grown: padding stands at the end."""
+def can_be_padded(node: Node, dims: Dims) -> bool:
+    """Whether a node that makes a range, with atoms `dims`, or reads one, still does with one atom padded: padding stands at the end."""
     classes = classes_of(node)
     if classes is not None and len(DIMS[classes][0][0]) != 1:
         return False
     return node.target not in _ARANGES or len(dims[0]) == 1
 
 
-def grow(node: Node, grown: tuple[Dims, ...], read: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
-    """The call of `node` on the padded operands `read`; its results have the atoms `grown`.
+def padded_call(node: Node, padded: tuple[Dims, ...], read: tuple[Node, ...], builder: LocalBuilder, mesh: Mesh) -> Node:
+    """The call of `node` on the padded operands `read`; its results have the atoms `padded`.
 
     An op that runs on parts of its operands runs on more than them, too: literal shapes are written anew as for a rank's part.
     """
     if node.target in MARKERS:
         made = builder.call(node.target, read[0])
     elif node.target in _ARANGES:
-        made = _range(node, shape_of(grown[0])[0], builder)
+        made = _range(node, shape_of(padded[0])[0], builder)
     elif node.target is aten.embedding_dense_backward.default:
-        made = same_call(node, read, builder, {2: shape_of(grown[0])[0]})
+        made = same_call(node, read, builder, {2: shape_of(padded[0])[0]})
     else:
         whole = tuple(Sharding.replicated(dims) for dims in operand_dims(node))
-        strategy = Strategy(whole, tuple(Grown(Sharding.replicated(dims).splits, grown=dims) for dims in grown))
+        strategy = Strategy(whole, tuple(PaddedSharding(Sharding.replicated(dims).splits, padded=dims) for dims in padded))
         made = localise(node, strategy, read, builder, mesh)
-    for value, dims in zip(results_of(made), grown, strict=True):
+    for value, dims in zip(results_of(made), padded, strict=True):
         assert value is None or tuple(value.shape) == shape_of(dims), f"{node.format_node()}, padded to {dims}: {tuple(value.shape)}"
     return made
 

@@ -61,7 +61,7 @@ class Space:
 
 _DEFAULT = Freedom()
 # What one axis does: split a factor, pass sums through a set of operands, pass what is unreduced by a kind, or nothing.
-Choice = Factor | frozenset[int] | ReductionKind | None
+AxisChoice = Factor | frozenset[int] | ReductionKind | None
 
 
 def operand_dims(node: Node) -> tuple[Dims, ...]:
@@ -220,7 +220,7 @@ def strategies_in(space: Space, mesh: Mesh, freedom: Freedom = _DEFAULT) -> tupl
     return tuple(found.values())
 
 
-def _picks(space: Space, axes: Sequence[tuple[str, int]], freedom: Freedom, used: dict[Factor, int]) -> Iterator[tuple[Choice, ...]]:
+def _picks(space: Space, axes: Sequence[tuple[str, int]], freedom: Freedom, used: dict[Factor, int]) -> Iterator[tuple[AxisChoice, ...]]:
     """All combinations of one choice per axis; `used` is by how much each factor is split already."""
     if not axes:
         yield ()
@@ -232,9 +232,9 @@ def _picks(space: Space, axes: Sequence[tuple[str, int]], freedom: Freedom, used
             yield (choice, *others)
 
 
-def _choices(space: Space, axis: str, size: int, freedom: Freedom, used: dict[Factor, int]) -> list[Choice]:
+def _choices(space: Space, axis: str, size: int, freedom: Freedom, used: dict[Factor, int]) -> list[AxisChoice]:
     divisible = [f for f in space.factors if f.size % (used.get(f, 1) * size) == 0]
-    if space.takes_all or freedom.is_free(axis):
+    if space.takes_all or freedom.is_flexible(axis):
         return [None, *divisible, *space.linear, *space.passes]
     others = [f for f in divisible if not f.is_batch]
     if not freedom.is_batch(axis):
@@ -243,10 +243,10 @@ def _choices(space: Space, axis: str, size: int, freedom: Freedom, used: dict[Fa
     if batch:
         # Atoms of one dim are split from the major one on, so that each rank's share stays contiguous.
         return [batch[0]]
-    return [None, *(others if freedom.is_stored(axis) else ()), *space.linear]
+    return [None, *(others if freedom.may_split_parameters(axis) else ()), *space.linear]
 
 
-def build(space: Space, choices: Sequence[tuple[str, Choice]], mesh: Mesh) -> Strategy:
+def build(space: Space, choices: Sequence[tuple[str, AxisChoice]], mesh: Mesh) -> Strategy:
     """The strategy in which each axis does what `choices` say."""
     num_operands = len(space.operands)
     results = [num_operands + i for i, count in enumerate(space.results) if count is not None]
@@ -296,5 +296,5 @@ def placeholder_strategies(
         if kind == "parameter" or (is_batch and i in batch)
     )
     if is_batch:
-        freedom = replace(freedom, free=())  # each rank is fed its part of the batch; what splits it further is a free slice
+        freedom = replace(freedom, flexible=())  # each rank is fed its part of the batch; what splits it further is a free slice
     return strategies_in(Space((), (len(flat(dims)),), factors, ()), mesh, freedom)

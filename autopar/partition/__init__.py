@@ -1,1 +1,1 @@
-"""The sharding search: the problem, its solver, and why it has no answer where it has none."""
+"""The sharding search: the problem, its solver, and why nothing fits where nothing does."""

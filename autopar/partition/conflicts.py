@@ -157,14 +157,14 @@ def _changes(situation: Situation) -> Iterator[tuple[Situation, str]]:
     if budget.optimizer.num_copies > sgd.num_copies:
         yield replace(situation, budget=replace(budget, optimizer=sgd)), 'optimizer="sgd": no state'
     freedom = program.freedom
-    if not freedom.stored:
-        parts = program.copy(freedom=replace(freedom, stored=True))
+    if not freedom.shards_parameters:
+        parts = program.copy(freedom=replace(freedom, shards_parameters=True))
         yield replace(situation, program=parts), f"let {', '.join(freedom.batch)} split parameters (fully sharded)"
     others = tuple(dict.fromkeys(parent(axis) for axis in program.mesh.names))
-    unused = tuple(axis for axis in others if axis not in (*freedom.batch, *freedom.free, "pp"))
+    unused = tuple(axis for axis in others if axis not in (*freedom.batch, *freedom.flexible, "pp"))
     if unused:
-        open_batch = Freedom(freedom.batch, (*freedom.free, *unused), True)
+        open_batch = Freedom(freedom.batch, (*freedom.flexible, *unused), True)
         yield (
             replace(situation, program=program.copy(freedom=open_batch)),
-            f'pins={{"batch": {[*freedom.batch, *freedom.free, *unused]}}}: the batch over these axes, too',
+            f'pins={{"batch": {[*freedom.batch, *freedom.flexible, *unused]}}}: the batch over these axes, too',
         )

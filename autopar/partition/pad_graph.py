@@ -18,7 +18,7 @@ from autopar.ir.program import Input, Output, Program, operands, results_of
 from autopar.ir.sharding import Dims, ReductionKind, flat, shape_of
 from autopar.ops.atom_classes import Atom, AtomClasses, read_by
 from autopar.ops.localise import LocalBuilder
-from autopar.ops.padded_ops import LOOKUPS, can_grow, classes_of, grow, inside, keeps_clean, mask, pad, unpad, with_atoms
+from autopar.ops.padded_ops import LOOKUPS, can_be_padded, classes_of, inside, keeps_clean, mask, pad, padded_call, unpad, with_atoms
 from autopar.ops.rules.labels import value_of
 from autopar.ops.strategies import Factor, Space, operand_dims, space_of
 
@@ -37,7 +37,7 @@ def covered(node: Node, classes: AtomClasses) -> tuple[set[Atom], set[Atom]]:
     for tensor, (source, dims) in enumerate(tensors):
         places = {(factor.operands + factor.results)[tensor] for factor in space.factors}
         for position in range(len(flat(dims))):
-            taken = free if position in places and can_grow(node, DIMS[node][0] if DIMS[node] else ()) else blocked
+            taken = free if position in places and can_be_padded(node, DIMS[node][0] if DIMS[node] else ()) else blocked
             taken.add(classes.find((*source, position)))
     return free - blocked, blocked
 
@@ -52,12 +52,12 @@ class _Rewrite:
 
     def __init__(self, program: Program, paddings: Mapping[str, Padding], classes: AtomClasses) -> None:
         self.old, self.paddings, self.classes = program, paddings, classes
-        self.grown: dict[Atom, int] = {}
+        self.padded_sizes: dict[Atom, int] = {}
         for item, node in program.named_inputs():
             padding = paddings.get(item.name) if item.kind == "parameter" else None
             for position, sizes in enumerate(zip(flat(padding.before), flat(padding.after), strict=True) if padding else ()):
                 if sizes[0] != sizes[1]:
-                    self.grown[classes.find((node, 0, position))] = sizes[1]
+                    self.padded_sizes[classes.find((node, 0, position))] = sizes[1]
         self.graph = Graph()
         self.builder = LocalBuilder(self.graph, _mode_of(program.graph))
         # What stands for a node of the old graph; then what is made of it, for readers in one phase.
@@ -105,7 +105,7 @@ class _Rewrite:
 
     def _call(self, node: Node) -> None:
         if self._carries(node):
-            self._grow(node)
+            self._run_padded(node)
         else:
             self._copy(node)
 
@@ -116,16 +116,16 @@ class _Rewrite:
             return False
         if node.target is operator.getitem:
             return node.args[0] in self.padded
-        return not any(root in self.grown for root in covered(node, self.classes)[1])
+        return not any(root in self.padded_sizes for root in covered(node, self.classes)[1])
 
-    def _grow(self, node: Node) -> None:
+    def _run_padded(self, node: Node) -> None:
         space, last = space_of(node), self._last()
         read = tuple(self._operand(node, index, space) for index in range(len(space.operands)))
-        grown = tuple(self._grown(node, index, dims) for index, dims in enumerate(DIMS[node]))
-        made = grow(node, grown, read, self.builder, self.old.mesh)
+        padded = tuple(self._padded_dims(node, index, dims) for index, dims in enumerate(DIMS[node]))
+        made = padded_call(node, padded, read, self.builder, self.old.mesh)
         self._inherit(node, last)
         self.padded[node] = made
-        if grown == DIMS[node]:
+        if padded == DIMS[node]:
             self.logical[node] = made
         sources = read_by(node)
         for result, dims in enumerate(DIMS[node]):
@@ -175,7 +175,7 @@ class _Rewrite:
             self.logical[node] = self.graph.node_copy(node, lambda _: next(remaining))
             return
         last = self._last()
-        self.logical[node] = grow(node, DIMS[node], read, self.builder, self.old.mesh)
+        self.logical[node] = padded_call(node, DIMS[node], read, self.builder, self.old.mesh)
         self._inherit(node, last)
 
     def _as_logical(self, node: Node, like: Node) -> Node:
@@ -205,15 +205,15 @@ class _Rewrite:
         return self.filled[key]
 
     def _sizes(self, node: Node, result: int, dims: Dims) -> dict[int, int]:
-        """By position the grown sizes of atoms of one result."""
+        """By position the padded sizes of atoms of one result."""
         roots = {position: self.classes.find((node, result, position)) for position in range(len(flat(dims)))}
-        return {position: self.grown[root] for position, root in roots.items() if root in self.grown}
+        return {position: self.padded_sizes[root] for position, root in roots.items() if root in self.padded_sizes}
 
-    def _grown(self, node: Node, result: int, dims: Dims) -> Dims:
+    def _padded_dims(self, node: Node, result: int, dims: Dims) -> Dims:
         return with_atoms(dims, self._sizes(node, result, dims))
 
     def _padding(self, node: Node) -> Padding:
-        return Padding(DIMS[node][0], self._grown(node, 0, DIMS[node][0]))
+        return Padding(DIMS[node][0], self._padded_dims(node, 0, DIMS[node][0]))
 
     def _is_clean(self, node: Node, result: int) -> None:
         self.clean |= {(node, result, position) for position in self._sizes(node, result, DIMS[node][result])}

@@ -1,4 +1,4 @@
-"""What a search was charged for mixing microbatches, taken out of what people read: it is no time that anybody waits."""
+"""Removes the search's artificial penalty for mixing microbatches from the costs that are reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.partition.sharding_problem import ShardingProblem
 from autopar.partition.solver.assignment import Problem, State, ValueIndex
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.folding import FoldedValue, fold
-from autopar.partition.solver.search import RunnerUp, Solution
+from autopar.partition.solver.search import NextCandidate, Solution
 
 
 def without_penalties(solution: Solution, made: ShardingProblem) -> Solution:
@@ -36,7 +36,7 @@ def without_penalties(solution: Solution, made: ShardingProblem) -> Solution:
 def penalty_seconds(problem: Problem, picks: Sequence[int]) -> float:
     """What mixing costs an assignment of all nodes."""
     penalties = Evaluation(_penalties(problem), fold(problem, None))
-    return sum(value.count * penalties.transport(value, picks) for value in penalties.folded.values)
+    return sum(value.count * penalties.conversion_seconds(value, picks) for value in penalties.folded.values)
 
 
 def _penalties(problem: Problem) -> Problem:
@@ -71,7 +71,7 @@ class FairRunnersUp:
                 found.setdefault(number, []).append(value)
         return found
 
-    def of(self, index: int) -> RunnerUp | None:
+    def of(self, index: int) -> NextCandidate | None:
         """As `Solution.runner_up`; None where every other candidate of node `index` mixes more."""
         found = self.solution.runner_up(index)
         if found is None:
@@ -80,7 +80,7 @@ class FairRunnersUp:
         number = self.solution.evaluation.folded.class_of[group]
         return found if self._added(number, self._position(index, group, number, found)) <= 0 else None
 
-    def _position(self, index: int, group: int, number: int, found: RunnerUp) -> int:
+    def _position(self, index: int, group: int, number: int, found: NextCandidate) -> int:
         """The candidate of the contracted node that `found` is: views merged into it may be in several states."""
         kept, contracted, picks = self.solution.kept[group], self.solution.contracted, self.solution.class_picks
         allowed = [place for place, each in enumerate(kept) if contracted.pick_of(index, each) == found.pick]
@@ -92,4 +92,7 @@ class FairRunnersUp:
         picks = self.solution.class_picks
         changed = [position if each == number else pick for each, pick in enumerate(picks)]
         values = self._touching.get(number, ())
-        return sum(value.count * (self._penalties.transport(value, changed) - self._penalties.transport(value, picks)) for value in values)
+        return sum(
+            value.count * (self._penalties.conversion_seconds(value, changed) - self._penalties.conversion_seconds(value, picks))
+            for value in values
+        )

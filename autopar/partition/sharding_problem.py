@@ -24,7 +24,7 @@ from autopar.ir.program import Input, Output, Program, operands, results_of
 from autopar.ir.reshard import is_slice
 from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.ops.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
-from autopar.partition.solver.assignment import Candidate, Choice, Problem, State, ValueIndex
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem, State, ValueIndex
 
 # The result that is read by the input of this kind and name: where it must be left.
 HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
@@ -98,7 +98,7 @@ class _Builder:
     cost: CostModel
     pinned: Mapping[str, Strategy]
     budget: MemoryBudget
-    nodes: list[Choice] = field(default_factory=list[Choice])
+    nodes: list[AssignmentNode] = field(default_factory=list[AssignmentNode])
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
@@ -172,7 +172,7 @@ class _Builder:
         if reads and item.kind != "buffer":
             strategies, candidates = self._or_summed_later(strategies, candidates)
         phase = "backward" if item.kind == "parameter" else "forward"
-        self.nodes.append(Choice(node.name, reads, candidates, kind, phase=phase))
+        self.nodes.append(AssignmentNode(node.name, reads, candidates, kind, phase=phase))
         self.strategies.append(strategies)
 
     def _or_summed_later(
@@ -208,7 +208,7 @@ class _Builder:
             strategies, candidates = self._priced[kind]
         reads = tuple(self.value_of(operand) for operand in operands(node))
         phase = PHASE.get(node) or "forward"
-        self.nodes.append(Choice(node.name, reads, candidates, kind, is_view=_keeps_bytes(node), phase=phase))
+        self.nodes.append(AssignmentNode(node.name, reads, candidates, kind, is_view=_keeps_bytes(node), phase=phase))
         self.strategies.append(strategies)
 
     def _candidates(self, node: Node, strategies: tuple[Strategy, ...]) -> tuple[Candidate, ...]:
@@ -229,7 +229,7 @@ class _Builder:
         kind = self._number(("result", output.kind, DIMS[node][0]))
         phase = PHASE.get(node) or "forward"
         strategies, candidates = self._or_summed_later((Strategy((target,), ()),), (Candidate((target,), (), 0.0),))
-        self.nodes.append(Choice(f"result {output.name}", (self.value_of(node),), candidates, kind, phase=phase))
+        self.nodes.append(AssignmentNode(f"result {output.name}", (self.value_of(node),), candidates, kind, phase=phase))
         self.strategies.append(strategies)
 
 

@@ -180,7 +180,8 @@ def _between(prefix: Floats, begins: slice, ends: slice) -> Floats:
 
 
 def _touches(producer: int, readers: Sequence[int], num_units: int) -> Iterator[tuple[int, int, int, int]]:
-    """Stages that begin behind `producer` and have one of `readers`: for each of these, those whose first one it is."""
+    """For each reader, the ranges of stages that begin behind `producer` and read it there first: (first begin, end begin, first end,
+    end end)."""
     before = producer
     for reader in sorted(set(readers)):
         yield before + 1, reader + 1, reader + 1, num_units + 1

@@ -101,8 +101,10 @@ class _Reading:
         return self._joined(found)
 
     def _joined(self, units: dict[Node, int]) -> dict[Node, int]:
-        """With those between the first and the last that read or make a buffer which changes made one: the next microbatch reads on an
-        early stage what a later one would still have to make of this one, and what it becomes leaves its stage once."""
+        """Merge all units between the first and the last use of a buffer that forward changes.
+
+        Cut between them, the next microbatch would read the buffer on an early stage before a later stage has changed it for this one.
+        """
         spans: list[tuple[int, int]] = []
         old = {item.name: node for item, node in self.program.named_inputs() if item.kind == "buffer"}
         for output, node in self.program.named_outputs():

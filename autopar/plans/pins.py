@@ -122,8 +122,8 @@ def _strategy(pin: Sequence[DimPin], node: Node, program: Program) -> Strategy |
         if not lies.unreduced and tuple(tuple(axis for axis in split if axis not in implied) for split in lies.splits) == wanted.splits:
             return strategy
     on_batch = [axis for position in BATCH[node][0] for axis in wanted.splits[position] if not freedom.is_batch(axis)]
-    if on_batch and not freedom.is_free(on_batch[0]):
-        allowed = tuple(dict.fromkeys((*freedom.batch, *freedom.free, on_batch[0])))
+    if on_batch and not freedom.is_flexible(on_batch[0]):
+        allowed = tuple(dict.fromkeys((*freedom.batch, *freedom.flexible, on_batch[0])))
         return f"axis {on_batch[0]!r} may not split the batch; let it with pins={{'batch': {allowed}}}"
     return f"{wanted.describe(dims)} cannot be had: {', '.join(freedom.batch)} splits the batch, and the batch alone"
 
@@ -187,4 +187,4 @@ def freedom_of(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budg
     unknown = [axis for axis in axes if not mesh.parts(axis)]
     if unknown and axes != ("dp",):
         raise PlanError(f'pins["batch"] names the axis {unknown[0]!r}, which is not on the mesh ({mesh})')
-    return Freedom(free=tuple(axis for axis in axes if axis != "dp"), stored=has_budget)
+    return Freedom(flexible=tuple(axis for axis in axes if axis != "dp"), shards_parameters=has_budget)

@@ -250,7 +250,7 @@ class Plan:
         content: dict[str, Any] = {
             "version": VERSION,
             "mesh": dict(self.mesh.axes),
-            "freedom": {"batch": self.freedom.batch, "free": self.freedom.free, "stored": self.freedom.stored},
+            "freedom": {"batch": self.freedom.batch, "free": self.freedom.flexible, "stored": self.freedom.shards_parameters},
             "pinned": self.pinned,
             "fingerprint": self.fingerprint,
             "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},

@@ -20,7 +20,7 @@ from autopar.pipeline.stage_work import Work
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Traffic:
     """One collective or send: of which reshard or value, over which of the user's axes; bytes that a rank sends and seconds, each time.
 
     It happens `runs` times a step, on each of `stages`.
@@ -36,7 +36,7 @@ class Transfer:
     stages: tuple[int, ...] = (0,)
 
 
-def transfers(program: Program, cost: CostModel, places: Sequence[int] = ()) -> Iterator[Transfer]:
+def transfers(program: Program, cost: CostModel, places: Sequence[int] = ()) -> Iterator[Traffic]:
     """Every collective of the program, in order; then what stages send each other. `places` are the ranks of the stages along `pp`,
     by default one for each."""
     work = Work(program)
@@ -47,15 +47,15 @@ def transfers(program: Program, cost: CostModel, places: Sequence[int] = ()) -> 
     for (source, _, direction), values in work.crossing.items():
         for value in values:
             size, phase = value_bytes(value, cost), "forward" if direction == "F" else "backward"
-            yield Transfer(value, "pp", "send", phase, size, latency + seconds_per_byte * size, work.runs(value), (source,))
+            yield Traffic(value, "pp", "send", phase, size, latency + seconds_per_byte * size, work.runs(value), (source,))
     for part, source, targets in work.ties:
         size, ranks = value_bytes(part, cost), {places[each] if places else each for each in targets}
         peers = ranks - {places[source] if places else source}
         if peers:
-            yield Transfer(part, "pp", "send", "backward", size, latency + seconds_per_byte * size, len(peers), (source,))
+            yield Traffic(part, "pp", "send", "backward", size, latency + seconds_per_byte * size, len(peers), (source,))
 
 
-def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Transfer]:
+def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Traffic]:
     """The collectives of a reshard; none of any other node, and none between microbatches."""
     value = results_of(node)[0]
     if node.target is not reshard or value is None:
@@ -65,7 +65,7 @@ def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Transfer]:
         axes = "·".join(dict.fromkeys(parent(axis) for axis in step.axes if axis != MICROBATCHES))
         if step.collective != "slice" and axes:
             price = cost.step(step, value.dtype.itemsize)
-            yield Transfer(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
+            yield Traffic(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
 
 
 class Sent(NamedTuple):

@@ -35,7 +35,7 @@ from autopar.reports.search import search_lines
 from autopar.reports.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
 
 
-class RunnerUp(Protocol):
+class NextStrategy(Protocol):
     """The next-best strategy of a node and what it adds to a step, all `num_nodes` alike taking it."""
 
     @property
@@ -206,7 +206,7 @@ def alternative(compiled: Compiled, node: Node) -> Iterator[str]:
     """What the node could do instead and what that adds to a step, as far as a search knows."""
     if compiled.search is None:
         return
-    other: RunnerUp | None = compiled.search.runner_up(node.name)
+    other: NextStrategy | None = compiled.search.runner_up(node.name)
     if other is None:
         yield "fixed by the plan" if _is_fixed(compiled, node) else "instead: nothing else is legal"
         return

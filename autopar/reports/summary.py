@@ -29,7 +29,7 @@ from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.priced import value_bytes
 from autopar.pipeline.report import pipeline_summary
 from autopar.pipeline.stage_work import Work
-from autopar.reports.communication import Transfer, sent, transfers
+from autopar.reports.communication import Traffic, sent, transfers
 from autopar.reports.search import search_summary
 
 INFERRED = "inferred by probing"
@@ -251,5 +251,5 @@ class _Time:
     def total(self) -> float:
         return self.compute + self.traffic + sum(self.sent.values())
 
-    def add(self, transfer: Transfer) -> None:
+    def add(self, transfer: Traffic) -> None:
         self.sent[transfer.axes] = self.sent.get(transfer.axes, 0.0) + transfer.runs * transfer.seconds

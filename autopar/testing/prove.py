@@ -30,12 +30,12 @@ from autopar.ops.atoms import find_atoms_of
 from autopar.ops.localise import LocalBuilder, localise
 from autopar.ops.rules.labels import is_zero, shape_of
 from autopar.ops.rules.ours import traits_of
-from autopar.ops.strategies import Choice, build, operand_dims, space_of
+from autopar.ops.strategies import AxisChoice, build, operand_dims, space_of
 
 TOLERANCE = 1e-12
 Values = tuple[torch.Tensor, ...]
 # The same values with other strides.
-Layout = Callable[[torch.Tensor], torch.Tensor]
+Restride = Callable[[torch.Tensor], torch.Tensor]
 
 
 @cache
@@ -63,13 +63,13 @@ def instance(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     return node
 
 
-def prove(node: Node, seed: int = 0, layout: Layout = torch.Tensor.contiguous) -> list[str]:
+def prove(node: Node, seed: int = 0, layout: Restride = torch.Tensor.contiguous) -> list[str]:
     """Run `node` whole and in parts, for every factor and every linear set of its rule; what differs, in words.
 
     Reads DIMS and fake values of the node and its operands. A factor is split by its smallest prime.
     """
     space, found = space_of(node), list[str]()
-    choices: list[tuple[int, Choice]] = [(_smallest_prime(factor.size), factor) for factor in space.factors]
+    choices: list[tuple[int, AxisChoice]] = [(_smallest_prime(factor.size), factor) for factor in space.factors]
     choices += [(2, group) for group in space.linear]
     for parts, choice in choices:
         mesh = Mesh((("x", parts),))
@@ -77,7 +77,7 @@ def prove(node: Node, seed: int = 0, layout: Layout = torch.Tensor.contiguous) -
     return found
 
 
-def prove_strategy(node: Node, strategy: Strategy, mesh: Mesh, seed: int = 0, layout: Layout = torch.Tensor.contiguous) -> list[str]:
+def prove_strategy(node: Node, strategy: Strategy, mesh: Mesh, seed: int = 0, layout: Restride = torch.Tensor.contiguous) -> list[str]:
     """Run `node` whole, and by `strategy` on every rank of `mesh`; what differs, in words."""
     generator = torch.Generator().manual_seed(seed)
     values, want = _instance(node, generator)
@@ -194,7 +194,7 @@ def _twin(node: Node) -> Node:
     return twin
 
 
-def _local_run(node: Node, strategy: Strategy, mesh: Mesh, layout: Layout) -> Callable[[Sequence[torch.Tensor], int], tuple[Any, ...]]:
+def _local_run(node: Node, strategy: Strategy, mesh: Mesh, layout: Restride) -> Callable[[Sequence[torch.Tensor], int], tuple[Any, ...]]:
     """The local form of `node` as a function of local operands and a rank."""
     if node.target is operator.getitem:
         return lambda shares, _: (shares[0],)

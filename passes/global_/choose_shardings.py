@@ -34,7 +34,7 @@ _TOLERANCE = 1e-6
 _TOLERANCE_IN_BUDGET = 5e-3
 
 
-class Placed(Protocol):
+class KnownSharding(Protocol):
     """Where a parameter lies already: what an earlier capture fixed."""
 
     @property
@@ -121,7 +121,7 @@ class ChooseShardings:
     cluster: Cluster = field(default_factory=Cluster.ideal)
     plan: Plan | None = None
     pins: Pins | Plan | None = None
-    placements: Mapping[str, Placed] | None = None
+    placements: Mapping[str, KnownSharding] | None = None
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     timeout: float | None = None
     fold: bool = True
@@ -189,7 +189,7 @@ class ChooseShardings:
             reasons[name] = why
 
 
-def _kept(placements: Mapping[str, Placed], inputs: Mapping[str, Node], mesh: Mesh) -> dict[str, Sharding]:
+def _kept(placements: Mapping[str, KnownSharding], inputs: Mapping[str, Node], mesh: Mesh) -> dict[str, Sharding]:
     """The shardings of earlier placements; raises `PlanError` for a parameter whose atoms are others now and cannot be split so."""
     found: dict[str, Sharding] = {}
     for name, placed in placements.items():

@@ -25,7 +25,7 @@ from autopar.passes.global_.refine_mesh import RefineMesh
 logger = logging.getLogger("autopar")
 
 
-class Placed(Protocol):
+class KnownPadding(Protocol):
     """What is known of a parameter: how an earlier capture, or a plan, padded it."""
 
     @property
@@ -46,8 +46,8 @@ class PaddingDecision:
 class PadAtoms:
     """Pad an atom of a parameter that has no factor in common with the ranks beside dp, so that it can be split all the same.
 
-    Padded is what brings work to split (the share `least` of all contractions has the atom) at the price of little (at most `limit`
-    times that work), where every op can take it, and where the size is the model's: the batch and its lengths are the user's to
+    An atom is padded if it carries at least the share `least` of the FLOPs of all contractions and padding makes it at most `limit`
+    times as large; if every op can take the padding; and if the size is the model's: the batch and its lengths are the user's to
     choose. What shares a factor with the axis is left to sub-axes.
 
     The padding of parameters is zero. Before an op reduces an atom, the padding of operands in which it is not known to be zero
@@ -61,7 +61,7 @@ class PadAtoms:
     for the user have their logical shapes; no element of the padding reaches one.
     """
 
-    placed: Mapping[str, Placed] = field(default_factory=dict[str, Placed])
+    placed: Mapping[str, KnownPadding] = field(default_factory=dict[str, KnownPadding])
     is_real: bool = False
     limit: float = 4 / 3
     least: float = 0.01
@@ -74,11 +74,11 @@ class PadAtoms:
         if not sizes and not any(each.padding for each in self.placed.values()):
             return PaddingDecision()
         classes = _classes(program)
-        grown = {root: sizes[size] for root, size in _worth_it(program, classes, set(sizes), self.least).items()}
+        padded = {root: sizes[size] for root, size in _worth_it(program, classes, set(sizes), self.least).items()}
         if self.is_real:
-            grown = {root: after for root, after in grown.items() if _is_torch_chunk(root, classes, program)}
-        grown = _as_placed(grown, self.placed, program, classes, num_ranks)
-        return PaddingDecision(dict(_paddings(program, classes, grown)))
+            padded = {root: after for root, after in padded.items() if _is_torch_chunk(root, classes, program)}
+        padded = _as_placed(padded, self.placed, program, classes, num_ranks)
+        return PaddingDecision(dict(_paddings(program, classes, padded)))
 
     def apply(self, program: Program, decision: PaddingDecision) -> Program:
         if not decision.paddings:
@@ -160,10 +160,10 @@ def _flops(node: Node) -> float:
 
 
 def _as_placed(
-    grown: dict[Atom, int], placed: Mapping[str, Placed], program: Program, classes: AtomClasses, num_ranks: int
+    padded: dict[Atom, int], placed: Mapping[str, KnownPadding], program: Program, classes: AtomClasses, num_ranks: int
 ) -> dict[Atom, int]:
-    """`grown`, but a class with a parameter that is `placed` as it is there, if that divides here."""
-    found = dict(grown)
+    """`padded`, but a class with a parameter that is `placed` as it is there, if that divides here."""
+    found = dict(padded)
     for name, (node, _, position) in _of_parameters(program):
         if name not in placed:
             continue
@@ -176,11 +176,11 @@ def _as_placed(
     return found
 
 
-def _paddings(program: Program, classes: AtomClasses, grown: Mapping[Atom, int]) -> Iterator[tuple[str, Padding]]:
+def _paddings(program: Program, classes: AtomClasses, padded: Mapping[Atom, int]) -> Iterator[tuple[str, Padding]]:
     sizes: dict[str, dict[int, int]] = {}
     for name, atom in _of_parameters(program):
-        if classes.find(atom) in grown:
-            sizes.setdefault(name, {})[atom[2]] = grown[classes.find(atom)]
+        if classes.find(atom) in padded:
+            sizes.setdefault(name, {})[atom[2]] = padded[classes.find(atom)]
     for item, node in program.named_inputs():
         if item.kind == "parameter" and item.name in sizes:
             yield item.name, Padding(DIMS[node][0], with_atoms(DIMS[node][0], sizes[item.name]))

@@ -1,4 +1,4 @@
-"""A number that is compared with what was made of it is the same number for both."""
+"""Reduce a partial sum once, before a comparison reads it, so that both sides of the comparison see the same number."""
 
 from __future__ import annotations
 

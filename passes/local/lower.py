@@ -14,7 +14,7 @@ from autopar.ir.keys import DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.ir.markers import MARKERS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Program, operands
-from autopar.ir.reshard import Step, steps
+from autopar.ir.reshard import ReshardStep, steps
 from autopar.ir.sharding import Dims, flat
 from autopar.ops.localise import LocalBuilder, localise
 
@@ -101,7 +101,7 @@ class _Lowering:
         return local
 
 
-def emit_step(builder: LocalBuilder, x: Node, dims: Dims, step: Step, mesh: Mesh) -> Node:
+def emit_step(builder: LocalBuilder, x: Node, dims: Dims, step: ReshardStep, mesh: Mesh) -> Node:
     """Write one reshard step on the local part `x`: the collective works on a leading dim of group size."""
     atoms = list(flat(step.before.local_dims(dims, mesh)))
     result = list(step.after.local_shape(dims, mesh))

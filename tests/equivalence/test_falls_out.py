@@ -52,7 +52,7 @@ def test_sequence_parallelism(program: Program) -> None:
 def test_two_dimensional_sharding_of_weights_under_a_budget() -> None:
     """Fully sharded over dp on one dim, tensor parallel on the other: where memory asks for it. A sequence for each dp rank."""
     mesh, program = Mesh((("dp", 4), ("tp", 4))), FindAtoms().apply(traced(LLAMA_3_8B, NUM_LAYERS, num_sequences=4))
-    found = planned(program, mesh, "8xH100", Freedom(stored=True), "3GB")
+    found = planned(program, mesh, "8xH100", Freedom(shards_parameters=True), "3GB")
     weights = [SHARDING[node][0] for item, node in found.named_inputs() if item.kind == "parameter" and len(item.shape) == 2]
     assert sum("dp" in each.axes and "tp" in each.axes for each in weights) >= 3 * NUM_LAYERS
     gathered = [

@@ -43,7 +43,7 @@ MESHES = tuple(
         {"dp": 4, "tp": 2},
     )
 )  # fmt: skip
-FREEDOMS = (Freedom(), Freedom(), Freedom(free=("tp",)), Freedom(stored=True), Freedom(free=("tp", "dp")))
+FREEDOMS = (Freedom(), Freedom(), Freedom(flexible=("tp",)), Freedom(shards_parameters=True), Freedom(flexible=("tp", "dp")))
 # Half of the plans change their minds at nearly every op, half of them seldom.
 CALM = (0.0, 0.7, 0.9, 0.95)
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from autopar.cost.hardware.cluster import Cluster, Device, built_in_for
 from autopar.cost.hardware.link_fit import Sample, fit_link
-from autopar.cost.hardware.links import Transfer
+from autopar.cost.hardware.links import CommunicationKind
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 
-_TRANSFERS: tuple[Transfer, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+_TRANSFERS: tuple[CommunicationKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _REPEATS = 5
 _WORLD = "world"
 _MEASURED = "measured by autopar.cost.hardware.calibrate"
@@ -185,11 +185,11 @@ def _measure_links(group: Any, device: torch.device, sizes: _Sizes, launch_secon
     return samples
 
 
-def _local_bytes(transfer: Transfer, whole: float, part: float) -> tuple[float, float]:
+def _local_bytes(transfer: CommunicationKind, whole: float, part: float) -> tuple[float, float]:
     return (part, whole) if transfer == "all_gather" else (whole, part) if transfer == "reduce_scatter" else (whole, whole)
 
 
-def _runner(transfer: Transfer, whole: torch.Tensor, part: torch.Tensor, group: Any) -> Callable[[], Any]:
+def _runner(transfer: CommunicationKind, whole: torch.Tensor, part: torch.Tensor, group: Any) -> Callable[[], Any]:
     if transfer == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
     if transfer == "all_gather":

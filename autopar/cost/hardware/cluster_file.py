@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from autopar.cost.hardware.links import TRANSFERS, WIRINGS
+from autopar.cost.hardware.links import COMMUNICATION_KINDS, WIRINGS
 from autopar.errors import AutoparError
 from autopar.ir.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, parse_quantity
 
@@ -69,7 +69,7 @@ _LINK = _PROTOCOL | {
     "small": Section(_PROTOCOL, required=False),
     "in_switch": Section(_PROTOCOL, required=False),
     "wiring": Text(required=False, choices=WIRINGS),
-    "factors": Table(Number(""), TRANSFERS, required=False),
+    "factors": Table(Number(""), COMMUNICATION_KINDS, required=False),
     "source": Text(required=False),
 }
 _DEVICE = {

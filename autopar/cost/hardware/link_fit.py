@@ -15,7 +15,7 @@ from statistics import mean, median
 
 import numpy as np
 
-from autopar.cost.hardware.links import TRANSFERS, Link, Protocol, Route, Transfer, bytes_sent, transfer_seconds
+from autopar.cost.hardware.links import COMMUNICATION_KINDS, CommunicationKind, Link, Protocol, Route, bytes_sent, transfer_seconds
 
 # Two protocols must leave less than this share of one's error, and additions in the switch be so much quicker than the ring.
 _WORTH_IT = 0.7
@@ -29,7 +29,7 @@ _ROUNDS = 3
 class Sample:
     """One measured collective over `num_ranks` ranks: local input and output in bytes, and the seconds it took."""
 
-    transfer: Transfer
+    transfer: CommunicationKind
     num_ranks: int
     num_input_bytes: float
     num_output_bytes: float
@@ -59,7 +59,7 @@ def fit_link(samples: Sequence[Sample], source: str = "", is_nccl: bool = False)
     """
     assert samples, "nothing was measured"
     link = _fit_ways(samples, source, is_nccl)
-    factors: dict[Transfer, float] = {}
+    factors: dict[CommunicationKind, float] = {}
     for _ in range(_ROUNDS):
         factors = _factors(samples, link, reference="all_gather" if is_nccl else "all_reduce")
         even = [replace(sample, seconds=sample.seconds / factors.get(sample.transfer, 1.0)) for sample in samples]
@@ -67,12 +67,12 @@ def fit_link(samples: Sequence[Sample], source: str = "", is_nccl: bool = False)
     return replace(link, factors=tuple(factors.items()))
 
 
-def _factors(samples: Sequence[Sample], link: Link, reference: Transfer) -> dict[Transfer, float]:
+def _factors(samples: Sequence[Sample], link: Link, reference: CommunicationKind) -> dict[CommunicationKind, float]:
     """How many times as long as `link` says each collective takes, compared with `reference`; where that is worth saying."""
-    ratios: dict[Transfer, list[float]] = {
-        transfer: [1 / (1 + sample.error(link)) for sample in samples if sample.transfer == transfer] for transfer in TRANSFERS
+    ratios: dict[CommunicationKind, list[float]] = {
+        transfer: [1 / (1 + sample.error(link)) for sample in samples if sample.transfer == transfer] for transfer in COMMUNICATION_KINDS
     }
-    typical: dict[Transfer, float] = {transfer: median(each) for transfer, each in ratios.items() if each}
+    typical: dict[CommunicationKind, float] = {transfer: median(each) for transfer, each in ratios.items() if each}
     unit = typical.get(reference, 1.0)
     is_fixed = {reference, "all_reduce"} if link.in_switch else {reference}
     return {

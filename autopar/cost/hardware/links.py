@@ -15,8 +15,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-Transfer = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
-TRANSFERS: tuple[Transfer, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+CommunicationKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+COMMUNICATION_KINDS: tuple[CommunicationKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 Wiring = Literal["switch", "mesh", "torus"]
 WIRINGS: tuple[Wiring, ...] = ("switch", "mesh", "torus")
 # A torus has three dims; an all-to-all along a ring of n passes n / 4 links on average, both ways round.
@@ -52,7 +52,7 @@ class Link:
     small: Protocol | None = None
     in_switch: Protocol | None = None
     wiring: Wiring = "switch"
-    factors: tuple[tuple[Transfer, float], ...] = ()
+    factors: tuple[tuple[CommunicationKind, float], ...] = ()
 
     @property
     def bulk(self) -> Protocol:
@@ -78,7 +78,7 @@ class Route:
         return math.prod(self.axis_sizes)
 
 
-def bytes_sent(transfer: Transfer, num_ranks: int, num_input_bytes: float, num_output_bytes: float) -> float:
+def bytes_sent(transfer: CommunicationKind, num_ranks: int, num_input_bytes: float, num_output_bytes: float) -> float:
     """Bytes that one of `num_ranks` sends in a ring; the sizes are the collective's local input and output."""
     if transfer == "send":
         return num_input_bytes
@@ -90,7 +90,7 @@ def bytes_sent(transfer: Transfer, num_ranks: int, num_input_bytes: float, num_o
     return share * num_input_bytes
 
 
-def transfer_seconds(transfer: Transfer, route: Route, num_input_bytes: float, num_output_bytes: float) -> float:
+def transfer_seconds(transfer: CommunicationKind, route: Route, num_input_bytes: float, num_output_bytes: float) -> float:
     """Seconds of one collective (or of a send to a neighbour) on `route`; the sizes are its local input and output in bytes.
 
     Never falls when the bytes grow. Kernel launches are the caller's.
@@ -107,7 +107,7 @@ def transfer_seconds(transfer: Transfer, route: Route, num_input_bytes: float, n
     return dict(crossed.factors).get(transfer, 1.0) * (crossed.call_seconds + min(ways))
 
 
-def _ring(transfer: Transfer, route: Route, sent: float, small: bool) -> float:
+def _ring(transfer: CommunicationKind, route: Route, sent: float, small: bool) -> float:
     inner, outer = _protocols(route, small)
     if transfer == "send":
         used = outer if route.num_nodes > 1 else inner

@@ -2,11 +2,11 @@
 
 It knows nothing of tensors. A *state* is any hashable (a `Sharding`); a *value* is one result of one node, named
 `(node, result)`. The candidate of a node says which state each operand must be in and which state each result
-then is in. Where a consumer needs another state than the producer gives, the value is transported: charged once
+then is in. Where a consumer needs another state than the producer gives, the value is converted: charged once
 per (value, needed state), however many consumers need it; and not at all where the needed state is a slice of
 another needed state (after an all-reduce for one consumer, a second consumer's shard is free).
 
-    minimise  Σ seconds(candidate of node)  +  Σ over values of transport(state given, states needed)
+    minimise  Σ seconds(candidate of node)  +  Σ over values of conversion(state given, states needed)
     so that   Σ held bytes(candidate of node)  +  max working bytes(candidate of node)  ≤  capacity
 """
 
@@ -38,10 +38,10 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Choice:
+class AssignmentNode:
     """A node: whose values it reads, and its candidates. Nodes of unequal `kind` are never folded into one.
 
-    A view has one operand and one result, costs (almost) nothing, and its operand is transported at the price of its result.
+    A view has one operand and one result, costs (almost) nothing, and its operand is converted at the price of its result.
 
     A producer may come later in the list than its consumer: a parameter reads its own gradient. What is brought to the readers
     of one `phase` is gone in the next one.
@@ -67,7 +67,7 @@ class Problem:
     Values of one `price_class` have equal prices. All held bytes, and the largest working bytes, fit into `capacity_bytes`.
     """
 
-    nodes: tuple[Choice, ...]
+    nodes: tuple[AssignmentNode, ...]
     price: Callable[[ValueIndex, State, State], float]
     slices: Slices = lambda state, other: False
     price_class: Callable[[ValueIndex], Hashable] = lambda value: value
@@ -96,7 +96,7 @@ def origins(source: S, targets: Iterable[S], slices: Callable[[S, S], bool]) -> 
     return dict(sorted(found.items(), key=lambda item: item[1] != source))
 
 
-def transport_seconds(source: State, targets: Iterable[State], slices: Slices, price: Callable[[State, State], float]) -> float:
+def conversion_seconds(source: State, targets: Iterable[State], slices: Slices, price: Callable[[State, State], float]) -> float:
     """What it costs to have a value that is in `source` in all of `targets`."""
     return sum(price(source, target) for target, origin in origins(source, targets, slices).items() if origin == source)
 

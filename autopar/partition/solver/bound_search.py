@@ -1,7 +1,7 @@
-"""The search on one folded problem: a bound that rises, an answer that falls, until they meet or time is up.
+"""Bound search on one folded problem: a lower bound rises and the best assignment known falls, until they meet or time is up.
 
 ascend      the dual of the linear relaxation: a bound, and assignments near it     autopar.partition.solver.ascent
-price       with a capacity: seconds per byte rise until the answer fits
+price       with a capacity: seconds per byte rise until an assignment fits
 mix         equal layers decided one by one, as many as fit                         autopar.partition.solver.mixing
 bound       candidates that no assignment as good as the best known can have go
 solve       what remains, as an integer program                                     autopar.partition.solver.integer_program
@@ -20,18 +20,18 @@ import numpy as np
 from autopar.partition.solver.ascent import Ascent
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.folding import Folded
-from autopar.partition.solver.incumbents import Answer, Answers
+from autopar.partition.solver.incumbents import Incumbent, Incumbents
 from autopar.partition.solver.integer_program import IntegerProgram
 from autopar.partition.solver.mixing import Mixture, mix
 from autopar.partition.solver.tables import NO_WAY, Array, Tables
 
-# Sweeps both ways between two looks at the answer.
+# Sweeps both ways between two looks at the incumbents.
 _SWEEPS = 4
 # Ascent stands still once a look gains less than this share of what is missing.
 _PROGRESS = 0.02
 # The same at a price of a byte that is only passed through.
 _PROGRESS_IN_PASSING = 0.2
-# Looks without any answer, after which the integer program has its turn.
+# Looks without any assignment, after which the integer program has its turn.
 _MAX_LOOKS_IN_VAIN = 25
 # What the integer program gets where the user set no limit.
 _PATIENCE_SECONDS = 5.0
@@ -39,14 +39,15 @@ _PATIENCE_SECONDS = 5.0
 _MAX_PRICES, _MAX_STALE = 40, 2
 # Prices are good enough once none can raise the bound by more than this share of the tolerance; of the bound, where that is more.
 _SHARE_OF_TOLERANCE, _SAME = 0.1, 1e-7
-# The first price: so many steps for the whole capacity. It is doubled up to the highest: who saves no more at that, saves no more at any.
+# The first price: so many steps for the whole capacity. It is doubled up to the highest, beyond which no price saves more
+# bytes.
 _FIRST_PRICE, _HIGHEST_PRICE = 0.25, 1e6
 # The integer program is left alone where so many columns remain: it would not come far in its time.
 _MAX_COLUMNS = 60_000
 
 
-class Hunt:
-    """The search on one folded problem: `picks` cost `upper` and fit, nothing that fits costs less than `lower`.
+class BoundSearch:
+    """A lower bound and incumbents of one folded problem: `picks` cost `upper` and fit, nothing that fits costs less than `lower`.
 
     `byte_price` is what a byte more of the capacity would save, in seconds; `seconds_per_byte` the price tried last.
     """
@@ -63,7 +64,7 @@ class Hunt:
         self.byte_price = 0.0
         self.num_bounded = 0
         self.mixture: Mixture | None = None
-        self._answers = Answers()
+        self._incumbents = Incumbents()
         self.is_infeasible = self.tables.least_bytes > self.tables.capacity_bytes
         most_working = self.tables.capacity_bytes - (self.tables.least_bytes - self.tables.least_working_bytes)
         self._ascent = Ascent(self.tables, [each <= most_working for each in self.tables.working_bytes])
@@ -77,7 +78,7 @@ class Hunt:
         self._ascend()
         if not self._is_done() and self._is_capacity_binding():
             self._price_bytes()
-            ends = self._answers.ends(self.byte_price)
+            ends = self._incumbents.ends(self.byte_price)
             if ends is not None and not self._is_done():
                 small, large = ends
                 self.mixture = mix(self.evaluation, small.picks, large.picks)
@@ -86,7 +87,7 @@ class Hunt:
 
     @property
     def seconds(self) -> float:
-        """What the best answer costs, all equal layers alike or not."""
+        """What the best assignment costs, all equal layers alike or not."""
         return min(self.upper, self.mixture.seconds) if self.mixture else self.upper
 
     def _is_done(self) -> bool:
@@ -95,11 +96,11 @@ class Hunt:
 
     def _is_capacity_binding(self) -> bool:
         """Whether what costs least with bytes for nothing does not fit."""
-        known = self._answers.known
-        return bool(known) and not min(known, key=lambda answer: answer.seconds).fits
+        known = self._incumbents.known
+        return bool(known) and not min(known, key=lambda incumbent: incumbent.seconds).fits
 
     def _ascend(self) -> None:
-        """Raise the bound at this price of a byte until it meets an answer or stands still."""
+        """Raise the bound at this price of a byte until it meets an incumbent or stands still."""
         before = -math.inf
         for look in itertools.count():
             for _ in range(_SWEEPS):
@@ -108,7 +109,7 @@ class Hunt:
             bound = self._ascent.bound() - self.seconds_per_byte * self._spare_bytes()
             self._raise(bound)
             self._consider(self._ascent.assignment())
-            missing = self._answers.cheapest(self.seconds_per_byte) - bound
+            missing = self._incumbents.cheapest(self.seconds_per_byte) - bound
             progress = _PROGRESS_IN_PASSING if self._is_capacity_binding() else _PROGRESS
             if missing <= self.tolerance * abs(bound) or bound - before <= progress * missing < math.inf or self._is_done():
                 return
@@ -132,25 +133,25 @@ class Hunt:
         fits = self.tables.num_bytes(picks) <= self.tables.capacity_bytes
         if seconds < self.upper and fits:
             self.picks, self.upper = picks, seconds
-        self._answers.add(Answer(tuple(picks), seconds, self.tables.held(picks) - self._spare_bytes(), fits))
+        self._incumbents.add(Incumbent(tuple(picks), seconds, self.tables.held(picks) - self._spare_bytes(), fits))
 
     def _price_bytes(self) -> None:
-        """Find the price of a byte with the best bound: there an answer that fits costs no more than one that does not.
+        """Find the price of a byte with the best bound: there an incumbent that fits costs no more than one that does not.
 
         Where none is cheaper there than these two, none is left between them, and a mixture takes a part of each.
         """
         num_stale, step = 0, self.lower / self.tables.capacity_bytes
         next_price = _FIRST_PRICE * step
         for _ in range(_MAX_PRICES):
-            if self._answers.has_fitting:
-                next_price = self._answers.best_price()
-            reachable, lower = self._answers.cheapest(next_price), self.lower
+            if self._incumbents.has_fitting:
+                next_price = self._incumbents.best_price()
+            reachable, lower = self._incumbents.cheapest(next_price), self.lower
             enough = max(self.tolerance * _SHARE_OF_TOLERANCE, _SAME) * abs(reachable)
-            if self._answers.has_fitting and reachable - self.lower <= enough:
+            if self._incumbents.has_fitting and reachable - self.lower <= enough:
                 return
             self._set_price(next_price)
             self._ascend()
-            is_new = self._answers.cheapest(next_price) < reachable - enough or self.lower > lower + enough
+            is_new = self._incumbents.cheapest(next_price) < reachable - enough or self.lower > lower + enough
             num_stale = 0 if is_new else num_stale + 1
             if self._is_done() or num_stale > _MAX_STALE or next_price > _HIGHEST_PRICE * step:
                 return
@@ -219,7 +220,7 @@ def _restricted(evaluation: Evaluation, remaining: list[Array]) -> Evaluation:
 
 
 def _num_pairs(evaluation: Evaluation) -> int:
-    """The columns that transports take in an integer program."""
+    """The columns that conversions take in an integer program."""
     total = 0
     for value in evaluation.folded.values:
         given = {candidate.results[value.result] for candidate in evaluation.nodes[value.producer].candidates}

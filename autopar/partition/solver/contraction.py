@@ -1,4 +1,4 @@
-"""Merges views into their neighbours, so that a value is transported at one place of a chain of views and not at each.
+"""Merges views into their neighbours, so that a value is converted at one place of a chain of views and not at each.
 
 A view costs nothing and keeps the bytes of its value, so a change of state costs the same before it as after it. A view
 that one reader reads is merged into that reader; else, where it alone reads its producer, into the producer. The merged
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from autopar.partition.solver.assignment import Candidate, Choice, Problem, State, ValueIndex
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem, State, ValueIndex
 
 # A merge that would multiply candidates beyond this is left out.
 _GROWTH = 1.25
@@ -59,7 +59,7 @@ class Contracted:
 
 
 def contract(problem: Problem) -> Contracted:
-    """`problem` with its views (`Choice.is_view`) merged where that loses nothing."""
+    """`problem` with its views (`AssignmentNode.is_view`) merged where that loses nothing."""
     merger = _Merger(problem)
     for index in reversed(range(len(problem.nodes))):
         if problem.nodes[index].is_view:
@@ -134,7 +134,7 @@ class _Merger:
             if id(group.joined) not in candidates:
                 candidates[id(group.joined)] = tuple(each.candidate for each in group.joined)
         nodes = tuple(
-            Choice(
+            AssignmentNode(
                 problem.nodes[group.gives].name,
                 tuple((giver[producer], result) for producer, result in group.reads),
                 candidates[id(group.joined)],

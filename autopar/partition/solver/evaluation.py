@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
-from autopar.partition.solver.assignment import Problem, State, ValueIndex, transport_seconds
+from autopar.partition.solver.assignment import Problem, State, ValueIndex, conversion_seconds
 from autopar.partition.solver.folding import Folded, FoldedValue, fold
 
 
@@ -29,7 +29,7 @@ class Evaluation:
     def seconds(self, picks: Sequence[int]) -> float:
         """What the whole problem costs."""
         return sum(map(self._work, range(len(picks)), picks)) + sum(
-            value.count * self.transport(value, picks) for value in self.folded.values
+            value.count * self.conversion_seconds(value, picks) for value in self.folded.values
         )
 
     def num_bytes(self, picks: Sequence[int]) -> float:
@@ -37,11 +37,11 @@ class Evaluation:
         held = sum(self._held_bytes(number, pick) for number, pick in enumerate(picks))
         return held + max(node.candidates[pick].working_bytes for node, pick in zip(self.nodes, picks, strict=True))
 
-    def transport(self, value: FoldedValue, picks: Sequence[int]) -> float:
+    def conversion_seconds(self, value: FoldedValue, picks: Sequence[int]) -> float:
         """Seconds to bring one of the values to its readers."""
         source = self.nodes[value.producer].candidates[picks[value.producer]].results[value.result]
         targets = [self.nodes[number].candidates[picks[number]].operands[slot] for number, slot in value.readers]
-        return transport_seconds(source, targets, self.problem.slices, partial(self._price, value.example))
+        return conversion_seconds(source, targets, self.problem.slices, partial(self._price, value.example))
 
     def _price(self, value: ValueIndex, source: State, target: State) -> float:
         key = self.problem.price_class(value), source, target
@@ -50,15 +50,17 @@ class Evaluation:
         return self._prices[key]
 
     def local_seconds(self, number: int, picks: Sequence[int]) -> float:
-        """The part of the cost that depends on one class: its work, and the transport of what it reads and gives."""
-        return self._work(number, picks[number]) + sum(value.count * self.transport(value, picks) for value in self._touching[number])
+        """The part of the cost that depends on one class: its work, and the conversion of what it reads and gives."""
+        return self._work(number, picks[number]) + sum(
+            value.count * self.conversion_seconds(value, picks) for value in self._touching[number]
+        )
 
     def saved_seconds(self, changed: Iterable[int], picks: Sequence[int], wanted: Sequence[int]) -> float:
         """What `picks` cost more than the same with these classes as in `wanted`."""
         mixed = dict.fromkeys(changed)
         after = [wanted[number] if number in mixed else pick for number, pick in enumerate(picks)]
         values = {id(value): value for number in mixed for value in self._touching[number]}.values()
-        moved = sum(value.count * (self.transport(value, picks) - self.transport(value, after)) for value in values)
+        moved = sum(value.count * (self.conversion_seconds(value, picks) - self.conversion_seconds(value, after)) for value in values)
         return moved + sum(self._work(number, picks[number]) - self._work(number, wanted[number]) for number in mixed)
 
     def runner_up(self, number: int, picks: Sequence[int], allowed: Sequence[int] | None = None) -> tuple[int, float] | None:
@@ -74,7 +76,7 @@ class Evaluation:
             for value, seen in zip(self._touching[number], known, strict=True):
                 states = self._states(value, number, pick)
                 if states not in seen:
-                    seen[states] = value.count * self.transport(value, changed)
+                    seen[states] = value.count * self.conversion_seconds(value, changed)
                 extra += seen[states]
             if pick != picks[number] and extra < math.inf and (best is None or extra < best[1]):
                 best = (pick, extra)

@@ -60,7 +60,7 @@ class IntegerProgram:
             model.costs += [model.scale * size * candidate.seconds for candidate in node.candidates]
             model.row(1.0, 1.0, [(column, 1.0) for column in range(offsets[number], offsets[number + 1])])
         for value in evaluation.folded.values:
-            _Transport(model, evaluation, value).add()
+            _Conversion(model, evaluation, value).add()
         if evaluation.problem.capacity_bytes < math.inf:
             model._add_capacity(evaluation)
         return model
@@ -139,7 +139,7 @@ class IntegerProgram:
         return chosen
 
 
-class _Transport:
+class _Conversion:
     """Adds the columns and rows of one folded value to a model."""
 
     def __init__(self, model: IntegerProgram, evaluation: Evaluation, value: FoldedValue) -> None:

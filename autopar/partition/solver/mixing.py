@@ -1,6 +1,6 @@
-"""Between two answers to a folded problem, of which one fits into memory: equal layers decided one by one.
+"""Between two assignments of a folded problem, of which one fits into memory: equal layers decided one by one.
 
-Where every layer saves a value or none does, memory moves in leaps. The answers differ in some nodes; those that hang
+Where every layer saves a value or none does, memory moves in leaps. The assignments differ in some nodes; those that hang
 together (a layer's, say) change together, and as many of these parts are changed as fit.
 """
 
@@ -18,7 +18,7 @@ from autopar.partition.solver.folding import fold
 
 @dataclass(frozen=True)
 class Mixture:
-    """An answer to the problem without folding."""
+    """An assignment of the problem without folding."""
 
     evaluation: Evaluation
     picks: list[int]
@@ -29,7 +29,7 @@ def mix(evaluation: Evaluation, small: Sequence[int], large: Sequence[int]) -> M
     """`small` fits, `large` does not; class picks. The parts that save most seconds a byte go first; None where no part fits."""
     problem, folded = evaluation.problem, evaluation.folded
     alone = Evaluation(problem, fold(problem, None))
-    picks, wanted = ([answer[number] for number in folded.class_of] for answer in (small, large))
+    picks, wanted = ([each[number] for number in folded.class_of] for each in (small, large))
     parts = _parts(problem, [index for index, pick in enumerate(picks) if pick != wanted[index]])
     known: dict[tuple[int, ...], tuple[float, float]] = {}
     priced: list[tuple[float, float, list[int]]] = []

@@ -3,9 +3,9 @@
     contract    views go to their neighbours                                            autopar.partition.solver.contraction
     fold        equal layers are decided once                                           autopar.partition.solver.folding
     dominated   of candidates with equal states, those that are no better in anything go
-    hunt        a bound and an answer that meet                                         autopar.partition.solver.bound_search
+    search      a lower bound and an assignment that meet                               autopar.partition.solver.bound_search
 
-The linear relaxation is nearly always integral: the hunt then ends at an assignment that costs what the bound says.
+The linear relaxation is nearly always integral: the search then ends at an assignment that costs what the bound says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.errors import MemoryBudgetError, PlanError
 from autopar.partition.solver.assignment import Candidate, Problem, without_dominated
-from autopar.partition.solver.bound_search import Hunt
+from autopar.partition.solver.bound_search import BoundSearch
 from autopar.partition.solver.contraction import Contracted, contract
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.folding import ROUNDS, fold
@@ -49,14 +49,14 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How much dearer than the bound the answer may be: 0.01 is one per cent."""
+        """How much dearer than the bound the assignment may be: 0.01 is one per cent."""
         return max(0.0, self.seconds / self.lower_bound_seconds - 1.0) if self.lower_bound_seconds > 0 else math.inf
 
     @property
     def num_classes(self) -> int:
         return len(self.evaluation.folded.sizes)
 
-    def runner_up(self, index: int) -> RunnerUp | None:
+    def runner_up(self, index: int) -> NextCandidate | None:
         """The next-best candidate of node `index` and its like, everything else as it is; None where there is no other."""
         group = self.contracted.group_of[index]
         number = self.evaluation.folded.class_of[group]
@@ -65,11 +65,11 @@ class Solution:
         if (number, allowed) not in self._runners_up:
             self._runners_up[number, allowed] = self.evaluation.runner_up(number, self.class_picks, allowed)
         found = self._runners_up[number, allowed]
-        return found and RunnerUp(others[found[0]], found[1], self.evaluation.folded.sizes[number])
+        return found and NextCandidate(others[found[0]], found[1], self.evaluation.folded.sizes[number])
 
 
 @dataclass(frozen=True)
-class RunnerUp:
+class NextCandidate:
     """A candidate's position, and the seconds it adds when all `num_nodes` nodes of the class take it."""
 
     pick: int
@@ -85,13 +85,13 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
     """
     start = time.perf_counter()
     contracted, kept, evaluation = reduced(problem, rounds)
-    hunt = Hunt(evaluation, math.inf if timeout is None else start + timeout, tolerance)
-    hunt.run()
-    if hunt.picks is None and hunt.mixture is None:
-        raise _nothing_found(hunt, timeout)
-    found, class_picks = evaluation, hunt.picks
-    if hunt.mixture is not None and hunt.mixture.seconds <= hunt.upper:
-        found, class_picks = hunt.mixture.evaluation, hunt.mixture.picks
+    bounds = BoundSearch(evaluation, math.inf if timeout is None else start + timeout, tolerance)
+    bounds.run()
+    if bounds.picks is None and bounds.mixture is None:
+        raise _nothing_found(bounds, timeout)
+    found, class_picks = evaluation, bounds.picks
+    if bounds.mixture is not None and bounds.mixture.seconds <= bounds.upper:
+        found, class_picks = bounds.mixture.evaluation, bounds.mixture.picks
     assert class_picks is not None
     chosen = [positions[pick] for positions, pick in zip(kept, found.folded.unfold(class_picks), strict=True)]
     return Solution(
@@ -100,15 +100,15 @@ def search(problem: Problem, *, rounds: int | None = ROUNDS, timeout: float | No
         contracted=contracted,
         kept=tuple(tuple(positions) for positions in kept),
         evaluation=found,
-        seconds=hunt.seconds,
-        lower_bound_seconds=min(hunt.lower, hunt.seconds),
+        seconds=bounds.seconds,
+        lower_bound_seconds=min(bounds.lower, bounds.seconds),
         search_seconds=time.perf_counter() - start,
         num_bytes=found.num_bytes(class_picks),
-        seconds_per_byte=hunt.byte_price,
+        seconds_per_byte=bounds.byte_price,
         num_variables=sum(len(node.candidates) for node in evaluation.nodes),
         num_dominated=sum(len(node.candidates) - len(positions) for node, positions in zip(contracted.problem.nodes, kept, strict=True)),
-        num_bounded=hunt.num_bounded,
-        is_timed_out=time.perf_counter() > hunt.deadline,
+        num_bounded=bounds.num_bounded,
+        is_timed_out=time.perf_counter() > bounds.deadline,
     )
 
 
@@ -131,9 +131,9 @@ def _without_dominated(problem: Problem) -> tuple[Problem, list[list[int]]]:
     return replace(problem, nodes=nodes), [positions for positions, _ in found]
 
 
-def _nothing_found(hunt: Hunt, timeout: float | None) -> PlanError:
-    if hunt.lower > IS_NO_WAY:
+def _nothing_found(bounds: BoundSearch, timeout: float | None) -> PlanError:
+    if bounds.lower > IS_NO_WAY:
         return PlanError("no assignment is possible: some value is needed in a sharding that it cannot be brought to")
-    if hunt.is_infeasible:
+    if bounds.is_infeasible:
         return MemoryBudgetError("no assignment fits into memory")
     return PlanError(f"no plan found within search_timeout={timeout}; give it more seconds")

@@ -23,8 +23,8 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True)
-class Transport:
-    """One folded value. Port 0 is its producer, the others its readers.
+class Conversion:
+    """One folded value, brought from the state it is made in to those that are needed. Port 0 is its producer, the others its readers.
 
     nodes     the class of nodes at each port
     states    per port and candidate of that class, the number of the state it gives (port 0) or needs
@@ -42,12 +42,12 @@ class Transport:
 
 @dataclass(frozen=True)
 class Tables:
-    """By class and candidate: seconds and held bytes of all nodes of the class together, working bytes of one; a `Transport` a value."""
+    """By class and candidate: seconds and held bytes of all nodes of the class together, working bytes of one; a `Conversion` a value."""
 
     seconds: tuple[Array, ...]
     held_bytes: tuple[Array, ...]
     working_bytes: tuple[Array, ...]
-    transports: tuple[Transport, ...]
+    conversions: tuple[Conversion, ...]
     capacity_bytes: float
 
     @staticmethod
@@ -55,17 +55,17 @@ class Tables:
         folded, nodes = evaluation.folded, evaluation.nodes
         seconds = [size * np.array([each.seconds for each in node.candidates]) for node, size in zip(nodes, folded.sizes, strict=True)]
         prices = _Prices(evaluation.problem)
-        transports: list[Transport] = []
+        conversions: list[Conversion] = []
         for value in folded.values:
-            made = _transport(value, evaluation, prices)
+            made = _conversion(value, evaluation, prices)
             if len(made.nodes) == 2 and made.nodes[0] == made.nodes[1]:
                 # A node that reads its own class: what it gives and needs is known together.
                 seconds[made.nodes[0]] = seconds[made.nodes[0]] + _direct(made)[made.states[0], made.states[1]]
             elif made.price.size > 1 or made.price[0, 0] > 0:
-                transports.append(made)
+                conversions.append(made)
         held = [size * np.array([each.held_bytes for each in node.candidates]) for node, size in zip(nodes, folded.sizes, strict=True)]
         working = [np.array([each.working_bytes for each in node.candidates]) for node in nodes]
-        return Tables(tuple(seconds), tuple(held), tuple(working), tuple(transports), evaluation.problem.capacity_bytes)
+        return Tables(tuple(seconds), tuple(held), tuple(working), tuple(conversions), evaluation.problem.capacity_bytes)
 
     def num_bytes(self, picks: Sequence[int]) -> float:
         """What an assignment holds, and the most that a node needs on top while it runs."""
@@ -84,17 +84,17 @@ class Tables:
         return max(float(each.min()) for each in self.working_bytes)
 
 
-def _direct(transport: Transport) -> Array:
-    return np.minimum(transport.price, transport.cuts)
+def _direct(conversion: Conversion) -> Array:
+    return np.minimum(conversion.price, conversion.cuts)
 
 
-def _transport(value: FoldedValue, evaluation: Evaluation, prices: _Prices) -> Transport:
+def _conversion(value: FoldedValue, evaluation: Evaluation, prices: _Prices) -> Conversion:
     given = [candidate.results[value.result] for candidate in evaluation.nodes[value.producer].candidates]
     needed = [[candidate.operands[slot] for candidate in evaluation.nodes[number].candidates] for number, slot in value.readers]
     sources = list(dict.fromkeys(given))
     targets = list(dict.fromkeys(state for states in needed for state in states))
     price, cuts, slices = prices.between(value.example, sources, targets)
-    return Transport(
+    return Conversion(
         nodes=(value.producer, *(number for number, _ in value.readers)),
         states=(_numbers(given, sources), *(_numbers(states, targets) for states in needed)),
         price=np.minimum(price * value.count, NO_WAY),

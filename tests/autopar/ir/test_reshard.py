@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.reshard import Step, reachable, steps
+from autopar.ir.reshard import ReshardStep, reachable, steps
 from autopar.ir.schedule import Launch
 from autopar.ir.sharding import Dims, Sharding, flat
 from autopar.runtime.execute.virtual import collect
@@ -35,7 +35,7 @@ def random_parts(dims: Dims, sharding: Sharding, mesh: Mesh) -> Parts:
     return found
 
 
-def simulate(step: Step, parts: Parts, dims: Dims, mesh: Mesh) -> Parts:
+def simulate(step: ReshardStep, parts: Parts, dims: Dims, mesh: Mesh) -> Parts:
     """The step on real parts, group by group."""
     atoms = flat(step.before.local_dims(dims, mesh))
     groups = {mesh.group(rank, step.axes) for rank in range(mesh.size)}

@@ -12,7 +12,7 @@ import autopar.kernels.gated  # noqa: F401
 from autopar.ir.keys import DIMS
 from autopar.ir.padding import Padding
 from autopar.ops.localise import LocalBuilder
-from autopar.ops.padded_ops import can_grow, inside, keeps_clean, mask, pad, unpad, with_atoms
+from autopar.ops.padded_ops import can_be_padded, inside, keeps_clean, mask, pad, unpad, with_atoms
 from autopar.ops.strategies import space_of
 from autopar.testing.prove import instance
 from tests.support.graphs import traced
@@ -52,7 +52,7 @@ def test_a_mask_leaves_what_the_reduction_passes_over(kind: str, dtype: torch.dt
 def test_ranges_grow_over_one_atom_only() -> None:
     program = with_dims(traced(lambda x: aten.add.Tensor(x, aten.arange.default(6)), torch.randn(2, 6)))
     (node,) = program.graph.find_nodes(op="call_function", target=aten.arange.default)
-    assert can_grow(node, ((6,),)) and not can_grow(node, ((2, 3),))
+    assert can_be_padded(node, ((6,),)) and not can_be_padded(node, ((2, 3),))
 
 
 @pytest.mark.parametrize(

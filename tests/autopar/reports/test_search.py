@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.partition.solver.assignment import Candidate, Choice, Problem
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem
 from autopar.partition.solver.search import Solution, search
 from autopar.reports.search import search_lines, search_summary
 from tests.support.models.residual import parallel_residual
@@ -32,7 +32,7 @@ class Asked:
 def decision(capacity: float = math.inf, **changes: Any) -> Decision:
     """Fast and large, or slow and small."""
     candidates = (Candidate(("a",), ("a",), 1.0, 2e9), Candidate(("a",), ("b",), 3.0, 1e9))
-    nodes = (Choice("w", (), (Candidate((), ("a",), 0.0),)), Choice("x", ((0, 0),), candidates))
+    nodes = (AssignmentNode("w", (), (Candidate((), ("a",), 0.0),)), AssignmentNode("x", ((0, 0),), candidates))
     problem = Problem(nodes, lambda value, source, target: 0.0, capacity_bytes=capacity)
     return Decision(replace(search(problem), **changes), Asked(problem, [("a",), ("a", "b")]))
 

@@ -11,14 +11,16 @@ import pytest
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.link_fit import Sample, fit_link
-from autopar.cost.hardware.links import Link, Protocol, Route, Transfer, transfer_seconds
+from autopar.cost.hardware.links import CommunicationKind, Link, Protocol, Route, transfer_seconds
 from benchmarks.collectives import held_out, measured
 
-ALL: tuple[Transfer, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+ALL: tuple[CommunicationKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = tuple(4096.0 * 8**power for power in range(6))
 
 
-def samples(link: Link, ranks: tuple[int, ...] = (2, 4, 8), noise: float = 0.0, transfers: tuple[Transfer, ...] = ALL) -> list[Sample]:
+def samples(
+    link: Link, ranks: tuple[int, ...] = (2, 4, 8), noise: float = 0.0, transfers: tuple[CommunicationKind, ...] = ALL
+) -> list[Sample]:
     """What would be measured if `link` were the truth, up to `noise`."""
     rng, found = random.Random(0), list[Sample]()
     for n in ranks:

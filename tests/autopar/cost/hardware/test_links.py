@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.hardware.cluster import Cluster, built_in_names
-from autopar.cost.hardware.links import TRANSFERS, Link, Protocol, Route, Transfer, transfer_seconds
+from autopar.cost.hardware.links import COMMUNICATION_KINDS, CommunicationKind, Link, Protocol, Route, transfer_seconds
 from autopar.ir.mesh import Mesh
 from benchmarks.collectives import error, groups_of, measured, model
 
@@ -23,18 +23,18 @@ def one_node(link: Link, num_ranks: int) -> Route:
     return Route((num_ranks,), 1, num_ranks, link, link)
 
 
-def sizes(transfer: Transfer, num_bytes: float, num_ranks: int) -> tuple[float, float]:
+def sizes(transfer: CommunicationKind, num_bytes: float, num_ranks: int) -> tuple[float, float]:
     """Local input and output of a collective of `num_bytes` in all."""
     part = num_bytes / num_ranks
     return (part, num_bytes) if transfer == "all_gather" else (num_bytes, part)
 
 
-def seconds(transfer: Transfer, route: Route, num_bytes: float) -> float:
+def seconds(transfer: CommunicationKind, route: Route, num_bytes: float) -> float:
     return transfer_seconds(transfer, route, *sizes(transfer, num_bytes, route.num_ranks))
 
 
-@pytest.mark.parametrize("transfer", TRANSFERS)
-def test_a_ring_of_latency_and_bandwidth_is_the_simplest_case(transfer: Transfer) -> None:
+@pytest.mark.parametrize("transfer", COMMUNICATION_KINDS)
+def test_a_ring_of_latency_and_bandwidth_is_the_simplest_case(transfer: CommunicationKind) -> None:
     assert seconds(transfer, one_node(Link(1e3, 0.5), 4), 400) == STEPS[transfer] * 1e3 + SENT[transfer] / 0.5
     assert seconds(transfer, one_node(Link(1e3, 0.5, call_seconds=7.0), 4), 400) == 7 + STEPS[transfer] * 1e3 + SENT[transfer] / 0.5
 
@@ -65,8 +65,10 @@ def test_a_factor_slows_its_own_collective_down() -> None:
 MESHES = (Mesh((("tp", 8),)), Mesh((("dp", 4), ("tp", 8))), Mesh((("dp", 16), ("cp", 3), ("tp", 4))))
 
 
-@given(st.sampled_from(built_in_names()), st.sampled_from(TRANSFERS), st.sampled_from(MESHES), st.floats(1, 1e11), st.floats(1, 100))
-def test_more_bytes_never_take_less_time(name: str, transfer: Transfer, mesh: Mesh, num_bytes: float, times: float) -> None:
+@given(
+    st.sampled_from(built_in_names()), st.sampled_from(COMMUNICATION_KINDS), st.sampled_from(MESHES), st.floats(1, 1e11), st.floats(1, 100)
+)
+def test_more_bytes_never_take_less_time(name: str, transfer: CommunicationKind, mesh: Mesh, num_bytes: float, times: float) -> None:
     route = Cluster.named(name).route(mesh, mesh.names)
     assert 0 < seconds(transfer, route, num_bytes) <= seconds(transfer, route, num_bytes * times) < math.inf
 

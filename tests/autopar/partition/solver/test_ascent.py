@@ -7,16 +7,18 @@ import math
 import numpy as np
 
 from autopar.partition.solver.ascent import Ascent
-from autopar.partition.solver.assignment import Candidate, Choice, Problem
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.tables import Tables
 
 
 def chain(last: str) -> Tables:
     """A value in A or B goes through a node that keeps its state to a reader that needs `last`; nothing changes state."""
-    first = Choice("first", (), (Candidate((), ("A",), 1.0), Candidate((), ("B",), 2.0)))
-    middle = Choice("middle", ((0, 0),), (Candidate(("A",), ("A",), 0.0), Candidate(("B",), ("B",), 0.0), Candidate(("C",), ("C",), 0.0)))
-    reader = Choice("reader", ((1, 0),), (Candidate((last,), (), 0.0),))
+    first = AssignmentNode("first", (), (Candidate((), ("A",), 1.0), Candidate((), ("B",), 2.0)))
+    middle = AssignmentNode(
+        "middle", ((0, 0),), (Candidate(("A",), ("A",), 0.0), Candidate(("B",), ("B",), 0.0), Candidate(("C",), ("C",), 0.0))
+    )
+    reader = AssignmentNode("reader", ((1, 0),), (Candidate((last,), (), 0.0),))
     problem = Problem((first, middle, reader), lambda value, a, b: 0.0 if a == b else math.inf)
     return Tables.of(Evaluation(problem))
 
@@ -32,8 +34,8 @@ def test_candidates_that_no_assignment_can_have_are_left_out_all_along_the_chain
 def test_nothing_is_left_where_nothing_is_possible() -> None:
     assert Ascent(chain("C")).is_impossible
     alone = Candidate((), ("A",), 0.0)
-    reads = [Choice(f"reader {number}", ((0, 0),), (Candidate((state,), (), 0.0),)) for number, state in enumerate("BAB")]
-    problem = Problem((Choice("first", (), (alone,)), *reads), lambda value, a, b: 0.0 if a == b else math.inf)
+    reads = [AssignmentNode(f"reader {number}", ((0, 0),), (Candidate((state,), (), 0.0),)) for number, state in enumerate("BAB")]
+    problem = Problem((AssignmentNode("first", (), (alone,)), *reads), lambda value, a, b: 0.0 if a == b else math.inf)
     assert Ascent(Tables.of(Evaluation(problem))).is_impossible
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.partition.solver.assignment import Candidate, Choice, Problem
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem
 from autopar.partition.solver.contraction import contract
 from autopar.partition.solver.search import search
 
@@ -13,9 +13,9 @@ def price(value: tuple[int, int], source: object, target: object) -> float:
     return 0.0 if source == target else PRICES.get((source, target), float("inf"))  # type: ignore[call-overload]
 
 
-def node(name: str, reads: tuple[int, ...], *candidates: tuple[str, str, float], is_view: bool = False) -> Choice:
+def node(name: str, reads: tuple[int, ...], *candidates: tuple[str, str, float], is_view: bool = False) -> AssignmentNode:
     """Candidates are (states needed, state given, seconds): one letter for each operand."""
-    return Choice(
+    return AssignmentNode(
         name, tuple((producer, 0) for producer in reads), tuple(Candidate(tuple(o), (r,), s) for o, r, s in candidates), name, is_view
     )
 

@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from autopar.partition.solver.incumbents import Answer, Answers
+from autopar.partition.solver.incumbents import Incumbent, Incumbents
 
 
-def answers(*known: tuple[float, float]) -> Answers:
+def answers(*known: tuple[float, float]) -> Incumbents:
     """(seconds, bytes too many)."""
-    found = Answers()
+    found = Incumbents()
     for number, (seconds, excess_bytes) in enumerate(known):
-        found.add(Answer((number,), seconds, excess_bytes, excess_bytes <= 0))
+        found.add(Incumbent((number,), seconds, excess_bytes, excess_bytes <= 0))
     return found
 
 
@@ -39,6 +39,6 @@ def test_bytes_have_no_price_where_the_fastest_fits() -> None:
 
 def test_what_is_impossible_or_fits_but_for_its_working_bytes_is_no_answer() -> None:
     found = answers((math.inf, -1.0))
-    found.add(Answer((0,), 1.0, -2.0, fits=False))
+    found.add(Incumbent((0,), 1.0, -2.0, fits=False))
     assert found.known == []
     assert not found.has_fitting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.partition.solver.assignment import Candidate, Choice, Problem
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.folding import fold
 from autopar.partition.solver.mixing import mix
@@ -17,9 +17,12 @@ def layers(capacity_bytes: float) -> Problem:
     """Ten equal layers of two nodes that hang together: they hold 10 bytes for 1 s, or 2 bytes for 3 s."""
     first = (Candidate((), ("A",), 1.0, 10.0), Candidate((), ("B",), 3.0, 2.0))
     second = (Candidate(("A",), (), 0.0), Candidate(("B",), (), 0.0))
-    nodes: list[Choice] = []
+    nodes: list[AssignmentNode] = []
     for layer in range(NUM_LAYERS):
-        nodes += [Choice(f"first {layer}", (), first, "first"), Choice(f"second {layer}", ((2 * layer, 0),), second, "second")]
+        nodes += [
+            AssignmentNode(f"first {layer}", (), first, "first"),
+            AssignmentNode(f"second {layer}", ((2 * layer, 0),), second, "second"),
+        ]
     return Problem(tuple(nodes), lambda value, a, b: 0.0 if a == b else 100.0, capacity_bytes=capacity_bytes)
 
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from autopar.errors import MemoryBudgetError, PlanError
 from autopar.partition.solver.ascent import Ascent
-from autopar.partition.solver.assignment import Candidate, Choice, Problem, origins, transport_seconds, without_dominated
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem, conversion_seconds, origins, without_dominated
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.folding import fold
-from autopar.partition.solver.search import RunnerUp, search
+from autopar.partition.solver.search import NextCandidate, search
 from autopar.partition.solver.tables import Tables
 
 STATES = "RABCU"
@@ -37,7 +37,7 @@ def random_problem(seed: int, num_nodes: int, integer: bool = False) -> Problem:
     table = {(a, b): 0.0 if a == b or cuts(a, b) else cost() for a in STATES for b in STATES}
     for state in STATES[:-1]:
         table[state, "U"] = math.inf
-    nodes: list[Choice] = []
+    nodes: list[AssignmentNode] = []
     for index in range(num_nodes):
         reads = tuple((draw.randrange(num_nodes if draw.random() < 0.2 else max(1, index)), 0) for _ in range(draw.randrange(3)))
         if index == 0:
@@ -45,7 +45,7 @@ def random_problem(seed: int, num_nodes: int, integer: bool = False) -> Problem:
         candidates = tuple(
             Candidate(tuple(draw.choice(STATES[:-1]) for _ in reads), (draw.choice(STATES),), cost()) for _ in range(draw.randrange(1, 4))
         )
-        nodes.append(Choice(f"n{index}", reads, candidates))
+        nodes.append(AssignmentNode(f"n{index}", reads, candidates))
     return Problem(tuple(nodes), lambda value, a, b: table[a, b], cuts)
 
 
@@ -86,7 +86,7 @@ def repeated(problem: Problem, copies: int) -> Problem:
     """`copies` of a problem side by side."""
     size = len(problem.nodes)
     nodes = [
-        Choice(f"{node.name}_{copy}", tuple((p + copy * size, r) for p, r in node.operands), node.candidates, node.kind)
+        AssignmentNode(f"{node.name}_{copy}", tuple((p + copy * size, r) for p, r in node.operands), node.candidates, node.kind)
         for copy in range(copies)
         for node in problem.nodes
     ]
@@ -95,12 +95,12 @@ def repeated(problem: Problem, copies: int) -> Problem:
 
 def chain_of_layers(num_layers: int) -> Problem:
     """x → up → down → x … as a transformer's MLP: `up` gives a column split for free, `down` takes one and leaves U."""
-    nodes = [Choice("x", (), (Candidate((), ("R",), 0.0),), "input")]
+    nodes = [AssignmentNode("x", (), (Candidate((), ("R",), 0.0),), "input")]
     for layer in range(num_layers):
         up = (Candidate(("R",), ("R",), 8.0), Candidate(("R",), ("A",), 4.0))
         down = (Candidate(("R",), ("R",), 8.0), Candidate(("A",), ("U",), 4.0))
-        nodes.append(Choice(f"up{layer}", ((2 * layer, 0),), up, "up"))
-        nodes.append(Choice(f"down{layer}", ((2 * layer + 1, 0),), down, "down"))
+        nodes.append(AssignmentNode(f"up{layer}", ((2 * layer, 0),), up, "up"))
+        nodes.append(AssignmentNode(f"down{layer}", ((2 * layer + 1, 0),), down, "down"))
     return Problem(tuple(nodes), lambda value, a, b: {("U", "R"): 1.0, ("A", "R"): 1.5}.get((a, b), 0.0 if a == b else math.inf))
 
 
@@ -115,7 +115,7 @@ def test_megatron_is_found_on_a_chain_and_layers_fold() -> None:
 
 def test_a_transport_is_charged_once_for_all_readers() -> None:
     reader = (Candidate(("R",), ("R",), 0.0),)
-    nodes = (Choice("v", (), (Candidate((), ("A",), 0.0),)), *(Choice(f"r{i}", ((0, 0),), reader) for i in range(5)))
+    nodes = (AssignmentNode("v", (), (Candidate((), ("A",), 0.0),)), *(AssignmentNode(f"r{i}", ((0, 0),), reader) for i in range(5)))
     assert search(Problem(nodes, lambda value, a, b: 3.0 if a != b else 0.0)).seconds == pytest.approx(3.0)
 
 
@@ -125,8 +125,8 @@ def test_what_is_a_slice_of_another_needed_state_is_free() -> None:
     assert list(origins("U", ["B", "A", "R"], cuts))[0] == "R"
     assert origins("U", ["A", "C"], cuts) == {"A": "U", "C": "U"}
     assert origins("A", ["A", "B", "C"], cuts) == {"B": "A", "C": "A"}
-    assert transport_seconds("U", ["B", "A"], cuts, lambda a, b: price[a, b]) == 1.5
-    assert transport_seconds("U", ["A", "B", "R"], cuts, lambda a, b: price[a, b]) == 2.0
+    assert conversion_seconds("U", ["B", "A"], cuts, lambda a, b: price[a, b]) == 1.5
+    assert conversion_seconds("U", ["A", "B", "R"], cuts, lambda a, b: price[a, b]) == 2.0
 
 
 def test_the_runner_up_is_priced_with_everything_else_fixed() -> None:
@@ -137,7 +137,7 @@ def test_the_runner_up_is_priced_with_everything_else_fixed() -> None:
     assert evaluation.runner_up(1, found.picks) is None
     # down replicated: 4 s dearer, gathers its input for 1.5 s.
     assert evaluation.runner_up(2, found.picks) == (0, pytest.approx(5.5))
-    assert found.runner_up(2) == RunnerUp(0, pytest.approx(5.5), 1)
+    assert found.runner_up(2) == NextCandidate(0, pytest.approx(5.5), 1)
 
 
 def test_dominated_candidates_are_dropped() -> None:
@@ -151,7 +151,7 @@ def test_dominated_candidates_are_dropped() -> None:
 
 
 def test_no_way_at_all_is_a_plan_error() -> None:
-    nodes = (Choice("v", (), (Candidate((), ("R",), 0.0),)), Choice("r", ((0, 0),), (Candidate(("U",), ("R",), 0.0),)))
+    nodes = (AssignmentNode("v", (), (Candidate((), ("R",), 0.0),)), AssignmentNode("r", ((0, 0),), (Candidate(("U",), ("R",), 0.0),)))
     with pytest.raises(PlanError, match="no assignment is possible"):
         search(Problem(nodes, lambda value, a, b: 0.0 if a == b else math.inf))
 
@@ -179,7 +179,7 @@ def test_time_that_runs_out_before_any_answer_is_said(monkeypatch: pytest.Monkey
     # The ascent comes upon an answer that no value can follow.
     monkeypatch.setattr("autopar.partition.solver.ascent.Ascent.assignment", lambda self: [0, 1])
     both = (Candidate((), ("R",), 0.0), Candidate((), ("A",), 0.0))
-    nodes = (Choice("v", (), both), Choice("r", ((0, 0),), tuple(replace(each, operands=each.results) for each in both)))
+    nodes = (AssignmentNode("v", (), both), AssignmentNode("r", ((0, 0),), tuple(replace(each, operands=each.results) for each in both)))
     with pytest.raises(PlanError, match=r"no plan found within search_timeout=0.0; give it more seconds"):
         search(Problem(nodes, lambda value, a, b: 0.0 if a == b else math.inf), timeout=0.0)
 
@@ -188,7 +188,7 @@ def layers_of_two_sizes(num_layers: int, capacity_bytes: float) -> Problem:
     """Layers that hold 10 bytes for 1 s or 4 for 3 s, and one that holds 6 for 1 s or 1 for 2 s."""
     layer = (Candidate((), ("R",), 1.0, 10.0, 5.0), Candidate((), ("R",), 3.0, 4.0, 5.0))
     last = (Candidate((), ("R",), 1.0, 6.0), Candidate((), ("R",), 2.0, 1.0))
-    nodes = (*(Choice(f"layer {i}", (), layer, "layer") for i in range(num_layers)), Choice("last", (), last, "last"))
+    nodes = (*(AssignmentNode(f"layer {i}", (), layer, "layer") for i in range(num_layers)), AssignmentNode("last", (), last, "last"))
     return Problem(nodes, lambda value, a, b: 0.0, capacity_bytes=capacity_bytes)
 
 
