@@ -18,7 +18,7 @@ from autopar.ir.schedule import Schedule, microbatch_of
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.transport import Transport
-from autopar.runtime.execute.world import Held, Parts, World, local_of
+from autopar.runtime.execute.world import Parts, RankParts, World, local_of
 from autopar.runtime.module.outputs import refuse_detached
 
 
@@ -131,7 +131,7 @@ class Call:
     def _tangent(self, item: Input, given: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros(self._shapes[item.name], dtype=item.dtype, device=self._device) if given is None else given
 
-    def held(self, item: Output) -> Held:
+    def held(self, item: Output) -> RankParts:
         """What the ranks of this process hold of a result or gradient, while this call is kept.
 
         In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
@@ -144,7 +144,7 @@ class Call:
             place = self.mesh.ranks.project(rank, one_stage.ranks) * len(names)
             for number, name in enumerate(_buffers_of(item, schedule)):
                 parts.setdefault(place + number, self.states[rank].buffers[name])
-        return Held(parts, item, one_stage)
+        return RankParts(parts, item, one_stage)
 
     def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:
         return [state.buffers[name] for name in self.schedules[rank].inputs if name in state.buffers]

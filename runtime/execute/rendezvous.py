@@ -1,4 +1,4 @@
-"""One transfer between two virtual ranks."""
+"""Where two virtual ranks meet: one transfer, which happens when both have launched their end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.ir.schedule import Channel, Layout, Receive, Send
 
 
 @dataclass(eq=False)
-class Crossing:
+class PointToPoint:
     """Transfer `number`, from 0, of one channel: it happens when both ends have launched it.
 
     The receiver gets the very tensors that the sender brought; nobody writes into them.

@@ -18,11 +18,11 @@ from autopar.errors import ScheduleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import Channel, Launch, Layout, Receive, Send
 from autopar.runtime.execute.interpreter import Blocked, Execution
-from autopar.runtime.execute.rendezvous import Crossing
+from autopar.runtime.execute.rendezvous import PointToPoint
 
 
 @dataclass(eq=False)
-class Meeting:
+class CollectiveRendezvous:
     """The k-th collective on one group: it happens when every member has brought its tensor."""
 
     members: tuple[int, ...]
@@ -91,88 +91,88 @@ def _reduce(kind: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-class Switchboard:
+class Rendezvous:
     """Matches what all ranks launch, in issue order: collectives for each group of ranks, transfers for each channel."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         # Those that some ranks have yet to launch.
-        self._meetings: dict[frozenset[int], list[Meeting]] = {}
-        self._crossings: dict[Channel, list[Crossing]] = {}
+        self._collectives: dict[frozenset[int], list[CollectiveRendezvous]] = {}
+        self._transfers: dict[Channel, list[PointToPoint]] = {}
         self._counts: dict[Channel, int] = {}
 
-    def launch(self, rank: int, launch: Launch, tensor: torch.Tensor) -> Meeting:
+    def launch(self, rank: int, launch: Launch, tensor: torch.Tensor) -> CollectiveRendezvous:
         members = self.mesh.group(rank, launch.axes)
-        meetings = self._meetings.setdefault(frozenset(members), [])
-        meeting = next((meeting for meeting in meetings if rank not in meeting.launches), None)
-        if meeting is None:
-            meeting = Meeting(members)
-            meetings.append(meeting)
-        meeting.join(rank, launch, tensor)
-        if not meeting.missing:
-            meetings.remove(meeting)
-        return meeting
+        waiting = self._collectives.setdefault(frozenset(members), [])
+        collective = next((collective for collective in waiting if rank not in collective.launches), None)
+        if collective is None:
+            collective = CollectiveRendezvous(members)
+            waiting.append(collective)
+        collective.join(rank, launch, tensor)
+        if not collective.missing:
+            waiting.remove(collective)
+        return collective
 
-    def send(self, rank: int, instruction: Send, tensors: Sequence[torch.Tensor]) -> Crossing:
-        crossing = self._next(instruction.channel(self.mesh, rank), rank)
-        crossing.send(instruction, tensors)
-        return crossing
+    def send(self, rank: int, instruction: Send, tensors: Sequence[torch.Tensor]) -> PointToPoint:
+        transfer = self._next(instruction.channel(self.mesh, rank), rank)
+        transfer.send(instruction, tensors)
+        return transfer
 
-    def receive(self, rank: int, instruction: Receive, layouts: Sequence[Layout]) -> Crossing:
-        crossing = self._next(instruction.channel(self.mesh, rank), rank)
-        crossing.receive(instruction, layouts)
-        return crossing
+    def receive(self, rank: int, instruction: Receive, layouts: Sequence[Layout]) -> PointToPoint:
+        transfer = self._next(instruction.channel(self.mesh, rank), rank)
+        transfer.receive(instruction, layouts)
+        return transfer
 
-    def _next(self, channel: Channel, rank: int) -> Crossing:
-        """The first transfer of `channel` that `rank` has not launched; when the other rank has, it is taken off the board."""
-        crossings = self._crossings.setdefault(channel, [])
-        if crossings and rank in crossings[0].missing:
-            return crossings.pop(0)
+    def _next(self, channel: Channel, rank: int) -> PointToPoint:
+        """The first transfer of `channel` that `rank` has not launched; when the other rank has, it is taken off the list."""
+        transfers = self._transfers.setdefault(channel, [])
+        if transfers and rank in transfers[0].missing:
+            return transfers.pop(0)
         number = self._counts.get(channel, 0)
         self._counts[channel] = number + 1
-        crossings.append(Crossing(channel, number))
-        return crossings[-1]
+        transfers.append(PointToPoint(channel, number))
+        return transfers[-1]
 
     def check_empty(self) -> None:
         """Raise `ScheduleError` for a collective that only some ranks of its group launched, or a transfer with one end."""
-        for meetings in self._meetings.values():
-            for meeting in meetings:
-                rank, launch = next(iter(meeting.launches.items()))
-                raise ScheduleError(f"rank {rank} launched {launch}, but {_ranks(meeting.missing)} never did")
-        for channel, crossings in self._crossings.items():
-            for crossing in crossings:
-                (missing,) = crossing.missing
+        for waiting in self._collectives.values():
+            for collective in waiting:
+                rank, launch = next(iter(collective.launches.items()))
+                raise ScheduleError(f"rank {rank} launched {launch}, but {_ranks(collective.missing)} never did")
+        for channel, transfers in self._transfers.items():
+            for transfer in transfers:
+                (missing,) = transfer.missing
                 rank = next(end for end in channel if end != missing)
-                raise ScheduleError(f"rank {rank} launched {crossing.wanted_by(rank)}")
+                raise ScheduleError(f"rank {rank} launched {transfer.wanted_by(rank)}")
 
 
 @dataclass(frozen=True)
 class VirtualTransport:
-    """One virtual rank's end of a `Switchboard`."""
+    """One virtual rank's end of a `Rendezvous`."""
 
-    board: Switchboard
+    rendezvous: Rendezvous
     rank: int
 
     @property
     def mesh(self) -> Mesh:
-        return self.board.mesh
+        return self.rendezvous.mesh
 
-    def launch(self, instruction: Launch, tensor: torch.Tensor) -> Meeting:
-        return self.board.launch(self.rank, instruction, tensor)
+    def launch(self, instruction: Launch, tensor: torch.Tensor) -> CollectiveRendezvous:
+        return self.rendezvous.launch(self.rank, instruction, tensor)
 
-    def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Crossing:
-        return self.board.send(self.rank, instruction, tensors)
+    def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> PointToPoint:
+        return self.rendezvous.send(self.rank, instruction, tensors)
 
-    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> Crossing:
-        return self.board.receive(self.rank, instruction, layouts)
+    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> PointToPoint:
+        return self.rendezvous.receive(self.rank, instruction, layouts)
 
-    def is_ready(self, handle: Meeting | Crossing) -> bool:
+    def is_ready(self, handle: CollectiveRendezvous | PointToPoint) -> bool:
         return not handle.missing
 
-    def wait(self, handle: Meeting) -> torch.Tensor:
+    def wait(self, handle: CollectiveRendezvous) -> torch.Tensor:
         return handle.results.pop(self.rank)
 
-    def complete(self, handle: Crossing) -> tuple[torch.Tensor, ...]:
+    def complete(self, handle: PointToPoint) -> tuple[torch.Tensor, ...]:
         return handle.arrived(self.rank)
 
 

@@ -20,7 +20,7 @@ from autopar.ir.sharding import Sharding
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.execute.interpreter import Execution
 from autopar.runtime.execute.transport import Transport
-from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
+from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
 from autopar.runtime.module.parameters import Placement, assemble, local_shard, replicas
 from autopar.runtime.module.placement import (
     all_placements,
@@ -36,7 +36,7 @@ from autopar.runtime.module.placement import (
 Parts = dict[int, torch.Tensor]
 
 
-class Held(NamedTuple):
+class RankParts(NamedTuple):
     """What the ranks of one stage hold of a result; `parts` are by rank of `mesh`, which is that stage's."""
 
     parts: Parts
@@ -114,14 +114,14 @@ class VirtualWorld:
         return None
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
-        board = Switchboard(mesh)
-        return tuple(VirtualTransport(board, rank) for rank in self.ranks)
+        rendezvous = Rendezvous(mesh)
+        return tuple(VirtualTransport(rendezvous, rank) for rank in self.ranks)
 
     def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
         drive(executions)
         first = transports[0]
         assert isinstance(first, VirtualTransport)
-        first.board.check_empty()
+        first.rendezvous.check_empty()
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.mesh.size

@@ -26,8 +26,17 @@ from autopar.driver.compiled import Compiled, Step
 from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedules, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
-from autopar.runtime.verify.compare_values import Watcher, difference_at, first_renamed
-from autopar.runtime.verify.reference_run import Case, ReplayError, Results, run_forward, run_global, run_local, run_original, tangents_of
+from autopar.runtime.verify.compare_values import ValueComparison, difference_at, first_renamed
+from autopar.runtime.verify.reference_run import (
+    Case,
+    ReferenceRunError,
+    Results,
+    run_forward,
+    run_global,
+    run_local,
+    run_original,
+    tangents_of,
+)
 from autopar.runtime.verify.report import Difference, Report, error_of, floor_of, norm, own_tolerance
 
 # The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
@@ -57,11 +66,11 @@ def verify_compiled(
     with ExitStack() as stack:
         if promote:
             stack.enter_context(default_float64())
-        chain = _Chain(model, compiled, CallInputs.of(args, kwargs), promote, tolerance, key)
-        difference = chain.compare_programs()
+        forms = _Forms(model, compiled, CallInputs.of(args, kwargs), promote, tolerance, key)
+        difference = forms.compare_programs()
         if run is not None:
-            difference = chain.compare_run(run, difference)
-    return chain.report(difference)
+            difference = forms.compare_run(run, difference)
+    return forms.report(difference)
 
 
 @dataclass
@@ -114,7 +123,7 @@ def _narrowest(program: Program) -> torch.dtype:
     return max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
 
 
-class _Chain:
+class _Forms:
     def __init__(self, model: nn.Module, compiled: Compiled, inputs: CallInputs, promoted: bool, tolerance: float, key: int) -> None:
         self.promoted, self.tolerance = promoted, tolerance
         self.steps = compiled.steps
@@ -195,25 +204,25 @@ class _Chain:
         compiled = self.compiled
         if not self.agrees(run_forward(compiled.forward, self.case, self.training)):
             return self._made_before(compiled.forward, "capture and forward passes")
-        watcher = Watcher(compiled.program, compiled.local, self.case, self.tolerance)
-        local, failure = self._local(watcher)
-        if not self.agrees(watcher.stepper.results()):
+        comparison = ValueComparison(compiled.program, compiled.local, self.case, self.tolerance)
+        local, failure = self._local(comparison)
+        if not self.agrees(comparison.stepper.results()):
             return self._made_before(compiled.program, "trace joint and the passes after it")
         lower = next((step.name for step in self.steps if step.program.form is Form.LOCAL), "lower")
         if local is None:
             assert failure is not None
             return replace(failure, made_by=lower)
         agrees = self.agrees(local)
-        if watcher.found is not None and (not agrees or watcher.found.detail):
-            return replace(watcher.found, made_by=lower)
+        if comparison.found is not None and (not agrees or comparison.found.detail):
+            return replace(comparison.found, made_by=lower)
         return None if agrees else self._worst(local, lower)
 
-    def _local(self, watcher: Watcher) -> tuple[Results | None, Difference | None]:
+    def _local(self, comparison: ValueComparison) -> tuple[Results | None, Difference | None]:
         """What LOCAL yields, or the node that cannot run."""
         try:
-            return run_local(self.compiled.local, self.case, watcher), None
-        except ReplayError as error:
-            return None, watcher.found or difference_at(error.node, math.inf, str(error))
+            return run_local(self.compiled.local, self.case, comparison), None
+        except ReferenceRunError as error:
+            return None, comparison.found or difference_at(error.node, math.inf, str(error))
 
     def _made_before(self, broken: Program, otherwise: str) -> Difference:
         """Bisect the recorded programs up to the form of `broken` for the first that differs from the reference.

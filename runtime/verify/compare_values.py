@@ -17,7 +17,7 @@ from autopar.runtime.verify.reference_run import Case, Stepper, origins
 from autopar.runtime.verify.report import Difference, error_of, floor_of, norm
 
 
-class Watcher:
+class ValueComparison:
     """Compares every LOCAL value with the GLOBAL one that it is a part of, and copies among ranks; keeps the first difference."""
 
     def __init__(self, program: Program, local: Program, case: Case, tolerance: float) -> None:

@@ -24,12 +24,12 @@ from autopar.ir.program import Form, Input, Program, Signature
 from autopar.ir.schedule import Collective, Launch
 from autopar.runtime._torch import flatten
 from autopar.runtime.execute.virtual import collect
-from autopar.runtime.execute.world import Held
+from autopar.runtime.execute.world import RankParts
 from autopar.runtime.module.parameters import assemble, local_shard, replica_difference
 from autopar.runtime.verify.report import floor_of, norm
 
 # Per rank what a node of a LOCAL program yields, called in the order of the graph.
-Watch = Callable[[Node, Sequence[Any]], None]
+Observer = Callable[[Node, Sequence[Any]], None]
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ class Stepper:
             del self._values[name]
 
 
-def run_local(program: Program, case: Case, watch: Watch = lambda node, values: None) -> Results:
-    """A LOCAL program on every rank of its mesh, all ranks side by side; `watch` sees every value."""
+def run_local(program: Program, case: Case, observe: Observer = lambda node, values: None) -> Results:
+    """A LOCAL program on every rank of its mesh, all ranks side by side; `observe` sees every value."""
     assert program.form is Form.LOCAL
     mesh = program.mesh
     inputs = iter(program.signature.inputs)
@@ -220,16 +220,16 @@ def run_local(program: Program, case: Case, watch: Watch = lambda node, values: 
             values[node] = _collect(node, values[node.args[0]], program)
         else:
             values[node] = [_call(node, values, rank) for rank in range(mesh.size)]
-        watch(node, values[node])
+        observe(node, values[node])
         for operand in node.all_input_nodes:
             needed[operand] -= 1
             if not needed[operand]:
                 del values[operand]
-    held = [Held(dict(enumerate(values[node])), item, mesh) for item, node in program.named_outputs()]
+    held = [RankParts(dict(enumerate(values[node])), item, mesh) for item, node in program.named_outputs()]
     return assembled(program.signature, held, case)
 
 
-def assembled(signature: Signature, results: Sequence[Held], case: Case) -> Results:
+def assembled(signature: Signature, results: Sequence[RankParts], case: Case) -> Results:
     """The results of a LOCAL program from what every rank holds of each, and how far replicas are apart."""
     found, gaps = [], dict[str, float]()
     for parts, item, mesh in results:
@@ -256,7 +256,7 @@ def _call(node: Node, values: Mapping[Node, Sequence[Any]], rank: int) -> Any:
     return _execute(node, args, kwargs)
 
 
-class ReplayError(Exception):
+class ReferenceRunError(Exception):
     """A node that cannot run; what it raised is the cause."""
 
     def __init__(self, node: Node, error: Exception) -> None:
@@ -272,7 +272,7 @@ def _execute(node: Node, args: Any, kwargs: Any) -> Any:
         with torch.no_grad():
             return call_of(node)(*args, **kwargs)
     except Exception as error:  # whatever an op raises is the finding
-        raise ReplayError(node, error) from error
+        raise ReferenceRunError(node, error) from error
 
 
 _COLLECTIVES: dict[object, Collective] = {

@@ -18,7 +18,7 @@ from autopar.ir.sharding import Sharding
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.random_key import random_key
-from autopar.runtime.execute.world import Held, Parts
+from autopar.runtime.execute.world import Parts, RankParts
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
@@ -111,7 +111,7 @@ class _OwnRun:
         along = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in item.sharding.splits))
         return local_shard(tangent, item.dims, along, mesh, self.world.ranks[0]).to(self.device)
 
-    def _everyones(self, held: Held) -> Held:
+    def _everyones(self, held: RankParts) -> RankParts:
         gathered: Parts = {}
         for parts in self.world.gather({rank: part.cpu() for rank, part in held.parts.items()}):
             gathered |= parts
@@ -157,7 +157,7 @@ class _OwnRun:
         found: list[Difference] = []
         each = compiled.local.mesh.num_microbatches
 
-        def watch(node: Node, values: Sequence[Any]) -> None:
+        def observe(node: Node, values: Sequence[Any]) -> None:
             for rank, state in call.states.items():
                 kept = state.buffers.history if isinstance(state.buffers, _Kept) else {}
                 for number in range(each):
@@ -169,7 +169,7 @@ class _OwnRun:
                             of_microbatch = f", microbatch {number}" if each > 1 else ""
                             found.append(difference_at(node, error, f"on rank {rank}{of_microbatch}"))
 
-        run_local(compiled.separated or compiled.local, case, watch)
+        run_local(compiled.separated or compiled.local, case, observe)
         first = self._first(found[0] if found else None)
         if first is None:
             return Difference("(no single node)", "", "runtime", float("nan"))

@@ -22,7 +22,7 @@ from autopar.ir.schedule import Fragment, Layout, Schedule, parse
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
-from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
+from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
 
 STAGES = Mesh((("pp", 2), ("dp", 2)))
 SHAPES: dict[str, Layout] = {
@@ -100,9 +100,9 @@ def exchanged() -> dict[str, torch.Tensor]:
 
 
 def test_stages_exchange_both_ways_as_virtual_ranks_do(gloo_ranks: Any) -> None:
-    board, states = Switchboard(STAGES), [held(rank) for rank in range(4)]
+    rendezvous, states = Rendezvous(STAGES), [held(rank) for rank in range(4)]
     fragments = CompiledFragments(FRAGMENTS, "eager")
-    drive([execute(each, states[rank], fragments, VirtualTransport(board, rank)) for rank, each in enumerate(schedules())])
+    drive([execute(each, states[rank], fragments, VirtualTransport(rendezvous, rank)) for rank, each in enumerate(schedules())])
     assert states[2].buffers["mask"].dtype == torch.bool and states[2].buffers["none"].shape == (0, 4)
     for state, buffers in zip(states, gloo_ranks.run(exchanged), strict=True):
         assert buffers.keys() == state.buffers.keys()

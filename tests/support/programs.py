@@ -32,7 +32,7 @@ from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.schedules import generate
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
-from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
+from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
 from autopar.runtime.module.parameters import assemble, local_shard
 from autopar.testing.random_shardings import RandomShardings
 from tests.support.captures import kept_capture
@@ -121,14 +121,14 @@ def run_forward(program: Program, inputs: Values) -> Values:
 
 def run_schedule(schedule: Schedule, mesh: Mesh, inputs: Values, check_replicas: bool = True) -> Values:
     """A schedule on virtual ranks, eager; outputs put together, replicas compared bit by bit."""
-    board = Switchboard(mesh)
+    rendezvous = Rendezvous(mesh)
     ranks = [_rank_inputs(schedule, mesh, inputs, rank) for rank in range(mesh.size)]
-    transports = [VirtualTransport(board, rank) for rank in range(mesh.size)]
+    transports = [VirtualTransport(rendezvous, rank) for rank in range(mesh.size)]
     fragments = CompiledFragments(schedule.fragments, "eager")
     with torch.no_grad():
         for _ in range(2):
             drive([execute(schedule, state, fragments, transport) for state, transport in zip(ranks, transports, strict=True)])
-    board.check_empty()
+    rendezvous.check_empty()
     found: Values = {}
     for item, name in zip(schedule.signature.outputs, schedule.outputs, strict=True):
         parts = {rank: state.buffers[name] for rank, state in enumerate(ranks)}

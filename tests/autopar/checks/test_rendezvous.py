@@ -16,7 +16,7 @@ from autopar.ir.program import Signature
 from autopar.ir.schedule import Schedule, parse
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
-from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
+from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
 from tests.support.stage_schedules import FIRST, LAST, LAYOUT, MESH, edited, first, last
 
 PAIR = Mesh((("pp", 2),))
@@ -165,14 +165,14 @@ def _shuffled(generator: random.Random, rank: int) -> str:
 
 
 def _deadlocks(schedules: list[Schedule]) -> bool:
-    board = Switchboard(PAIR)
+    rendezvous = Rendezvous(PAIR)
     states = [RankState({"a": torch.zeros(4, 4)}) for _ in schedules]
     fragments = CompiledFragments({}, "eager")
-    ranks = [execute(schedule, states[rank], fragments, VirtualTransport(board, rank)) for rank, schedule in enumerate(schedules)]
+    ranks = [execute(schedule, states[rank], fragments, VirtualTransport(rendezvous, rank)) for rank, schedule in enumerate(schedules)]
     try:
         drive(ranks)
     except ScheduleError as error:
         assert "deadlock" in str(error)
         return True
-    board.check_empty()
+    rendezvous.check_empty()
     return False

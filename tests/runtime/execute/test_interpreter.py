@@ -7,11 +7,11 @@ from autopar.ir.program import Signature
 from autopar.ir.schedule import Fragment, Schedule, parse
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
-from autopar.runtime.execute.virtual import Switchboard, VirtualTransport
+from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport
 
 
 def transport() -> VirtualTransport:
-    return VirtualTransport(Switchboard(Mesh((("tp", 1),))), 0)
+    return VirtualTransport(Rendezvous(Mesh((("tp", 1),))), 0)
 
 
 def run(text: str, state: RankState, **functions: object) -> None:
@@ -80,6 +80,6 @@ def test_a_freed_sum_starts_anew() -> None:
 
 def test_what_is_received_needs_a_shape() -> None:
     schedule = Schedule(parse("RECV t tp=1 (h@0)"), {}, (), (), Signature((), ()))
-    end = VirtualTransport(Switchboard(Mesh((("tp", 2),))), 0)
+    end = VirtualTransport(Rendezvous(Mesh((("tp", 2),))), 0)
     with pytest.raises(ScheduleError, match="no shape for buffer 'h@0', which is received"):
         list(execute(schedule, RankState({}), CompiledFragments({}, "eager"), end))

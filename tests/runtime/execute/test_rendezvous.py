@@ -3,7 +3,7 @@ import torch
 
 from autopar.errors import ScheduleError
 from autopar.ir.schedule import Layout, Receive, Send
-from autopar.runtime.execute.rendezvous import Crossing
+from autopar.runtime.execute.rendezvous import PointToPoint
 
 F32 = torch.float32
 SENT = Send("0F2>1", "pp", 1, ("h", "mask"))
@@ -13,7 +13,7 @@ LAYOUTS: list[Layout] = [((2, 3), F32), ((2,), torch.bool)]
 
 @pytest.mark.parametrize("sends_first", [True, False])
 def test_the_receiver_gets_the_very_tensors_once_both_ends_are_launched(sends_first: bool) -> None:
-    crossing, received = Crossing((0, 3), 0), Receive("0F2>1", "pp", 0, ("a", "b"))
+    crossing, received = PointToPoint((0, 3), 0), Receive("0F2>1", "pp", 0, ("a", "b"))
     steps = [lambda: crossing.send(SENT, TENSORS), lambda: crossing.receive(received, LAYOUTS)]
     assert crossing.missing == (0, 3)
     steps[not sends_first]()
@@ -42,7 +42,7 @@ def test_the_receiver_gets_the_very_tensors_once_both_ends_are_launched(sends_fi
 )
 def test_ends_that_differ_name_ranks_instructions_and_both_values(received: Receive, layouts: list[Layout], expected: str) -> None:
     for sends_first in (True, False):
-        crossing = Crossing((0, 3), 4)
+        crossing = PointToPoint((0, 3), 4)
         steps = [lambda at=crossing: at.send(SENT, TENSORS), lambda at=crossing: at.receive(received, layouts)]
         steps[not sends_first]()
         with pytest.raises(ScheduleError) as caught:

@@ -7,7 +7,7 @@ from autopar.ir.program import Signature
 from autopar.ir.schedule import Launch, Schedule, parse
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
-from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, collect, drive
+from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, collect, drive
 
 TWO = Mesh((("tp", 2),))
 STAGES = Mesh((("pp", 2),))
@@ -16,12 +16,12 @@ SHAPES = dict.fromkeys(("a", "b", "h", "d"), ((2,), torch.float32))
 
 def run(texts: list[str], buffers: list[dict[str, torch.Tensor]], mesh: Mesh = TWO) -> list[RankState]:
     """Run one schedule per rank; they may differ."""
-    board, states, executions = Switchboard(mesh), [RankState(held) for held in buffers], []
+    rendezvous, states, executions = Rendezvous(mesh), [RankState(held) for held in buffers], []
     for rank, text in enumerate(texts):
         schedule = Schedule(parse(text), {}, (), (), Signature((), ()), SHAPES)
-        executions.append(execute(schedule, states[rank], CompiledFragments({}, "eager"), VirtualTransport(board, rank)))
+        executions.append(execute(schedule, states[rank], CompiledFragments({}, "eager"), VirtualTransport(rendezvous, rank)))
     drive(executions)
-    board.check_empty()
+    rendezvous.check_empty()
     return states
 
 
