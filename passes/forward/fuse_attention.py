@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
-from autopar.ir.fusion import Found, FusionDecision, Refused
+from autopar.ir.fusion import FusionDecision, FusionSite, NotFusible
 from autopar.ir.program import Program
 from autopar.passes.fuse.attention.contractions import is_contraction
 from autopar.passes.fuse.attention.match import match, why_not_used
@@ -33,7 +33,7 @@ class FuseAttention:
     name: str = "fuse attention"
 
     def decide(self, program: Program) -> FusionDecision:
-        constants, found, reached = Constants(program), list[Found](), set[Node]()
+        constants, found, reached = Constants(program), list[FusionSite](), set[Node]()
         for node in program.graph.nodes:
             if node.op == "call_function" and is_contraction(node):
                 each = _looked_at(node, constants, reached)
@@ -52,19 +52,19 @@ class FuseAttention:
         return program
 
 
-def _looked_at(product: Node, constants: Constants, reached: set[Node]) -> Found | None:
+def _looked_at(product: Node, constants: Constants, reached: set[Node]) -> FusionSite | None:
     """What there is to say of `product`, if anything. `reached` gets the softmaxes that it speaks of."""
     try:
         found = match(product, constants)
     except NotScores:
         return None
-    except Refused as reason:
+    except NotFusible as reason:
         reached.update(_softmaxes_above(product))
-        return Found.at(product, "attention", reason=str(reason))
+        return FusionSite.at(product, "attention", reason=str(reason))
     if found is None:
         return None
     reached.update(found.weights.interior)
-    return Found.at(product, "attention", found.conditions())
+    return FusionSite.at(product, "attention", found.conditions())
 
 
 def _softmaxes_above(product: Node) -> set[Node]:
@@ -79,16 +79,16 @@ def _softmaxes_above(product: Node) -> set[Node]:
     return found
 
 
-def _unused(program: Program, constants: Constants, reached: set[Node]) -> list[Found]:
-    found: list[Found] = []
+def _unused(program: Program, constants: Constants, reached: set[Node]) -> list[FusionSite]:
+    found: list[FusionSite] = []
     for node in program.graph.nodes:
         if node.op != "call_function" or node in reached:
             continue
         try:
             softmax = softmax_at(node)
-        except Refused:
+        except NotFusible:
             continue
         reason = why_not_used(node, constants) if softmax is not None else None
         if reason is not None:
-            found.append(Found.at(node, "attention", reason=reason))
+            found.append(FusionSite.at(node, "attention", reason=reason))
     return found

@@ -10,7 +10,7 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import node_at
-from autopar.ops.spellings import PRODUCTS, is_cast
+from autopar.ops.traits import PRODUCTS, is_cast
 from autopar.passes.fuse.attention.layout import Labels, Layout, above, broadcast_to
 from autopar.passes.fuse.attention.scores import Filled
 

@@ -20,7 +20,7 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
-from autopar.ops.spellings import CASTS
+from autopar.ops.traits import CASTS
 from autopar.passes.fuse.attention.layout import Labels, Layout, above, broadcast_to, flat
 from autopar.passes.fuse.attention.relayout import arranged, broadcast_layout
 

@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.fusion import Refused
+from autopar.ir.fusion import NotFusible
 from autopar.kernels.attention_reference import attended
 from autopar.passes.fuse.attention.choices import choice_at
 from autopar.passes.fuse.attention.documents import (
@@ -66,7 +66,7 @@ def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constan
 
     Of the weights: `zeroed` are conditions where probabilities become 0 afterwards; where `safe` a row of −inf is 0 in the model, too;
     beside a sink any row that is masked wholly is. A fill of `lowest`, the least number of the scores' dtype, counts as −inf among
-    others. Raises `Refused`.
+    others. Raises `NotFusible`.
     """
     reader = _Reader(wanted, labels, constants, len(masks) == 1, weights.softmax.sink is not None)
     found = Masks()
@@ -76,10 +76,10 @@ def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constan
     _check_zeroed(weights.zeroed, fills)
     decides = bool(finite) and not weights.zeroed and not reader.has_sink
     if decides and len(finite) != len(fills) and reader.may_be_empty(fills):
-        raise Refused("masks of −inf and of a number meet: what a row gets in which all is masked depends on which")
+        raise NotFusible("masks of −inf and of a number meet: what a row gets in which all is masked depends on which")
     finite_rows = decides and reader.may_be_empty(finite)
     if finite_rows and any(isinstance(mask, Added) for mask in masks[: masks.index(finite[-1])]):
-        raise Refused(f"something is added after a mask of {finite[-1].value:g}, which a row that it masks wholly would show")
+        raise NotFusible(f"something is added after a mask of {finite[-1].value:g}, which a row that it masks wholly would show")
     reader.read(masks, found, flags=not finite_rows)
     found.even_rows = finite_rows
     if decides and any(isinstance(mask, Added) and constants.value(mask.value) is None for mask in masks):
@@ -102,15 +102,15 @@ def meaning_of_one(mask: Node, layout: Layout, wanted: Layout, labels: Labels, c
 def _check_fills(masks: list[Added | Filled], finite: list[Filled], lowest: float) -> None:
     for mask in masks:
         if isinstance(mask, Filled) and not mask.value <= max(LOWEST, lowest):
-            raise Refused(f"masked scores become {mask.value:g}, which may still get a weight; below {LOWEST:g} they cannot")
+            raise NotFusible(f"masked scores become {mask.value:g}, which may still get a weight; below {LOWEST:g} they cannot")
     if len({mask.value for mask in finite}) > 1:
-        raise Refused("two masks put different numbers in place of scores")
+        raise NotFusible("two masks put different numbers in place of scores")
 
 
 def _check_zeroed(zeroed: list[Node], fills: list[Filled]) -> None:
     for condition in zeroed:
         if not any(mask.condition is condition and not mask.attends for mask in fills):
-            raise Refused("probabilities are zeroed where the scores were not masked")
+            raise NotFusible("probabilities are zeroed where the scores were not masked")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.graph.overwrites import between, overwritten, sources_of, writers_of, writes
-from autopar.ir.fusion import Refused
+from autopar.ir.fusion import NotFusible
 from autopar.passes.fuse.attention.contractions import Contraction, contraction
 from autopar.passes.fuse.attention.layout import Labels, Layout, flat
 from autopar.passes.fuse.attention.masks import LOWEST, Masks, meaning
@@ -81,7 +81,7 @@ class Match:
 
 
 def match(product: Node, constants: Constants) -> Match | None:
-    """The attention whose result is `product`; None where there is nothing like one. Raises `Refused`."""
+    """The attention whose result is `product`; None where there is nothing like one. Raises `NotFusible`."""
     for side in (0, 1):
         labels = Labels()
         layout = labels.of_shape(tensor_of(product).shape)
@@ -98,11 +98,11 @@ def _match(outer: Contraction, layout: Layout, value: tuple[Node, Layout], weigh
     scored = labels.layout(weights.layout)
     scores = scores_above(softmax.scores, scored, labels, scored[softmax.dim], constants)
     if outer.added is not None:
-        raise Refused("something is added to the product with the values, in one call")
+        raise NotFusible("something is added to the product with the values, in one call")
     scored = labels.layout(weights.layout)
     keys = scored[softmax.dim]
     if set(keys) != set(labels.resolved(outer.contracted)):
-        raise Refused("the softmax runs over another dim than the product with the values sums over")
+        raise NotFusible("the softmax runs over another dim than the product with the values sums over")
     query, key = _query_and_key(scores.product, keys, labels)
     chains = [
         origins(node, operand, labels, constants, strip)
@@ -135,7 +135,7 @@ def _sink(scores: Scores, weights: Weights, labels: Labels, constants: Constants
     if node is None:
         return None
     if scores.is_shifted:
-        raise Refused("a number is added to the scores beside a sink")
+        raise NotFusible("a number is added to the scores beside a sink")
     layout = tuple(() if dim == weights.softmax.dim else each for dim, each in enumerate(labels.layout(weights.layout)))
     return origins(node, layout, labels, constants, strip_scales=False)[-1]
 
@@ -144,7 +144,7 @@ def _query_and_key(product: Contraction, keys: tuple[int, ...], labels: Labels) 
     sides = product.sides()
     holds = [set(keys) & set(labels.resolved(flat(layout))) for _, layout in sides]
     if bool(holds[0]) == bool(holds[1]) or set(keys) not in holds:
-        raise Refused("the dim of the softmax is not one of the keys alone")
+        raise NotFusible("the dim of the softmax is not one of the keys alone")
     return (sides[1], sides[0]) if holds[0] else (sides[0], sides[1])
 
 
@@ -160,7 +160,7 @@ def _heads(scored: Layout, dim: int, chains: list[list[Origin]], labels: Labels)
     dims = [each for position, each in enumerate(kept) if each or (position != last and not own[position])]
     outside = set(flat(tuple(dims)))
     if all(outside - labels_of(chain, labels) for chain in chains[1:]):
-        raise Refused("keys and values vary along different dims of the scores")
+        raise NotFusible("keys and values vary along different dims of the scores")
     batch, groups = _batch_and_groups(dims)
     return Heads(batch, groups, repeats, rows, scored[dim])
 
@@ -185,9 +185,9 @@ def _dtype(product: Node, found: list[Origin], scores: Scores, weights: Weights)
         wide = torch.promote_types(wide, dtype)
     narrow = [dtype for dtype in (scores.dtypes | weights.dtypes | {weights.softmax.dtype}) if dtype not in _EXACT]
     if any(dtype not in operands for dtype in narrow):
-        raise Refused(f"scores or probabilities are rounded to {narrow[0]}, the operands have {wide}")
+        raise NotFusible(f"scores or probabilities are rounded to {narrow[0]}, the operands have {wide}")
     if not all(dtype.is_floating_point for dtype in operands):
-        raise Refused(f"the operands are of {', '.join(map(str, operands))}")
+        raise NotFusible(f"the operands are of {', '.join(map(str, operands))}")
     return wide
 
 
@@ -197,7 +197,7 @@ def _check_uses(interior: frozenset[Node], product: Node, weights: Weights) -> N
         others = [user for user in node.users if user not in interior and user is not product and not _is_dead(user)]
         if others:
             user = "an output" if others[0].op == "output" else str(others[0].target)
-            raise Refused(f"the {'probabilities' if node in after else 'scores'} are used elsewhere too, by {user}")
+            raise NotFusible(f"the {'probabilities' if node in after else 'scores'} are used elsewhere too, by {user}")
 
 
 def _is_dead(node: Node) -> bool:
@@ -210,7 +210,7 @@ def _check_masks(scores: Scores) -> None:
     made_of += [(factor.value, "scale") for factor in scores.factors]
     for node, what in made_of:
         if _depends(node, scores.product.node):
-            raise Refused(f"the {what} depends on the scores")
+            raise NotFusible(f"the {what} depends on the scores")
 
 
 def _depends(node: Node, on: Node) -> bool:
@@ -241,7 +241,7 @@ def _check_writes(found: Match) -> None:
     passed = {node for each in (found.query, found.key, found.value) for operand in operands for node in between(each.node, operand)}
     passed |= sources_of(mask for mask in masks if mask not in found.masks.nodes())
     if (writer := overwritten(read | passed, found.product, writers, found.interior | passed)) is not None:
-        raise Refused(f"{writer.target} writes into an operand in place, between where it is made and the product")
+        raise NotFusible(f"{writer.target} writes into an operand in place, between where it is made and the product")
 
 
 def why_not_used(softmax: Node, constants: Constants) -> str | None:

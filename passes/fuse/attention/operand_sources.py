@@ -10,7 +10,7 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import node_at
-from autopar.ops.spellings import PRODUCTS, QUOTIENTS, is_cast, widens
+from autopar.ops.traits import PRODUCTS, QUOTIENTS, is_cast, widens
 from autopar.passes.fuse.attention.layout import Labels, Layout, above, flat
 
 aten = torch.ops.aten

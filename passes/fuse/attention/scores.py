@@ -12,8 +12,8 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import float_at, node_at
-from autopar.ir.fusion import Refused
-from autopar.ops.spellings import CASTS, PRODUCTS, QUOTIENTS, is_cast
+from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import CASTS, PRODUCTS, QUOTIENTS, is_cast
 from autopar.passes.fuse.attention.contractions import Contraction, contraction, is_contraction
 from autopar.passes.fuse.attention.layout import Labels, Layout, above, broadcast_to
 from autopar.passes.fuse.attention.softmax import softmax_at
@@ -30,7 +30,7 @@ DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 _MOST_STEPS = 24
 
 
-class NotScores(Refused):
+class NotScores(NotFusible):
     """No product of queries and keys lies above: this is no attention, and nothing is said of it."""
 
 
@@ -84,7 +84,7 @@ class Scores:
 def scores_above(node: Node, layout: Layout, labels: Labels, keys: tuple[int, ...], constants: Constants) -> Scores:
     """The scores that `node` with `layout` holds; `keys` are the labels that the softmax runs over.
 
-    Raises `Refused`, or `NotScores` where no product of two tensors lies above.
+    Raises `NotFusible`, or `NotScores` where no product of two tensors lies above.
     """
     return _Walk(labels, keys, constants).up(node, layout, 1.0)
 
@@ -139,7 +139,7 @@ class _Walk:
 
     def _product(self, node: Node, layout: Layout, factor: float) -> Scores:
         if not tensor_of(node).is_floating_point():
-            raise Refused(f"the scores are of {tensor_of(node).dtype}")
+            raise NotFusible(f"the scores are of {tensor_of(node).dtype}")
         found = contraction(node, layout, self._labels)
         scores = Scores(found, factor * found.scale, frozenset(self._labels.resolved(self._keys)))
         if found.added is not None:
@@ -150,11 +150,11 @@ class _Walk:
         """`factor` · tanh(what is above), whose own scale is in units of the cap."""
         scores = self.up(node_at(node, 0), layout, 1.0)
         if scores.soft_cap:
-            raise Refused("the scores are capped by tanh twice")
+            raise NotFusible("the scores are capped by tanh twice")
         if scores.masks or scores.is_shifted:
-            raise Refused("something is added to the scores, or they are masked, before they are capped by tanh")
+            raise NotFusible("something is added to the scores, or they are masked, before they are capped by tanh")
         if factor == 0.0:
-            raise Refused("the capped scores are multiplied by zero")
+            raise NotFusible("the capped scores are multiplied by zero")
         scores.soft_cap, scores.scale = abs(factor), scores.scale * factor
         return scores
 
@@ -162,24 +162,24 @@ class _Walk:
         """Through casts, and dropout that drops nothing."""
         if node.target in DROPOUTS:
             if float_at(node, 1) > 0.0 and node.args[2]:
-                raise Refused("there is dropout on the scores")
+                raise NotFusible("there is dropout on the scores")
             return node_at(node, 0), layout
         if is_cast(node):
             if not tensor_of(node.args[0]).is_floating_point():
-                raise Refused(f"the scores are of {tensor_of(node.args[0]).dtype}")
+                raise NotFusible(f"the scores are of {tensor_of(node.args[0]).dtype}")
             return node_at(node, 0), layout
         return None
 
     def _first(self, candidates: list[Node], change: Any, layout: Layout, factor: float) -> Scores:
         """The operand that holds the scores, and what the other does to them. A better reason wins over none."""
-        reasons: list[Refused] = []
+        reasons: list[NotFusible] = []
         for position, candidate in enumerate(candidates):
             try:
                 inner = broadcast_to(layout, tensor_of(candidate).shape)
                 scores = self.up(candidate, inner, factor)
                 change(scores, candidates[1 - position] if len(candidates) > 1 else None)
                 return scores
-            except Refused as reason:
+            except NotFusible as reason:
                 reasons.append(reason)
         raise next((reason for reason in reasons if not isinstance(reason, NotScores)), reasons[0])
 
@@ -200,7 +200,7 @@ class _Walk:
         def scale(scores: Scores, other: Node | None) -> None:
             assert other is not None
             if divides and other is left:
-                raise Refused("the scores are a divisor")
+                raise NotFusible("the scores are a divisor")
             self._add_factor(scores, other, layout, divides)
 
         if len(candidates) == 2:
@@ -209,9 +209,9 @@ class _Walk:
     def _add_factor(self, scores: Scores, other: Node, layout: Layout, divides: bool) -> None:
         found = broadcast_to(layout, tensor_of(other).shape)
         if scores.masks or scores.soft_cap:
-            raise Refused(f"the scores are scaled by a tensor after a {'mask' if scores.masks else 'soft cap'}")
+            raise NotFusible(f"the scores are scaled by a tensor after a {'mask' if scores.masks else 'soft cap'}")
         if not scores.keys.isdisjoint(self._labels.resolved(label for labels in found for label in labels)):
-            raise Refused("the scale varies by key")
+            raise NotFusible("the scale varies by key")
         scores.factors.append(Factor(other, found, divides))
 
     def _summed(self, node: Node, layout: Layout, factor: float) -> Iterator[tuple[list[Node], Any, float]]:
@@ -251,7 +251,7 @@ class _Walk:
             return
         number = self._constants.number(value)
         if number is None or not isinstance(scores, Node):
-            raise Refused("a mask puts values that are not one number in place of scores") if reaches_product(node) else NotScores("")
+            raise NotFusible("a mask puts values that are not one number in place of scores") if reaches_product(node) else NotScores("")
         filled = Filled(condition, broadcast_to(layout, tensor_of(condition).shape), number * factor, attends)  # type: ignore[arg-type]
 
         def fill(found: Scores, _: Node | None) -> None:
@@ -259,13 +259,13 @@ class _Walk:
 
         yield [scores], fill, factor
 
-    def _unreadable(self, node: Node) -> Refused:
+    def _unreadable(self, node: Node) -> NotFusible:
         if not reaches_product(node):
             return NotScores("no product above")
         if softmax_at(node) is not None:
-            return Refused("there is a second softmax on the scores")
+            return NotFusible("there is a second softmax on the scores")
         name = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
-        return Refused(f"the scores go through {name}")
+        return NotFusible(f"the scores go through {name}")
 
 
 def _nothing(_scores: Scores, _other: Node | None) -> None:

@@ -16,8 +16,8 @@ from torch.fx import Node
 
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import arguments, int_at
-from autopar.ir.fusion import Refused
-from autopar.ops.spellings import CASTS
+from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import CASTS
 from autopar.passes.fuse.attention.softmax import Softmax, softmax_at
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ _SPLITS = (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor, a
 
 
 def sunk_softmax_at(node: Node) -> Softmax | None:
-    """The softmax with a sink whose result without the sink is `node`. Raises `Refused` where other columns are dropped."""
+    """The softmax with a sink whose result without the sink is `node`. Raises `NotFusible` where other columns are dropped."""
     kept = _kept(node)
     if kept is None:
         return None
@@ -44,9 +44,9 @@ def sunk_softmax_at(node: Node) -> Softmax | None:
     interior.add(joined)
     scores, sink = parts if start == 0 else parts[::-1]
     if tensor_of(scores).shape[dim] != size:
-        raise Refused("the columns of the softmax that are dropped are not those beside the scores")
+        raise NotFusible("the columns of the softmax that are dropped are not those beside the scores")
     if tensor_of(sink).shape[dim] != 1:
-        raise Refused(f"{tensor_of(sink).shape[dim]} columns of the softmax are dropped, and one can be a sink")
+        raise NotFusible(f"{tensor_of(sink).shape[dim]} columns of the softmax are dropped, and one can be a sink")
     return replace(softmax, node=node, scores=scores, interior=frozenset(interior), spelled=f"{softmax.spelled} with a sink", sink=sink)
 
 

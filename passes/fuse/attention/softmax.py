@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
-from autopar.ir.fusion import Refused
+from autopar.ir.fusion import NotFusible
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ class Softmax:
 
 
 def softmax_at(node: Node) -> Softmax | None:
-    """The softmax whose result is `node`. Raises `Refused` for exponentials over something else than their sum."""
+    """The softmax whose result is `node`. Raises `NotFusible` for exponentials over something else than their sum."""
     if node.target in _OPS:
         return _made(node, node.args[0], node.args[1], {node}, _OPS[node.target])
     if node.target in _EXPONENTIALS:
@@ -89,7 +89,7 @@ def _exponential(node: Node) -> Softmax | None:
 def _quotient(node: Node, exponential: Node, total: Node, interior: set[Node]) -> Softmax:
     reduced = _reduced(total, {aten.sum.dim_IntList}, exponential) if isinstance(total, Node) else None
     if reduced is None:
-        raise Refused("its exponentials are divided by something else than their sum, which is no softmax")
+        raise NotFusible("its exponentials are divided by something else than their sum, which is no softmax")
     dim, nodes = reduced
     interior |= {exponential, *nodes}
     scores = exponential.args[0]

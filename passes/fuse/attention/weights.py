@@ -10,8 +10,8 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import float_at, node_at
-from autopar.ir.fusion import Refused
-from autopar.ops.spellings import PRODUCTS, QUOTIENTS, is_cast
+from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import PRODUCTS, QUOTIENTS, is_cast
 from autopar.passes.fuse.attention.layout import Labels, Layout, above
 from autopar.passes.fuse.attention.scores import DROPOUTS, reaches_product
 from autopar.passes.fuse.attention.sinks import sunk_softmax_at
@@ -43,10 +43,10 @@ class Weights:
 
 
 def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constants) -> Weights | None:
-    """The attention weights that the operand `node` of a product holds; None where there is nothing like them. Raises `Refused`."""
+    """The attention weights that the operand `node` of a product holds; None where there is nothing like them. Raises `NotFusible`."""
     try:
         softmax = softmax_at(node) or sunk_softmax_at(node)
-    except Refused:
+    except NotFusible:
         if reaches_product(node):
             raise
         return None
@@ -83,18 +83,18 @@ def _apply(node: Node, layout: Layout, weights: Weights, constants: Constants) -
     """Note what `node` does to the weights below it."""
     if node.target in DROPOUTS and node.args[2] and float_at(node, 1) > 0.0:
         if weights.dropout:
-            raise Refused("there are two dropouts on the probabilities")
+            raise NotFusible("there are two dropouts on the probabilities")
         weights.dropout, weights.dropped = float_at(node, 1), (node, layout)
     elif node.target in PRODUCTS or node.target in QUOTIENTS:
         number = next(found for item in reversed(node.args[:2]) if (found := constants.number(item)) is not None)
         weights.scale *= number if node.target in PRODUCTS else 1.0 / number
     elif node.target is aten.nan_to_num.default:
         if len(node.args) > 1 and node.args[1] not in (None, 0.0):
-            raise Refused(f"a row that attends to nothing becomes {node.args[1]}")
+            raise NotFusible(f"a row that attends to nothing becomes {node.args[1]}")
         weights.safe = True
     elif node.target in _ZEROING:
         if constants.number(node.args[2]) != 0.0:
-            raise Refused(f"probabilities are replaced by {node.args[2]}")
+            raise NotFusible(f"probabilities are replaced by {node.args[2]}")
         weights.zeroed.append(node.args[1])  # type: ignore[arg-type]
 
 
@@ -106,11 +106,11 @@ def _nothing_like_weights(node: Node) -> Weights | None:
     name = parts[1] if len(parts) > 1 else "a result of an op with several"
     softmax = _softmax_near(node)
     if name in ("mul", "mul_", "div", "div_", "add", "sub", "where") and softmax is not None:
-        raise Refused(f"the probabilities are changed before the product: {name} with a tensor")
+        raise NotFusible(f"the probabilities are changed before the product: {name} with a tensor")
     if name in ("sigmoid", "relu", "tanh", "softplus", "elu", "hardtanh", "square", "exp"):
-        raise Refused(f"the weights are {name} of the scores, not a softmax")
+        raise NotFusible(f"the weights are {name} of the scores, not a softmax")
     if softmax is not None:
-        raise Refused(f"the probabilities go through {name}")
+        raise NotFusible(f"the probabilities go through {name}")
     return None
 
 
@@ -121,7 +121,7 @@ def _softmax_near(node: Node) -> Node | None:
             try:
                 if softmax_at(operand) is not None:
                     return operand
-            except Refused:
+            except NotFusible:
                 return operand
             operand = operand.all_input_nodes[0]
     return None

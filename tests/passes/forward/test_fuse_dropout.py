@@ -19,7 +19,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.manager import History, run_passes
 from autopar.frontend.capture import capture
 from autopar.graph.promote import default_float64, promote
-from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import save
 from autopar.ir.mesh import Mesh, virtual_mesh
@@ -51,7 +51,7 @@ OURS = (add_dropout, dropout)
 class Run:
     """All forms as one program: what was found of each, and its results before and after, exactly and in a dtype of their own."""
 
-    found: dict[str, list[Found]]
+    found: dict[str, list[FusionSite]]
     exact: dict[str, list[Tensor]]
     exact_after: dict[str, list[Tensor]]
     own: dict[str, list[Tensor]]
@@ -68,8 +68,8 @@ def fused(module: nn.Module, *passes: Any) -> tuple[FusionDecision, Program]:
     return decision, FuseDropout().apply(program, decision)
 
 
-def by_form(decision: FusionDecision, forms: Sequence[DropoutForm]) -> dict[str, list[Found]]:
-    found: dict[str, list[Found]] = {form.name: [] for form in forms}
+def by_form(decision: FusionDecision, forms: Sequence[DropoutForm]) -> dict[str, list[FusionSite]]:
+    found: dict[str, list[FusionSite]] = {form.name: [] for form in forms}
     for each in decision.found:
         found[forms[int(each.source.module.removeprefix("suite_"))].name].append(each)
     return found
@@ -124,7 +124,7 @@ def test_near_misses_stay_and_say_why(name: str) -> None:
 
 
 @cache
-def near_misses() -> dict[str, list[Found]]:
+def near_misses() -> dict[str, list[FusionSite]]:
     forms = list(NEAR_MISSES.values())
     program = keyed(Suite(forms))
     decision = FuseDropout().decide(program)

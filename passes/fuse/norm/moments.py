@@ -1,4 +1,4 @@
-"""What norms by hand are made of: values up to casts, means over the last dim, squares, differences from the mean, roots."""
+"""What norms by hand are made of: means and variances over the last dim, squares, differences from the mean, roots."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import node_at
-from autopar.ir.fusion import Refused
-from autopar.ops.spellings import is_cast, widens
+from autopar.ir.fusion import NotFusible
+from autopar.ops import traits
+from autopar.ops.traits import EXPANSIONS, is_cast, out_of_place, widens
+from autopar.passes.fuse.reading import name_of, number_of, operand_pairs, scaled
 
 aten = torch.ops.aten
 
-PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor)
-QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.divide.Tensor)
-SUMS = (aten.add.Tensor, aten.add.Scalar)
-_DIFFERENCES = (aten.sub.Tensor, aten.sub.Scalar, aten.subtract.Tensor)
+# What is written in place along the way is none of the operands whose memory is asked about: these end what is read.
+PRODUCTS, QUOTIENTS, SUMS, _DIFFERENCES = (
+    out_of_place(ops) for ops in (traits.PRODUCTS, traits.QUOTIENTS, traits.SUMS, traits.DIFFERENCES)
+)
 FLOORS = (aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.clamp.Tensor, aten.clamp_min.Tensor)
 MEANS = (aten.mean.dim, aten.mean.default)
 TOTALS = (aten.sum.dim_IntList, aten.sum.default)
@@ -29,7 +31,6 @@ VARIANCES = (aten.var.correction, aten.var.dim, aten.var.default)
 PAIRS = (aten.var_mean.correction, aten.var_mean.dim, aten.var_mean.default)
 DEVIATIONS = (aten.std.correction, aten.std.dim, aten.std.default)
 LENGTHS = (aten.linalg_vector_norm.default, aten.linalg_norm.default, aten.norm.ScalarOpt_dim)
-_EXPANSIONS = (aten.expand.default, aten.expand_as.default)
 POWERS = (aten.pow.Tensor_Scalar,)
 # Numbers that are this near mean the same: 1 / N is written with some rounding.
 _TOLERANCE = 1e-12
@@ -54,13 +55,6 @@ def casts_above(node: Node) -> set[Node]:
     return found
 
 
-def narrowest(node: Node) -> Node:
-    """What `node` is a wider copy of, itself if it is none."""
-    while is_cast(node) and widens(node):
-        node = node_at(node, 0)
-    return node
-
-
 def root_of(node: Node) -> Node | None:
     """y where `node` is y²."""
     if node.target is aten.square.default or (node.target in POWERS and node.args[1] == 2):
@@ -69,22 +63,6 @@ def root_of(node: Node) -> Node | None:
         left, right = node.args[:2]
         return left if stripped(left) is stripped(right) else None  # type: ignore[arg-type, return-value]
     return None
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether `value` is a node that holds one tensor."""
-    return isinstance(value, Node) and isinstance(value.meta.get("val"), torch.Tensor)
-
-
-def number_of(value: Any, constants: Constants) -> float | None:
-    """A literal, or a tensor of one element that is known. Larger ones (masks, tables) are not evaluated."""
-    if isinstance(value, Node) and not (is_tensor(value) and tensor_of(value).numel() == 1):
-        return None
-    return constants.number(value)
-
-
-def name_of(node: Node) -> str:
-    return str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
 
 
 @dataclass
@@ -103,7 +81,7 @@ class Reading:
             node = stripped(node)
             if node.target is aten.unsqueeze.default and node.args[1] in (-1, tensor_of(node).dim() - 1) and not self.opened:
                 self.opened = True
-            elif node.target not in _EXPANSIONS or not _is_row_by_row(node):
+            elif node.target not in EXPANSIONS or not _is_row_by_row(node):
                 return node
             self.interior.add(node)
             node = node.args[0]
@@ -122,40 +100,39 @@ class Reading:
         elif (same := self._times_one(node)) is not None:
             return self.scale(same, divides)
         else:
-            raise Refused(_why_no_root(node))
+            raise NotFusible(_why_no_root(node))
         if inverse == divides:
-            raise Refused("the value is multiplied by the root, not divided")
+            raise NotFusible("the value is multiplied by the root, not divided")
         return self.increased(node.args[0])
 
     def _reciprocal(self, node: Node) -> Any:
         if node.target is aten.reciprocal.default:
             return node.args[0]
         is_quotient = node.target in QUOTIENTS and isinstance(node.args[1], Node)
-        return node.args[1] if is_quotient and number_of(node.args[0], self.constants) == 1.0 else None
+        return node.args[1] if is_quotient and self._number(node.args[0]) == 1.0 else None
 
     def _times_one(self, node: Node) -> Any:
-        if node.target not in (*PRODUCTS, *QUOTIENTS):
-            return None
-        left, right = node.args[:2]
-        if number_of(right, self.constants) == 1.0:
-            return left
-        return right if node.target in PRODUCTS and number_of(left, self.constants) == 1.0 else None
+        known = scaled(node, self._number) if node.target in (*PRODUCTS, *QUOTIENTS) else ()
+        return next((value for value, factor in known if factor == 1.0), None)
+
+    def _number(self, value: Any) -> float | None:
+        return number_of(value, self.constants)
 
     def increased(self, node: Any) -> tuple[Node, float]:
         """The value and eps of value + eps."""
         node = self.through(node)
         if node.target in FLOORS:
-            raise Refused("the mean of squares has a floor instead of an eps that is added")
+            raise NotFusible("the mean of squares has a floor instead of an eps that is added")
         if node.target not in SUMS:
             return node, 0.0
         self.interior.add(node)
-        for value, eps in (node.args[:2], node.args[1::-1]):
-            number = number_of(eps, self.constants)
+        for value, eps in operand_pairs(node):
+            number = self._number(eps)
             if number is not None and isinstance(value, Node) and node.kwargs.get("alpha", 1) == 1:
                 if not number >= 0.0:
-                    raise Refused(f"eps is {number}")
+                    raise NotFusible(f"eps is {number}")
                 return self.through(value), number
-        raise Refused("what is added to the mean of squares is not known before the program runs")
+        raise NotFusible("what is added to the mean of squares is not known before the program runs")
 
     def mean(self, node: Any) -> tuple[Node, bool]:
         """What `node` is the mean of over the last dim, or the variance. The other dims stay; the last is kept, with size 1."""
@@ -171,27 +148,29 @@ class Reading:
         if node.target in (*VARIANCES, *PAIRS):
             value = self._over_last(node, keep=3 if str(node.target).endswith(".dim") else None)
             if _correction(node) != 0:
-                raise Refused(f"the variance is unbiased: a sum divided by N - {_correction(node):g}")
+                raise NotFusible(f"the variance is unbiased: a sum divided by N - {_correction(node):g}")
             return value, True
         if node.target in TOTALS:
-            raise Refused("the root is of a sum of squares, not of their mean")
+            raise NotFusible("the root is of a sum of squares, not of their mean")
         if node.target in _DIFFERENCES:
-            raise Refused("the variance is a difference of two means, which rounds otherwise")
-        raise Refused(f"the mean of squares goes through {name_of(node)}")
+            raise NotFusible("the variance is a difference of two means, which rounds otherwise")
+        raise NotFusible(f"the mean of squares goes through {name_of(node)}")
 
     def _averaged(self, node: Node) -> Node:
         """Of a sum over the last dim, times 1 / N."""
-        for total, factor in (node.args[:2], node.args[1::-1]) if node.target in PRODUCTS else (node.args[:2],):
-            number = number_of(factor, self.constants)
+        for total, factor in operand_pairs(node):
+            number = self._number(factor)
             total = self.through(total) if isinstance(total, Node) else None
             if number and total is not None and total.target in TOTALS:
                 self.interior.add(total)
                 value = self._over_last(total)
                 share = number if node.target in PRODUCTS else 1.0 / number
                 if not math.isclose(share * tensor_of(value).shape[-1], 1.0, rel_tol=_TOLERANCE):
-                    raise Refused(f"the sum of squares is divided by {1.0 / share:g}, and a row has {tensor_of(value).shape[-1]} elements")
+                    raise NotFusible(
+                        f"the sum of squares is divided by {1.0 / share:g}, and a row has {tensor_of(value).shape[-1]} elements"
+                    )
                 return value
-        raise Refused("the mean of squares is scaled")
+        raise NotFusible("the mean of squares is scaled")
 
     def _over_last(self, node: Node, keep: int | None = 2) -> Node:
         """The operand of a reduction, which must run over its last dim alone and keep it."""
@@ -201,10 +180,10 @@ class Reading:
         dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         dims = list(range(num_dims)) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
         if [dim % num_dims for dim in dims] != [num_dims - 1]:  # type: ignore[union-attr]
-            raise Refused(f"the mean runs over dims {list(dims)} of {num_dims}, not over the last alone")  # type: ignore[arg-type]
+            raise NotFusible(f"the mean runs over dims {list(dims)} of {num_dims}, not over the last alone")  # type: ignore[arg-type]
         kept = bool(node.kwargs.get("keepdim", keep is not None and len(node.args) > keep and node.args[keep]))
         if num_dims > 1 and kept == self.opened:
-            raise Refused("the mean does not keep its dim with size 1, so that it meets other rows")
+            raise NotFusible("the mean does not keep its dim with size 1, so that it meets other rows")
         return value
 
     def squared(self, node: Any) -> Node:
@@ -212,7 +191,7 @@ class Reading:
         node = self.through(node)
         self.interior.add(node)
         if (value := root_of(node)) is None:
-            raise Refused(f"the mean is of {name_of(node)}, not of squares")
+            raise NotFusible(f"the mean is of {name_of(node)}, not of squares")
         return value
 
     def centred(self, node: Node) -> Node | None:
@@ -224,7 +203,7 @@ class Reading:
         mean = inner.through(node.args[1])
         try:
             found = inner.paired(mean) or inner.mean(mean)
-        except Refused:
+        except NotFusible:
             return None
         if found[1] or stripped(found[0]) is not x:
             return None
