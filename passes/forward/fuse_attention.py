@@ -10,10 +10,9 @@ from autopar.graph.constants import Constants
 from autopar.ir.fusion import FusionDecision, FusionSite, NotFusible
 from autopar.ir.program import Program
 from autopar.passes.fuse.attention.contractions import is_contraction
-from autopar.passes.fuse.attention.match import match, why_not_used
-from autopar.passes.fuse.attention.scores import NotScores
+from autopar.passes.fuse.attention.match import match_attention, why_not_used
 from autopar.passes.fuse.attention.softmax import softmax_at
-from autopar.passes.fuse.attention.write import write
+from autopar.passes.fuse.match import rewritten, site_at
 
 
 @dataclass(frozen=True)
@@ -36,35 +35,14 @@ class FuseAttention:
         constants, found, reached = Constants(program), list[FusionSite](), set[Node]()
         for node in program.graph.nodes:
             if node.op == "call_function" and is_contraction(node):
-                each = _looked_at(node, constants, reached)
-                found += [] if each is None else [each]
+                site = site_at(node, "attention", lambda product: match_attention(product, constants))
+                if site is not None:
+                    found.append(site)
+                    reached |= _softmaxes_above(node) if site.match is None else site.match.weights.interior
         return FusionDecision((*found, *_unused(program, constants, reached)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
-        program = program.copy()
-        constants = Constants(program)
-        for each in decision.fused:
-            found = match(program.node(each.node), constants)
-            assert found is not None, each
-            write(found)
-        if decision.fused:
-            program.graph.eliminate_dead_code()
-        return program
-
-
-def _looked_at(product: Node, constants: Constants, reached: set[Node]) -> FusionSite | None:
-    """What there is to say of `product`, if anything. `reached` gets the softmaxes that it speaks of."""
-    try:
-        found = match(product, constants)
-    except NotScores:
-        return None
-    except NotFusible as reason:
-        reached.update(_softmaxes_above(product))
-        return FusionSite.at(product, "attention", reason=str(reason))
-    if found is None:
-        return None
-    reached.update(found.weights.interior)
-    return FusionSite.at(product, "attention", found.conditions())
+        return rewritten(program, decision.fused)
 
 
 def _softmaxes_above(product: Node) -> set[Node]:

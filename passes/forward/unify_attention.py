@@ -21,9 +21,9 @@ from autopar.ir.keys import SITE, Site
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.program import Program
 from autopar.kernels.attention import attention
+from autopar.passes.fuse.attention.form import attended, dropout_options
 from autopar.passes.fuse.attention.layout import Labels, broadcast_to, flat
 from autopar.passes.fuse.attention.masks import meaning_of_one
-from autopar.passes.fuse.attention.write import attended, dropout_options
 
 aten = torch.ops.aten
 

@@ -1,9 +1,16 @@
-"""A softmax in every spelling: the op, exp of a log-softmax, or exponentials over their sum, shifted or not."""
+"""A softmax in every spelling: the op, exp of a log-softmax, or exponentials over their sum, shifted or not; with a sink or without.
+
+With a sink a score of no key takes part, and its probability is dropped (gpt-oss):
+
+    probabilities = softmax([scores, sink])[…, :-1]        = softmax(scores) · sigmoid(log_sum_exp(scores) − sink)
+
+A row that attends to nothing leaves all its weight to the sink: it is 0 on both sides.
+"""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,27 +19,26 @@ from torch.fx import Node
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import CASTS, COPIES, DIFFERENCES, EXPANSIONS, QUOTIENTS
+from autopar.passes.fuse.reading import is_tensor, operand_pairs
 
 aten = torch.ops.aten
 
 _OPS: dict[object, str] = {
-    aten.softmax.int: "softmax",
-    aten._softmax.default: "softmax",
-    aten.special_softmax.default: "softmax",
+    **dict.fromkeys((aten.softmax.int, aten._softmax.default, aten.special_softmax.default), "softmax"),
     aten._safe_softmax.default: "safe softmax",
 }
 _LOG_OPS = (aten.log_softmax.int, aten._log_softmax.default, aten.special_log_softmax.default)
-_DIVISIONS = (aten.div.Tensor, aten.div_.Tensor)
-_DIFFERENCES = (aten.sub.Tensor, aten.sub_.Tensor)
 _EXPONENTIALS = (aten.exp.default, aten.exp_.default)
-_COPIES = (aten.detach.default, aten.clone.default, aten.contiguous.default, aten.expand.default, aten.expand_as.default)
+_REPEATED = (*COPIES, *EXPANSIONS, aten.detach.default)
+_SPLITS = (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor, aten.tensor_split.indices)
 
 
 @dataclass(frozen=True)
 class Softmax:
     """softmax of `scores` over `dim`, which is not negative; `interior` are the nodes that it is made of, `dtype` is computed in.
 
-    With `sink`, one more score than those of the keys, whose probability is left out (`sinks.py`).
+    With `sink`, one more score than those of the keys, whose probability is left out.
     """
 
     node: Node
@@ -50,18 +56,42 @@ def softmax_at(node: Node) -> Softmax | None:
         return _made(node, node.args[0], node.args[1], {node}, _OPS[node.target])
     if node.target in _EXPONENTIALS:
         return _exponential(node)
-    if node.target in _DIVISIONS and _is_exponential(node.args[0]):
+    if node.target in QUOTIENTS and _is_exponential(node.args[0]):
         return _quotient(node, node_at(node, 0), arguments(node)[1], {node})
     if node.target is aten.mul.Tensor:
-        for exponential, factor in (arguments(node), reversed(arguments(node))):
+        for exponential, factor in operand_pairs(node):
             if _is_exponential(exponential) and isinstance(factor, Node) and factor.target is aten.reciprocal.default:
                 return _quotient(node, exponential, node_at(factor, 0), {node, factor})
     return None
 
 
+def sunk_softmax_at(node: Node) -> Softmax | None:
+    """The softmax with a sink whose result without the sink is `node`. Raises `NotFusible` where other columns are dropped."""
+    kept = _kept(node)
+    if kept is None:
+        return None
+    source, dim, start, size, interior = kept
+    source = _above_casts(source, interior)
+    softmax = softmax_at(source)
+    if softmax is None or softmax.dim != dim:
+        return None
+    interior |= softmax.interior
+    joined = _above_casts(softmax.scores, interior)
+    parts = _joined(joined, dim)
+    if parts is None:
+        return None
+    interior.add(joined)
+    scores, sink = parts if start == 0 else parts[::-1]
+    if tensor_of(scores).shape[dim] != size:
+        raise NotFusible("the columns of the softmax that are dropped are not those beside the scores")
+    if tensor_of(sink).shape[dim] != 1:
+        raise NotFusible(f"{tensor_of(sink).shape[dim]} columns of the softmax are dropped, and one can be a sink")
+    return replace(softmax, node=node, scores=scores, interior=frozenset(interior), spelled=f"{softmax.spelled} with a sink", sink=sink)
+
+
 def _made(node: Node, scores: Any, dim: Any, interior: set[Node], spelled: str) -> Softmax:
     dim %= tensor_of(scores).dim()
-    if scores.target in _DIFFERENCES and isinstance(scores.args[1], Node):
+    if scores.target in DIFFERENCES and isinstance(scores.args[1], Node):
         shift = _shift(scores.args[1], scores.args[0], dim)
         if shift is not None:
             interior, scores = interior | {scores} | shift, scores.args[0]
@@ -78,7 +108,7 @@ def _exponential(node: Node) -> Softmax | None:
     assert isinstance(inner, Node)
     if inner.target in _LOG_OPS:
         return _made(node, inner.args[0], inner.args[1], {node, inner}, "exp of a log-softmax")
-    if inner.target not in _DIFFERENCES or not isinstance(inner.args[1], Node):
+    if inner.target not in DIFFERENCES or not isinstance(inner.args[1], Node):
         return None
     reduced = _reduced(inner.args[1], {aten.logsumexp.default}, inner.args[0])
     if reduced is None:
@@ -100,7 +130,7 @@ def _quotient(node: Node, exponential: Node, total: Node, interior: set[Node]) -
 def _shift(value: Node, scores: Any, dim: int) -> set[Node] | None:
     """The nodes that make the largest score of each row, or of all; a softmax is the same for any such shift."""
     nodes: set[Node] = set()
-    while value.target in _COPIES:
+    while value.target in _REPEATED:
         nodes.add(value)
         value = node_at(value, 0)
     if value.target is aten.max.default and value.args[0] is scores:
@@ -113,7 +143,7 @@ def _reduced(value: Node, targets: set[Any], operand: Any) -> tuple[int, set[Nod
     """The one dim over which `value` is a reduction of `operand` that keeps it with size 1, and the nodes."""
     nodes: set[Node] = set()
     kept = None
-    while value.target in (*_COPIES, aten.unsqueeze.default, operator.getitem):
+    while value.target in (*_REPEATED, aten.unsqueeze.default, operator.getitem):
         nodes.add(value)
         if value.target is aten.unsqueeze.default:
             kept = int_at(value, 1)
@@ -136,3 +166,50 @@ def _reduced(value: Node, targets: set[Any], operand: Any) -> tuple[int, set[Nod
     if not keeps and (kept is None or int(kept) % num_dims != dim):
         return None
     return dim, nodes | {value}
+
+
+def _kept(node: Node) -> tuple[Node, int, int, int, set[Node]] | None:
+    """(of which value, dim, first column, number of columns, the nodes that take it) where `node` is a part of a value along one dim."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or not is_tensor(node):
+        return None
+    if node.target is operator.getitem and source.target in _SPLITS:
+        return _split(node, source)
+    if node.target not in (aten.slice.Tensor, aten.narrow.default):
+        return None
+    before = tensor_of(source)
+    given: list[Any] = [*arguments(node), *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start = int(given[1]), int(given[2] or 0)
+    if node.target is aten.slice.Tensor and given[4] != 1:
+        return None
+    dim %= before.dim()
+    return source, dim, start % before.shape[dim], tensor_of(node).shape[dim], {node}
+
+
+def _split(node: Node, split: Node) -> tuple[Node, int, int, int, set[Node]] | None:
+    source, position = split.args[0], node.args[1]
+    parts = split.meta["val"]
+    if not isinstance(source, Node) or not isinstance(position, int):
+        return None
+    dim = int(split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % tensor_of(source).dim()  # type: ignore[arg-type]
+    start = sum(part.shape[dim] for part in parts[:position])
+    return source, dim, start, tensor_of(node).shape[dim], {node, split}
+
+
+def _above_casts(node: Node, interior: set[Node]) -> Node:
+    while node.target in (*CASTS, *COPIES) and isinstance(node.args[0], Node):
+        interior.add(node)
+        node = node.args[0]
+    return node
+
+
+def _joined(node: Node, dim: int) -> tuple[Node, Node] | None:
+    """The two values that stand beside each other along `dim`."""
+    if node.target not in (aten.cat.default, aten.concat.default):
+        return None
+    parts, along = arguments(node)[0], int_at(node, 1) if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or int(along) % tensor_of(node).dim() != dim:  # type: ignore[arg-type]
+        return None
+    first, second = parts
+    assert isinstance(first, Node) and isinstance(second, Node)
+    return first, second
