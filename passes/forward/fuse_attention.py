@@ -38,7 +38,7 @@ class FuseAttention:
                 site = site_at(node, "attention", lambda product: match_attention(product, constants))
                 if site is not None:
                     found.append(site)
-                    reached |= _softmaxes_above(node) if site.match is None else site.match.weights.interior
+                    reached |= _softmaxes_above(node) if site.match is None else site.match.interior
         return FusionDecision((*found, *_unused(program, constants, reached)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:

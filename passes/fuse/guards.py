@@ -10,6 +10,11 @@ from autopar.graph.overwrites import is_last_reader, overwritten, writes
 from autopar.ir.fusion import NotFusible
 
 
+def readers_of(node: Node) -> list[Node]:
+    """Who reads a value, but for calls whose result nobody reads."""
+    return [user for user in node.users if user.users or user.op == "output" or writes(user)]
+
+
 def check_interior(interior: Iterable[Node], last: Iterable[Node], reason: str) -> None:
     """Raises `NotFusible(reason)` where a node of `interior` is read by more than the others and `last`."""
     interior = tuple(interior)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.graph.overwrites import between, sources_of, writers_of, writes
+from autopar.graph.overwrites import between, sources_of, writers_of
 from autopar.ir.fusion import NotFusible
 from autopar.passes.fuse.attention.contractions import Contraction, contraction
 from autopar.passes.fuse.attention.form import Attention, Heads
@@ -16,10 +18,8 @@ from autopar.passes.fuse.attention.masks import LOWEST, meaning
 from autopar.passes.fuse.attention.operand_sources import best, labels_of, sources
 from autopar.passes.fuse.attention.scores import NotScores, Scores, reaches_product, scores_above
 from autopar.passes.fuse.attention.weights import Weights, weights_above
-from autopar.passes.fuse.guards import check_operands
-from autopar.passes.fuse.reading import widest
-
-_EXACT = (torch.float32, torch.float64)
+from autopar.passes.fuse.guards import check_operands, readers_of
+from autopar.passes.fuse.reading import is_tensor, widest
 
 
 def match_attention(product: Node, constants: Constants) -> Attention | None:
@@ -32,15 +32,15 @@ def match_attention(product: Node, constants: Constants) -> Attention | None:
         weights = weights_above(node, operand_layout, labels, constants)
         if weights is not None:
             try:
-                return _match(outer, layout, outer.sides()[1 - side], weights, labels, constants)
+                return _match(outer, side, layout, weights, labels, constants)
             except NotScores:
                 return None
     return None
 
 
-def _match(
-    outer: Contraction, layout: Layout, values: tuple[Node, Layout], weights: Weights, labels: Labels, constants: Constants
-) -> Attention:
+def _match(outer: Contraction, side: int, layout: Layout, weights: Weights, labels: Labels, constants: Constants) -> Attention:
+    """`weights` are what the operand `side` of the product `outer` holds."""
+    (node, _), values = outer.sides()[side], outer.sides()[1 - side]
     softmax = weights.softmax
     scored = labels.layout(weights.layout)
     scores = scores_above(softmax.scores, scored, labels, scored[softmax.dim], constants)
@@ -59,15 +59,15 @@ def _match(
     wanted = (heads.of_queries(inner), heads.of_keys(inner), heads.of_keys(columns))
     found = [best(chain, each, labels) for chain, each in zip(chains, wanted, strict=True)]
     query, key, value = found
-    lowest = torch.finfo(torch.float16).min if torch.float16 in scores.dtypes else LOWEST
-    dtype = _dtype(outer.node, found, scores, weights)
+    product = scores.product.node
+    interior = between(product, node)
+    lowest = torch.finfo(torch.float16).min if torch.float16 in _dtypes(between(product, softmax.scores)) else LOWEST
+    dtype = _dtype(outer.node, found, interior)
     masks = meaning(scores.masks, heads.of_queries(heads.keys), labels, constants, weights, lowest)
-    interior = frozenset(scores.interior | weights.interior)
     _check_masks(scores)
-    _check_uses(interior, outer.node, weights)
-    result = Attention(
-        outer.node, interior, labels.layout(layout), query, key, value, sink, heads, inner, columns, scores, weights, masks, dtype, labels
-    )
+    _check_uses(interior, outer.node, between(softmax.node, node))
+    read = (query, key, value, sink, heads, inner, columns, scores, weights, masks)
+    result = Attention(outer.node, frozenset(interior), labels.layout(layout), *read, dtype, labels)
     _check_writes(result)
     return result
 
@@ -120,48 +120,35 @@ def _columns(value: Layout, scored: Layout, labels: Labels) -> tuple[int, ...]:
     return tuple(label for label in labels.resolved(flat(value)) if label not in own)
 
 
-def _dtype(product: Node, found: list[Scaled], scores: Scores, weights: Weights) -> torch.dtype:
+def _dtype(product: Node, found: list[Scaled], interior: set[Node]) -> torch.dtype:
     """The dtype of the op. Rounding to fewer bits than the operands have is part of what the model computes."""
     operands, wide = [tensor_of(each.node).dtype for each in found], widest(*(each.node for each in found), product)
-    narrow = [dtype for dtype in (scores.dtypes | weights.dtypes | {weights.softmax.dtype}) if dtype not in _EXACT]
-    if any(dtype not in operands for dtype in narrow):
-        raise NotFusible(f"scores or probabilities are rounded to {narrow[0]}, the operands have {wide}")
+    rounded = _dtypes(interior) - {torch.float32, torch.float64, *operands}
+    if rounded:
+        raise NotFusible(f"scores or probabilities are rounded to {min(rounded, key=str)}, the operands have {wide}")
     if not all(dtype.is_floating_point for dtype in operands):
         raise NotFusible(f"the operands are of {', '.join(map(str, operands))}")
     return wide
 
 
-def _check_uses(interior: frozenset[Node], product: Node, weights: Weights) -> None:
-    after = (weights.interior - weights.softmax.interior) | {weights.softmax.node}
-    for node in interior:
-        others = [user for user in node.users if user not in interior and user is not product and not _is_dead(user)]
+def _dtypes(nodes: Iterable[Node]) -> set[torch.dtype]:
+    return {tensor_of(node).dtype for node in nodes if is_tensor(node) and tensor_of(node).is_floating_point()}
+
+
+def _check_uses(interior: set[Node], product: Node, after: set[Node]) -> None:
+    """`after` are the nodes that hold probabilities, not scores."""
+    for node in sorted(interior):
+        others = [user for user in readers_of(node) if user not in interior and user is not product]
         if others:
             user = "an output" if others[0].op == "output" else str(others[0].target)
             raise NotFusible(f"the {'probabilities' if node in after else 'scores'} are used elsewhere too, by {user}")
 
 
-def _is_dead(node: Node) -> bool:
-    return node.op == "call_function" and not node.users and not writes(node)
-
-
 def _check_masks(scores: Scores) -> None:
     """A mask made of the scores would have to be computed from scores that the op does not give."""
     for part, what in (*((mask, "mask") for mask in scores.masks), *((factor, "scale") for factor in scores.factors)):
-        if _depends(part.node, scores.product.node):
+        if between(scores.product.node, part.node):
             raise NotFusible(f"the {what} depends on the scores")
-
-
-def _depends(node: Node, on: Node) -> bool:
-    order = {each: position for position, each in enumerate(node.graph.nodes)}
-    pending, seen = [node], set[Node]()
-    while pending:
-        current = pending.pop()
-        if current is on:
-            return True
-        if current not in seen and order[current] > order[on]:
-            seen.add(current)
-            pending += current.all_input_nodes
-    return False
 
 
 def _check_writes(found: Attention) -> None:

@@ -44,7 +44,7 @@ class Scores:
     """`product`, scaled, then capped, then masked. Masks stand outermost first: `Scaled` are added, `Filled` put a number in place.
 
     `soft_cap` · tanh(scaled product / `soft_cap`) are the scores, where it is not 0. With `is_shifted` a number is added to all of them,
-    which no softmax shows. `interior` are the nodes on the way, the product's among them.
+    which no softmax shows.
     """
 
     product: Contraction
@@ -54,8 +54,6 @@ class Scores:
     is_shifted: bool = False
     factors: list[Factor] = field(default_factory=list)
     masks: list[Scaled | Filled] = field(default_factory=list)
-    interior: set[Node] = field(default_factory=set)
-    dtypes: set[torch.dtype] = field(default_factory=set)
 
 
 # A way to read a node: the operand that may hold the scores, what it is multiplied by on its way, and what else happens to the scores.
@@ -101,12 +99,6 @@ class _Walk:
 
     def up(self, node: Node, layout: Layout, factor: float) -> Scores:
         """`factor` multiplies what `node` holds before it reaches the softmax."""
-        found = self._read(node, layout, factor)
-        found.interior.add(node)
-        found.dtypes.add(tensor_of(node).dtype)
-        return found
-
-    def _read(self, node: Node, layout: Layout, factor: float) -> Scores:
         if is_contraction(node):
             return self._product(node, layout, factor)
         inner = above(node, layout, self._labels) or self._unchanged(node, layout)

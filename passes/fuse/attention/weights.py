@@ -8,7 +8,6 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
-from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import float_at, node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ops.traits import NEGATIONS, is_cast
@@ -19,7 +18,6 @@ from autopar.passes.fuse.reading import is_tensor, scaled
 
 aten = torch.ops.aten
 
-_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _ZEROING = (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
 
 
@@ -38,8 +36,6 @@ class Weights:
     dropped: Placed | None = None
     safe: bool = False
     zeroed: list[Node] = field(default_factory=list)
-    interior: set[Node] = field(default_factory=set)
-    dtypes: set[torch.dtype] = field(default_factory=set)
 
 
 def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constants) -> Weights | None:
@@ -52,10 +48,7 @@ def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constan
         return None
     if softmax is not None:
         # What attends to nothing leaves its weight to the sink.
-        found = Weights(softmax, layout, safe=softmax.spelled == "safe softmax" or softmax.sink is not None)
-        found.interior |= softmax.interior
-        found.dtypes |= {tensor_of(each).dtype for each in softmax.interior if is_tensor(each)} & _FLOATS
-        return found
+        return Weights(softmax, layout, safe=softmax.spelled == "safe softmax" or softmax.sink is not None)
     factor = next(scaled(node, constants.number), None) if node.target not in NEGATIONS else None
     inner = above(node, layout, labels)
     if inner is None and (node.target in (*DROPOUTS, aten.nan_to_num.default, *_ZEROING) or is_cast(node)):
@@ -68,8 +61,6 @@ def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constan
     if found is not None:
         found.scale *= 1.0 if factor is None else factor[1]
         _note(node, layout, found, constants)
-        found.interior.add(node)
-        found.dtypes.add(tensor_of(node).dtype)
     return found
 
 

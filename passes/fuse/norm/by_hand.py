@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,61 +10,31 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ops import traits
-from autopar.ops.traits import EXPANSIONS, is_cast
-from autopar.passes.fuse.norm.moments import (
-    DEVIATIONS,
-    FLOORS,
-    LENGTHS,
-    MEANS,
-    PAIRS,
-    POWERS,
-    PRODUCTS,
-    QUOTIENTS,
-    SUMS,
-    TOTALS,
-    VARIANCES,
-    Reading,
-    casts_above,
-    root_of,
-    stripped,
-)
-from autopar.passes.fuse.reading import is_tensor, number_of, operand_pairs
+from autopar.passes.fuse.norm.moments import PRODUCTS, QUOTIENTS, Reading, may_scale, stripped
+from autopar.passes.fuse.reading import is_tensor, operand_pairs
 
 aten = torch.ops.aten
 
 _IN_PLACE = (aten.mul_.Tensor, aten.div_.Tensor)
-_ROOTS = (aten.rsqrt.default, aten.sqrt.default)
-# What a scale goes through between the mean of squares and the value, when only "is this a norm at all?" is asked.
-_ON_THE_WAY = frozenset(
-    {
-        *_ROOTS, *FLOORS, *SUMS, *PRODUCTS, *QUOTIENTS, *EXPANSIONS, aten.reciprocal.default, aten.unsqueeze.default, aten.sub.Tensor,
-        aten.detach.default,
-    }
-)  # fmt: skip
-# Of these both operands may be computed: a difference of means, an eps that is a parameter, the shape to expand to.
-_OF_TWO = frozenset({*SUMS, *FLOORS, aten.sub.Tensor, aten.expand_as.default})
-_MOST_STEPS = 16
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """`node` = x / sqrt(mean(x²) + eps), or of x − mean(x); times `weight` [N] where it stood inside. `interior` are nodes above."""
+    """`node` = x / sqrt(mean(x²) + eps), or of x − mean(x); times `weight` [N] where it stood inside."""
 
     node: Node
     x: Node
     centred: bool
     eps: float
-    interior: frozenset[Node]
     weight: Node | None = None
 
 
 def normalised_at(node: Node, constants: Constants) -> Normalised | None:
     """The norm whose value `node` is, before any weight; None where there is nothing like one. Raises `NotFusible`."""
     for value, scale, divides in _pairs(node):
-        if not _is_candidate(value, scale, constants):
+        if not may_scale(value, scale, constants):
             continue
         if node.target in _IN_PLACE:
             raise NotFusible(f"the value is scaled in place, by {str(node.target).removeprefix('aten.').split('.')[0]}")
@@ -80,41 +49,6 @@ def _pairs(node: Node) -> Iterator[tuple[Node, Node, bool]]:
             yield value, scale, node.target in traits.QUOTIENTS
 
 
-def _is_candidate(value: Node, scale: Node, constants: Constants) -> bool:
-    """Whether `scale` is made of a root of a mean of squares, or of the length of `value`."""
-    pending = [(scale, False)]
-    for _ in range(_MOST_STEPS):
-        if not pending:
-            break
-        node, below_root = pending.pop()
-        if node.op != "call_function":
-            continue
-        if (measured := _measured(node)) is not None:
-            below_root = below_root or node.target in (*DEVIATIONS, *LENGTHS)
-            # A sum of squares of another value is no length.
-            if below_root and (node.target not in (*LENGTHS, *TOTALS) or stripped(measured) is stripped(value)):
-                return True
-            continue
-        below_root = below_root or node.target in _ROOTS or (node.target in POWERS and node.args[1] in (0.5, -0.5))
-        if is_cast(node) or node.target in POWERS or node.target in _ON_THE_WAY:
-            computed = [each for each in node.args[:2] if isinstance(each, Node) and number_of(each, constants) is None]
-            pending += [(each, below_root) for each in computed] if len(computed) < 2 or node.target in _OF_TWO else []
-    return False
-
-
-def _measured(node: Node) -> Node | None:
-    """What a mean or sum of squares, a variance or a length is of."""
-    if node.target in LENGTHS:
-        return node.args[0] if node.args[1:2] in ((), (None,), (2,)) else None  # type: ignore[return-value]
-    if node.target in (*VARIANCES, *DEVIATIONS):
-        return node_at(node, 0)
-    if node.target is operator.getitem:
-        pair = node.args[0]
-        assert isinstance(pair, Node)
-        return node_at(pair, 0) if pair.target in PAIRS and node.args[1] == 0 else None
-    return root_of(stripped(node_at(node, 0))) if node.target in (*MEANS, *TOTALS) else None
-
-
 def _read(node: Node, value: Node, scale: Node, divides: bool, constants: Constants) -> Normalised:
     _check_value(value)
     reading = Reading(constants)
@@ -126,16 +60,14 @@ def _read(node: Node, value: Node, scale: Node, divides: bool, constants: Consta
     for inner, item in _weighted(value) if found is None else ():
         if found is None and (found := _same(inner, measured, is_variance, reading)) is not None:
             weight = item
-            reading.interior |= {stripped(value)} | casts_above(inner)
     if found is None:
         raise NotFusible("the mean of squares is of another value than is scaled")
     x, centred = found
-    reading.interior |= casts_above(value) | casts_above(measured)
     if tensor_of(x).shape[-1] < 2:
         raise NotFusible("its rows have one element")
     if tensor_of(node).shape != tensor_of(x).shape:
         raise NotFusible("the mean does not keep its dim with size 1, so that it meets other rows")
-    return Normalised(node, x, centred, eps, frozenset(reading.interior), weight)
+    return Normalised(node, x, centred, eps, weight)
 
 
 def _same(value: Node, measured: Node, is_variance: bool, reading: Reading) -> tuple[Node, bool] | None:

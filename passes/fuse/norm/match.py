@@ -13,16 +13,16 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, lay_out_anew, tensor_of
-from autopar.graph.overwrites import memory_of, overwritten, writers_of, writes, written_by
+from autopar.graph.overwrites import between, memory_of, overwritten, writers_of, writes, written_by
 from autopar.ir.fusion import NotFusible
 from autopar.ir.keys import SOURCE, Source
 from autopar.kernels.normalisation import add_norm, norm
 from autopar.ops.rules.labels import argument
 from autopar.ops.traits import is_cast
-from autopar.passes.fuse.guards import check_operands
+from autopar.passes.fuse.guards import check_operands, readers_of
 from autopar.passes.fuse.match import Match, Rewriting
 from autopar.passes.fuse.norm.by_hand import Normalised, is_affine, normalised_at
-from autopar.passes.fuse.norm.moments import PRODUCTS, SUMS, casts_above, stripped
+from autopar.passes.fuse.norm.moments import PRODUCTS, SUMS, stripped
 from autopar.passes.fuse.reading import is_tensor, narrowest, widest
 
 aten = torch.ops.aten
@@ -102,7 +102,6 @@ class _Tail:
     end: Node
     weight: Node | None
     bias: Node | None
-    interior: set[Node]
 
 
 def match_norm(node: Node, constants: Constants, writers: Sequence[Node]) -> Norm | None:
@@ -118,7 +117,7 @@ def match_norm(node: Node, constants: Constants, writers: Sequence[Node]) -> Nor
         return None
     tail = _tail(value, found, bias)
     weight, bias = (None if item is None else narrowest(item) for item in (tail.weight, tail.bias))
-    interior = (found.interior | tail.interior | {node, value}) - {tail.end}
+    interior = frozenset(between(found.x, tail.end) - {found.x, tail.end})
     result = Norm(tail.end, interior, node, found.x, weight, bias, found.eps, found.centred)
     check_operands((found.x, *result.affine()), tail.end, writers, "between where it is made and the norm")
     return result
@@ -160,7 +159,7 @@ def _fits(found: Norm, total: Node, before: Node) -> bool:
     """Whether nobody but what goes reads `total` before the op, and weight and bias are there by then."""
     gone = {found.root}
     for node in sorted(found.interior, reverse=True):
-        if all(user in gone or (not user.users and user.op != "output") for user in node.users):
+        if gone.issuperset(readers_of(node)):
             gone.add(node)
     return not any(reader < before for reader in total.users if reader not in gone) and all(item < before for item in found.affine())
 
@@ -180,11 +179,11 @@ def _of_op(node: Node) -> tuple[Normalised, Node | None, Node]:
     eps = default_eps(tensor_of(x).dtype) if eps is None else float(eps)
     value = node
     if node.target is aten.native_layer_norm.default:
-        read = [user for user in node.users if user.users or user.op == "output"]
+        read = readers_of(node)
         if [user.args[1] for user in read] != [0]:
             raise NotFusible("its mean or its deviation is read")
         value = read[0]
-    return Normalised(value, stripped(x), centred, eps, frozenset(casts_above(x)), weight), bias, value
+    return Normalised(value, stripped(x), centred, eps, weight), bias, value
 
 
 @cache
@@ -198,7 +197,7 @@ def default_eps(dtype: torch.dtype) -> float:
 
 def _tail(value: Node, found: Normalised, bias: Node | None) -> _Tail:
     """Casts, one weight and one bias below `value`, as long as nothing else reads what is between."""
-    tail, passed = _Tail(value, found.weight, bias, set()), [value]
+    tail, passed = _Tail(value, found.weight, bias), [value]
     while (user := _only_user(passed[-1])) is not None:
         node = passed[-1]
         if is_cast(user):
@@ -215,12 +214,11 @@ def _tail(value: Node, found: Normalised, bias: Node | None) -> _Tail:
         else:
             break
         passed.append(user)
-    tail.interior = set(passed[: passed.index(tail.end)])
     return tail
 
 
 def _only_user(node: Node) -> Node | None:
-    users = [user for user in node.users if user.users or user.op == "output" or writes(user)]
+    users = readers_of(node)
     return users[0] if len(users) == 1 and users[0].op == "call_function" and not writes(users[0]) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +32,17 @@ PAIRS = (aten.var_mean.correction, aten.var_mean.dim, aten.var_mean.default)
 DEVIATIONS = (aten.std.correction, aten.std.dim, aten.std.default)
 LENGTHS = (aten.linalg_vector_norm.default, aten.linalg_norm.default, aten.norm.ScalarOpt_dim)
 POWERS = (aten.pow.Tensor_Scalar,)
+_ROOTS = (aten.rsqrt.default, aten.sqrt.default)
+# What a scale goes through between the mean of squares and the value, when only "is this a norm at all?" is asked.
+_ON_THE_WAY = frozenset(
+    {
+        *_ROOTS, *FLOORS, *SUMS, *PRODUCTS, *QUOTIENTS, *EXPANSIONS, aten.reciprocal.default, aten.unsqueeze.default, aten.sub.Tensor,
+        aten.detach.default,
+    }
+)  # fmt: skip
+# Of these both operands may be computed: a difference of means, an eps that is a parameter, the shape to expand to.
+_OF_TWO = frozenset({*SUMS, *FLOORS, aten.sub.Tensor, aten.expand_as.default})
+_MOST_STEPS = 16
 # Numbers that are this near mean the same: 1 / N is written with some rounding.
 _TOLERANCE = 1e-12
 
@@ -46,15 +57,6 @@ def stripped(node: Node) -> Node:
     return node
 
 
-def casts_above(node: Node) -> set[Node]:
-    """The casts from which `stripped` takes `node`."""
-    found, above = set[Node](), stripped(node)
-    while node is not above:
-        found.add(node)
-        node = node_at(node, 0)
-    return found
-
-
 def root_of(node: Node) -> Node | None:
     """y where `node` is y²."""
     if node.target is aten.square.default or (node.target in POWERS and node.args[1] == 2):
@@ -65,31 +67,62 @@ def root_of(node: Node) -> Node | None:
     return None
 
 
+def may_scale(value: Node, scale: Node, constants: Constants) -> bool:
+    """Whether `scale` is made of a root of a mean of squares, or of the length of `value`."""
+    pending = [(scale, False)]
+    for _ in range(_MOST_STEPS):
+        if not pending:
+            break
+        node, below_root = pending.pop()
+        if node.op != "call_function":
+            continue
+        if (measured := _measured(node)) is not None:
+            below_root = below_root or node.target in (*DEVIATIONS, *LENGTHS)
+            # A sum of squares of another value is no length.
+            if below_root and (node.target not in (*LENGTHS, *TOTALS) or stripped(measured) is stripped(value)):
+                return True
+            continue
+        below_root = below_root or node.target in _ROOTS or (node.target in POWERS and node.args[1] in (0.5, -0.5))
+        if is_cast(node) or node.target in POWERS or node.target in _ON_THE_WAY:
+            computed = [each for each in node.args[:2] if isinstance(each, Node) and number_of(each, constants) is None]
+            pending += [(each, below_root) for each in computed] if len(computed) < 2 or node.target in _OF_TWO else []
+    return False
+
+
+def _measured(node: Node) -> Node | None:
+    """What a mean or sum of squares, a variance or a length is of."""
+    if node.target in LENGTHS:
+        return node.args[0] if node.args[1:2] in ((), (None,), (2,)) else None  # type: ignore[return-value]
+    if node.target in (*VARIANCES, *DEVIATIONS):
+        return node_at(node, 0)
+    if node.target is operator.getitem:
+        pair = node.args[0]
+        assert isinstance(pair, Node)
+        return node_at(pair, 0) if pair.target in PAIRS and node.args[1] == 0 else None
+    return root_of(stripped(node_at(node, 0))) if node.target in (*MEANS, *TOTALS) else None
+
+
 @dataclass
 class Reading:
-    """Reads upwards from a factor. `interior` are the nodes read, `opened` whether a last dim of size 1 was put in."""
+    """Reads upwards from a factor. `opened`: whether a last dim of size 1 was put in on the way."""
 
     constants: Constants
-    interior: set[Node] = field(default_factory=set)
     opened: bool = False
 
     def through(self, node: Any) -> Node:
         """The value above casts, and above a dim of size 1 that is put in behind the others, or made longer."""
         assert isinstance(node, Node)
         while True:
-            self.interior |= casts_above(node)
             node = stripped(node)
             if node.target is aten.unsqueeze.default and node.args[1] in (-1, tensor_of(node).dim() - 1) and not self.opened:
                 self.opened = True
             elif node.target not in EXPANSIONS or not _is_row_by_row(node):
                 return node
-            self.interior.add(node)
             node = node.args[0]
 
     def scale(self, node: Any, divides: bool) -> tuple[Node, float]:
         """The mean of squares and eps, where `node` is 1 / sqrt(mean + eps), or sqrt(mean + eps) and `divides`."""
         node = self.through(node)
-        self.interior.add(node)
         exponent = node.args[1] if node.target in POWERS else None
         if node.target is aten.rsqrt.default or exponent == -0.5:
             inverse = True
@@ -125,7 +158,6 @@ class Reading:
             raise NotFusible("the mean of squares has a floor instead of an eps that is added")
         if node.target not in SUMS:
             return node, 0.0
-        self.interior.add(node)
         for value, eps in operand_pairs(node):
             number = self._number(eps)
             if number is not None and isinstance(value, Node) and node.kwargs.get("alpha", 1) == 1:
@@ -137,14 +169,12 @@ class Reading:
     def mean(self, node: Any) -> tuple[Node, bool]:
         """What `node` is the mean of over the last dim, or the variance. The other dims stay; the last is kept, with size 1."""
         node = self.through(node)
-        self.interior.add(node)
         if node.target in MEANS:
             return self._over_last(node), False
         if node.target in (*QUOTIENTS, *PRODUCTS):
             return self._averaged(node), False
         if node.target is operator.getitem and node.args[0].target in PAIRS and node.args[1] == 0:
             node = node.args[0]
-            self.interior.add(node)
         if node.target in (*VARIANCES, *PAIRS):
             value = self._over_last(node, keep=3 if str(node.target).endswith(".dim") else None)
             if _correction(node) != 0:
@@ -162,7 +192,6 @@ class Reading:
             number = self._number(factor)
             total = self.through(total) if isinstance(total, Node) else None
             if number and total is not None and total.target in TOTALS:
-                self.interior.add(total)
                 value = self._over_last(total)
                 share = number if node.target in PRODUCTS else 1.0 / number
                 if not math.isclose(share * tensor_of(value).shape[-1], 1.0, rel_tol=_TOLERANCE):
@@ -189,14 +218,13 @@ class Reading:
     def squared(self, node: Any) -> Node:
         """y of y²."""
         node = self.through(node)
-        self.interior.add(node)
         if (value := root_of(node)) is None:
             raise NotFusible(f"the mean is of {name_of(node)}, not of squares")
         return value
 
     def centred(self, node: Node) -> Node | None:
         """x where `node` is x minus its mean over the last dim."""
-        casts, node = casts_above(node), stripped(node)
+        node = stripped(node)
         if node.target not in _DIFFERENCES or node.kwargs.get("alpha", 1) != 1 or not all(isinstance(each, Node) for each in node.args[:2]):
             return None
         x, inner = stripped(node_at(node, 0)), Reading(self.constants)
@@ -207,7 +235,6 @@ class Reading:
             return None
         if found[1] or stripped(found[0]) is not x:
             return None
-        self.interior |= inner.interior | casts | casts_above(node_at(node, 0)) | {node}
         return x
 
     def paired(self, node: Node) -> tuple[Node, bool] | None:
@@ -215,7 +242,6 @@ class Reading:
         pair = node.args[0] if node.target is operator.getitem else None
         if not isinstance(pair, Node) or pair.target not in PAIRS or node.args[1] != 1:
             return None
-        self.interior |= {node, pair}
         return self._over_last(pair, keep=3 if str(pair.target).endswith(".dim") else None), False
 
 

@@ -69,7 +69,7 @@ def is_understood(node: Node) -> bool:
 
 
 class Elements:
-    """Values in terms of `x`. `interior` are the nodes that depend on it, as far as they were looked at."""
+    """Values in terms of `x`."""
 
     def __init__(self, x: Node, constants: Constants) -> None:
         self.x, self._constants = x, constants
@@ -77,14 +77,12 @@ class Elements:
         self._depends: dict[Node, bool] = {x: True}
         size = tensor_of(x).shape[-1]
         self._found: dict[Node, np.ndarray | None] = {x: _array([(Term(1.0, index),) for index in range(size)])}
-        self.interior: set[Node] = set()
 
     def of(self, node: Node) -> np.ndarray | None:
         """`Terms` in an array of the shape of the node's inner dims; None where they cannot be read."""
         if node not in self._found:
             found = self._of(node) if is_understood(node) and self._depends_on_x(node) else None
             self._found[node] = found if found is not None and self._fits(node, found) else None
-            self.interior.add(node)
         return self._found[node]
 
     def _fits(self, node: Node, found: np.ndarray) -> bool:
@@ -156,7 +154,6 @@ class Elements:
         found = [self.of(each) for each in sources]
         if any(each is None for each in found) or not self._works_inside(call, tensor_of(sources[0]).dim()):
             return None
-        self.interior.add(call)
         numbers, pool = list[torch.Tensor](), list[Terms]()
         for each in found:
             assert each is not None

@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, tensor_of
+from autopar.graph.overwrites import between
 from autopar.ir.fusion import NotFusible
 from autopar.kernels.rotary import rotary
 from autopar.ops.traits import PRODUCTS
@@ -150,7 +151,7 @@ def _rotation(
     node: Node, elements: Elements, cos: Angles, sin: Angles, interleaved: bool, writers: Sequence[Node], differentiable: Set[Node]
 ) -> Rotation:
     root, x = rounded(node), narrowest(elements.x)
-    interior = frozenset(elements.interior | {node}) - {elements.x}
+    interior = frozenset(between(elements.x, node) - {elements.x})
     num_dims = tensor_of(x).dim()
     if num_dims > 4:
         raise NotFusible(f"it has {num_dims} dims; the op takes batches, heads, positions and elements")
