@@ -3,7 +3,7 @@
     python -m benchmarks.attention_forms                                             every form, in training and in inference
     python -m benchmarks.attention_forms --docs benchmarks/results/attention_forms.md
 
-The forms and the near misses are those of the tests (tests/passes/attention_forms.py). Inductor counts its matches; it is run as far as
+The forms and the near misses are those of the tests (tests/support/forms/attention.py). Inductor counts its matches; it is run as far as
 its patterns and no further. Both are asked in float32 and in float16, the dtypes of Inductor's patterns: a form counts as ours where it
 is fused in both, and as Inductor's where either matches. Near misses are asked in float32: in float16 rounding to it is no miss. What
 Inductor matches is also compiled to its end, in float32, and compared with the module itself.
@@ -24,21 +24,21 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import virtual_mesh
 from autopar.passes.forward.fuse_attention import FuseAttention
 from benchmarks.reporting import machine, print_table, write_json
-from tests.passes import (
+from tests.support.forms import (
+    attention,
     attention_caps_and_sinks,
     attention_documents,
-    attention_forms,
     attention_layouts,
     attention_masks,
     attention_near_misses,
 )
-from tests.passes.attention_forms import FORMS, NEAR_MISSES, AttentionForm
-from tests.passes.inductor_attention import fault_of_inductor, inductor_matches
+from tests.support.forms.attention import FORMS, NEAR_MISSES, AttentionForm
+from tests.support.forms.inductor_attention import fault_of_inductor, inductor_matches
 
 NEAR = "near misses"
 # By the file that a form is written in; a near miss may be in any.
 GROUPS = {
-    attention_forms.__name__: "scales and softmax",
+    attention.__name__: "scales and softmax",
     attention_layouts.__name__: "layouts, grouped heads",
     attention_masks.__name__: "masks and biases",
     attention_documents.__name__: "packed documents",
@@ -117,7 +117,7 @@ def document(found: Sequence[Outcome]) -> str:
             "# Ways to write attention",
             "",
             f"`python -m benchmarks.attention_forms`, {where['date']}, torch {where['torch']}, on the CPU. How many of the forms in",
-            "`tests/passes/attention_*.py` become one op by `passes/forward/fuse_attention.py`, and how many Inductor's own patterns",
+            "`tests/support/forms/attention*.py` become one op by `passes/forward/fuse_attention.py`, and how many Inductor's own patterns",
             "match, each asked in float32 and in float16: ours counts where it fuses in both, Inductor's where it matches in either.",
             "Near misses are to be left alone (float32). What Inductor matches was compiled to its end and compared with the module, in",
             "float32.",

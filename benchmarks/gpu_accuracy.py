@@ -19,7 +19,7 @@ from autopar.kernels.normalisation import add_norm, norm
 from autopar.kernels.rotary import rotary
 from autopar.kernels.softmax import softmax
 from benchmarks.gpu_case import Case, Place, Row
-from tests.kernels.accuracy import FLOOR, GRADIENT_FACTOR, OUTPUT_FACTOR
+from tests.support.kernels.accuracy import FLOOR, GRADIENT_FACTOR, OUTPUT_FACTOR
 
 Function = Callable[..., Sequence[Tensor]]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

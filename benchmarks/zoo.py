@@ -24,11 +24,11 @@ from torch import nn
 
 import autopar
 from autopar import AutoparError, Cluster, virtual_mesh
-from tests import zoo_language, zoo_vision
-from tests.zoo import Case
+from tests.support.models import language, vision
+from tests.support.models.zoo import Case
 
 MESHES = {"dp2×tp2": {"dp": 2, "tp": 2}, "tp4": {"tp": 4}}
-ZOO: dict[str, Callable[..., Case]] = {**zoo_language.ZOO, **zoo_vision.ZOO}
+ZOO: dict[str, Callable[..., Case]] = {**language.ZOO, **vision.ZOO}
 TOLERANCE = 1e-9
 SMALL = 0.01  # of a step's seconds
 
@@ -119,7 +119,7 @@ def document(found: Sequence[Outcome]) -> str:
         "# The zoo",
         "",
         f"{exact} of {len(by_model)} models are exact on both meshes: the loss and every gradient are within {TOLERANCE:.0e} of the",
-        "original's, in float64. Tiny configurations (`tests/zoo_language.py`, `tests/zoo_vision.py`) with random weights, planned on",
+        "original's, in float64. Tiny configurations (`tests/support/models/language.py` and `vision.py`) with random weights, planned on",
         "the ideal cluster. `flops_split` is the share of the matmul, convolution and attention FLOPs that no two ranks both compute;",
         f"of what is replicated, ops that take less than {SMALL:.0%} of the step are left out.",
         "",

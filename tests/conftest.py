@@ -1,89 +1,20 @@
-"""Four gloo ranks that live as long as the test run, shared by all folders."""
+"""Fixtures that all folders share, and what xdist runs together."""
 
 from __future__ import annotations
 
 import gc
-import os
-import pickle
-import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection, Listener
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from tests.captures import keep_captures
+from tests.support.captures import keep_captures
+from tests.support.ranks import GlooRanks
 
-WORLD_SIZE = 4
 _GLOO, _FIXTURE = "gloo", "gloo_ranks"
-_SERVER = Path(__file__).with_name("gloo_rank.py")
 
 # Traces make objects by the million and keep most of them: a fifth of the suite's time was collections.
 gc.set_threshold(20_000, 10, 10)
-
-
-class GlooRanks:
-    """Processes in one gloo world, started at first use and kept.
-
-        results = gloo_ranks.run(function, *args)     # function(*args) on every rank; the results in rank order
-
-    `function` is a top-level function of a test file; it finds its rank by `torch.distributed.get_rank()`.
-    """
-
-    def __init__(self, world_size: int = WORLD_SIZE) -> None:
-        self._world_size = world_size
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pipes: list[Connection] = []
-
-    def _start(self) -> None:
-        self._directory = tempfile.TemporaryDirectory()
-        folder = Path(self._directory.name)
-        listeners = [Listener(str(folder / f"rank{rank}"), "AF_UNIX") for rank in range(self._world_size)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(_SERVER), str(self._world_size), str(folder)]
-        # A session of their own, by which they are killed together.
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
-        for listener in listeners:
-            self._pipes.append(listener.accept())
-            listener.close()
-
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on all ranks. The first rank's exception is raised here, with its traceback as a note."""
-        if self._process is None:
-            self._start()
-        code = sys.modules[function.__module__].__file__
-        for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((code, function.__name__, args)))
-        try:
-            answers = [self._answer(rank, pipe, timeout) for rank, pipe in enumerate(self._pipes)]
-        except (TimeoutError, EOFError):
-            self.stop()  # the next test gets ranks that are not stuck in this one
-            raise
-        for rank, (_, error, trace) in enumerate(answers):
-            if error is not None:
-                error.add_note(f"on gloo rank {rank}:\n{trace}")
-                raise error
-        return [result for result, _, _ in answers]
-
-    def _answer(self, rank: int, pipe: Connection, timeout: float) -> tuple[Any, BaseException | None, str]:
-        if not pipe.poll(timeout):
-            raise TimeoutError(f"gloo rank {rank} gave no answer within {timeout} s")
-        return pickle.loads(pipe.recv_bytes())
-
-    def stop(self) -> None:
-        """Kill all: they hold nothing, and taking a world down in good order takes ten seconds."""
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._process, self._pipes = None, []
-        if self._directory is not None:
-            self._directory.cleanup()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,7 +20,7 @@ _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 # The package itself, and what its links to the folders beside it lead to.
 _OWN = tuple(
     folder + os.sep
-    for here in (os.path.dirname(os.path.abspath(__file__)),)
+    for here in (os.path.dirname(os.path.dirname(os.path.abspath(__file__))),)
     for folder in (here, *(os.path.realpath(os.path.join(here, name)) for name in ("passes", "runtime", "kernels")))
 )
 

@@ -23,7 +23,7 @@ from autopar.ir.keys import DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.ir.program import Program, operands
 from autopar.ir.schedule import Free, Instruction, Launch, Run, Schedule, Wait
 from autopar.ir.sharding import Sharding
-from tests.planting import MESH, compile_tiny, consumer, emit_between, first, gathered, reduced_over
+from tests.support.faults.compiled import MESH, compile_tiny, consumer, emit_between, first, gathered, reduced_over
 
 aten = torch.ops.aten
 

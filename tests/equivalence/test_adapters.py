@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autopar
-from autopar import ParallelModule, virtual_mesh
+from autopar import ParallelModule
+from tests.support.captures import compiled
 
 WIDTH = 16
 
@@ -51,10 +51,6 @@ class Net(nn.Module):
 BATCH = {"x": torch.randn(8, WIDTH), "labels": torch.arange(8)}
 
 
-def compiled(model: nn.Module, batch: dict[str, Tensor], **axes: int) -> ParallelModule:
-    return autopar.compile(model, virtual_mesh(**axes), example_inputs=batch, backend="eager")
-
-
 def assert_only_adapters_train(parallel: ParallelModule, batch: dict[str, Tensor]) -> None:
     """Gradients, their bytes, the optimizer's, and what dp sends of them are those of the parameters that train."""
     parallel.zero_grad()
@@ -77,7 +73,7 @@ def assert_only_adapters_train(parallel: ParallelModule, batch: dict[str, Tensor
 @pytest.mark.parametrize("axes", [{"dp": 4}, {"dp": 2, "tp": 2}, {"pp": 2}], ids=str)
 def test_adapters_by_name(axes: dict[str, int]) -> None:
     torch.manual_seed(0)
-    parallel = compiled(Net(), BATCH, **axes)
+    parallel = compiled(Net(), axes, BATCH)
     assert parallel.verify(**BATCH, promote=True)
     assert parallel.summary()["flops_split"] > 0.99
     if "pp" not in axes:
@@ -93,7 +89,7 @@ def test_peft(options: dict[str, Any]) -> None:
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM", **options)
     ids = torch.randint(0, 96, (4, 8))
     batch = {"input_ids": ids, "labels": ids}
-    parallel = compiled(peft.get_peft_model(model, config), batch, dp=2, tp=2)
+    parallel = compiled(peft.get_peft_model(model, config), {"dp": 2, "tp": 2}, batch)
     assert parallel.verify(**batch, promote=True)
     assert parallel.summary()["flops_split"] > 0.99
     assert_only_adapters_train(parallel, batch)

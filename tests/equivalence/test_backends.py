@@ -17,15 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Cluster, ParallelModule
 from autopar.runtime.verify.report import Report
-from tests import zoo, zoo_language, zoo_vision
-from tests.conftest import GlooRanks
-from tests.zoo import Batch, Case
+from tests.support.models import language, vision, zoo
+from tests.support.models.zoo import Batch, Case
+from tests.support.ranks import GlooRanks, share
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ CELLS = {
     "llama": Cell(zoo.llama),
     "bert": Cell(zoo.bert),
     "vit": Cell(zoo.vit),
-    "resnet": Cell(zoo_vision.resnet),
-    "mixtral": Cell(zoo_language.mixtral, (("tp", 4),)),  # dp cannot split its experts yet
+    "resnet": Cell(vision.resnet),
+    "mixtral": Cell(language.mixtral, (("tp", 4),)),  # dp cannot split its experts yet
     "pipeline": Cell(lambda: zoo.gpt2(2), (("pp", 2), ("tp", 2)), number=4),
     "dropout": Cell(lambda: zoo.gpt2(1, 0.1), is_drawn=True),
 }
@@ -57,26 +57,17 @@ QUICK = {("inductor", "gpt2"), ("inductor", "pipeline"), ("inductor", "dropout")
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(BACKENDS, CELLS)]
 
 
-def compiled(name: str, backend: str, mesh: Any) -> tuple[ParallelModule, torch.nn.Module, Batch]:
+def parallel_and_reference(name: str, backend: str, mesh: Any) -> tuple[ParallelModule, torch.nn.Module, Batch]:
     """The parallel model in float32, as users have them, a plain copy, and the global batch."""
     torch.manual_seed(0)  # one model on all ranks
     cell = CELLS[name]
-    case = cell.make()
-    batch = {key: value.float() if value.is_floating_point() else value for key, value in case.batch.items()}
-    model = case.model.float()
-    reference = copy.deepcopy(model)
+    case = cell.make().to(torch.float32)
+    reference = copy.deepcopy(case.model)
     options: dict[str, Any] = {} if backend == "inductor" else {"backend": backend}  # the default is what is tested
     if cell.number is not None:
         options["num_microbatches"] = cell.number
-    parallel = autopar.compile(model, mesh, example_inputs=share(batch, mesh), cluster=Cluster.ideal(), **options)
-    return parallel, reference, batch
-
-
-def share(batch: Batch, mesh: Any) -> Batch:
-    """This process's part of the batch."""
-    if not isinstance(mesh, DeviceMesh) or "dp" not in (mesh.mesh_dim_names or ()):
-        return batch
-    return {name: value.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")] for name, value in batch.items()}
+    parallel = autopar.compile(case.model, mesh, example_inputs=share(case.batch, mesh), cluster=Cluster.ideal(), **options)
+    return parallel, reference, case.batch
 
 
 def step(parallel: ParallelModule, reference: torch.nn.Module, batch: Batch, mine: Batch) -> float:
@@ -115,7 +106,7 @@ def assert_exact(name: str, found: list[Report]) -> None:
 
 @pytest.mark.parametrize(("backend", "name"), CASES)
 def test_a_step_on_virtual_ranks(backend: str, name: str) -> None:
-    parallel, reference, batch = compiled(name, backend, autopar.virtual_mesh(**dict(CELLS[name].axes)))
+    parallel, reference, batch = parallel_and_reference(name, backend, autopar.virtual_mesh(**dict(CELLS[name].axes)))
     assert_exact(name, reports(name, backend, parallel, reference, batch, batch))
     assert parallel.summary()["flops_split"] >= 0.95, parallel.explain()
 
@@ -124,7 +115,7 @@ def on_a_rank(name: str, backend: str) -> list[Report]:
     assert dist.get_world_size() == 4
     axes = dict(CELLS[name].axes)
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    parallel, reference, batch = compiled(name, backend, mesh)
+    parallel, reference, batch = parallel_and_reference(name, backend, mesh)
     return reports(name, backend, parallel, reference, batch, share(batch, mesh))
 
 

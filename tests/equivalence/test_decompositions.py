@@ -18,7 +18,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import virtual_mesh
 from autopar.passes.global_ import trace_joint
 from autopar.passes.global_.trace_joint import TraceJoint
-from tests.running import inputs_of, run
+from tests.support.programs import inputs_of, run
 
 aten = torch.ops.aten
 Sample = Callable[[Tensor], Tensor]

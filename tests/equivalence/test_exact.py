@@ -11,9 +11,9 @@ from itertools import product
 import pytest
 import torch
 
-import autopar
-from autopar import Cluster, ParallelModule, virtual_mesh
-from tests.zoo import ZOO, Batch
+from autopar import ParallelModule
+from tests.support.captures import compiled
+from tests.support.models.zoo import ZOO, Batch
 
 MESHES: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},
@@ -30,19 +30,15 @@ CASES = [
 ]
 
 
-def compiled(name: str, mesh: str, dropout: float, num_layers: int = 1) -> tuple[ParallelModule, Batch]:
+def parallel_of(name: str, mesh: str, dropout: float, num_layers: int = 1) -> tuple[ParallelModule, Batch]:
     """A float32 model, as users have them."""
-    case = ZOO[name](num_layers, dropout)
-    batch = {key: value.float() if value.is_floating_point() else value for key, value in case.batch.items()}
-    parallel = autopar.compile(
-        case.model.float(), virtual_mesh(**MESHES[mesh]), example_inputs=batch, backend="eager", cluster=Cluster.ideal()
-    )
-    return parallel, batch
+    case = ZOO[name](num_layers, dropout).to(torch.float32)
+    return compiled(case.model, MESHES[mesh], case.batch), case.batch
 
 
 @pytest.mark.parametrize(("name", "mesh", "dropout"), CASES)
 def test_loss_and_gradients_are_the_originals(name: str, mesh: str, dropout: str) -> None:
-    parallel, batch = compiled(name, mesh, DROPOUTS[dropout], num_layers=1 if (name, mesh, dropout) in QUICK else 2)
+    parallel, batch = parallel_of(name, mesh, DROPOUTS[dropout], num_layers=1 if (name, mesh, dropout) in QUICK else 2)
     trained = {key for key, parameter in parallel.named_parameters() if parameter.requires_grad}
     for promote, tolerance in ((True, 1e-9), (False, 1e-4)):
         report = parallel.verify(promote=promote, **batch)
@@ -54,14 +50,14 @@ def test_loss_and_gradients_are_the_originals(name: str, mesh: str, dropout: str
 
 @pytest.mark.slow
 def test_dropout_in_evaluation_is_the_original() -> None:
-    parallel, batch = compiled("bert", "dp2×tp2", 0.1)
+    parallel, batch = parallel_of("bert", "dp2×tp2", 0.1)
     parallel.eval()
     report = parallel.verify(promote=True, **batch)
     assert report and report.reference == "original model", str(report)
 
 
 def test_a_step_draws_what_no_other_step_draws() -> None:
-    parallel, batch = compiled("gpt2", "dp2", 0.5)
+    parallel, batch = parallel_of("gpt2", "dp2", 0.5)
     losses = [float(parallel(**batch).loss.detach()) for _ in range(3)]
     assert len(set(losses)) == 3
 
@@ -71,6 +67,6 @@ def test_the_mesh_does_not_change_what_is_drawn() -> None:
     found = []
     for mesh in ("dp2", "tp2"):
         torch.manual_seed(3)
-        parallel, batch = compiled("gpt2", mesh, 0.5)
+        parallel, batch = parallel_of("gpt2", mesh, 0.5)
         found.append([float(parallel(**batch).loss.detach()) for _ in range(2)])
     assert found[0] == pytest.approx(found[1], rel=1e-5)

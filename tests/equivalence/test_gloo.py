@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-import autopar
-from autopar import Cluster, ParallelModule
+from autopar import ParallelModule
 from autopar.runtime._torch import gathers_strided_shards
 from autopar.runtime.verify.report import error_of, floor_of
-from tests.zoo import IGNORED, ZOO, Batch
+from tests.support.captures import compiled
+from tests.support.models.zoo import IGNORED, ZOO, Batch
 
 # float32: gradients by the design's error; float64 models cast to float32 inside, so they agree to its rounding.
 TOLERANCE = 1e-4
@@ -36,19 +36,18 @@ def share(batch: Batch) -> Batch:
     return {name: value.chunk(2)[dist.get_rank() // 2] for name, value in batch.items()}
 
 
-def compiled(
+def parallel_and_reference(
     name: str, dropout: float = 0.0, dtype: torch.dtype = torch.float32, **options: Any
 ) -> tuple[ParallelModule, nn.Module, Batch]:
     """The parallel model, a plain copy, and the global batch."""
     torch.manual_seed(0)  # one model on all ranks
-    case = ZOO[name](dropout=dropout)
-    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in case.batch.items()}
+    case = ZOO[name](dropout=dropout).to(dtype)
+    batch = case.batch
     batch["labels"][4:] = IGNORED  # the second share has no label left
-    model = case.model.to(dtype)
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(case.model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     example = {key: batch[key] for key in options.pop("only", batch)}
-    parallel = autopar.compile(model, mesh, example_inputs=share(example), backend="eager", cluster=Cluster.ideal(), timeout=180, **options)
+    parallel = compiled(case.model, mesh, share(example), timeout=180, **options)
     return parallel, reference, example
 
 
@@ -67,7 +66,7 @@ def _full(parallel: ParallelModule, name: str) -> Tensor:
 
 def follows(name: str, dropout: float) -> dict[str, Any]:
     """Gradients against the plain model's (with dropout only `verify` can compare), and what verify says."""
-    parallel, reference, batch = compiled(name, dropout)
+    parallel, reference, batch = parallel_and_reference(name, dropout)
     mine = share(batch)
     loss, wanted = parallel(**mine).loss, reference(**batch).loss
     loss.backward()
@@ -90,7 +89,7 @@ def follows(name: str, dropout: float) -> dict[str, Any]:
 
 def trains() -> dict[str, float]:
     """AdamW with clipping; two backward calls a step. What differs from plain torch, by name."""
-    parallel, reference, batch = compiled("gpt2", dtype=torch.float64)
+    parallel, reference, batch = parallel_and_reference("gpt2", dtype=torch.float64)
     found = dict[str, float]()
     # A large epsilon: the key bias has a gradient of zero but for rounding, which AdamW would otherwise blow up to whole steps.
     optimizers = [torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=1e-3) for module in (parallel, reference)]
@@ -140,7 +139,7 @@ def state_errors(parallel: ParallelModule, reference: nn.Module, batch: Batch) -
 
 def takes_a_loss_outside() -> tuple[float, float, dict[str, float]]:
     """Each rank's own loss of its own logits: gradients are those of the mean over dp, as with DDP."""
-    parallel, reference, batch = compiled("llama", only=("input_ids",))
+    parallel, reference, batch = parallel_and_reference("llama", only=("input_ids",))
     labels = {"labels": ZOO["llama"]().batch["input_ids"].flip(1)}
     logits = parallel(**share(batch)).logits
     mine = F.cross_entropy(logits.flatten(0, 1), share(labels)["labels"].flatten())

@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-import autopar
-from autopar import Cluster, ParallelModule
+from autopar import ParallelModule
 from autopar.runtime.verify.report import error_of
-from tests.conftest import GlooRanks
-from tests.pipelined import UNet, tagger
-from tests.zoo import Batch, gpt2
+from tests.support.captures import compiled
+from tests.support.models.pipelined import UNet, tagger
+from tests.support.models.zoo import Batch, gpt2
+from tests.support.ranks import GlooRanks, share
+
+TIMEOUT = 180
 
 # The loss of a float64 transformer is computed in float32.
 TOLERANCE = 1e-5
@@ -30,17 +32,6 @@ TIED = {"symbols.weight", "transformer.wte.weight"}
 # ---- on the ranks
 
 
-def share(batch: Batch, mesh: DeviceMesh) -> Batch:
-    names = mesh.mesh_dim_names or ()
-    number, place = (mesh["dp"].size(), mesh.get_local_rank("dp")) if "dp" in names else (1, 0)
-    return {name: value.chunk(number)[place] for name, value in batch.items()}
-
-
-def compiled(model: nn.Module, mesh: DeviceMesh, number: int | None, schedule: str, **options: Any) -> ParallelModule:
-    options = {"backend": "eager", "cluster": Cluster.ideal(), "timeout": 180} | options
-    return autopar.compile(model, mesh, num_microbatches=number, schedule=schedule, **options)
-
-
 def trains(name: str, axes: dict[str, int], number: int, schedule: str) -> dict[str, Any]:
     """A clipped step of AdamW, the state after it, loaded again and from plain torch; evaluation; a batch of another shape."""
     torch.manual_seed(0)
@@ -48,7 +39,7 @@ def trains(name: str, axes: dict[str, int], number: int, schedule: str) -> dict[
     case = MODELS[name]()
     reference, batch = copy.deepcopy(case.model), case.batch
     mine = share(batch, mesh)
-    parallel = compiled(case.model, mesh, number, schedule)
+    parallel = compiled(case.model, mesh, num_microbatches=number, schedule=schedule, timeout=TIMEOUT)
     loss, wanted = parallel(**mine)["loss"], reference(**batch)["loss"]
     (2 * loss).backward()
     (2 * wanted).backward()
@@ -107,7 +98,7 @@ def normalises() -> float:
     model = UNet().double()
     reference = copy.deepcopy(model)
     images, labels = torch.randn(4, 3, 8, 8).double(), torch.randint(0, 4, (4, 8, 8))
-    parallel = compiled(model, mesh, 2, "1f1b", microbatch_statistics="own")
+    parallel = compiled(model, mesh, num_microbatches=2, schedule="1f1b", timeout=TIMEOUT, microbatch_statistics="own")
     parallel(images, labels).backward()
     for each in images.chunk(2):
         reference.logits(each)
@@ -122,7 +113,7 @@ def normalises_as_one_device() -> tuple[int, bool, float]:
     reference = copy.deepcopy(model)
     batch = {"pixel_values": torch.randn(8, 3, 8, 8).double(), "labels": torch.randint(0, 4, (8, 8, 8))}
     mine = share(batch, mesh)
-    parallel = compiled(model, mesh, None, "1f1b")
+    parallel = compiled(model, mesh, schedule="1f1b", timeout=TIMEOUT)
     parallel(**mine).backward()
     reference(**batch)
     report = parallel.verify(promote=True, **mine)

@@ -15,8 +15,8 @@ from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.memory import rank_memory
 from autopar.pipeline.schedules import generate
-from tests.pipelined import compiled
-from tests.zoo import Case
+from tests.support.models.pipelined import in_stages
+from tests.support.models.zoo import Case
 
 WIDTH, SAMPLES, NUMBER = 8, 2, 6
 
@@ -76,7 +76,7 @@ CASES = (("1f1b", 2), ("1f1b", 4), ("gpipe", 2), ("zb-h2", 4), ("interleaved", 2
 def test_as_many_microbatches_are_alive_as_the_order_says(schedule: str, num_ranks: int) -> None:
     torch.manual_seed(0)
     case = Case(Chain(), {"x": torch.randn(SAMPLES * NUMBER, WIDTH)})
-    parallel = compiled(case, {"pp": num_ranks}, NUMBER, schedule)
+    parallel = in_stages(case, {"pp": num_ranks}, NUMBER, schedule)
     order = generate(schedule, num_ranks, NUMBER)
     stage_of = stages_of(parallel.compiled)
     placement = next(step.decision.placement for step in parallel.compiled.steps if step.name == "place stages")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
-from tests.zoo import ZOO
+from tests.support.models.zoo import ZOO
 
 # ---- on the ranks
 

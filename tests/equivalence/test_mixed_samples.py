@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import ParallelModule
 from autopar.errors import AutoparError, MicrobatchError
+from tests.support.captures import compiled
 
 WIDTH, SAMPLES = 8, 16
 DEFAULT = 8  # two stages, four microbatches for each
@@ -113,10 +114,10 @@ Y = torch.randint(0, WIDTH, (SAMPLES,), generator=DRAW)
 Y[3:9] = 3
 
 
-def compiled(loss: Loss, norm: nn.Module | None = None, mesh: dict[str, int] | None = None, **options: Any) -> ParallelModule:
+def compiled_net(loss: Loss, norm: nn.Module | None = None, mesh: dict[str, int] | None = None, **options: Any) -> ParallelModule:
     torch.manual_seed(0)
     model = Net(loss, norm).double()
-    return autopar.compile(model, autopar.virtual_mesh(**(mesh or {"pp": 2})), example_inputs=(X, Y), backend="eager", **options)
+    return compiled(model, mesh or {"pp": 2}, (X, Y), **options)
 
 
 def number_of(parallel: ParallelModule) -> int:
@@ -132,7 +133,7 @@ def assert_exact(parallel: ParallelModule) -> None:
 @pytest.mark.parametrize("name", MIXING)
 def test_what_mixes_samples_runs_in_one_microbatch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):
-        parallel = compiled(MIXING[name])
+        parallel = compiled_net(MIXING[name])
     assert number_of(parallel) == 1 and len(parallel.compiled.schedules) == 2
     assert_exact(parallel)
     assert "1 microbatch instead of 8" in caplog.text and "test_mixed_samples.py:" in caplog.text
@@ -143,7 +144,7 @@ def test_what_mixes_samples_runs_in_one_microbatch(name: str, caplog: pytest.Log
 
 @pytest.mark.parametrize("name", ["product of means", "maximum", "standard deviation", "switch", "contrastive"])
 def test_what_mixes_samples_is_exact_over_dp(name: str) -> None:
-    parallel = compiled(MIXING[name], mesh={"dp": 2})
+    parallel = compiled_net(MIXING[name], mesh={"dp": 2})
     assert_exact(parallel)
     assert parallel.summary()["flops_split"] >= 0.98
 
@@ -151,14 +152,14 @@ def test_what_mixes_samples_is_exact_over_dp(name: str) -> None:
 @pytest.mark.parametrize("name", SEPARABLE)
 def test_what_is_a_sum_over_samples_keeps_its_microbatches(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):
-        parallel = compiled(SEPARABLE[name])
+        parallel = compiled_net(SEPARABLE[name])
     assert number_of(parallel) == DEFAULT and not caplog.text
     assert_exact(parallel)
     assert "\nmicrobatches\n" not in parallel.explain()
 
 
 def test_a_batch_norm_in_training_runs_in_one_microbatch_and_in_evaluation_in_many() -> None:
-    parallel = compiled(SEPARABLE["mean"], nn.BatchNorm1d(16))
+    parallel = compiled_net(SEPARABLE["mean"], nn.BatchNorm1d(16))
     assert number_of(parallel) == 1
     assert_exact(parallel)
     assert "in norm" in parallel.explain()
@@ -170,7 +171,7 @@ def test_a_batch_norm_in_training_runs_in_one_microbatch_and_in_evaluation_in_ma
 
 def refusal(loss: Loss, number: int, **options: Any) -> str:
     with pytest.raises(MicrobatchError) as caught:
-        compiled(loss, num_microbatches=number, **options)
+        compiled_net(loss, num_microbatches=number, **options)
     return str(caught.value)
 
 
@@ -188,7 +189,7 @@ def test_what_needs_all_samples_has_no_estimate_to_accept() -> None:
     found = refusal(MIXING["contrastive"], 4)
     assert "needs all samples of the batch at once" in found and "use num_microbatches=1" in found and "own" not in found
     assert "own" not in refusal(MIXING["contrastive"], 4, microbatch_statistics="own")
-    parallel = compiled(MIXING["contrastive"], nn.BatchNorm1d(16), microbatch_statistics="own")
+    parallel = compiled_net(MIXING["contrastive"], nn.BatchNorm1d(16), microbatch_statistics="own")
     assert number_of(parallel) == 1, "nobody asked for more"
     assert_exact(parallel)
 
@@ -198,7 +199,7 @@ def test_a_buffer_that_each_microbatch_would_change_anew_is_a_reason() -> None:
         module.count += 1
         return h.square().mean()
 
-    parallel = compiled(steps)
+    parallel = compiled_net(steps)
     assert number_of(parallel) == 1
     assert_exact(parallel)
     assert "the buffer 'count' is changed anew by every microbatch" in refusal(steps, 2)
@@ -214,7 +215,7 @@ def test_another_buffer_that_is_added_to_one_is_added_once(as_it_changed: bool) 
         module.count += module.rate
         return h.square().mean()
 
-    parallel = compiled(drifts)
+    parallel = compiled_net(drifts)
     assert number_of(parallel) == 1
     assert_exact(parallel)
     assert "the buffer 'count' is changed anew by every microbatch" in refusal(drifts, 2)
@@ -232,7 +233,7 @@ def test_a_sum_of_the_inputs_is_added_to_a_buffer_that_ranks_split(number: int) 
     torch.manual_seed(0)
     model = Counting(SEPARABLE["mean"]).double()
     mesh = autopar.virtual_mesh(pp=2, tp=2)
-    parallel = autopar.compile(model, mesh, example_inputs=(X, Y), backend="eager", num_microbatches=number)
+    parallel = compiled(model, mesh, (X, Y), num_microbatches=number)
     assert number_of(parallel) == number
     assert_exact(parallel)
 
@@ -245,7 +246,7 @@ def test_the_largest_exact_number_is_taken() -> None:
 
     torch.manual_seed(0)
     batch = (torch.cat([X, X]), torch.cat([Y, Y]))
-    parallel = autopar.compile(Net(groups).double(), autopar.virtual_mesh(pp=2), example_inputs=batch, backend="eager")
+    parallel = compiled(Net(groups).double(), {"pp": 2}, batch)
     assert number_of(parallel) == 4
     report = parallel.verify(*batch, promote=True)
     assert report and report.worst <= 1e-9, str(report)
@@ -257,7 +258,7 @@ def test_the_largest_exact_number_is_taken() -> None:
 def test_what_turns_out_to_mix_after_the_search_runs_in_one_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should it be seen late, the default still gives way, and a number that was asked for is still refused."""
     monkeypatch.setattr("autopar.passes.global_.choose_microbatches.mixing", lambda program, number: ())
-    parallel = compiled(MIXING["root of a mean"])
+    parallel = compiled_net(MIXING["root of a mean"])
     assert number_of(parallel) == 1 and "1 instead of 8, which would change what the model computes" in parallel.explain()
     assert_exact(parallel)
     assert "test_mixed_samples.py:" in refusal(MIXING["root of a mean"], 4)
@@ -269,7 +270,7 @@ def test_what_turns_out_to_mix_after_the_search_runs_in_one_microbatch(monkeypat
 @pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2}], ids=str)
 def test_own_statistics_are_those_of_each_microbatch_and_verify_says_so(mesh: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):
-        parallel = compiled(MIXING["root of a mean"], mesh=mesh, num_microbatches=4, microbatch_statistics="own")
+        parallel = compiled_net(MIXING["root of a mean"], mesh=mesh, num_microbatches=4, microbatch_statistics="own")
     assert number_of(parallel) == 4 and "each of the 4 microbatches takes its own" in caplog.text
     assert "each of the 4 takes its own in place of the whole batch's" in parallel.explain()
     shares = [share.chunk(4) for share in X.chunk(mesh.get("dp", 1))], [share.chunk(4) for share in Y.chunk(mesh.get("dp", 1))]
@@ -283,7 +284,7 @@ def test_own_statistics_are_those_of_each_microbatch_and_verify_says_so(mesh: di
 
 
 def test_a_run_that_is_not_its_own_statistics_either_is_told() -> None:
-    parallel = compiled(MIXING["root of a mean"], num_microbatches=4, microbatch_statistics="own")
+    parallel = compiled_net(MIXING["root of a mean"], num_microbatches=4, microbatch_statistics="own")
     assert parallel.compiled.separated is not None
     (root,) = [node for node in parallel.compiled.separated.graph.nodes if node.target is torch.ops.aten.sqrt.default]
     root.target = torch.ops.aten.exp.default
@@ -293,28 +294,28 @@ def test_a_run_that_is_not_its_own_statistics_either_is_told() -> None:
 
 
 def test_own_statistics_change_nothing_where_nothing_mixes() -> None:
-    parallel = compiled(SEPARABLE["penalty on weights"], microbatch_statistics="own")
+    parallel = compiled_net(SEPARABLE["penalty on weights"], microbatch_statistics="own")
     assert number_of(parallel) == DEFAULT
     assert_exact(parallel)
 
 
 def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(AutoparError, match="microbatch_statistics='mine' is unknown"):
-        compiled(SEPARABLE["mean"], microbatch_statistics="mine")
+        compiled_net(SEPARABLE["mean"], microbatch_statistics="mine")
 
 
 # ---- plans
 
 
 def test_a_plan_holds_the_number_and_is_no_way_around_it() -> None:
-    first = compiled(MIXING["root of a mean"])
+    first = compiled_net(MIXING["root of a mean"])
     assert first.plan.schedule is not None and first.plan.schedule.num_microbatches == 1
-    again = compiled(MIXING["root of a mean"], plan=first.plan)
+    again = compiled_net(MIXING["root of a mean"], plan=first.plan)
     assert number_of(again) == 1
     assert_exact(again)
-    accepted = compiled(MIXING["root of a mean"], num_microbatches=4, microbatch_statistics="own").plan
+    accepted = compiled_net(MIXING["root of a mean"], num_microbatches=4, microbatch_statistics="own").plan
     assert accepted.schedule is not None and accepted.schedule.num_microbatches == 4
-    unaccepted = compiled(MIXING["root of a mean"], plan=accepted)
+    unaccepted = compiled_net(MIXING["root of a mean"], plan=accepted)
     assert number_of(unaccepted) == 1, "what one compile accepts, another does not"
     assert_exact(unaccepted)
-    assert number_of(compiled(MIXING["root of a mean"], plan=accepted, microbatch_statistics="own")) == 4
+    assert number_of(compiled_net(MIXING["root of a mean"], plan=accepted, microbatch_statistics="own")) == 4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from tests.zoo import ZOO
+from tests.support.models.zoo import ZOO
 
 
 class Normalised(nn.Module):

@@ -32,7 +32,9 @@ from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.plans.plan import Plan
 from autopar.reports.summary import contractions
 from autopar.testing.random_shardings import RandomShardings
-from tests.running import (
+from tests.support.captures import compiled
+from tests.support.models.zoo import Case, case, padding_mask, tokens
+from tests.support.programs import (
     FORWARD_PASSES,
     SIMPLIFICATIONS,
     Values,
@@ -42,7 +44,6 @@ from tests.running import (
     run_forward,
     run_schedule,
 )
-from tests.zoo import Case, case, padding_mask, tokens
 
 VOCABULARY = 97
 TABLE = "transformer.wte.weight"
@@ -77,13 +78,6 @@ def bert(dropout: float = 0.1) -> Case:
     return case(transformers.BertForMaskedLM(config), tokens() | {"attention_mask": padding_mask()})
 
 
-def compiled(model: Case, mesh: dict[str, int], **options: Any) -> ParallelModule:
-    batch = {key: value.float() if value.is_floating_point() else value for key, value in model.batch.items()}
-    return autopar.compile(
-        model.model.float(), virtual_mesh(**mesh), example_inputs=batch, backend="eager", cluster=Cluster.ideal(), **options
-    )
-
-
 def shapes(node: Node) -> list[tuple[int, ...]]:
     """Of what a call reads and makes."""
     return [tuple(value.shape) for each in (node, *operands(node)) for value in results_of(each) if value is not None]
@@ -91,8 +85,8 @@ def shapes(node: Node) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_vocabulary_is_split_and_the_loss_with_it(tp: int) -> None:
-    model = gpt2()
-    parallel = compiled(model, {"tp": tp}, pins=MEGATRON)
+    model = gpt2().to(torch.float32)
+    parallel = compiled(model.model, {"tp": tp}, model.batch, pins=MEGATRON)
     report = parallel.verify(promote=True, **model.batch)
     assert report and report.worst <= 1e-9, str(report)
     grown = -(-VOCABULARY // tp) * tp
@@ -106,9 +100,9 @@ def test_a_vocabulary_is_split_and_the_loss_with_it(tp: int) -> None:
 
 
 def test_training_follows_plain_torch_and_users_see_logical_shapes() -> None:
-    model = gpt2()
+    model = gpt2().to(torch.float32)
     reference = copy.deepcopy(model.model).float()
-    parallel = compiled(model, {"dp": 2, "tp": 2}, pins=MEGATRON, outputs="all")
+    parallel = compiled(model.model, {"dp": 2, "tp": 2}, model.batch, pins=MEGATRON, outputs="all")
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3) for module in (parallel, reference)]
     for _ in range(2):
         outputs, wanted = parallel(**model.batch), reference(**model.batch)
@@ -128,8 +122,8 @@ def test_training_follows_plain_torch_and_users_see_logical_shapes() -> None:
 
 
 def test_three_heads_are_split_over_two_ranks() -> None:
-    model = gpt2(num_heads=3)
-    parallel = compiled(model, {"tp": 2})
+    model = gpt2(num_heads=3).to(torch.float32)
+    parallel = compiled(model.model, {"tp": 2}, model.batch)
     report = parallel.verify(promote=True, **model.batch)
     assert report and report.worst <= 1e-9, str(report)
     placed = parallel.plan.parameters["transformer.h.0.attn.c_attn.weight"]
@@ -137,12 +131,12 @@ def test_three_heads_are_split_over_two_ranks() -> None:
 
 
 def test_the_same_plan_pads_alike() -> None:
-    model = gpt2()
-    plan = Plan.from_json(compiled(model, {"tp": 2}, pins=MEGATRON).plan.to_json())
-    again = compiled(model, {"tp": 2}, plan=plan)
+    model = gpt2().to(torch.float32)
+    plan = Plan.from_json(compiled(model.model, {"tp": 2}, model.batch, pins=MEGATRON).plan.to_json())
+    again = compiled(model.model, {"tp": 2}, model.batch, plan=plan)
     assert again.plan.strategies == plan.strategies and again.plan.parameters == plan.parameters
     assert plan.parameters[TABLE].padding is not None
-    elsewhere = compiled(model, {"tp": 4}, pins=plan.pins())
+    elsewhere = compiled(model.model, {"tp": 4}, model.batch, pins=plan.pins())
     assert elsewhere.plan.parameters[TABLE].sharding == plan.parameters[TABLE].sharding
     assert elsewhere.plan.parameters[TABLE].dims == ((100,), (32,))
 

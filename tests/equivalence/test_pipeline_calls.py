@@ -13,9 +13,9 @@ import autopar
 from autopar import BackwardError, CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
 from autopar.pipeline.actions import parse_schedule
 from autopar.pipeline.schedules import generate
-from tests.pipelined import assert_split, compiled, parameters_of, tagger
-from tests.zoo import IGNORED, Batch, Case
-from tests.zoo_language import mixtral
+from tests.support.models.language import mixtral
+from tests.support.models.pipelined import assert_split, in_stages, parameters_of, tagger
+from tests.support.models.zoo import IGNORED, Batch, Case
 
 PP2, PP2_DP2 = {"pp": 2}, {"pp": 2, "dp": 2}
 
@@ -44,7 +44,7 @@ def test_the_mean_is_over_the_labels_of_all_microbatches(schedule: str) -> None:
     labels[0, 2, 1:], labels[0, 2, 0, 1:], labels[1, 2] = IGNORED, IGNORED, IGNORED
     labels[1, 3, 1] = IGNORED
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, PP2_DP2, 4, schedule)
+    parallel = in_stages(case, PP2_DP2, 4, schedule)
     assert_as_plain(parallel, reference, case.batch)
     assert_split(parallel, {"symbols.weight"})
 
@@ -52,7 +52,7 @@ def test_the_mean_is_over_the_labels_of_all_microbatches(schedule: str) -> None:
 def test_a_tied_embedding_is_held_by_both_stages_and_has_one_gradient() -> None:
     case = tagger()
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, {"pp": 2, "tp": 2}, 4)
+    parallel = in_stages(case, {"pp": 2, "tp": 2}, 4)
     first, last = parameters_of(parallel)
     assert first & last == {"symbols.weight"} and first - last and last - first
     assert_as_plain(parallel, reference, case.batch)
@@ -65,7 +65,7 @@ def test_what_is_dropped_is_a_function_of_the_position() -> None:
     for mesh, number in (({"dp": 2}, 1), (PP2, 4), ({"dp": 2}, 2)):
         case = tagger(dropout=0.5)
         torch.manual_seed(3)
-        parallel = compiled(case, mesh, number)
+        parallel = in_stages(case, mesh, number)
         report = parallel.verify(promote=True, **case.batch)
         assert report and report.worst <= 1e-9 and report.reference == "forward program"
         losses.append([float(parallel(**case.batch)["loss"].detach()) for _ in range(2)])
@@ -92,7 +92,7 @@ def test_a_penalty_on_weights_of_all_stages_counts_once(schedule: str) -> None:
     torch.manual_seed(0)
     case = Case(Penalised().double(), {"x": torch.randn(8, 6).double()})
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, PP2_DP2, 4, schedule)
+    parallel = in_stages(case, PP2_DP2, 4, schedule)
     assert_as_plain(parallel, reference, case.batch)
     assert parallel.verify(promote=True, **case.batch)
 
@@ -101,7 +101,7 @@ def test_a_penalty_on_weights_of_all_stages_counts_once(schedule: str) -> None:
 def test_microbatches_need_no_stages(mesh: dict[str, int]) -> None:
     case = tagger()
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, mesh, 4)
+    parallel = in_stages(case, mesh, 4)
     assert_as_plain(parallel, reference, case.batch)
     (schedule,) = parallel.compiled.schedules
     assert len(schedule.fed["batch", "0"]) == 4, "ids of four microbatches"
@@ -110,7 +110,7 @@ def test_microbatches_need_no_stages(mesh: dict[str, int]) -> None:
 def test_outputs_of_all_microbatches_come_back_in_the_order_of_the_batch() -> None:
     case = tagger()
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, PP2_DP2, 2, outputs="all")
+    parallel = in_stages(case, PP2_DP2, 2, outputs="all")
     with torch.no_grad():
         found, wanted = parallel(**case.batch), reference(**case.batch)
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
@@ -127,7 +127,7 @@ def test_outputs_of_all_microbatches_come_back_in_the_order_of_the_batch() -> No
 def test_a_backward_through_another_output_than_the_loss_is_refused(mesh: dict[str, int], number: int) -> None:
     """Its gradient would be lost: what it alone trains would stay as it is, in silence."""
     case = tagger()
-    parallel = compiled(case, mesh, number, outputs="all")
+    parallel = in_stages(case, mesh, number, outputs="all")
     output = parallel(**case.batch)
     with pytest.raises(BackwardError, match=r"came back through output\['logits'\], but with pp > 1 .* return the sum as its loss"):
         (output["loss"] + output["logits"].square().mean()).backward()
@@ -156,7 +156,7 @@ def test_what_the_next_stage_reads_may_be_an_output(schedule: str, number: int) 
     torch.manual_seed(0)
     case = Case(HiddenStates().double(), {"x": torch.randn(8, 4).double()})
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, PP2, number, schedule, outputs="all")
+    parallel = in_stages(case, PP2, number, schedule, outputs="all")
     for grad in (torch.enable_grad, torch.no_grad):
         with grad():
             torch.testing.assert_close(parallel(**case.batch), reference(**case.batch), rtol=1e-12, atol=1e-14)
@@ -217,14 +217,14 @@ def test_without_gradients_microbatches_give_what_has_a_batch_dim() -> None:
 def test_a_scaled_loss_scales_the_gradients() -> None:
     case = tagger()
     reference = copy.deepcopy(case.model)
-    assert_as_plain(compiled(case, PP2_DP2, 2), reference, case.batch, scale=3.0)
+    assert_as_plain(in_stages(case, PP2_DP2, 2), reference, case.batch, scale=3.0)
 
 
 def test_training_follows_plain_torch() -> None:
     """Two calls a step, clipping that bites, a batch of another size in the middle."""
     case = tagger(size=12)
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, PP2_DP2, 2, "zb-h1")
+    parallel = in_stages(case, PP2_DP2, 2, "zb-h1")
     modules = (parallel, reference)
     optimizers = [torch.optim.AdamW(module.parameters(), lr=1e-2, eps=1e-3) for module in modules]
     smaller = {name: value[:8].flip(1) for name, value in case.batch.items()}
@@ -244,7 +244,7 @@ def test_training_follows_plain_torch() -> None:
 def test_a_pipeline_chooses_its_microbatches_itself() -> None:
     """The largest divisor of a share of 12 up to four a stage."""
     case = tagger(size=24)
-    parallel = compiled(case, PP2_DP2, None)
+    parallel = in_stages(case, PP2_DP2, None)
     assert parallel.compiled.local.mesh.num_microbatches == 6
     assert parallel.verify(promote=True, **case.batch)
 
@@ -257,8 +257,8 @@ def test_a_schedule_edited_by_hand_is_what_runs() -> None:
     edited = text.replace("0F0 0F1", "0F0 0F1 0F2").replace("0B0 -   0F2 0B1", "0B0 -   0B1").replace("pipeline 1f1b", "pipeline mine")
     case = tagger()
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, PP2, 4, parse_schedule(edited))
-    plain = compiled(tagger(), PP2, 4)
+    parallel = in_stages(case, PP2, 4, parse_schedule(edited))
+    plain = in_stages(tagger(), PP2, 4)
     assert str(parallel.compiled.schedules[0]) != str(plain.compiled.schedules[0])
     lines = str(parallel.compiled.schedules[0]).splitlines()
     sends = [line.split()[1] for line in lines if line.startswith(("SEND", "RECV")) and ">" in line]
@@ -268,7 +268,7 @@ def test_a_schedule_edited_by_hand_is_what_runs() -> None:
 
 def refusal(kind: type[Exception], mesh: dict[str, int], number: int | None, schedule: Any = "1f1b", case: Case | None = None) -> str:
     with pytest.raises(kind) as caught:
-        compiled(case or tagger(), mesh, number, schedule)
+        in_stages(case or tagger(), mesh, number, schedule)
     return str(caught.value)
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar.pipeline.schedules import GENERATORS
-from tests.pipelined import MESHES, MODELS, TIES, UNet, assert_split, compiled, microbatches, sized, unet
-from tests.zoo import IGNORED, Batch, Case
-from tests.zoo_vision import resnet
+from tests.support.models.pipelined import MESHES, MODELS, TIES, UNet, assert_split, in_stages, microbatches, sized, unet
+from tests.support.models.vision import resnet
+from tests.support.models.zoo import IGNORED, Batch, Case
 
 NUMBERS = (1, 4, 7)
 # Shares of 28 over dp = 2: 1, 4 and 7 divide them.
@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_the_originals(name: str, schedule: str, mesh: st
     is_quick = (name, schedule, mesh, number) in QUICK
     size = 2 * MESHES[mesh].get("dp", 1) * max(number, 4) if is_quick else WHOLE_BATCH
     case = prepared(name, size)
-    parallel = compiled(case, MESHES[mesh], number, schedule)
+    parallel = in_stages(case, MESHES[mesh], number, schedule)
     report = parallel.verify(promote=True, **case.batch)
     assert report and report.worst <= 1e-9 and report.reference == "original model", str(report)
     assert set(report.gradient_errors) == dict(parallel.named_parameters()).keys()
@@ -91,7 +91,7 @@ def test_batch_norm_in_training_is_that_of_each_microbatch(name: str, schedule: 
     case = unet() if name == "unet" else resnet()
     case = Case(case.model, sized(case.batch, 2 * number * num_shares))
     reference = copy.deepcopy(case.model)
-    parallel = compiled(case, MESHES[mesh], number, schedule, microbatch_statistics="own")
+    parallel = in_stages(case, MESHES[mesh], number, schedule, microbatch_statistics="own")
     loss = parallel(**case.batch)
     loss = loss if isinstance(loss, Tensor) else loss.loss
     loss.backward()

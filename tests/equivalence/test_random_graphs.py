@@ -28,9 +28,9 @@ from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
-from tests.random_graphs import MAX_CALLS, random_graphs
-from tests.random_models import RandomGraph
-from tests.running import Values, errors_of, forward_program, inputs_of, run_forward, run_schedule
+from tests.support.models.random import RandomGraph
+from tests.support.models.random_calls import MAX_CALLS, random_graphs
+from tests.support.programs import Values, errors_of, forward_program, inputs_of, run_forward, run_schedule
 
 TOLERANCE = 1e-9
 # Cases of a number: graphs, and plans of each.

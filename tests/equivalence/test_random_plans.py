@@ -27,8 +27,17 @@ from autopar.passes.schedule.write_schedules import pipeline_schedules
 from autopar.pipeline.order import pipeline_order
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.testing.random_shardings import RandomShardings
-from tests.running import FORWARD_PASSES, Values, assert_close, forward_program, global_program, inputs_of, run_forward, run_schedule
-from tests.zoo import ZOO
+from tests.support.models.zoo import ZOO
+from tests.support.programs import (
+    FORWARD_PASSES,
+    Values,
+    assert_close,
+    forward_program,
+    global_program,
+    inputs_of,
+    run_forward,
+    run_schedule,
+)
 
 MESHES = (virtual_mesh(dp=2, tp=2), virtual_mesh(dp=2, tp=2), virtual_mesh(tp=4), virtual_mesh(dp=4), virtual_mesh(dp=2, tp=4))
 NUM_ALL = 50

@@ -24,9 +24,9 @@ from autopar.ir.program import Program
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
-from tests.running import Values, assert_close, forward_program, inputs_of, run_schedule
-from tests.sweep_ops import OPS
-from tests.sweep_rows import DIFFERENT, EQUAL, LAYERS, LOSSES, Computed
+from tests.support.programs import Values, assert_close, forward_program, inputs_of, run_schedule
+from tests.support.sweep.ops import OPS
+from tests.support.sweep.rows import DIFFERENT, EQUAL, LAYERS, LOSSES, Computed
 
 ROWS = {f"{kind}: {name}": row for kind, rows in (("loss", LOSSES), ("layer", LAYERS), ("op", OPS)) for name, row in rows.items()}
 SIZES = {"equal": EQUAL, "different": DIFFERENT}

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import autopar
 from autopar import virtual_mesh
 from autopar.errors import ValueCheckError
-from tests import asserting
-from tests.asserting import Careful
+from tests.support.models import asserting
+from tests.support.models.asserting import Careful
 
 
 def batch(**changes: Any) -> dict[str, Tensor]:

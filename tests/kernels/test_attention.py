@@ -15,8 +15,8 @@ from autopar.kernels.attention import attention, attention_backward, attention_m
 from autopar.kernels.attention_masks import Draws, Masks
 from autopar.kernels.attention_reference import attention_backward_reference, attention_reference
 from autopar.kernels.gpu import attention_aten
-from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.attention import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
+from tests.support.kernels.tracing import assert_traceable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

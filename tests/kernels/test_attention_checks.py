@@ -9,7 +9,7 @@ import torch
 
 from autopar._torch import fake_mode
 from autopar.kernels.attention import attention, attention_backward, attention_mask_gradient
-from tests.kernels.drawing import DROPS, NOTHING, PLAIN
+from tests.support.kernels.attention import DROPS, NOTHING, PLAIN
 
 
 def test_dropout_that_is_not_drawn_yet_traces_and_does_not_run() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.attention import attention
-from tests.kernels.drawing import DROPS, KINDS, NOTHING, PLAIN, draws_of, kept_of
+from tests.support.kernels.attention import DROPS, KINDS, NOTHING, PLAIN, draws_of, kept_of
 
 
 def make_inputs(length: int, key_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

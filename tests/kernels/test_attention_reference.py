@@ -14,7 +14,7 @@ from autopar.kernels import attention as module
 from autopar.kernels.attention import attention
 from autopar.kernels.attention_masks import Masks
 from autopar.kernels.attention_reference import attended, attention_reference
-from tests.kernels.drawing import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
+from tests.support.kernels.attention import DROPS, NO_DRAWS, NOTHING, PLAIN, draws_of, kept_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar._torch import fake_mode
 from autopar.kernels.block_sparse import block_sparse_attention
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar._torch import fake_mode
 from autopar.kernels.cross_entropy import cross_entropy, cross_entropy_backward
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

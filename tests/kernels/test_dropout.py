@@ -16,7 +16,7 @@ from autopar.graph.emit import Emitter
 from autopar.kernels import dropout as module
 from autopar.kernels.dropout import add_dropout, drawn, dropout
 from autopar.runtime.execute.random_key import random_key
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 HALF: dict[str, Any] = {"keep_below": 2**31, "scale": 2.0}
 KEY = 5

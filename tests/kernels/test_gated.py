@@ -7,7 +7,7 @@ import torch
 
 from autopar._torch import fake_mode
 from autopar.kernels.gated import ACTIVATIONS, bias_activation, bias_activation_backward, gated, gated_backward
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

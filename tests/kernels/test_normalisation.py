@@ -11,7 +11,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from autopar._torch import fake_mode
 from autopar.kernels.normalisation import add_norm, norm, norm_backward
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 EPS = 1e-5
 

@@ -10,7 +10,7 @@ from autopar._torch import fake_mode
 from autopar.kernels import projected_cross_entropy as module
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.projected_cross_entropy import projected_cross_entropy, projected_cross_entropy_backward
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 
 def inputs(*rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:

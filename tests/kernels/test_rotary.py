@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar._torch import fake_mode
 from autopar.kernels.rotary import rotary, rotary_backward
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 
 def inputs(rotated: int, shape: tuple[int, ...] = (2, 3, 5, 8), dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar._torch import fake_mode
 from autopar.kernels.softmax import softmax, softmax_backward
-from tests.kernels.tracing import assert_traceable
+from tests.support.kernels.tracing import assert_traceable
 
 
 def run(x: Tensor, mask: Tensor | None = None, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.runtime.test_module import parallel_mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import autopar
-from autopar import Cluster
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import virtual_mesh
-from autopar.runtime.module.parallel_module import ParallelModule
-from tests.runtime.schedules import WIDTH
+from tests.support.captures import compiled
+from tests.support.schedules import WIDTH, parallel_mlp
+
+MESH = {"dp": 2, "tp": 2}
 
 
 def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -27,14 +26,10 @@ def small_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return nn.Sequential(*layers).to(dtype)
 
 
-def compiled(model: nn.Module, mesh: Any = None, **options: Any) -> ParallelModule:
-    return autopar.compile(model, mesh or virtual_mesh(dp=2, tp=2), backend="eager", cluster=Cluster.ideal(), **options)
-
-
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_a_copy_has_parameters_of_its_own_and_the_programs_that_are_there(is_captured: bool) -> None:
     model, x = small_model().eval(), torch.randn(4, WIDTH, dtype=torch.float64)
-    parallel = compiled(model, example_inputs=(x,) if is_captured else None)
+    parallel = compiled(model, MESH, (x,) if is_captured else None)
     copied = copy.deepcopy(parallel)
     before = copied(x)
     assert len(copied._captures) == 1 and len(parallel._captures) == is_captured
@@ -51,7 +46,7 @@ def test_a_copy_has_parameters_of_its_own_and_the_programs_that_are_there(is_cap
 
 
 def test_a_hook_of_the_copied_module_is_the_copys_too() -> None:
-    parallel, x = compiled(small_model().eval()), torch.randn(4, WIDTH, dtype=torch.float64)
+    parallel, x = compiled(small_model().eval(), MESH), torch.randn(4, WIDTH, dtype=torch.float64)
     handle = parallel.register_forward_hook(lambda module, args, output: output * 2)
     copied = copy.deepcopy(parallel)
     handle.remove()
@@ -74,7 +69,7 @@ def test_moving_averages_of_parameters_are_those_of_the_plain_model() -> None:
     model, x = small_model(), torch.randn(8, WIDTH, dtype=torch.float64)
     model[3].p = 0.0
     expected, _ = averaged(copy.deepcopy(model), x)
-    ours, _ = averaged(compiled(model), x)
+    ours, _ = averaged(compiled(model, MESH), x)
     torch.testing.assert_close(ours(x), expected(x), rtol=1e-9, atol=1e-9)
     assert list(ours.state_dict()) == list(expected.state_dict())
     expected.load_state_dict(ours.state_dict())
@@ -87,7 +82,7 @@ def averages_on_ranks() -> tuple[float, float, float, bool]:
     reference, mesh = copy.deepcopy(model), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(3))
     mine = x.chunk(2)[dist.get_rank() // 2]
-    parallel = compiled(model, mesh, example_inputs=(mine,))
+    parallel = compiled(model, mesh, (mine,))
     expected, _ = averaged(reference, x)
     ours, _ = averaged(parallel, mine)
     whole = {name: value.full_tensor() for name, value in ours.module.state_dict().items()}
@@ -124,7 +119,7 @@ def copies_a_stage() -> str:
 
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    parallel = compiled(WithLoss(), mesh, example_inputs=(torch.randn(4, WIDTH),))
+    parallel = compiled(WithLoss(), mesh, (torch.randn(4, WIDTH),))
     with pytest.raises(MeshError) as refused:
         copy.deepcopy(parallel)
     return str(refused.value)
@@ -139,4 +134,4 @@ def test_what_cannot_be_copied_or_saved_says_what_can(tmp_path: Any) -> None:
     with pytest.raises(MeshError, match="not made by autopar.compile; copy the model"):
         copy.deepcopy(parallel_mlp(virtual_mesh(dp=1, tp=1))[0])
     with pytest.raises(AutoparError, match=r"Save parallel.state_dict\(\)"):
-        torch.save(compiled(small_model()), tmp_path / "model.pt")
+        torch.save(compiled(small_model(), MESH), tmp_path / "model.pt")

@@ -29,7 +29,19 @@ from autopar.runtime.execute.world import VirtualWorld
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.verify import verify
-from tests.planting import MESH, batch, compile_tiny, consumer, emit_between, first, gathered, model, reduced_over, revalue, verified
+from tests.support.faults.compiled import (
+    MESH,
+    batch,
+    compile_tiny,
+    consumer,
+    emit_between,
+    first,
+    gathered,
+    model,
+    reduced_over,
+    revalue,
+    verified,
+)
 
 aten = torch.ops.aten
 

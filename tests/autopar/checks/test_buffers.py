@@ -10,7 +10,7 @@ import torch
 from autopar.checks.buffers import check_buffers
 from autopar.ir.program import Output
 from autopar.ir.schedule import Schedule
-from tests.stages import FIRST, LAST, LAYOUT, MESH, edited, first, last
+from tests.support.stage_schedules import FIRST, LAST, LAYOUT, MESH, edited, first, last
 
 F32 = torch.float32
 

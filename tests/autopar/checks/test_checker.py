@@ -19,7 +19,7 @@ from autopar.ir.keys import DIMS, SHARDING, STRATEGY
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Output, Program
 from autopar.ir.sharding import Sharding, Strategy
-from tests.checked_programs import PRODUCT, WHOLE, local, messages, sharded
+from tests.support.faults.programs import PRODUCT, WHOLE, local, messages, sharded
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from autopar.graph.emit import Emitter
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
 from autopar.ir.keys import DIMS, ORIGIN, SHARDING
 from autopar.ir.program import Program
-from tests.checked_programs import local, messages, sharded
+from tests.support.faults.programs import local, messages, sharded
 
 aten = torch.ops.aten
 

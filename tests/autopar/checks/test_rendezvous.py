@@ -17,7 +17,7 @@ from autopar.ir.schedule import Schedule, parse
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
-from tests.stages import FIRST, LAST, LAYOUT, MESH, edited, first, last
+from tests.support.stage_schedules import FIRST, LAST, LAYOUT, MESH, edited, first, last
 
 PAIR = Mesh((("pp", 2),))
 

@@ -15,7 +15,7 @@ from autopar.cost.schedule_memory import peak_bytes
 from autopar.errors import ScheduleError
 from autopar.ir.program import Input, Signature
 from autopar.ir.schedule import Fragment, Schedule, parse
-from tests.zoo import Case, gpt2, llama
+from tests.support.models.zoo import Case, gpt2, llama
 
 aten = torch.ops.aten
 LAYOUT = ((4, 8), torch.float32)

@@ -21,9 +21,9 @@ from autopar.frontend.capture import capture
 from autopar.ir.keys import SOURCE
 from autopar.ir.program import Form, Program
 from autopar.passes.global_.trace_joint import TraceJoint
-from tests.capturing import MESH, Layer, X, Y, assert_as_model, of
-from tests.running import assert_close, inputs_of, run, run_forward
-from tests.zoo import ZOO
+from tests.support.models.layer import MESH, Layer, X, Y, assert_as_model, of
+from tests.support.models.zoo import ZOO
+from tests.support.programs import assert_close, inputs_of, run, run_forward
 
 
 class Named(nn.Module):

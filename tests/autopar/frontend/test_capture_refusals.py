@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.errors import CaptureError, ModelError
 from autopar.frontend.capture import capture
-from tests.capturing import MESH, Layer, X, assert_as_model, of
-from tests.zoo_language import SIZES, decoder
+from tests.support.models.language import SIZES, decoder
+from tests.support.models.layer import MESH, Layer, X, assert_as_model, of
 
 
 def branch(self: Layer, x: Tensor) -> Tensor:

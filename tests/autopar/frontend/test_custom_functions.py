@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.frontend.custom_functions import as_function, custom_function
-from tests.capturing import Layer, X, assert_as_model, of
+from tests.support.models.layer import Layer, X, assert_as_model, of
 
 
 class Rounded(torch.autograd.Function):

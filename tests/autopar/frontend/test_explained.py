@@ -21,9 +21,9 @@ from torch.utils import _pytree as pytree
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.passes.global_.trace_joint import TraceJoint
-from tests import asserting
-from tests.capturing import MESH, Layer, X, of
-from tests.zoo_language import SIZES
+from tests.support.models import asserting
+from tests.support.models.language import SIZES
+from tests.support.models.layer import MESH, Layer, X, of
 
 READS, SIZE, FAILS = "reads the value of a tensor", "the size of a result depends on values", "Layer itself fails on these inputs: "
 

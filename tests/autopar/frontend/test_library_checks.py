@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
 from autopar.ir.program import Program
-from tests.capturing import MESH, Layer, X, assert_as_model, of
-from tests.running import inputs_of, run_forward
+from tests.support.models.layer import MESH, Layer, X, assert_as_model, of
+from tests.support.programs import inputs_of, run_forward
 
 
 def positive(layer: Layer, x: Tensor) -> Tensor:

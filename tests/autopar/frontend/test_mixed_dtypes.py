@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autopar
 from autopar.errors import CaptureError, InputError
+from tests.support.captures import compiled
+
+MESH = {"dp": 2, "tp": 2}
 
 
 class Model(nn.Module):
@@ -40,17 +42,13 @@ RUN: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def compiled(model: nn.Module) -> Any:
-    return autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), backend="eager")
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_plain_torch_refuses_is_refused_before_it_is_compiled(name: str) -> None:
     model, x = Model(REFUSED[name]), torch.rand(4, 3, 8, dtype=torch.float64)
     with pytest.raises(RuntimeError):
         model(x)
     with pytest.raises(InputError, match="here they are float32 and float64") as refused:
-        compiled(model)(x)
+        compiled(model, MESH)(x)
     text = str(refused.value)
     assert "is float64, the model's tensors there are float32: pass args_0.to(torch.float32), or cast the model" in text
     assert "where: " in text and ".py:" in text
@@ -59,16 +57,16 @@ def test_what_plain_torch_refuses_is_refused_before_it_is_compiled(name: str) ->
 @pytest.mark.parametrize("name", RUN)
 def test_what_plain_torch_runs_runs(name: str) -> None:
     model, x = Model(RUN[name]), torch.rand(4, 3, 8, dtype=torch.float64)
-    torch.testing.assert_close(compiled(model)(x), model(x))
+    torch.testing.assert_close(compiled(model, MESH)(x), model(x))
 
 
 def test_an_integer_input_where_a_float_is_asked_for() -> None:
     with pytest.raises(InputError, match=r"'args_0' is int64, the model's tensors there are float32: pass args_0.to\(torch.float32\)"):
-        compiled(Model(REFUSED["matmul"]))(torch.ones(4, 3, 8, dtype=torch.int64))
+        compiled(Model(REFUSED["matmul"]), MESH)(torch.ones(4, 3, 8, dtype=torch.int64))
 
 
 def test_a_model_that_mixes_dtypes_itself_is_told_where() -> None:
     model = Model(lambda model, x: model.fc(x).half() @ model.scale)
     with pytest.raises(CaptureError, match="matmul takes operands of one dtype, and here they are float16 and float32") as refused:
-        compiled(model)(torch.rand(4, 3, 8))
+        compiled(model, MESH)(torch.rand(4, 3, 8))
     assert "test_mixed_dtypes.py" in str(refused.value)

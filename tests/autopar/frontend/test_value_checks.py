@@ -8,10 +8,10 @@ from torch import Tensor
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
-from tests import asserting
-from tests.asserting import careful
-from tests.capturing import MESH, Layer, X, assert_as_model, of
-from tests.running import inputs_of, run_forward
+from tests.support.models import asserting
+from tests.support.models.asserting import careful
+from tests.support.models.layer import MESH, Layer, X, assert_as_model, of
+from tests.support.programs import inputs_of, run_forward
 
 
 def test_an_assert_is_an_output_with_its_text_and_line() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.graph.differentiable import differentiable
-from tests.capturing import X, of
+from tests.support.models.layer import X, of
 
 aten = torch.ops.aten
 

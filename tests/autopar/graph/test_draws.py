@@ -16,7 +16,7 @@ from autopar.graph.draws import Draws
 from autopar.graph.emit import Emitter
 from autopar.ir.mesh import virtual_mesh
 from autopar.passes.forward.key_random import KeyRandom
-from tests.capturing import Calls
+from tests.support.models.layer import Calls
 
 aten = torch.ops.aten
 # The ends, and what float32, float16 and bfloat16 round up to 2**32.

@@ -11,7 +11,7 @@ from autopar.ir.mesh import MICROBATCHES, virtual_mesh
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.passes.local.lower import Lower
-from tests.staged import passed
+from tests.support.programs import passed
 
 
 class Weighted(nn.Module):

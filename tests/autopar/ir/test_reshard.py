@@ -16,7 +16,7 @@ from autopar.ir.schedule import Launch
 from autopar.ir.sharding import Dims, Sharding, flat
 from autopar.runtime.execute.virtual import collect
 from autopar.runtime.module.parameters import assemble, local_shard
-from tests.shardings import MESHES, dims_of, shardings
+from tests.support.shardings import MESHES, dims_of, shardings
 
 Parts = dict[int, Tensor]
 

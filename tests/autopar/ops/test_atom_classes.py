@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.atom_classes import AtomClasses
-from tests.graphs import traced, with_atoms
+from tests.support.graphs import traced, with_atoms
 
 aten = torch.ops.aten
 

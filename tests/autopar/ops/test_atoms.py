@@ -16,7 +16,7 @@ from autopar.ir.program import Program, operands, results_of
 from autopar.ir.sharding import Dims, flat, shape_of
 from autopar.ops.atoms import Cuts, find_atoms, operand_result
 from autopar.ops.rule import rule_of
-from tests.graphs import find, traced
+from tests.support.graphs import find, traced
 
 aten = torch.ops.aten
 

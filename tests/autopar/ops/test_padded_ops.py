@@ -15,8 +15,8 @@ from autopar.ops.localise import LocalBuilder
 from autopar.ops.padded_ops import can_grow, inside, keeps_clean, mask, pad, unpad, with_atoms
 from autopar.ops.strategies import space_of
 from autopar.testing.prove import instance
-from tests.graphs import traced
-from tests.graphs import with_atoms as with_dims
+from tests.support.graphs import traced
+from tests.support.graphs import with_atoms as with_dims
 
 aten = torch.ops.aten
 HEADS = Padding(((4,), (2, 3, 2)), ((4,), (2, 4, 2)))

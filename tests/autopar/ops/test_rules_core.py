@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autopar.test_rules import INSTANCES
 
 from autopar.ops.rule import RULES, rule_of
 from autopar.ops.strategies import factors_of
 from autopar.testing.prove import instance, prove
+from tests.support.op_instances import INSTANCES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

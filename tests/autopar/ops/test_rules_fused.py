@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autopar.attention_operands import ATTENDS, DRAWS, DROPS
 
 import autopar.kernels.attention
 import autopar.kernels.cross_entropy
@@ -19,6 +18,7 @@ import autopar.kernels.softmax  # noqa: F401 (all register ops)
 from autopar.ops.rule import rule_of
 from autopar.ops.strategies import factors_of
 from autopar.testing.prove import instance, prove
+from tests.support.kernels.attention import DRAWS, DROPS, PLAIN
 
 ops: Any = torch.ops.autopar
 X, ROWS, WEIGHT = torch.empty(2, 4, 6), torch.empty(2, 4), torch.empty(6)
@@ -82,53 +82,53 @@ INSTANCES: dict[str, tuple[Any, tuple[Any, ...], dict[str, Any], str, list[set[i
     "dropout and residual, few rows": (ops.add_dropout.default, (X, X, STARTS[0], WORD, CLASSES), DROPPED, "d0 d1 d2", [{0, 1}]),
     "rotary": (ops.rotary.default, (HEADS, ANGLES, ANGLES), {"interleaved": False}, "d0 d1 d2", [{0}]),
     "rotary backward": (ops.rotary_backward.default, (HEADS, ANGLES, ANGLES), {"interleaved": True}, "d0 d1 d2", [{0}]),
-    "attention, documents": (ops.attention.default, (Q, KV, KV, None, OF_QUERIES, OF_KEYS, *[None] * 3), ATTENDS, "b g r s", []),
+    "attention, documents": (ops.attention.default, (Q, KV, KV, None, OF_QUERIES, OF_KEYS, *[None] * 3), PLAIN, "b g r s", []),
     "attention, causal, documents": (
         ops.attention.default,
         (Q, Q, Q, None, OF_QUERIES, OF_QUERIES, *[None] * 3),
-        ATTENDS | {"is_causal": True},
+        PLAIN | {"is_causal": True},
         "b g",
         [],
     ),
     "attention backward, documents": (
         ops.attention_backward.default,
         (Q, None, Q, Q, Q, None, OF_QUERIES, OF_QUERIES, *[None] * 3, Q, LSE),
-        ATTENDS,
+        PLAIN,
         "b g s",
         [{0}],
     ),
     "attention's mask gradient": (
         ops.attention_mask_gradient.default,
         (Q, None, Q, KV, KV, BIAS, None, None, *DRAWS, Q, LSE),
-        DROPS,
+        PLAIN | DROPS,
         "b g r s",
         [{0}],
     ),
     "attention's mask gradient, documents": (
         ops.attention_mask_gradient.default,
         (Q, None, Q, KV, KV, BIAS, OF_QUERIES, OF_KEYS, *[None] * 3, Q, LSE),
-        ATTENDS,
+        PLAIN,
         "b g r s",
         [{0}],
     ),
     "attention's mask gradient, of both results": (
         ops.attention_mask_gradient.default,
         (Q, LSE, Q, KV, KV, BIAS, *[None] * 5, Q, LSE),
-        ATTENDS | {"soft_cap": 2.0},
+        PLAIN | {"soft_cap": 2.0},
         "b g r s",
         [{0, 1}],
     ),
     "attention's mask gradient, causal": (
         ops.attention_mask_gradient.default,
         (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 5, Q, LSE),
-        ATTENDS | {"is_causal": True},
+        PLAIN | {"is_causal": True},
         "b g r",
         [{0}],
     ),
     "attention's mask gradient, in a window": (
         ops.attention_mask_gradient.default,
         (Q, None, Q, KV, KV, torch.empty(6, 10), *[None] * 5, Q, LSE),
-        ATTENDS | {"window": 3},
+        PLAIN | {"window": 3},
         "b g r",
         [{0}],
     ),

@@ -4,7 +4,6 @@ import operator
 
 import pytest
 import torch
-from tests.autopar.attention_operands import ATTENDS
 from torch.fx import Graph, Node
 
 from autopar.ir.keys import BATCH, DIMS
@@ -14,6 +13,7 @@ from autopar.ir.sharding import Dims, Sharding, Strategy, shape_of
 from autopar.ops.rule import rule_of
 from autopar.ops.strategies import factors_of, placeholder_strategies, signature_of, space_of, strategies_of
 from autopar.testing.prove import instance, prove, prove_strategy
+from tests.support.kernels.attention import PLAIN
 
 aten = torch.ops.aten
 DP, TP = Mesh((("dp", 2),)), Mesh((("tp", 2),))
@@ -76,7 +76,7 @@ def test_atoms_that_a_view_breaks_otherwise_are_blocked() -> None:
 
 def test_grouped_heads_share_the_key_heads() -> None:
     q, kv = torch.empty(2, 6, 4, 8), torch.empty(2, 2, 5, 8)
-    node = instance(torch.ops.autopar.attention.default, q, kv, kv, *[None] * 6, **ATTENDS)
+    node = instance(torch.ops.autopar.attention.default, q, kv, kv, *[None] * 6, **PLAIN)
     found = {factor.name: (factor.size, factor.operands, factor.results) for factor in factors_of(node)}
     assert found["g"] == (2, (1, 1, 1), (1, 1))
     assert found["r"] == (3, (2, None, None), (2, 2))
@@ -84,7 +84,7 @@ def test_grouped_heads_share_the_key_heads() -> None:
 
 def test_heads_whose_atoms_straddle_the_groups_are_blocked() -> None:
     q, kv = torch.empty(2, 6, 4, 8), torch.empty(2, 2, 5, 8)
-    node = instance(torch.ops.autopar.attention.default, q, kv, kv, *[None] * 6, **ATTENDS)
+    node = instance(torch.ops.autopar.attention.default, q, kv, kv, *[None] * 6, **PLAIN)
     for tensor in (operands(node)[0], node):
         DIMS[tensor] = tuple((dims[0], (3, 2), *dims[2:]) for dims in DIMS[tensor])
     assert {factor.name for factor in factors_of(node)} == {"b", "s"}

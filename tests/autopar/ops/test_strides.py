@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autopar.test_rules import INSTANCES, built
 from torch import Tensor
 from torch.fx import Graph, Interpreter, Node
 
@@ -18,6 +17,7 @@ from autopar.ops.localise import LocalBuilder, localise
 from autopar.ops.strategies import build, space_of, strategies_of
 from autopar.ops.strides import honours_strides
 from autopar.testing.prove import instance, prove_strategy
+from tests.support.op_instances import INSTANCES, built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

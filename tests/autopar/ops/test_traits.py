@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.traits import PRODUCTS, is_cast, out_of_place, widens
-from tests.graphs import ops, traced
+from tests.support.graphs import ops, traced
 
 aten = torch.ops.aten
 

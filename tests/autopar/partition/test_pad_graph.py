@@ -15,7 +15,7 @@ from autopar.ir.padding import Padding
 from autopar.ir.program import Program
 from autopar.ops.atom_classes import AtomClasses
 from autopar.partition.pad_graph import padded_program
-from tests.graphs import find, ops, tensor, traced, values, with_atoms
+from tests.support.graphs import find, ops, tensor, traced, values, with_atoms
 
 aten = torch.ops.aten
 X, W = torch.randn(4, 8, dtype=torch.float64), torch.randn(8, 5, dtype=torch.float64)

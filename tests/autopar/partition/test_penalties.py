@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import autopar
 from autopar.cost.model import MIXING_SECONDS
-from autopar.ir.mesh import virtual_mesh
 from autopar.partition.penalties import penalty_seconds
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.passes.global_.choose_shardings import ShardingDecision
 from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.captures import compiled
 
 
 class Normed(nn.Module):
@@ -32,14 +31,14 @@ class Normed(nn.Module):
 
 
 @cache
-def compiled(num_microbatches: int) -> ParallelModule:
+def parallel_normed(num_microbatches: int) -> ParallelModule:
     torch.manual_seed(0)
-    options = {"backend": "eager", "cluster": "8xa100", "num_microbatches": num_microbatches, "microbatch_statistics": "own"}
-    return autopar.compile(Normed(), virtual_mesh(dp=2), example_inputs=(torch.randn(8, 8),), **options)
+    options = {"cluster": "8xa100", "num_microbatches": num_microbatches, "microbatch_statistics": "own"}
+    return compiled(Normed(), {"dp": 2}, (torch.randn(8, 8),), **options)
 
 
 def decision(num_microbatches: int = 2) -> ShardingDecision:
-    return compiled(num_microbatches).compiled.search
+    return parallel_normed(num_microbatches).compiled.search
 
 
 def test_a_plan_that_mixes_costs_what_it_takes() -> None:
@@ -68,7 +67,7 @@ def test_one_microbatch_pays_none() -> None:
 
 
 def test_nobody_reads_a_penalty() -> None:
-    parallel = compiled(2)
+    parallel = parallel_normed(2)
     assert parallel.summary()["search"]["seconds"] == decision().cost_seconds
     text = re.sub(r"found in [0-9.]+ s", "", parallel.explain() + parallel.why("layers"))
     assert not re.search(r"\d s\b", text)

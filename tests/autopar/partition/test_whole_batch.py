@@ -12,7 +12,7 @@ from autopar.ir.keys import Source
 from autopar.ir.program import Program
 from autopar.partition.whole_batch import MicrobatchDecision, Mixing, mixing, refusal, undivided
 from autopar.passes.global_.find_atoms import FindAtoms
-from tests.staged import passed
+from tests.support.programs import passed
 
 X, Y = torch.randn(8, 4), torch.randint(0, 4, (8,))
 SUM, MAXIMUM, SAMPLES = "a sum over the batch", "a maximum over the batch", "all samples of the batch at once"

@@ -13,7 +13,7 @@ from autopar.ir.program import Program
 from autopar.kernels.normalisation import norm
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.pipeline.assign import assign_stages, copied
-from tests.staged import calls, passed
+from tests.support.programs import calls, passed
 
 aten = torch.ops.aten
 

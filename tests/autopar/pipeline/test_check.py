@@ -13,7 +13,7 @@ from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.program import PipelineInstruction, PipelineProgram, Send, Wait
 from autopar.pipeline.schedules import GENERATORS, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_v
-from tests.pipelines import Machine, edited, with_row
+from tests.support.faults.pipelines import Machine, edited, with_row
 
 PLAIN = expand(one_forward_one_backward(3, 4))
 HALVED = expand(zb_h1(3, 4))

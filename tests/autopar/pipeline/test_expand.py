@@ -10,7 +10,7 @@ from autopar.pipeline.check import check_program
 from autopar.pipeline.expand import expand
 from autopar.pipeline.program import PipelineProgram, Receive, Send, Wait, parse_instruction
 from autopar.pipeline.schedules import GENERATORS, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_v
-from tests.pipelines import Machine
+from tests.support.faults.pipelines import Machine
 
 
 def text(program: PipelineProgram, rank: int) -> list[str]:

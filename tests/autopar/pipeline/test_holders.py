@@ -15,7 +15,8 @@ from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.global_.place_stages import PlaceStages
 from autopar.pipeline.holders import Held, holders_of, starts_where
 from autopar.pipeline.placement_units import line_of
-from tests.staged import passed
+from tests.support.captures import compiled
+from tests.support.programs import passed
 
 WIDTH = 8
 
@@ -37,25 +38,23 @@ class Tower(nn.Module):
         return x.square().mean()
 
 
-def compiled(length: int, module: autopar.ParallelModule | None = None, model: nn.Module | None = None) -> autopar.ParallelModule:
-    parallel = module or autopar.compile(
-        model or Tower(), autopar.virtual_mesh(pp=2), backend="eager", num_microbatches=2, cluster=Cluster.named("a100")
-    )
+def prepared(length: int, module: autopar.ParallelModule | None = None, model: nn.Module | None = None) -> autopar.ParallelModule:
+    parallel = module or compiled(model or Tower(), {"pp": 2}, num_microbatches=2, cluster=Cluster.named("a100"))
     parallel.prepare((torch.randn(4, length, WIDTH),), {})
     return parallel
 
 
 def test_a_later_capture_leaves_every_parameter_with_its_stage() -> None:
-    short, long = compiled(4), compiled(4096)
+    short, long = prepared(4), prepared(4096)
     assert short.compiled.holders != long.compiled.holders, "else this test shows nothing"
     first = short.compiled.holders
-    compiled(4096, short)
+    prepared(4096, short)
     assert short.compiled.holders == first
     assert short.verify(torch.randn(4, 4096, WIDTH), promote=True)
 
 
 def test_every_parameter_is_held_once() -> None:
-    holders = compiled(4).compiled.holders
+    holders = prepared(4).compiled.holders
     assert set(holders) == {name for name, _ in Tower().named_parameters()}
     assert all(len(stages) == 1 for stages in holders.values())
     assert {stage for stages in holders.values() for stage in stages} == {0, 1}
@@ -68,7 +67,7 @@ def test_a_call_that_cannot_leave_them_there_is_refused_by_name() -> None:
                 x = functional.gelu(layer(x))
             return x.square().mean()
 
-    parallel = compiled(4, model=Either())
+    parallel = prepared(4, model=Either())
     with pytest.raises(PlanError, match="(?s)the first capture left 'early.*compile the model again"):
         parallel.prepare((torch.randn(4, 4, WIDTH),), {"reverse": True})
 

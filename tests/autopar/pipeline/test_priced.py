@@ -15,8 +15,7 @@ from autopar.pipeline.priced import call_seconds, price_pipeline
 from autopar.pipeline.simulate import simulate
 from autopar.pipeline.stage_work import Work
 from autopar.reports.summary import memory
-from tests.piped import interleaved_pipe, plain_pipe, tied_pipe
-from tests.residual import BATCH, LENGTH, WIDTH, WORDS
+from tests.support.models.residual import BATCH, LENGTH, WIDTH, WORDS, interleaved_pipe, plain_pipe, tied_pipe
 
 HIDDEN_BYTES = BATCH // 2 // 2 * LENGTH * WIDTH * 8  # of a microbatch on one of two dp ranks, float64
 

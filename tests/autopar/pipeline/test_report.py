@@ -11,7 +11,7 @@ from autopar.pipeline.report import StepOnPaper, cut_lines, pipeline_lines, shor
 from autopar.pipeline.schedules import generate
 from autopar.pipeline.simulate import simulate
 from autopar.reports.summary import cost_of
-from tests.piped import interleaved_pipe, piped, plain_pipe
+from tests.support.models.residual import interleaved_pipe, piped, plain_pipe
 
 
 def test_explain_shows_stages_grid_and_step() -> None:

@@ -9,8 +9,7 @@ from autopar.ir.program import Program
 from autopar.passes.schedule.cut_stages import cut_stages
 from autopar.pipeline.stage_work import Work
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.piped import interleaved_pipe, piped, plain_pipe, tied_pipe
-from tests.residual import parallel_residual
+from tests.support.models.residual import interleaved_pipe, parallel_residual, piped, plain_pipe, tied_pipe
 
 PIPES = {"plain": plain_pipe, "interleaved": interleaved_pipe, "one batch": lambda: piped(num_microbatches=1)}
 

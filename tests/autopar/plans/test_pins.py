@@ -29,8 +29,8 @@ from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.plans.pins import resolve
 from autopar.plans.plan import Pins, Plan
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.residual import Residual, batch, parallel_residual
-from tests.zoo import BATCH, LENGTH, WIDTH, Case, llama
+from tests.support.models.residual import Residual, batch, parallel_residual
+from tests.support.models.zoo import BATCH, LENGTH, WIDTH, Case, llama
 
 LAYER = "model.layers.*."
 SEQUENCE = (None, "tp", ...)

@@ -24,8 +24,7 @@ from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.pipeline.schedules import generate
 from autopar.plans.pins import resolve
 from autopar.plans.plan import Plan, PlannedInput, fingerprint, node_keys
-from tests.piped import piped
-from tests.residual import batch
+from tests.support.models.residual import batch, piped
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))

@@ -20,8 +20,8 @@ from autopar.ir.keys import DIMS, SHARDING, SOURCE
 from autopar.ir.markers import pinned
 from autopar.plans.plan import Plan
 from autopar.plans.styles import without_styles
-from tests.residual import Residual, batch, parallel_residual
-from tests.zoo import gpt2, llama
+from tests.support.models.residual import Residual, batch, parallel_residual
+from tests.support.models.zoo import gpt2, llama
 
 COLUMN, ROW, SEQUENCE = ColwiseParallel(), RowwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from autopar.pipeline.stage_work import Work
 from autopar.reports.communication import sent, transfers
 from autopar.reports.summary import cost_of, places_of
-from tests.piped import interleaved_pipe, plain_pipe, tied_pipe
-from tests.residual import WIDTH, WORDS
+from tests.support.models.residual import WIDTH, WORDS, interleaved_pipe, plain_pipe, tied_pipe
 
 
 def test_sends_happen_for_each_microbatch_and_reductions_once() -> None:

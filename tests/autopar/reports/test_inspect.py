@@ -29,7 +29,7 @@ from autopar.ir.units import in_bytes, in_seconds
 from autopar.plans.plan import Plan
 from autopar.reports.explain import indivisible
 from autopar.reports.inspect import diff, explain, print_program, print_schedule, summary, why
-from tests.piped import plain_pipe
+from tests.support.models.residual import plain_pipe
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))

@@ -12,7 +12,7 @@ import pytest
 from autopar.partition.solver.assignment import Candidate, Choice, Problem
 from autopar.partition.solver.search import Solution, search
 from autopar.reports.search import search_lines, search_summary
-from tests.residual import parallel_residual
+from tests.support.models.residual import parallel_residual
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from autopar.pipeline.report import StepOnPaper
 from autopar.pipeline.stage_work import Work
 from autopar.reports.summary import contractions, cost_of, flops, flops_of, memory, replicated, seconds
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.piped import interleaved_pipe, piped, plain_pipe
-from tests.residual import BATCH, LENGTH, WIDTH
+from tests.support.models.residual import BATCH, LENGTH, WIDTH, interleaved_pipe, piped, plain_pipe
 
 transformers = pytest.importorskip("transformers")
 

@@ -13,8 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from autopar.errors import AutoparError, PlanError, UnmatchedPinError
 from autopar.reports.what_if import what_if
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.piped import piped, plain_pipe
-from tests.residual import WIDTH, WORDS, parallel_residual
+from tests.support.models.residual import WIDTH, WORDS, parallel_residual, piped, plain_pipe
 
 PINS = {"blocks.*.mlp.up.weight": (None, "tp"), "blocks.*.mlp": (None, "tp", ...)}
 

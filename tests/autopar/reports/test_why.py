@@ -10,8 +10,7 @@ from autopar.errors import AutoparError
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.reports.summary import contractions, cost_of, seconds_of
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.piped import piped, tied_pipe
-from tests.residual import BATCH, LENGTH, WIDTH, parallel_residual
+from tests.support.models.residual import BATCH, LENGTH, WIDTH, parallel_residual, piped, tied_pipe
 
 MEGATRON = {"blocks.*.mlp.up.weight": ("tp", None), "blocks.*.mlp.down.weight": (None, "tp"), "blocks.*.mlp": (None, "tp", ...)}
 

@@ -15,7 +15,7 @@ from autopar.ir.reshard import reachable
 from autopar.ops.strategies import strategies_of
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.testing.random_shardings import RandomShardings
-from tests.graphs import traced, with_atoms
+from tests.support.graphs import traced, with_atoms
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp.0", 2), ("tp.1", 2)))

@@ -19,8 +19,8 @@ from autopar.kernels.gpu import attention as gpu
 from autopar.kernels.gpu import attention_backward as gpu_backward
 from autopar.kernels.gpu import attention_mask_gradient as gpu_mask
 from autopar.kernels.gpu.attention_scores import require_addressable
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
-from tests.kernels.drawing import KINDS, draws_of, kept_of
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.attention import KINDS, draws_of, heads_of, kept_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DROPS: dict[str, Any] = {"keep_below": round(0.7 * 2**32), "keep_scale": 1 / 0.7}
@@ -149,11 +149,6 @@ def plain(
     empty = ~attends.any(-1, keepdim=True)
     log_sum_exp = scores.masked_fill(~attends & ~empty, -torch.inf).logsumexp(-1).masked_fill(empty.squeeze(-1), 0.0)
     return [(weights if keep is None else weights * keep.to(weights.dtype)) @ value, log_sum_exp]
-
-
-def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> Tensor:
-    """As a model has them: split off the last dim, then transposed."""
-    return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
 
 
 # Heads of more than 64 in float32 are the reference's.

@@ -12,7 +12,8 @@ from autopar.kernels.gpu import block_sparse as gpu
 from autopar.kernels.gpu import block_sparse_backward as gpu_backward
 from autopar.kernels.gpu.attention_tiles import Tiles
 from autopar.kernels.gpu.block_sparse_tiles import cut
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.attention import heads_of
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -81,11 +82,6 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float)
     # A row that attends to nothing: a softmax over equal scores, then zero.
     weights = scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(~mask, 0.0)
     return weights @ value, scores.masked_fill(~mask, -torch.inf).logsumexp(-1).masked_fill(~mask.any(-1), 0.0)
-
-
-def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> Tensor:
-    """As a model has them: split off the last dim, then transposed."""
-    return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
 
 
 def inputs_of(form: Form, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

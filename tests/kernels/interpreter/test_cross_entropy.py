@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.gpu import cross_entropy as gpu
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(2, 3, 7), (3, 130), (2, 1), (2, 5000), (0, 5)]

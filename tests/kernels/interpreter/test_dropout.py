@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar.kernels.dropout import drawn, dropout_reference
 from autopar.kernels.gpu import dropout as gpu
-from tests.kernels.accuracy import assert_accurate
+from tests.support.kernels.accuracy import assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # The last two: one row of several tiles, and few rows.

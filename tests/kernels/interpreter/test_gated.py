@@ -11,7 +11,7 @@ from torch import Tensor
 
 from autopar.kernels.gated import ACTIVATIONS
 from autopar.kernels.gpu import gated as gpu
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SHAPES = [(2, 3, 7), (70, 130), (1, 1), (0, 5)]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.gpu import normalisation as gpu
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 EPS = 1e-5

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar.kernels.gpu import rotary as gpu
 from autopar.kernels.rotary import rotary_backward_reference, rotary_reference
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # B, H, S, D, R

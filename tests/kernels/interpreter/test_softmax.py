@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autopar.kernels.gpu import softmax as gpu
 from autopar.kernels.softmax import softmax_backward_reference, softmax_reference
-from tests.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
+from tests.support.kernels.accuracy import GRADIENT_FACTOR, assert_accurate
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Rows do not fill their tile, columns are no power of two, one column, one row, no row.

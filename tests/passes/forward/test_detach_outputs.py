@@ -10,8 +10,8 @@ from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from autopar.passes.forward.detach_outputs import DetachOutputs
 from autopar.passes.global_.trace_joint import TraceJoint
-from tests.capturing import Layer, X, Y, of
-from tests.running import assert_close, inputs_of, run_forward
+from tests.support.models.layer import Layer, X, Y, of
+from tests.support.programs import assert_close, inputs_of, run_forward
 
 
 def both(layer: Layer, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -20,9 +20,9 @@ from autopar.kernels.attention import attention
 from autopar.passes.forward.fuse_attention import FuseAttention
 from autopar.passes.forward.key_random import KeyRandom
 from autopar.runtime.execute.random_key import random_key
-from tests.passes import attention_caps_and_sinks, attention_layouts, attention_masks, attention_near_misses  # noqa: F401  (they register theirs)
-from tests.passes.attention_documents import MEANING
-from tests.passes.attention_forms import FORMS, NEAR_MISSES, AttentionForm
+from tests.support.forms import attention_caps_and_sinks, attention_layouts, attention_masks, attention_near_misses  # noqa: F401  (they register theirs)
+from tests.support.forms.attention import FORMS, NEAR_MISSES, AttentionForm
+from tests.support.forms.attention_documents import MEANING
 
 MESH = virtual_mesh(dp=1)
 aten = torch.ops.aten

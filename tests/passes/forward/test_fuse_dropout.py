@@ -38,10 +38,10 @@ from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.testing.random_shardings import RandomShardings
-from tests.passes.dropout_forms import FORMS, NEAR_MISSES, B, DropoutForm, Dropping, N, S
-from tests.passes.fusing import MESH, Suite, results, targets, values_of
-from tests.running import forward_program
-from tests.zoo import ZOO
+from tests.support.forms.dropout import FORMS, NEAR_MISSES, B, DropoutForm, Dropping, N, S
+from tests.support.forms.suite import MESH, Suite, results, targets, values_of
+from tests.support.models.zoo import ZOO
+from tests.support.programs import forward_program
 
 aten = torch.ops.aten
 OURS = (add_dropout, dropout)

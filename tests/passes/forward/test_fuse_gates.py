@@ -15,9 +15,9 @@ from autopar.ir.fusion import FusionDecision
 from autopar.ir.program import Program
 from autopar.kernels.gated import bias_activation, gated
 from autopar.passes.forward.fuse_gates import FuseGates
-from tests.passes import gate_near_misses  # noqa: F401  (it registers its own)
-from tests.passes.fusing import MESH, Ran, captured_suite, ran_suite, targets
-from tests.passes.gate_forms import FORMS, NEAR_MISSES, Gating
+from tests.support.forms import gate_near_misses  # noqa: F401  (it registers its own)
+from tests.support.forms.gate import FORMS, NEAR_MISSES, Gating
+from tests.support.forms.suite import MESH, Ran, captured_suite, ran_suite, targets
 
 aten = torch.ops.aten
 FUSED = {"gate": gated, "bias": bias_activation}

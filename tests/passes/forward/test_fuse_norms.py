@@ -16,9 +16,9 @@ from autopar.ir.program import Program
 from autopar.kernels.normalisation import add_norm, norm
 from autopar.passes.forward.fuse_norms import FuseNorms
 from autopar.passes.fuse.norm.match import default_eps
-from tests.passes import norm_near_misses  # noqa: F401  (it registers its own)
-from tests.passes.fusing import MESH, Captured, Ran, captured_suite, ran_suite, targets
-from tests.passes.norm_forms import EPS, FORMS, NEAR_MISSES, N, Norming
+from tests.support.forms import norm_near_misses  # noqa: F401  (it registers its own)
+from tests.support.forms.norm import EPS, FORMS, NEAR_MISSES, N, Norming
+from tests.support.forms.suite import MESH, Captured, Ran, captured_suite, ran_suite, targets
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from autopar.ir.fusion import FusionDecision
 from autopar.ir.program import Program
 from autopar.kernels.rotary import rotary
 from autopar.passes.forward.fuse_rotary import FuseRotary
-from tests.passes.fusing import MESH, Ran, captured_suite, ran_suite, targets
-from tests.passes.rotary_forms import FORMS, NEAR_MISSES, Turning, rotate_half
+from tests.support.forms.rotary import FORMS, NEAR_MISSES, Turning, rotate_half
+from tests.support.forms.suite import MESH, Ran, captured_suite, ran_suite, targets
 
 aten = torch.ops.aten
 

@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import autopar
-from autopar.ir.mesh import virtual_mesh
 from autopar.passes.forward.fuse_attention import FuseAttention
 from autopar.passes.forward.key_captured import key_captured
 from autopar.passes.fuse.attention import form
 from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.captures import compiled
 
 BATCH, LENGTH, HEADS, SIZE = 4, 8, 2, 4
 X = torch.randn(BATCH, LENGTH, HEADS * SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -64,14 +63,14 @@ class Attending(nn.Module):
         return self.norm(x).sin().square().mean()
 
 
-def compiled(attend: Callable[..., Tensor]) -> ParallelModule:
+def parallel_of(attend: Callable[..., Tensor]) -> ParallelModule:
     torch.manual_seed(0)
-    return autopar.compile(Attending(attend), virtual_mesh(dp=2, tp=2), example_inputs=(X,), backend="eager", kernels="triton")
+    return compiled(Attending(attend), {"dp": 2, "tp": 2}, (X,), kernels="triton")
 
 
 @pytest.mark.parametrize("attend", FORMS)
 def test_fused_ops_draw_what_was_captured(attend: Callable[..., Tensor]) -> None:
-    parallel = compiled(attend)
+    parallel = parallel_of(attend)
     fused = next(step.decision.fused for step in parallel.compiled.steps if step.kind is FuseAttention)
     assert len(fused) == (attend is not sdpa)
     captured = key_captured(parallel.compiled.steps[0].program)
@@ -92,7 +91,7 @@ def rarer(options: dict[str, Any]) -> dict[str, Any]:
 def test_a_wrong_fusion_is_found_with_dropout_on(wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     right = form.dropout_options
     monkeypatch.setattr(form, "dropout_options", lambda probability: wrong(right(probability)))
-    report = compiled(by_heads).verify(X, promote=True)
+    report = parallel_of(by_heads).verify(X, promote=True)
     assert not report and report.first_difference is not None and report.first_difference.made_by == FuseAttention.name, str(report)
 
 
@@ -101,10 +100,10 @@ def test_a_wrong_scale_is_found_with_dropout_on(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         form.Attention, "_scaled", lambda self, emit, query: emit.call(torch.ops.aten.mul.Tensor, right(self, emit, query), 1.1)
     )
-    report = compiled(by_heads).verify(X, promote=True)
+    report = parallel_of(by_heads).verify(X, promote=True)
     assert not report and report.first_difference is not None and report.first_difference.made_by == FuseAttention.name, str(report)
 
 
 def test_what_is_keyed_already_is_left_as_it_is() -> None:
-    parallel = compiled(by_heads)
+    parallel = parallel_of(by_heads)
     assert key_captured(parallel.compiled.forward) is parallel.compiled.forward

@@ -26,7 +26,7 @@ from autopar.kernels.dropout import drawn
 from autopar.passes.forward.key_random import KeyRandom
 from autopar.passes.forward.unify_attention import UnifyAttention
 from autopar.runtime.execute.random_key import random_key
-from tests.capturing import Calls
+from tests.support.models.layer import Calls
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

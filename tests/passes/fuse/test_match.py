@@ -20,8 +20,8 @@ from autopar.passes.forward.fuse_norms import FuseNorms
 from autopar.passes.fuse.guards import check_interior, readers_of
 from autopar.passes.fuse.match import Rewriting, rewritten, site_at
 from autopar.passes.fuse.reading import narrowest, rounded, scaled, widened
-from tests.graphs import traced
-from tests.passes.fusing import MESH, targets
+from tests.support.forms.suite import MESH, targets
+from tests.support.graphs import traced
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ from autopar.ir.program import Program
 from autopar.partition.whole_batch import Mixing
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
 from autopar.passes.global_.find_atoms import FindAtoms
-from tests.staged import passed
+from tests.support.programs import passed
 
 
 class Root(nn.Module):

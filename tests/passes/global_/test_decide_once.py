@@ -15,8 +15,8 @@ from autopar.ir.program import Program
 from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.global_.decide_once import DecideOnce
 from autopar.runtime.execute.world import from_first
-from tests.running import FORWARD_PASSES, forward_program, global_program
-from tests.zoo import ZOO
+from tests.support.models.zoo import ZOO
+from tests.support.programs import FORWARD_PASSES, forward_program, global_program
 
 
 @pytest.fixture(scope="module")

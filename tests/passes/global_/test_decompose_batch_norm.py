@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.program import Program
 from autopar.passes.global_.decompose_batch_norm import DecomposeBatchNorm
-from tests.graphs import ops, traced, values
+from tests.support.graphs import ops, traced, values
 
 aten = torch.ops.aten
 SHAPES = [(8, 6), (4, 6, 5), (4, 6, 3, 5), (2, 6, 3, 2, 4)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from autopar.ops.strategies import factors_of
 from autopar.passes.global_.decompose_convolutions import DecomposeConvolutions
-from tests.graphs import find, ops, traced, values, with_atoms
+from tests.support.graphs import find, ops, traced, values, with_atoms
 
 aten = torch.ops.aten
 X, WEIGHT, BIAS = torch.randn(4, 6, 8, 8).double(), torch.randn(4, 6, 3, 3).double(), torch.randn(4).double()

@@ -14,10 +14,10 @@ from autopar.driver.manager import run_passes
 from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.program import Program
 from autopar.ir.sharding import flat
-from tests.graphs import find, traced, with_atoms
-from tests.running import FORWARD_PASSES, forward_program, global_program
-from tests.zoo import BATCH as NUM_SAMPLES
-from tests.zoo import ZOO
+from tests.support.graphs import find, traced, with_atoms
+from tests.support.models.zoo import BATCH as NUM_SAMPLES
+from tests.support.models.zoo import ZOO
+from tests.support.programs import FORWARD_PASSES, forward_program, global_program
 
 aten = torch.ops.aten
 

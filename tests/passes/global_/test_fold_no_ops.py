@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from autopar.passes.global_.fold_no_ops import FoldNoOps
-from tests.graphs import assert_unchanged, ops, text, traced
+from tests.support.graphs import assert_unchanged, ops, text, traced
 
 aten = torch.ops.aten
 X = torch.randn(4, 6)

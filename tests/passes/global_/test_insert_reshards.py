@@ -20,7 +20,7 @@ from autopar.ir.sharding import Sharding, Strategy
 from autopar.ops.strategies import strategies_of
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.testing.random_shardings import RandomShardings
-from tests.graphs import find, traced, with_atoms
+from tests.support.graphs import find, traced, with_atoms
 
 aten = torch.ops.aten
 MESH = Mesh((("tp", 2),))

@@ -17,8 +17,8 @@ from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.global_.mark_pinned import MarkPinned
 from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.trace_joint import TraceJoint
-from tests.residual import Residual, batch
-from tests.running import assert_close, inputs_of, run
+from tests.support.models.residual import Residual, batch
+from tests.support.programs import assert_close, inputs_of, run
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.ir.keys import PHASE
 from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
-from tests.graphs import assert_unchanged, find, ops, text, traced
+from tests.support.graphs import assert_unchanged, find, ops, text, traced
 
 aten = torch.ops.aten
 X = torch.randn(4, 6)

@@ -12,7 +12,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.padding import Padding
 from autopar.ir.program import Program
 from autopar.passes.global_.pad_atoms import PadAtoms
-from tests.graphs import assert_unchanged, traced, with_atoms
+from tests.support.graphs import assert_unchanged, traced, with_atoms
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from autopar.passes.global_.place_stages import PlaceStages, StageDecision
 from autopar.pipeline.placement_units import line_of
 from autopar.pipeline.schedules import generate
 from autopar.plans.plan import Plan
-from tests.piped import interleaved_pipe, plain_pipe
+from tests.support.models.residual import interleaved_pipe, plain_pipe
 
 A100 = Cluster.named("8xa100")
 

@@ -25,8 +25,8 @@ from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.local.lower import Lower
 from autopar.testing.random_shardings import RandomShardings
-from tests.graphs import find, ops, traced
-from tests.running import assert_close, forward_program, inputs_of, run, run_local
+from tests.support.graphs import find, ops, traced
+from tests.support.programs import assert_close, forward_program, inputs_of, run, run_local
 
 aten = torch.ops.aten
 MESH = virtual_mesh(tp=4)

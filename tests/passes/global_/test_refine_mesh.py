@@ -9,7 +9,7 @@ from torch import Tensor
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.global_.refine_mesh import RefineMesh
-from tests.graphs import traced, with_atoms
+from tests.support.graphs import traced, with_atoms
 
 aten = torch.ops.aten
 

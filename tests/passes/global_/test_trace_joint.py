@@ -17,9 +17,9 @@ from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Form, Program
 from autopar.passes.global_.trace_joint import TraceJoint
-from tests.captures import kept_capture
-from tests.running import FORWARD_PASSES, assert_close, inputs_of, run, run_forward
-from tests.zoo import ZOO
+from tests.support.captures import kept_capture
+from tests.support.models.zoo import ZOO
+from tests.support.programs import FORWARD_PASSES, assert_close, inputs_of, run, run_forward
 
 aten = torch.ops.aten
 MESH = virtual_mesh(dp=2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autopar.passes.global_.views_of_chunks import ViewsOfChunks
-from tests.graphs import assert_unchanged, ops, text, traced
+from tests.support.graphs import assert_unchanged, ops, text, traced
 
 aten = torch.ops.aten
 X = torch.randn(8, 12)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.passes.global_.views_of_strides import ViewsOfStrides
-from tests.graphs import assert_unchanged, ops, text, traced
+from tests.support.graphs import assert_unchanged, ops, text, traced
 
 aten = torch.ops.aten
 X, FLAT = torch.randn(8, 4), torch.randn(32)

@@ -12,7 +12,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.local.copy_to_stages import CopyToStages
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
-from tests.staged import PP2, calls, passed
+from tests.support.programs import PP2, calls, passed
 
 aten = torch.ops.aten
 

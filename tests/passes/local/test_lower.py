@@ -26,9 +26,9 @@ from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.local.lower import Lower
 from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
-from tests.graphs import traced, values, with_atoms
-from tests.running import assert_close, run_schedule
-from tests.shardings import MESHES, dims_of, shardings
+from tests.support.graphs import traced, values, with_atoms
+from tests.support.programs import assert_close, run_schedule
+from tests.support.shardings import MESHES, dims_of, shardings
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp.0", 2), ("tp.1", 2)))

@@ -15,7 +15,7 @@ from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Program
 from autopar.passes.local.lower import Lower
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
-from tests.staged import passed
+from tests.support.programs import passed
 
 NUMBER = 4
 X = torch.randn(8, 4)

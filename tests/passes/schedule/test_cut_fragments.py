@@ -26,9 +26,9 @@ from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.local.lower import Lower
 from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
-from tests.captures import kept_capture
-from tests.running import FORWARD_PASSES, global_program, random_local
-from tests.zoo import gpt2
+from tests.support.captures import kept_capture
+from tests.support.models.zoo import gpt2
+from tests.support.programs import FORWARD_PASSES, global_program, random_local
 
 aten = torch.ops.aten
 

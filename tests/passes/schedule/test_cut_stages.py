@@ -13,7 +13,7 @@ from autopar.ir.program import Program
 from autopar.passes.schedule.cut_stages import Stages, cut_stages
 from autopar.pipeline.actions import Edge
 from autopar.pipeline.schedules import generate
-from tests.staged import PP2, passed
+from tests.support.programs import PP2, passed
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from autopar.ir.schedule import Add, Free, Launch, Receive, Run, Schedule, Send
 from autopar.passes.schedule.write_schedules import pipeline_schedules
 from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.schedules import GENERATORS, generate
-from tests.staged import PP2, passed
+from tests.support.programs import PP2, passed
 
 
 class Chain(nn.Module):

@@ -16,7 +16,7 @@ from autopar.ir.sharding import Sharding
 from autopar.runtime._torch import flatten
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.runtime.schedules import schedule_of
+from tests.support.schedules import schedule_of
 
 F32, I64 = torch.float32, torch.int64
 ROWS, WHOLE = Sharding((("dp",), ())), Sharding(((),))

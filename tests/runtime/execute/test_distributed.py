@@ -27,7 +27,7 @@ from autopar.runtime.execute.world import DistributedWorld, from_first
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.parameters import Placement, local_shard
 from autopar.runtime.module.placement import check_equal_models, refined_device_mesh, torch_can_gather, torch_can_gather_tensor, wrap
-from tests.runtime.schedules import BATCH, WIDTH, Mlp, mlp_compiled, schedule_of
+from tests.support.schedules import BATCH, WIDTH, Mlp, mlp_compiled, schedule_of
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
 

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import autopar
 from autopar.errors import InputError, PlanError
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.captures import compiled
+
+MESH = {"dp": 2, "tp": 2}
 
 WIDTH = 6
 
@@ -53,10 +55,6 @@ class Model(nn.Module):
             out = block(out) + out if self.is_residual else block(out)
         out = self.weigh(out) * self.scale + self.config.offset
         return sum((self.config.loss["factor"] * (out - y).abs() ** power).mean() for power in self.powers)
-
-
-def compiled(model: nn.Module) -> ParallelModule:
-    return autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), backend="eager")
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +204,7 @@ def test_what_forward_writes_is_no_change() -> None:
             return (self.fc(x) * self.mask - y).square().mean()
 
     model = Counting().double()
-    parallel = compiled(model)
+    parallel = compiled(model, MESH)
     for _ in range(3):
         check_step(parallel, model)
         model(*batch())
@@ -225,7 +223,7 @@ def test_a_flag_that_forward_sets_is_said_and_a_run_of_the_model_is_seen(caplog:
             return factor * (self.fc(x) - y).square().mean()
 
     model = Lazy().double()
-    parallel = compiled(model)
+    parallel = compiled(model, MESH)
     first = check_step(parallel, model)
     assert "forward changes numbers or flags on its modules" in caplog.text and "is_started (False → True)" in caplog.text
     model(*batch())
@@ -235,7 +233,7 @@ def test_a_flag_that_forward_sets_is_said_and_a_run_of_the_model_is_seen(caplog:
 def test_a_call_computes_what_the_changed_model_computes(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Model().double()
-    parallel = compiled(model)
+    parallel = compiled(model, MESH)
     losses = [check_step(parallel, model)]
     with caplog.at_level(logging.INFO, logger="autopar"):
         for change in ("number", "momentum", "nested config", "submodule", "hook", "tensor that is no buffer, in place"):
@@ -252,7 +250,7 @@ def test_a_call_computes_what_the_changed_model_computes(caplog: pytest.LogCaptu
 
 def test_training_and_evaluation_in_turn_are_two_captures() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Dropout(0.5), nn.Linear(8, WIDTH)).double()
-    parallel = compiled(model)
+    parallel = compiled(model, MESH)
     for mode in (True, False, True, False, True, False):
         (model if mode else parallel).train(mode)
         parallel(batch()[0])
@@ -285,7 +283,7 @@ def test_changed_parameters_are_refused(change: Callable[[Any], Any], expected: 
 def test_every_call_that_draws_draws_anew(switch: str) -> None:
     """Whatever mode the parallel module is in: dropout in evaluation is how uncertainty is estimated."""
     model = nn.Sequential(nn.Linear(WIDTH, 64), nn.Dropout(0.5)).double().eval()
-    parallel = compiled(model)
+    parallel = compiled(model, MESH)
     assert torch.equal(parallel(batch()[0]), parallel(batch()[0])) and parallel.step == 0
     (model if switch == "the original in training" else model[1]).train()
     dropped = [parallel(batch()[0]) == 0 for _ in range(3)]
@@ -301,7 +299,7 @@ def changes_on_ranks() -> tuple[list[str], list[float], int]:
     reference, rank = copy.deepcopy(model), dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     mine = tuple(tensor.chunk(2)[rank // 2] for tensor in batch())
-    parallel = autopar.compile(model, mesh, example_inputs=mine, backend="eager", cluster=autopar.Cluster.ideal())
+    parallel = compiled(model, mesh, mine)
     said, errors = list[str](), list[float]()
 
     def refused() -> None:
@@ -348,7 +346,7 @@ def test_settings_in_slots_are_seen() -> None:
     model = Model().double()
     settings = Slots()
     model.weigh = partial(scaled, settings=settings)
-    parallel = compiled(model)
+    parallel = compiled(model, MESH)
     first = check_step(parallel, model)
     settings.scale = 3.0
     assert check_step(parallel, model) != first

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-import autopar
 from autopar.errors import CaptureError
 from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.captures import compiled
 
 
 class Model(nn.Module):
@@ -33,14 +33,14 @@ class Model(nn.Module):
         return (self.fc(x) * self.scale * self.config["factor"]).square().mean()
 
 
-def compiled() -> tuple[Any, Any]:
+def parallel_and_model() -> tuple[Any, Any]:
     torch.manual_seed(0)
     model = Model()
-    return autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), backend="eager"), model
+    return compiled(model, {"dp": 2, "tp": 2}), model
 
 
 def test_names_of_the_model_are_read_there() -> None:
-    parallel, model = compiled()
+    parallel, model = parallel_and_model()
     assert parallel.config is model.config and parallel.fc is model.fc and parallel.count is model.count
     assert parallel.scale == 1.0 and parallel.kind == "mine" and parallel.width == 4
     assert parallel.own_method(3.0) == model.scale == 3.0
@@ -51,7 +51,7 @@ def test_names_of_the_model_are_read_there() -> None:
 
 
 def test_what_is_set_is_the_models_and_the_next_call_has_it() -> None:
-    parallel, model = compiled()
+    parallel, model = parallel_and_model()
     x = torch.randn(4, 4)
     before = parallel(x).item()
     parallel.scale = 2.0
@@ -67,7 +67,7 @@ def test_what_is_set_is_the_models_and_the_next_call_has_it() -> None:
 
 
 def test_names_of_ours_stay_ours() -> None:
-    parallel, model = compiled()
+    parallel, model = parallel_and_model()
     parallel.step, parallel.seed = 5, 7
     assert (parallel.step, parallel.seed) == (5, 7) and not hasattr(model, "step")
     handle = parallel.register_forward_hook(lambda module, args, output: output * 2)
@@ -87,13 +87,13 @@ def test_a_name_of_both_is_ours_and_that_is_said(caplog: pytest.LogCaptureFixtur
             return "the model's"
 
     model = Clashing()
-    parallel: ParallelModule = autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), backend="eager")
+    parallel: ParallelModule = compiled(model, {"dp": 2, "tp": 2})
     assert "names that the parallel module has, too: seed, summary; parallel.seed is autopar's" in caplog.text
     parallel.seed = 9
     assert model.seed == 3 and model.summary() == "the model's"
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="autopar"):
-        compiled()
+        parallel_and_model()
     assert not caplog.records
 
 
@@ -104,7 +104,7 @@ def test_backward_hooks_of_the_whole_model_see_what_they_see_in_plain_torch(mesh
     model = nn.Sequential(Model(), nn.Identity())
     model[0].fc = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
     reference = copy.deepcopy(model)
-    parallel = autopar.compile(model, autopar.virtual_mesh(**mesh), backend="eager")
+    parallel = compiled(model, mesh)
     seen = dict[str, list[Any]](ours=[], theirs=[])
     x = torch.randn(8, 4)
     for name, module, called in (("ours", parallel if on_parallel else model, parallel), ("theirs", reference, reference)):
@@ -121,7 +121,7 @@ def test_backward_hooks_of_the_whole_model_see_what_they_see_in_plain_torch(mesh
 
 
 def test_backward_hooks_inside_the_model_are_refused_in_training_alone() -> None:
-    parallel, model = compiled()
+    parallel, model = parallel_and_model()
     x, seen = torch.randn(4, 4), list[Any]()
     before = parallel(x)
     handle = model.fc.register_full_backward_hook(lambda *gradients: seen.append(gradients))

@@ -1,4 +1,3 @@
-import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -10,25 +9,9 @@ import torch
 from autopar.errors import AutoparError, BackwardError, InputError, MeshError
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.runtime.schedules import BATCH, WIDTH, Mlp, mlp_compiled
+from tests.support.schedules import BATCH, WIDTH, Mlp, mlp_compiled, parallel_mlp
 
 MESHES = [virtual_mesh(dp=1, tp=1), virtual_mesh(dp=2, tp=1), virtual_mesh(dp=1, tp=2), virtual_mesh(dp=2, tp=4)]
-
-
-def parallel_mlp(mesh: Mesh, **options: Any) -> tuple[ParallelModule, Mlp]:
-    """The hand-compiled model on `mesh`, and a plain copy of it."""
-    torch.manual_seed(0)
-    model = Mlp()
-    captures: list[Any] = []
-
-    def capture(args: tuple[Any, ...], kwargs: dict[str, Any], *, pins: Any) -> Any:
-        captures.append((args, kwargs, pins))
-        return mlp_compiled(mesh, torch.is_grad_enabled())
-
-    reference = copy.deepcopy(model)
-    parallel = ParallelModule(model, mesh, capture=capture, backend=options.pop("backend", "eager"), **options)
-    parallel.__dict__["captures_seen"] = captures
-    return parallel, reference
 
 
 def batch(seed: int = 1) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 import autopar
 from autopar.errors import ScheduleError
 from autopar.runtime.verify.timeline import Timeline
-from tests.zoo import gpt2
+from tests.support.models.zoo import gpt2
 
 NUMBER = 4
 

@@ -15,7 +15,7 @@ import autopar
 from autopar.runtime.verify.report import Report
 
 if TYPE_CHECKING:
-    from tests.conftest import GlooRanks
+    from tests.support.ranks import GlooRanks
 
 MESH = autopar.virtual_mesh(dp=2, tp=2)
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import autopar
-from autopar import Cluster, ParallelModule
-from tests import zoo, zoo_language, zoo_vision
-from tests.zoo import IGNORED, Batch, Case
+from autopar import ParallelModule
+from tests.support.captures import compiled
+from tests.support.models import language, vision, zoo
+from tests.support.models.zoo import IGNORED, Batch, Case
 
 CLASSES = 4
 SYMBOLS, WIDTH = 12, 8
@@ -64,8 +64,8 @@ MODELS: dict[str, Callable[[], Case]] = {
     "gpt2": zoo.gpt2,
     "llama": zoo.llama,
     "bert": zoo.bert,
-    "t5": zoo_language.t5,
-    "resnet": zoo_vision.resnet,
+    "t5": language.t5,
+    "resnet": vision.resnet,
     "unet": unet,
 }
 
@@ -100,10 +100,8 @@ def sized(batch: Batch, size: int) -> Batch:
     return {name: value.repeat(-(-size // len(value)), *[1] * (value.ndim - 1))[:size] for name, value in batch.items()}
 
 
-def compiled(case: Case, mesh: dict[str, int], number: int | None, schedule: Any = "1f1b", **options: Any) -> ParallelModule:
-    """On the ideal cluster, where all that can be split is."""
-    options = {"backend": "eager", "cluster": Cluster.ideal(), "num_microbatches": number, "schedule": schedule} | options
-    return autopar.compile(case.model, autopar.virtual_mesh(**mesh), example_inputs=case.batch, **options)
+def in_stages(case: Case, axes: dict[str, int], number: int | None, schedule: Any = "1f1b", **options: Any) -> ParallelModule:
+    return compiled(case.model, axes, case.batch, num_microbatches=number, schedule=schedule, **options)
 
 
 def parameters_of(parallel: ParallelModule) -> list[set[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tests.capturing import Layer
+from tests.support.models.layer import Layer
 
 
 def careful(layer: Layer, x: Tensor) -> Tensor:

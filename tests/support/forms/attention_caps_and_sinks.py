@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.passes.attention_forms import LOWEST, SQUARE, B, D, H, S, T, added, form, padding, some_empty
+from tests.support.forms.attention import LOWEST, SQUARE, B, D, H, S, T, added, form, padding, some_empty
 
 GROUPED = {"key": (B, 2, T, D)}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.passes.attention_forms import LOWEST, SQUARE, B, D, H, S, T, added, documents, form, padding, some_empty, square_padding
+from tests.support.forms.attention import LOWEST, SQUARE, B, D, H, S, T, added, documents, form, padding, some_empty, square_padding
 
 # Masks.
 

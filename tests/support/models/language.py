@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 
-from tests.zoo import HEADS, LENGTH, VOCABULARY, WIDTH, Batch, Case, bert, case, gpt2, llama, padding_mask, tokens
+from tests.support.models.zoo import HEADS, LENGTH, VOCABULARY, WIDTH, Batch, Case, bert, case, gpt2, llama, padding_mask, tokens
 
 # Fields as most configurations spell them.
 SIZES = {

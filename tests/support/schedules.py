@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
@@ -13,6 +15,7 @@ from autopar.ir.program import Form, Input, Output, Program, Signature
 from autopar.ir.schedule import Fragment, Schedule, parse
 from autopar.ir.sharding import Dims, Sharding
 from autopar.runtime._torch import flatten
+from autopar.runtime.module.parallel_module import ParallelModule
 
 HIDDEN, BATCH, WIDTH = 8, 4, 6
 
@@ -115,3 +118,19 @@ def mlp_compiled(mesh: Mesh, training: bool = True) -> Compiled:
     )
     program = Program(Graph(), mesh, signature, Form.LOCAL)
     return Compiled(program, program, program, (schedule,))
+
+
+def parallel_mlp(mesh: Mesh, **options: Any) -> tuple[ParallelModule, Mlp]:
+    """The hand-compiled model on `mesh`, and a plain copy of it."""
+    torch.manual_seed(0)
+    model = Mlp()
+    captures: list[Any] = []
+
+    def capture(args: tuple[Any, ...], kwargs: dict[str, Any], *, pins: Any) -> Any:
+        captures.append((args, kwargs, pins))
+        return mlp_compiled(mesh, torch.is_grad_enabled())
+
+    reference = copy.deepcopy(model)
+    parallel = ParallelModule(model, mesh, capture=capture, backend=options.pop("backend", "eager"), **options)
+    parallel.__dict__["captures_seen"] = captures
+    return parallel, reference

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.passes.norm_forms import EPS, B, N, S, form
+from tests.support.forms.norm import EPS, B, N, S, form
 
 
 def scale(x: Tensor) -> Tensor:

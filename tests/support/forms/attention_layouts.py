@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.passes.attention_forms import B, D, H, S, T, added, form
+from tests.support.forms.attention import B, D, H, S, T, added, form
 
 # Layouts.
 

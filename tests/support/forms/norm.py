@@ -1,7 +1,7 @@
 """Ways in which people write norms, one small module each.
 
 Every form computes from x and a residual [2, 5, 8], a weight and a bias [8], unless it says other shapes. `NormForm.module` makes
-the model. The near misses are in `tests/passes/norm_near_misses.py`.
+the model. The near misses are in `tests/support/forms/norm_near_misses.py`.
 """
 
 from __future__ import annotations

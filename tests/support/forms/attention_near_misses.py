@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.passes.attention_forms import LOWEST, SQUARE, D, H, S, T, form, padding, some_empty
+from tests.support.forms.attention import LOWEST, SQUARE, D, H, S, T, form, padding, some_empty
 
 
 def scores_of(m: Any) -> Tensor:

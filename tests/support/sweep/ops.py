@@ -1,4 +1,4 @@
-"""Ops of torch, each as a row of the sweep: see `tests/sweep_rows.py`."""
+"""Ops of torch, each as a row of the sweep: see `tests/support/sweep/rows.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.sweep_rows import Computed, Row, Sizes, of, pair
+from tests.support.sweep.rows import Computed, Row, Sizes, of, pair
 
 
 def _indexed(compute: Computed, dims: str, ids: str, along: str, values: str = "") -> Row:

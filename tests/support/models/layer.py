@@ -12,7 +12,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.passes.global_.trace_joint import TraceJoint
-from tests.running import Values, assert_close, inputs_of, run, run_forward
+from tests.support.programs import Values, assert_close, inputs_of, run, run_forward
 
 MESH = virtual_mesh(dp=2)
 X, Y = torch.randn(8, 4), torch.randn(8, 4)

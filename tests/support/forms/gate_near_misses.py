@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.passes.gate_forms import B, N, S, form
+from tests.support.forms.gate import B, N, S, form
 
 
 @form("activation read again", reason="its activation is used elsewhere")

@@ -1,4 +1,4 @@
-"""Options of attention in tests; what the dropout of scores is drawn from, and the mask that it makes, in plain ops."""
+"""Operands and options of attention in tests; what the dropout of scores is drawn from, and the mask that it makes, in plain ops."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ PLAIN |= {"keep_below": 0, "keep_scale": 1.0, "implementation": "triton"}
 # A scale that is not 1 / p: it is the op's to multiply by, whatever it is.
 DROPS: dict[str, Any] = {"keep_below": round(0.7 * 2**32), "keep_scale": 1 / 0.75}
 NO_DRAWS = (None, None, None)
+# For what looks at shapes only: of scores [2, 4, 6, 10].
+DRAWS = [torch.empty(shape, dtype=torch.int64) for shape in ((2, 4, 6, 1), (), (10,))]
 # Neither mask, nor documents, nor draws.
 NOTHING = (None,) * 6
 
@@ -27,6 +29,11 @@ KINDS = {
     "rows for all heads, a word a sample": ((1,), (1, 2, 3)),
     "a word a row": ((), (3,)),
 }
+
+
+def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> Tensor:
+    """As a model has them: split off the last dim, then transposed."""
+    return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
 
 
 def draws_of(scores: Sequence[int], kind: str = "one word", start: int = 2**32 - 12_345) -> Draws:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from tests.random_models import BATCHES, SIZES, Builder, RandomGraph, Unfit, need
+from tests.support.models.random import BATCHES, SIZES, Builder, RandomGraph, Unfit, need
 
 Call = Callable[[Builder], str]
 MIN_CALLS, MAX_CALLS = 3, 10

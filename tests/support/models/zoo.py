@@ -21,10 +21,15 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """A model in float64, in training mode, and a global batch for it."""
+    """A model in training mode, in float64 where nothing else is said, and a global batch for it."""
 
     model: nn.Module
     batch: Batch
+
+    def to(self, dtype: torch.dtype) -> Case:
+        """The same model, itself changed, and a batch, of floats in `dtype`."""
+        batch = {name: value.to(dtype) if value.is_floating_point() else value for name, value in self.batch.items()}
+        return Case(self.model.to(dtype), batch)
 
 
 def gpt2(num_layers: int = 1, dropout: float = 0.0) -> Case:
@@ -98,4 +103,4 @@ def case(model: nn.Module, batch: Batch) -> Case:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype))
-    return Case(model, {name: value.double() if value.is_floating_point() else value for name, value in batch.items()})
+    return Case(model, batch).to(torch.float64)

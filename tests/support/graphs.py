@@ -16,7 +16,7 @@ from autopar.ir.keys import PHASE, SOURCE, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Output, Program, Signature, results_of
 from autopar.passes.global_.find_atoms import FindAtoms
-from tests.running import run
+from tests.support.programs import run
 
 MESH = Mesh((("dp", 2), ("tp", 2)))
 

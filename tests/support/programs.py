@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch.utils import _pytree as pytree
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.manager import run_passes
+from autopar.ir.keys import STAGE
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
 from autopar.ir.program import Form, Program
 from autopar.ir.schedule import Schedule
+from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.fold_no_ops import FoldNoOps
 from autopar.passes.global_.insert_reshards import InsertReshards
@@ -26,13 +28,16 @@ from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.global_.views_of_chunks import ViewsOfChunks
 from autopar.passes.local.lower import Lower
 from autopar.passes.schedule.cut_fragments import cut_fragments
+from autopar.pipeline.actions import PipelineSchedule
+from autopar.pipeline.schedules import generate
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Switchboard, VirtualTransport, drive
 from autopar.runtime.module.parameters import assemble, local_shard
 from autopar.testing.random_shardings import RandomShardings
-from tests.captures import kept_capture
+from tests.support.captures import kept_capture
 
+PP2 = Mesh((("pp", 2),))
 # By kind and name, as in the signature.
 Values = dict[tuple[str, str], Tensor]
 KEY = 0x1234_5678_9ABC_DEF
@@ -55,6 +60,21 @@ def global_program(forward: Program, training: bool = True) -> Program:
 def random_local(program: Program, seed: int) -> Program:
     """LOCAL by a random legal plan of a GLOBAL program that has atoms."""
     return run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()))
+
+
+def passed(
+    model: nn.Module, args: tuple[Any, ...], last: type | None, mesh: Mesh = PP2, number: int = 2, order: PipelineSchedule | None = None
+) -> Program:
+    """The program of `model` after pass `last` (None: after all), on the ideal cluster, in order 1f1b or the given one.
+
+    Where the model mixes samples, each microbatch has its own statistics.
+    """
+    mesh = mesh.with_microbatches(number)
+    order = order or generate("1f1b", mesh.size_of(mesh.parts("pp")), number)
+    passes = default_passes(Options(Cluster.ideal(), microbatch_statistics="own"), torch.is_grad_enabled(), order=order)
+    passes = [each for each in passes if not isinstance(each, ChooseMicrobatches)]  # there are so many from the start
+    end = len(passes) if last is None else 1 + next(i for i, each in enumerate(passes) if isinstance(each, last))
+    return run_passes(kept_capture(model, args, {}, mesh, None, dict.fromkeys(range(len(args)), 0)), passes[:end])
 
 
 def inputs_of(program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
@@ -166,3 +186,16 @@ def assert_close(got: Values, wanted: Values, tolerance: float) -> None:
     errors = errors_of(got, wanted)
     wrong = {key: error for key, error in errors.items() if not error <= tolerance}
     assert not wrong, f"{len(wrong)} of {len(errors)} outputs differ by more than {tolerance}: {dict(list(wrong.items())[:8])}"
+
+
+def calls(program: Program, target: Any) -> list[Node]:
+    return [node for node in program.graph.nodes if node.op == "call_function" and node.target == target]
+
+
+def by_stage(program: Program, choose: Callable[[Node], bool] = lambda node: True) -> Mapping[int | None, list[str]]:
+    """Names of the calls, by their stage."""
+    found: dict[int | None, list[str]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and choose(node):
+            found.setdefault(STAGE.get(node), []).append(node.name)
+    return found

@@ -1,4 +1,6 @@
-"""Captures of equal models, made once a process: half of what compiling a tiny model takes is Dynamo's.
+"""Models compiled as most tests want them, and captures of equal models, made once a process.
+
+Half of what compiling a tiny model takes is Dynamo's.
 
 Only captures by the front door, and those of `kept_capture`, are kept. A model is known by the classes of its modules, by their
 attributes, as long as these are plain values, by names, shapes, dtypes and ties of its tensors, and by its modes; one of transformers'
@@ -7,21 +9,35 @@ by its configuration instead of the attributes. Tests of capture call it themsel
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.compiler
+from autopar.cost.hardware.cluster import Cluster
 from autopar.frontend.capture import capture
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.program import Program
 from autopar.runtime.module.inputs import CallInputs
+from autopar.runtime.module.parallel_module import ParallelModule
 
 _OF_ALL = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
 _kept: dict[Any, Program] = {}
+
+
+def compiled(model: nn.Module, mesh: Mesh | DeviceMesh | Mapping[str, int], batch: Any = None, **options: Any) -> ParallelModule:
+    """`model` by the front door: in eager fragments, on the ideal cluster, where all that can be split is; `options` go first.
+
+    `mesh` may be the axes of a virtual one. Without `batch`, the arguments or keywords of a call, the first call is captured.
+    """
+    placed = virtual_mesh(**mesh) if isinstance(mesh, Mapping) else mesh
+    options = {"backend": "eager", "cluster": Cluster.ideal()} | options
+    return autopar.compiler.compile(model, placed, example_inputs=batch, **options)
 
 
 def keep_captures() -> None:

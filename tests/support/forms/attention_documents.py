@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.passes.attention_forms import LOWEST, SQUARE, B, D, H, S, documents, form
+from tests.support.forms.attention import LOWEST, SQUARE, B, D, H, S, documents, form
 
 # By name: what the op says, (documents, causal, window, whether a mask is left).
 MEANING: dict[str, tuple[bool, bool, int, bool]] = {"documents": (True, True, 0, False)}

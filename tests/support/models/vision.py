@@ -1,6 +1,6 @@
 """Tiny vision models with random weights: transformers over patches, with relative positions and with windows, and convnets.
 
-Labels are ignored (-100) in unequal numbers over any split of the batch, as in `tests.zoo.vit`.
+Labels are ignored (-100) in unequal numbers over any split of the batch, as in `tests.support.models.zoo.vit`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from tests.zoo import BATCH, HEADS, IGNORED, WIDTH, Batch, Case, case, vit
+from tests.support.models.zoo import BATCH, HEADS, IGNORED, WIDTH, Batch, Case, case, vit
 
 IMAGE, CHANNELS, CLASSES = 32, 3, 12
 
