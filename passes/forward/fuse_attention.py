@@ -39,7 +39,7 @@ class FuseAttention:
                 if site is not None:
                     found.append(site)
                     reached |= _softmaxes_above(node) if site.match is None else site.match.interior
-        return FusionDecision((*found, *_unused(program, constants, reached)))
+        return FusionDecision((*found, *_unused(program, reached)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
         return rewritten(program, decision.fused)
@@ -57,7 +57,7 @@ def _softmaxes_above(product: Node) -> set[Node]:
     return found
 
 
-def _unused(program: Program, constants: Constants, reached: set[Node]) -> list[FusionSite]:
+def _unused(program: Program, reached: set[Node]) -> list[FusionSite]:
     found: list[FusionSite] = []
     for node in program.graph.nodes:
         if node.op != "call_function" or node in reached:
@@ -66,7 +66,7 @@ def _unused(program: Program, constants: Constants, reached: set[Node]) -> list[
             softmax = softmax_at(node)
         except NotFusible:
             continue
-        reason = why_not_used(node, constants) if softmax is not None else None
+        reason = why_not_used(node) if softmax is not None else None
         if reason is not None:
             found.append(FusionSite.at(node, "attention", reason=reason))
     return found

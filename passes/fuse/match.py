@@ -83,7 +83,7 @@ def look_from_below(
     nodes: Iterable[Node], what: str, match: Callable[[Node], Match | None], found: dict[Node, FusionSite], taken: set[Node]
 ) -> None:
     """Add to `found` what there is to say of `nodes`, last first: a form takes all that it can, and `taken` nodes belong to no other."""
-    for node in sorted(nodes, reverse=True):
+    for node in reversed(tuple(nodes)):
         site = None if node in taken else site_at(node, what, match)
         made_of = set[Node]() if site is None or site.match is None else site.match.interior | {site.match.root}
         if site is not None and taken.isdisjoint(made_of):

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -93,15 +94,8 @@ class Attention(Match):
             query = emit.call(aten.where.ScalarOther, even, query, 0.0)
         documents = self.masks.documents
         ids = (None, None) if documents is None else documents.laid_out(emit, self._scores, self.labels)
-        options = {
-            "is_causal": self.masks.is_causal,
-            "scale": self.scale,
-            "soft_cap": self.scores.soft_cap,
-            "window": self.masks.window,
-            **dropout_options(self.weights.dropout),
-            "implementation": "triton",
-        }
-        result = emit.call(attention, query, key, value, mask, *ids, None, None, None, **options)
+        options = {"is_causal": self.masks.is_causal, "scale": self.scale, "soft_cap": self.scores.soft_cap, "window": self.masks.window}
+        result = call_attention(emit, (query, key, value), mask, ids, self.weights.dropout, **options)
         self._note_site(result)
         out = self._beside_the_sink(emit, emit.call(operator.getitem, result, 0), result)
         out = Placed(out, heads.of_queries(self.columns)).laid_out(emit, self.layout, self.labels)
@@ -173,6 +167,13 @@ class Attention(Match):
             value = value if mask.scale == 1.0 else emit.call(aten.mul.Tensor, value, mask.scale)
             found = value if found is None else emit.call(aten.add.Tensor, found, value)
         return found
+
+
+def call_attention(
+    emit: Emitter, operands: Sequence[Node], mask: Node | None, ids: Sequence[Node | None], dropout: float, **options: Any
+) -> Node:
+    """The op on query, key and value [B, H, S, D], with ids of documents of rows and keys; `KeyRandom` is to draw its dropout."""
+    return emit.call(attention, *operands, mask, *ids, None, None, None, **options, **dropout_options(dropout), implementation="triton")
 
 
 def dropout_options(probability: float) -> dict[str, int | float]:

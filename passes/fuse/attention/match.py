@@ -61,6 +61,8 @@ def _match(outer: Contraction, side: int, layout: Layout, weights: Weights, labe
     query, key, value = found
     product = scores.product.node
     interior = between(product, node)
+    if sink is not None:
+        interior -= between(product, sink.node) - {product}
     lowest = torch.finfo(torch.float16).min if torch.float16 in _dtypes(between(product, softmax.scores)) else LOWEST
     dtype = _dtype(outer.node, found, interior)
     masks = meaning(scores.masks, heads.of_queries(heads.keys), labels, constants, weights, lowest)
@@ -167,7 +169,7 @@ def _check_writes(found: Attention) -> None:
     check_operands(read | passed, found.root, writers, "between where it is made and the product", found.interior | passed)
 
 
-def why_not_used(softmax: Node, constants: Constants) -> str | None:
+def why_not_used(softmax: Node) -> str | None:
     """Why the probabilities `softmax` of scores belong to no attention; None where they are none of scores."""
     if not reaches_product(softmax):
         return None

@@ -24,13 +24,9 @@ from autopar.passes.fuse.reading import number_of, operand_pairs, widened
 aten = torch.ops.aten
 
 _NAMED: dict[object, str] = {
-    aten.silu.default: "silu",
-    aten.silu_.default: "silu",
-    aten.relu.default: "relu",
-    aten.relu_.default: "relu",
-    aten.sigmoid.default: "sigmoid",
-    aten.sigmoid_.default: "sigmoid",
-    aten.special_expit.default: "sigmoid",
+    **dict.fromkeys((aten.silu.default, aten.silu_.default), "silu"),
+    **dict.fromkeys((aten.relu.default, aten.relu_.default), "relu"),
+    **dict.fromkeys((aten.sigmoid.default, aten.sigmoid_.default, aten.special_expit.default), "sigmoid"),
 }
 _GELUS = (aten.gelu.default, aten.gelu_.default)
 # Functions of which an activation by hand is made: the activation, and what they take of its operand.

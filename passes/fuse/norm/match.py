@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, lay_out_anew, tensor_of
-from autopar.graph.overwrites import between, memory_of, overwritten, writers_of, writes, written_by
+from autopar.graph.overwrites import between, memory_of, overwritten, sources_of, writers_of, writes, written_by
 from autopar.ir.fusion import NotFusible
 from autopar.ir.keys import SOURCE, Source
 from autopar.kernels.normalisation import add_norm, norm
@@ -117,8 +117,9 @@ def match_norm(node: Node, constants: Constants, writers: Sequence[Node]) -> Nor
         return None
     tail = _tail(value, found, bias)
     weight, bias = (None if item is None else narrowest(item) for item in (tail.weight, tail.bias))
-    interior = frozenset(between(found.x, tail.end) - {found.x, tail.end})
-    result = Norm(tail.end, interior, node, found.x, weight, bias, found.eps, found.centred)
+    # A weight may be computed from x, too.
+    outside = {found.x, tail.end, *sources_of(item for item in (weight, bias) if item is not None)}
+    result = Norm(tail.end, frozenset(between(found.x, tail.end) - outside), node, found.x, weight, bias, found.eps, found.centred)
     check_operands((found.x, *result.affine()), tail.end, writers, "between where it is made and the norm")
     return result
 
@@ -133,9 +134,7 @@ def residual_of(found: Norm, writers: Sequence[Node]) -> Residual | None:
     if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or found.dtype != tensor_of(total).dtype:
         return None
     left, right = total.args[:2]
-    if not (
-        isinstance(left, Node) and isinstance(right, Node) and all(_is_alike(tensor_of(each), tensor_of(total)) for each in (left, right))
-    ):
+    if not isinstance(left, Node) or not isinstance(right, Node) or not (_is_alike(left, total) and _is_alike(right, total)):
         return None
     if any(memory_of(written_by(writer)) is memory_of(total) for writer in writers):
         return None
@@ -151,7 +150,8 @@ def is_within_module(found: Norm) -> bool:
     return not outer or inner == outer or inner.startswith(f"{outer}.")
 
 
-def _is_alike(operand: torch.Tensor, total: torch.Tensor) -> bool:
+def _is_alike(node: Node, other: Node) -> bool:
+    operand, total = tensor_of(node), tensor_of(other)
     return operand.shape == total.shape and operand.dtype == total.dtype and operand.device == total.device
 
 

@@ -20,10 +20,9 @@ from autopar.passes.fuse.reading import name_of, number_of, operand_pairs, scale
 
 aten = torch.ops.aten
 
-# What is written in place along the way is none of the operands whose memory is asked about: these end what is read.
-PRODUCTS, QUOTIENTS, SUMS, _DIFFERENCES = (
-    out_of_place(ops) for ops in (traits.PRODUCTS, traits.QUOTIENTS, traits.SUMS, traits.DIFFERENCES)
-)
+# Only the operands of a norm are asked whether someone writes into them: an op in place on the way ends what is read.
+PRODUCTS, QUOTIENTS = out_of_place(traits.PRODUCTS), out_of_place(traits.QUOTIENTS)
+SUMS, _DIFFERENCES = out_of_place(traits.SUMS), out_of_place(traits.DIFFERENCES)
 FLOORS = (aten.clamp.default, aten.clamp_min.default, aten.maximum.default, aten.clamp.Tensor, aten.clamp_min.Tensor)
 MEANS = (aten.mean.dim, aten.mean.default)
 TOTALS = (aten.sum.dim_IntList, aten.sum.default)

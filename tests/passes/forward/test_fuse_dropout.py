@@ -97,7 +97,7 @@ def test_every_form_is_one_op_and_computes_the_same_bit_for_bit(name: str) -> No
     found = run.found[name]
     assert [each.fused for each in found] == [True] * len(FORMS[name].finds), found
     for each, part in zip(found, FORMS[name].finds, strict=True):
-        assert part in str(each) and str(each).startswith("dropout at dropout_forms.py:")
+        assert part in str(each) and str(each).startswith("dropout at dropout.py:")
     assert (run.exact[name][0] != 0).any()
     for one, other in zip(run.exact_after[name], run.exact[name], strict=True):
         assert torch.equal(one, other)
@@ -120,7 +120,7 @@ def test_near_misses_stay_and_say_why(name: str) -> None:
     found = near_misses()[name]
     assert len(found) == 1 and not found[0].fused, found
     text = str(found[0])
-    assert text.startswith("dropout at dropout_forms.py:") and text.endswith(f" not fused: {NEAR_MISSES[name].finds[0]}")
+    assert text.startswith("dropout at dropout.py:") and text.endswith(f" not fused: {NEAR_MISSES[name].finds[0]}")
 
 
 @cache
