@@ -23,7 +23,7 @@ import transformers
 
 import autopar
 from autopar import Cluster, virtual_mesh
-from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.fusion import FusionDecision, FusionSite
 from benchmarks.zoo import TOLERANCE, ZOO
 
 MESHES = {"tp2": {"tp": 2}, "tp4": {"tp": 4}}
@@ -56,7 +56,7 @@ class Outcome:
         )
 
 
-def kind_of(found: Found) -> str:
+def kind_of(found: FusionSite) -> str:
     return next((kind for kind in KINDS if kind in found.what), found.what)
 
 
@@ -65,7 +65,7 @@ def outcome(name: str, mesh: str) -> Outcome:
     start = time.perf_counter()
     flops: list[float] = []
     report: Any = None
-    found: list[Found] = []
+    found: list[FusionSite] = []
     for kernels in ("off", "auto"):
         torch.manual_seed(0)
         case = ZOO[name]()

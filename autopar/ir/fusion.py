@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch.fx import Node
 
@@ -15,15 +16,15 @@ def place_of(what: str, source: Source, name: str) -> str:
     return f"{what} at {os.path.basename(source.file)}:{source.line}" if source.file else f"{what} {name}"
 
 
-class Refused(Exception):
+class NotFusible(Exception):
     """A near miss. The text completes "attention at model.py:41 not fused: …"."""
 
 
 @dataclass(frozen=True)
-class Found:
+class FusionSite:
     """A `what` ("attention", "norm", …) at `source`: fused, by the conditions that were found to hold, or not, for a reason.
 
-    `node` is the name of its last node, whose result it is.
+    `node` is the name of its last node, whose result it is; `match`, of what is fused, is what the pass writes the op from.
     """
 
     what: str
@@ -31,10 +32,11 @@ class Found:
     source: Source
     conditions: tuple[str, ...] = ()
     reason: str = ""
+    match: Any = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def at(node: Node, what: str, conditions: tuple[str, ...] = (), reason: str = "") -> Found:
-        return Found(what, node.name, SOURCE.get(node) or Source(), conditions, reason)
+    def at(node: Node, what: str, conditions: tuple[str, ...] = (), reason: str = "", match: Any = None) -> FusionSite:
+        return FusionSite(what, node.name, SOURCE.get(node) or Source(), conditions, reason, match)
 
     @property
     def fused(self) -> bool:
@@ -49,14 +51,14 @@ class Found:
 class FusionDecision:
     """Every place where a pass looked, in the order of the program."""
 
-    found: tuple[Found, ...]
+    found: tuple[FusionSite, ...]
 
     @property
-    def fused(self) -> tuple[Found, ...]:
+    def fused(self) -> tuple[FusionSite, ...]:
         return tuple(each for each in self.found if each.fused)
 
     @property
-    def refused(self) -> tuple[Found, ...]:
+    def refused(self) -> tuple[FusionSite, ...]:
         return tuple(each for each in self.found if not each.fused)
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ from autopar.ir.keys import PHASE, SHARDING, STAGE, Phase
 from autopar.ir.markers import MARKERS
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Program
-from autopar.ops.whole_views import WHOLE_VIEWS
+from autopar.ops.traits import WHOLE_VIEWS
 from autopar.pipeline.program import Direction
 
 aten = torch.ops.aten

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
-from autopar.ir.fusion import Found, FusionDecision, Refused
+from autopar.ir.fusion import FusionDecision, FusionSite, NotFusible
 from autopar.ir.program import Program
 from autopar.passes.fuse.attention.contractions import is_contraction
-from autopar.passes.fuse.attention.match import match, why_not_used
-from autopar.passes.fuse.attention.scores import NotScores
+from autopar.passes.fuse.attention.match import match_attention, why_not_used
 from autopar.passes.fuse.attention.softmax import softmax_at
-from autopar.passes.fuse.attention.write import write
+from autopar.passes.fuse.match import rewritten, site_at
 
 
 @dataclass(frozen=True)
@@ -33,38 +32,17 @@ class FuseAttention:
     name: str = "fuse attention"
 
     def decide(self, program: Program) -> FusionDecision:
-        constants, found, reached = Constants(program), list[Found](), set[Node]()
+        constants, found, reached = Constants(program), list[FusionSite](), set[Node]()
         for node in program.graph.nodes:
             if node.op == "call_function" and is_contraction(node):
-                each = _looked_at(node, constants, reached)
-                found += [] if each is None else [each]
-        return FusionDecision((*found, *_unused(program, constants, reached)))
+                site = site_at(node, "attention", lambda product: match_attention(product, constants))
+                if site is not None:
+                    found.append(site)
+                    reached |= _softmaxes_above(node) if site.match is None else site.match.interior
+        return FusionDecision((*found, *_unused(program, reached)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
-        program = program.copy()
-        constants = Constants(program)
-        for each in decision.fused:
-            found = match(program.node(each.node), constants)
-            assert found is not None, each
-            write(found)
-        if decision.fused:
-            program.graph.eliminate_dead_code()
-        return program
-
-
-def _looked_at(product: Node, constants: Constants, reached: set[Node]) -> Found | None:
-    """What there is to say of `product`, if anything. `reached` gets the softmaxes that it speaks of."""
-    try:
-        found = match(product, constants)
-    except NotScores:
-        return None
-    except Refused as reason:
-        reached.update(_softmaxes_above(product))
-        return Found.at(product, "attention", reason=str(reason))
-    if found is None:
-        return None
-    reached.update(found.weights.interior)
-    return Found.at(product, "attention", found.conditions())
+        return rewritten(program, decision.fused)
 
 
 def _softmaxes_above(product: Node) -> set[Node]:
@@ -79,16 +57,16 @@ def _softmaxes_above(product: Node) -> set[Node]:
     return found
 
 
-def _unused(program: Program, constants: Constants, reached: set[Node]) -> list[Found]:
-    found: list[Found] = []
+def _unused(program: Program, reached: set[Node]) -> list[FusionSite]:
+    found: list[FusionSite] = []
     for node in program.graph.nodes:
         if node.op != "call_function" or node in reached:
             continue
         try:
             softmax = softmax_at(node)
-        except Refused:
+        except NotFusible:
             continue
-        reason = why_not_used(node, constants) if softmax is not None else None
+        reason = why_not_used(node) if softmax is not None else None
         if reason is not None:
-            found.append(Found.at(node, "attention", reason=reason))
+            found.append(FusionSite.at(node, "attention", reason=reason))
     return found

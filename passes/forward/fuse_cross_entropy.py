@@ -14,7 +14,7 @@ from torch.fx import Node
 from autopar.graph.emit import Emitter, replace, tensor_of
 from autopar.graph.overwrites import memory_of, overwritten, writers_of, written_by
 from autopar.ir.arguments import int_at
-from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
 from autopar.kernels.attention_reference import LOST_BELOW
 from autopar.kernels.cross_entropy import cross_entropy
@@ -73,11 +73,11 @@ def _is_candidate(node: Node) -> bool:
     return isinstance(source, Node) and source.target in _LOG_SOFTMAXES and _computes_in(source.args[0], tensor_of(source).dtype)
 
 
-def _looked_at(node: Node, writers: Sequence[Node]) -> Found:
+def _looked_at(node: Node, writers: Sequence[Node]) -> FusionSite:
     logits = _logits(node)
     reason = _REASONS[node.target](node) or _why_not_rows(node, logits) or _why_masked(logits) or _why_overwritten(node, logits, writers)
     conditions = () if reason else (f"{tensor_of(logits).shape[-1]} classes in the last dim of {str(tensor_of(logits).dtype)[6:]}",)
-    return Found.at(node, "cross entropy", conditions, reason)
+    return FusionSite.at(node, "cross entropy", conditions, reason)
 
 
 def _why_not_rows(node: Node, logits: Node) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from autopar.graph.overwrites import writers_of
-from autopar.ir.fusion import Found, FusionDecision, Refused
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
-from autopar.passes.fuse.dropout.match import SUMS, Dropped, match_alone, match_sum
-from autopar.passes.fuse.dropout.write import write
-
-DROPOUT = "dropout"
+from autopar.passes.fuse.dropout.match import match_dropout
+from autopar.passes.fuse.match import rewritten, site_at
 
 
 @dataclass(frozen=True)
@@ -34,34 +31,14 @@ class FuseDropout:
     name: str = "fuse dropout"
 
     def decide(self, program: Program) -> FusionDecision:
-        return FusionDecision(tuple(_found(program)))
+        writers, taken, found = writers_of(program.graph), set[Node](), list[FusionSite]()
+        for node in program.graph.nodes:
+            site = site_at(node, "dropout", lambda each: match_dropout(each, writers))
+            made_of = set[Node]() if site is None or site.match is None else site.match.interior
+            if site is not None and taken.isdisjoint(made_of):
+                found.append(site)
+                taken |= made_of
+        return FusionDecision(tuple(found))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
-        program = program.copy()
-        for each in decision.fused:
-            node = program.node(each.node)
-            # Whether something is written in place was looked at when it was decided.
-            matched = _match(node, ())
-            assert matched is not None, each
-            write(matched)
-        if decision.fused:
-            program.graph.eliminate_dead_code()
-        return program
-
-
-def _found(program: Program) -> Iterator[Found]:
-    """What there is to say of each node, in order."""
-    writers, taken = writers_of(program.graph), set[Node]()
-    for node in program.graph.nodes:
-        try:
-            matched = _match(node, writers)
-        except Refused as reason:
-            yield Found.at(node, DROPOUT, reason=str(reason))
-            continue
-        if matched is not None and taken.isdisjoint(matched.interior):
-            taken |= matched.interior
-            yield Found.at(node, DROPOUT, matched.conditions())
-
-
-def _match(node: Node, writers: tuple[Node, ...]) -> Dropped | None:
-    return match_sum(node, writers) if node.target in SUMS else match_alone(node, writers)
+        return rewritten(program, decision.fused)

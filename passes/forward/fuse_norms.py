@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.overwrites import writers_of
-from autopar.ir.fusion import Found, FusionDecision, Refused
+from autopar.ir.fusion import FusionDecision
 from autopar.ir.program import Program
-from autopar.passes.fuse.norm.match import Match, check_writes, match
-from autopar.passes.fuse.norm.residual import residual_of
-from autopar.passes.fuse.norm.write import write
-
-_INSIDE = "residual added inside"
+from autopar.passes.fuse.match import rewritten, site_at
+from autopar.passes.fuse.norm.match import Norm, is_within_module, match_norm, residual_of
 
 
 @dataclass(frozen=True)
@@ -39,50 +35,19 @@ class FuseNorms:
     name: str = "fuse norms"
 
     def decide(self, program: Program) -> FusionDecision:
-        writers, across = writers_of(program.graph), self._across(program)
-        found, sums = list[Found](), set[Node]()
-        for start, matched in _matches(program, Constants(program)):
-            try:
-                if isinstance(matched, Refused):
-                    raise matched
-                check_writes(matched, writers)
-            except Refused as reason:
-                found.append(Found.at(start, "norm", reason=str(reason)))
-                continue
-            inside = matched.x not in sums and residual_of(matched, writers, across) is not None
-            sums |= {matched.x} if inside else set()
-            found.append(Found.at(matched.end, "norm", (matched.condition(), *((_INSIDE,) if inside else ()))))
-        return FusionDecision(tuple(found))
+        constants, writers, sums = Constants(program), writers_of(program.graph), set[Node]()
+        across = self.across_modules and not program.mesh.parts("pp")
+
+        def match(node: Node) -> Norm | None:
+            found = match_norm(node, constants, writers)
+            # A sum can be computed inside one norm only.
+            if found is None or found.x in sums or not (across or is_within_module(found)) or residual_of(found, writers) is None:
+                return found
+            sums.add(found.x)
+            return replace(found, adds_residual=True)
+
+        sites = [site_at(node, "norm", match, at_root=True) for node in program.graph.nodes]
+        return FusionDecision(tuple(site for site in sites if site is not None))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
-        program = program.copy()
-        constants, decided = Constants(program), {each.node: each for each in decision.fused}
-        starts = [(start, matched.end.name) for start, matched in _matches(program, constants) if isinstance(matched, Match)]
-        for start, end in starts:
-            if end not in decided:
-                continue
-            matched = match(start, constants)  # again: what it reads may have been replaced
-            assert matched is not None, end
-            residual = None
-            if _INSIDE in decided[end].conditions:
-                residual = residual_of(matched, writers_of(program.graph), self._across(program))
-                assert residual is not None, end
-            write(matched, residual)
-        if decision.fused:
-            program.graph.eliminate_dead_code()
-        return program
-
-    def _across(self, program: Program) -> bool:
-        return self.across_modules and not program.mesh.parts("pp")
-
-
-def _matches(program: Program, constants: Constants) -> Iterator[tuple[Node, Match | Refused]]:
-    """What there is to say of each node, in order."""
-    for node in list(program.graph.nodes):
-        try:
-            matched = match(node, constants)
-        except Refused as reason:
-            yield node, reason
-            continue
-        if matched is not None:
-            yield node, matched
+        return rewritten(program, decision.fused)

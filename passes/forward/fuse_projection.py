@@ -13,7 +13,7 @@ from torch.fx import Node
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.overwrites import overwritten, writers_of
 from autopar.ir.arguments import arguments, int_at
-from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.kernels.cross_entropy import cross_entropy
@@ -55,14 +55,14 @@ class FuseProjection:
             program.graph.eliminate_dead_code()
         return program
 
-    def _looked_at(self, node: Node, mesh: Mesh, writers: Sequence[Node]) -> Found:
+    def _looked_at(self, node: Node, mesh: Mesh, writers: Sequence[Node]) -> FusionSite:
         what = "cross entropy's projection"
         steps = _steps_up(node)
         if isinstance(steps, str):
-            return Found.at(node, what, reason=steps)
+            return FusionSite.at(node, what, reason=steps)
         writer = overwritten((*arguments(steps[-1])[:2], *steps), node, writers)
         if writer is not None:
-            return Found.at(node, what, reason=f"{writer.target} writes in place into what it reads")
+            return FusionSite.at(node, what, reason=f"{writer.target} writes in place into what it reads")
         logits: Any = node.args[0]
         value = tensor_of(logits)
         num_ranks = mesh.size // mesh.size_of(mesh.parts("pp"))  # of one stage: no other has logits
@@ -71,8 +71,8 @@ class FuseProjection:
         size = f"logits and their gradient take {num_bytes / 1e6:.4g} MB of a rank"
         if num_bytes <= most:
             limit = "no budget is given" if math.isinf(most) else f"at most {most / 1e6:.4g} MB stay whole"
-            return Found.at(node, what, reason=f"{size}, and {limit}")
-        return Found.at(node, what, (f"{size}, more than {most / 1e6:.4g} MB",))
+            return FusionSite.at(node, what, reason=f"{size}, and {limit}")
+        return FusionSite.at(node, what, (f"{size}, more than {most / 1e6:.4g} MB",))
 
 
 def _steps_up(node: Node) -> list[Node] | str:

@@ -9,11 +9,11 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.differentiable import differentiable
 from autopar.graph.overwrites import writers_of
-from autopar.ir.fusion import Found, FusionDecision, Refused
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
+from autopar.passes.fuse.match import look_from_below, rewritten
 from autopar.passes.fuse.rotary.elements import is_understood
 from autopar.passes.fuse.rotary.match import match_rotary
-from autopar.passes.fuse.rotary.write import write
 
 
 @dataclass(frozen=True)
@@ -33,35 +33,16 @@ class FuseRotary:
 
     def decide(self, program: Program) -> FusionDecision:
         constants, writers, trained = Constants(program), writers_of(program.graph), differentiable(program)
-        found, taken = dict[Node, Found](), set[Node]()
-        # From below: what is passed by a partial rotation joins it last.
-        for node in reversed(program.graph.nodes):
-            if node in taken:
-                continue
-            try:
-                matched = match_rotary(node, constants, writers, trained)
-            except Refused as reason:
-                found[node] = Found.at(node, "rotary embedding", reason=str(reason))
-                continue
-            if matched is not None and taken.isdisjoint({*matched.interior, matched.root}):
-                found[node] = Found.at(node, "rotary embedding", matched.conditions())
-                taken |= {*matched.interior, matched.root}
+        found, taken = dict[Node, FusionSite](), set[Node]()
+        # What is passed by a partial rotation joins it last.
+        look_from_below(program.graph.nodes, "rotary embedding", lambda node: match_rotary(node, constants, writers, trained), found, taken)
         return FusionDecision(tuple(found[node] for node in program.graph.nodes if node in found and not _is_part(node, found)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
-        program = program.copy()
-        constants = Constants(program)
-        for each in reversed(decision.fused):
-            # Gradients, and what is written in place, were looked at when it was decided.
-            matched = match_rotary(program.node(each.node), constants, (), frozenset())
-            assert matched is not None, each
-            write(matched)
-        if decision.fused:
-            program.graph.eliminate_dead_code()
-        return program
+        return rewritten(program, reversed(decision.fused))
 
 
-def _is_part(node: Node, found: dict[Node, Found]) -> bool:
+def _is_part(node: Node, found: dict[Node, FusionSite]) -> bool:
     """Whether `node` was refused and something was found above it, of which it is only the view or the rest."""
     if found[node].fused:
         return False

@@ -20,10 +20,9 @@ from autopar.graph.overwrites import memory_of, overwritten, sources_of, writers
 from autopar.ir.keys import SITE, Site
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.program import Program
-from autopar.kernels.attention import attention
+from autopar.passes.fuse.attention.form import attended, call_attention
 from autopar.passes.fuse.attention.layout import Labels, broadcast_to, flat
 from autopar.passes.fuse.attention.masks import meaning_of_one
-from autopar.passes.fuse.attention.write import attended, dropout_options
 
 aten = torch.ops.aten
 
@@ -150,18 +149,14 @@ class _Said:
 
 
 def _fused(emit: Emitter, call: AttentionCall, said: _Said) -> Node:
-    (query_shape, key_shape, value_shape), batch = call.shapes, call.batch
-    query, key, value = (
-        _merged(emit, node, shape, batch)
-        for node, shape in zip((call.query, call.key, call.value), (query_shape, key_shape, value_shape), strict=True)
-    )
+    batch = call.batch
+    operands = [_merged(emit, node, shape, batch) for node, shape in zip((call.query, call.key, call.value), call.shapes, strict=True)]
     options = {"is_causal": call.is_causal or said.is_causal, "scale": call.scale, "soft_cap": 0.0, "window": said.window}
-    options |= {**dropout_options(call.dropout), "implementation": "triton"}
-    result = emit.call(attention, query, key, value, said.mask, *said.documents, None, None, None, **options)
+    result = call_attention(emit, operands, said.mask, said.documents, call.dropout, **options)
     _note_site(result, call)
     out = emit.call(operator.getitem, result, 0)
     shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))
-    wanted = [*shape, *tensor_of(call.query).shape[-3:-1], value_shape[-1]]
+    wanted = [*shape, *tensor_of(call.query).shape[-3:-1], tensor_of(call.value).shape[-1]]
     return out if list(tensor_of(out).shape) == wanted else emit.call(aten.reshape.default, out, wanted)
 
 

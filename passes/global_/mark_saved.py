@@ -12,7 +12,7 @@ from autopar.graph.emit import copy_origin
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import save
 from autopar.ir.program import Program, results_of
-from autopar.ops.whole_views import WHOLE_VIEWS
+from autopar.ops.traits import WHOLE_VIEWS
 
 aten = torch.ops.aten
 

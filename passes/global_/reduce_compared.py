@@ -13,7 +13,7 @@ from autopar.graph.emit import copy_origin
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import pinned, save, settled
 from autopar.ir.program import Program
-from autopar.ops.whole_views import WHOLE_VIEWS
+from autopar.ops.traits import WHOLE_VIEWS
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from autopar.graph.microbatches import is_summed_later
 from autopar.ir.arguments import node_at
 from autopar.ir.keys import PHASE, SHARDING, STAGE
 from autopar.ir.program import Form, Program
-from autopar.ops.whole_views import WHOLE_VIEWS
+from autopar.ops.traits import WHOLE_VIEWS
 
 aten = torch.ops.aten
 

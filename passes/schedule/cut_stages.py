@@ -21,7 +21,7 @@ from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.sharding import Sharding
-from autopar.ops.whole_views import WHOLE_VIEWS
+from autopar.ops.traits import WHOLE_VIEWS
 from autopar.pipeline.actions import Edge, Kind
 from autopar.pipeline.program import Direction
 

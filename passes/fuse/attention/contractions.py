@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import list_at
+from autopar.ir.arguments import list_at, node_at
 from autopar.ir.program import operands
 from autopar.passes.fuse.attention.layout import Labels, Layout
 
@@ -45,59 +44,10 @@ def is_contraction(node: Node) -> bool:
 
 def contraction(node: Node, layout: Layout, labels: Labels) -> Contraction:
     """`node`, whose result carries `layout`, taken apart."""
-    assert is_contraction(node), node
-    if node.target is aten.einsum.default:
-        return _einsum(node, layout, labels)
-    left, right = node.args[1:3] if node.target is aten.baddbmm.default else node.args[:2]
-    assert isinstance(left, Node) and isinstance(right, Node)
-    left_shape, right_shape = tensor_of(left).shape, tensor_of(right).shape
-    inner = labels.new(left_shape[-1])
-    batch = layout[:-2]
-    found = Contraction(
-        node, left, right,
-        (*_outer(batch, left_shape[:-2]), layout[-2], inner),
-        (*_outer(batch, right_shape[:-2]), inner, layout[-1]),
-        inner,
-    )  # fmt: skip
-    if node.target is not aten.baddbmm.default:
-        return found
-    scale, factor = (float(node.kwargs.get(name, 1.0)) for name in ("alpha", "beta"))  # type: ignore[arg-type]
-    added = node.args[0] if factor != 0.0 else None
-    return Contraction(
-        node, left, right, found.left_layout, found.right_layout, inner, scale, added, factor  # type: ignore[arg-type]
-    )  # fmt: skip
-
-
-def _outer(batch: Layout, shape: Sequence[int]) -> Layout:
-    """Leading dims of an operand, right-aligned and broadcast."""
-    offset = len(batch) - len(shape)
-    return tuple(batch[offset + dim] if size > 1 else () for dim, size in enumerate(shape))
-
-
-def _terms(node: Node) -> tuple[list[str], str] | None:
-    """The operands' dims and the result's, one character each; None for traces, sums within one operand and unequal ellipses."""
-    equation = str(node.args[0]).replace(" ", "")
-    inputs, arrow, output = equation.partition("->")
-    terms = inputs.split(",")
-    shapes = [tensor_of(operand).shape for operand in operands(node)]
-    if not arrow or len(terms) != len(shapes):
-        return None
-    if "..." in equation:
-        dots = {len(shape) - len(term) + 3 for term, shape in zip(terms, shapes, strict=True) if "..." in term}
-        if len(dots) != 1:
-            return None
-        batch = "".join(chr(0x100 + position) for position in range(dots.pop()))
-        terms, output = [term.replace("...", batch) for term in terms], output.replace("...", batch)
-    single = any(len(set(term)) != len(term) for term in (*terms, output))
-    summed = set(terms[0]) ^ set(terms[1])
-    return None if single or not summed <= set(output) else (terms, output)
-
-
-def _einsum(node: Node, layout: Layout, labels: Labels) -> Contraction:
     found = _terms(node)
-    assert found is not None
+    assert found is not None, node
     (first, second), output = found
-    left, right = operands(node)
+    left, right = operands(node)[-2:]
     carried = dict(zip(output, layout, strict=True))
     contracted: list[int] = []
     for letter, size in zip(first, tensor_of(left).shape, strict=True):
@@ -108,4 +58,33 @@ def _einsum(node: Node, layout: Layout, labels: Labels) -> Contraction:
         tuple(carried[letter] if size > 1 else () for letter, size in zip(term, tensor_of(operand).shape, strict=True))
         for term, operand in ((first, left), (second, right))
     ]
-    return Contraction(node, left, right, sides[0], sides[1], tuple(contracted))
+    scale, factor = (float(node.kwargs.get(name, 1.0)) for name in ("alpha", "beta"))  # type: ignore[arg-type]
+    added = node_at(node, 0) if node.target is aten.baddbmm.default and factor != 0.0 else None
+    return Contraction(node, left, right, sides[0], sides[1], tuple(contracted), scale, added, factor)
+
+
+def _terms(node: Node) -> tuple[list[str], str] | None:
+    """The operands' dims and the result's, one character each; None for traces, sums within one operand and unequal ellipses."""
+    shapes = [tensor_of(operand).shape for operand in operands(node)]
+    if node.target is not aten.einsum.default:
+        batch = _dots(tensor_of(node).dim() - 2)
+        inner = zip(shapes[-2:], ("ik", "kj"), strict=True)
+        return [batch[len(batch) + 2 - len(shape) :] + letters for shape, letters in inner], batch + "ij"
+    equation = str(node.args[0]).replace(" ", "")
+    inputs, arrow, output = equation.partition("->")
+    terms = inputs.split(",")
+    if not arrow or len(terms) != len(shapes):
+        return None
+    if "..." in equation:
+        dots = {len(shape) - len(term) + 3 for term, shape in zip(terms, shapes, strict=True) if "..." in term}
+        if len(dots) != 1:
+            return None
+        batch = _dots(dots.pop())
+        terms, output = [term.replace("...", batch) for term in terms], output.replace("...", batch)
+    single = any(len(set(term)) != len(term) for term in (*terms, output))
+    summed = set(terms[0]) ^ set(terms[1])
+    return None if single or not summed <= set(output) else (terms, output)
+
+
+def _dots(number: int) -> str:
+    return "".join(chr(0x100 + position) for position in range(number))

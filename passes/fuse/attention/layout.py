@@ -7,22 +7,29 @@ not vary along it. Repeated key-value heads are then nothing but keys that lack 
     scores [B, H, S, T]          (b)(h)(s)(t)
     view of [B·H, S, T]          (b h)(s)(t)
     keys [B, G, T, D] before repeat_kv made [B, H, T, D] of them: h splits into g and r, and the keys carry (b)(g)(t)(d)
+
+What an op of ours reads is laid out from its labels: a reshape, a permute, an expand and a reshape, of which only what is needed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import arguments, int_at, ints_at
+from autopar.graph.emit import Emitter, tensor_of
+from autopar.ir.arguments import call_of
+from autopar.ops.traits import COPIES, EXPANSIONS, RESHAPES
 
 aten = torch.ops.aten
 
 Layout = tuple[tuple[int, ...], ...]
+# An op of one tensor and one argument, in a graph or on real values.
+Step = tuple[Callable[..., Any], list[int]]
 
 
 class Labels:
@@ -91,6 +98,38 @@ def broadcast_to(layout: Layout, shape: Sequence[int]) -> Layout:
     return tuple(layout[offset + dim] if size > 1 else () for dim, size in enumerate(shape))
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A value that carries `layout`."""
+
+    node: Node
+    layout: Layout
+
+    def laid_out(self, emit: Emitter, wanted: Layout, labels: Labels) -> Node:
+        """The value as `wanted`. Labels that it lacks are expanded."""
+        node = self.node
+        for op, argument in _steps(tensor_of(node).shape, self.layout, wanted, labels):
+            node = emit.call(op, node, argument)
+        return node
+
+    def along(self, emit: Emitter, wanted: Layout, labels: Labels) -> Node:
+        """The value so that it broadcasts to what lies as `wanted`."""
+        return self.laid_out(emit, broadcast_layout(self.layout, wanted, labels), labels)
+
+    def known_along(self, value: torch.Tensor, wanted: Layout, labels: Labels) -> torch.Tensor:
+        """`value`, which is this one computed ahead, in the same way."""
+        for op, argument in _steps(value.shape, self.layout, broadcast_layout(self.layout, wanted, labels), labels):
+            value = op(value, argument)
+        return value
+
+
+@dataclass(frozen=True)
+class Scaled(Placed):
+    """`scale` times a value that carries `layout`."""
+
+    scale: float = 1.0
+
+
 def above(node: Node, layout: Layout, labels: Labels) -> tuple[Node, Layout] | None:
     """The operand of `node`, which only lays values out anew, and its layout; None where `node` does more, or cuts labels oddly."""
     rewrite = _REWRITES.get(node.target)
@@ -98,6 +137,43 @@ def above(node: Node, layout: Layout, labels: Labels) -> tuple[Node, Layout] | N
         return None
     found = rewrite(node, labels.layout(layout), labels)
     return None if found is None else (node.args[0], found)
+
+
+def broadcast_layout(layout: Layout, wanted: Layout, labels: Labels) -> Layout:
+    """`wanted` without the dims of which `layout` has no label: they keep size 1."""
+    has = set(labels.resolved(flat(layout)))
+    return tuple(dim if has & set(dim) else () for dim in labels.layout(wanted))
+
+
+def _steps(shape: Sequence[int], layout: Layout, wanted: Layout, labels: Labels) -> list[Step]:
+    """What brings a tensor of `shape` that carries `layout` to `wanted`."""
+    layout, wanted = labels.layout(layout), labels.layout(wanted)
+    has, order = flat(layout), flat(wanted)
+    assert set(has) <= set(order), f"labels {layout} do not fit {wanted}"
+    found: list[Step] = []
+    current = list(shape)
+
+    def step(op: Callable[..., Any], argument: list[int], result: list[int]) -> None:
+        if result != current or op is aten.permute.default:
+            found.append((op, argument))
+            current[:] = result
+
+    if layout == wanted:
+        return found
+    present = [label for label in order if label in has]
+    if list(has) != present:
+        sizes = [labels.size([label]) for label in has]
+        step(aten.reshape.default, sizes, sizes)
+        permutation = [has.index(label) for label in present]
+        step(aten.permute.default, permutation, [sizes[at] for at in permutation])
+    single = [labels.size([label]) if label in has else 1 for label in order]
+    whole = [labels.size([label]) for label in order]
+    final = [labels.size(dim) for dim in wanted]
+    if single != whole:
+        step(aten.reshape.default, single, single)
+        step(aten.expand.default, whole, whole)
+    step(aten.reshape.default, final, final)
+    return found
 
 
 def _input_shape(node: Node) -> tuple[int, ...]:
@@ -112,43 +188,11 @@ def _same(_node: Node, layout: Layout, _labels: Labels) -> Layout:
     return layout
 
 
-def _moved(layout: Layout, order: Sequence[int]) -> Layout:
-    """`order[i]` is the operand's dim that the result's dim i shows."""
-    found: list[tuple[int, ...]] = [()] * len(layout)
-    for labels, dim in zip(layout, order, strict=True):
-        found[dim] = labels
-    return tuple(found)
-
-
 def _permute(node: Node, layout: Layout, _labels: Labels) -> Layout:
-    return _moved(layout, [dim % len(layout) for dim in ints_at(node, 1)])
-
-
-def _swapped(layout: Layout, first: int, second: int) -> Layout:
-    order = list(range(len(layout)))
-    first, second = first % len(order), second % len(order)
-    order[first], order[second] = second, first
-    return _moved(layout, order)
-
-
-def _transpose(node: Node, layout: Layout, _labels: Labels) -> Layout:
-    return _swapped(layout, int_at(node, 1), int_at(node, 2))
-
-
-def _matrix_transpose(_node: Node, layout: Layout, _labels: Labels) -> Layout:
-    return _swapped(layout, -1, -2) if len(layout) > 1 else layout
-
-
-def _reversed(_node: Node, layout: Layout, _labels: Labels) -> Layout:
-    return layout[::-1]
-
-
-def _movedim(node: Node, layout: Layout, _labels: Labels) -> Layout:
-    source, destination = ([dims] if isinstance(dims, int) else list(dims) for dims in arguments(node)[1:3])
-    num_dims = len(layout)
-    placed = {to % num_dims: at % num_dims for at, to in zip(source, destination, strict=True)}
-    others = iter(dim for dim in range(num_dims) if dim not in placed.values())
-    return _moved(layout, [placed[dim] if dim in placed else next(others) for dim in range(num_dims)])
+    """The op on a value whose dims have each another size, by which they are known again."""
+    value = torch.empty(tuple(range(len(layout))), device="meta")
+    place = dict(zip(call_of(node)(value, *node.args[1:]).shape, layout, strict=True))
+    return tuple(place[dim] for dim in range(len(layout)))
 
 
 def _expand(node: Node, layout: Layout, _labels: Labels) -> Layout:
@@ -177,20 +221,16 @@ def _repeat_interleave(node: Node, layout: Layout, labels: Labels) -> Layout | N
 
 
 _REWRITES: dict[object, Callable[[Node, Layout, Labels], Layout | None]] = {
+    **dict.fromkeys(RESHAPES, _regroup),
+    **dict.fromkeys(COPIES, _same),
+    **dict.fromkeys(EXPANSIONS, _expand),
     **dict.fromkeys(
         (
-            aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.view_as.default, aten.reshape_as.default,
-            aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+            aten.permute.default, aten.transpose.int, aten.swapaxes.default, aten.swapdims.default, aten.movedim.int, aten.movedim.intlist,
+            aten.moveaxis.int, aten.moveaxis.intlist, aten.t.default, aten.numpy_T.default, aten.mT.default, aten.adjoint.default,
         ),
-        _regroup,
+        _permute,
     ),
-    **dict.fromkeys((aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default), _same),
-    **dict.fromkeys((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default), _expand),
-    **dict.fromkeys((aten.transpose.int, aten.swapaxes.default, aten.swapdims.default), _transpose),
-    **dict.fromkeys((aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist), _movedim),
-    **dict.fromkeys((aten.t.default, aten.numpy_T.default), _reversed),
-    **dict.fromkeys((aten.mT.default, aten.adjoint.default), _matrix_transpose),
-    aten.permute.default: _permute,
     aten.repeat.default: _repeat,
     aten.repeat_interleave.self_int: _repeat_interleave,
 }  # fmt: skip

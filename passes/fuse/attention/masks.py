@@ -6,7 +6,7 @@ that trains has such a row); of numbers it makes equal weights, which the op rep
 and all keys. What is *added* is an operand of the op as it is, gradient and all.
 
 Causal and window are flags only where a mask is known before the program runs, and equal to the triangle or the band, entry by entry.
-Documents are operands where a part of a mask compares their ids, whatever they are (`documents.py`).
+Documents are operands where a part of a mask compares their ids, whatever they are (`conditions.py`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,18 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.fusion import Refused
+from autopar.ir.fusion import NotFusible
 from autopar.kernels.attention_reference import attended
-from autopar.passes.fuse.attention.choices import choice_at
-from autopar.passes.fuse.attention.documents import (
-    Condition,
+from autopar.passes.fuse.attention.conditions import (
     Documents,
+    Filled,
+    choice_at,
     conjunction,
     documents_at,
     is_triangle_within,
     reaches_itself,
 )
-from autopar.passes.fuse.attention.layout import Labels, Layout
-from autopar.passes.fuse.attention.relayout import arranged_value, broadcast_layout
-from autopar.passes.fuse.attention.scores import Added, Filled
+from autopar.passes.fuse.attention.layout import Labels, Layout, Placed, Scaled
 from autopar.passes.fuse.attention.weights import Weights
 
 # A score this low has no weight beside any other, computed in float32 or float64. Above it, it depends on the scores.
@@ -49,7 +47,7 @@ class Masks:
     is_causal: bool = False
     window: int = 0
     attends: list[Filled] = field(default_factory=list)
-    added: list[Added] = field(default_factory=list)
+    added: list[Scaled] = field(default_factory=list)
     even_rows: bool = False
     conditions: list[str] = field(default_factory=list)
     may_be_empty: bool = False
@@ -57,16 +55,16 @@ class Masks:
 
     def nodes(self) -> list[Node]:
         """What the op reads of them."""
-        read = [mask.value for mask in self.added] + [mask.condition for mask in self.attends]
+        read = [mask.node for mask in (*self.added, *self.attends)]
         return read + list(self.documents.nodes() if self.documents is not None else ())
 
 
-def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constants: Constants, weights: Weights, lowest: float) -> Masks:
+def meaning(masks: list[Scaled | Filled], wanted: Layout, labels: Labels, constants: Constants, weights: Weights, lowest: float) -> Masks:
     """The masks, outermost first, in the words of the op. `wanted` is the layout of the op's scores, its last two dims rows and keys.
 
     Of the weights: `zeroed` are conditions where probabilities become 0 afterwards; where `safe` a row of −inf is 0 in the model, too;
     beside a sink any row that is masked wholly is. A fill of `lowest`, the least number of the scores' dtype, counts as −inf among
-    others. Raises `Refused`.
+    others. Raises `NotFusible`.
     """
     reader = _Reader(wanted, labels, constants, len(masks) == 1, weights.softmax.sink is not None)
     found = Masks()
@@ -76,13 +74,13 @@ def meaning(masks: list[Added | Filled], wanted: Layout, labels: Labels, constan
     _check_zeroed(weights.zeroed, fills)
     decides = bool(finite) and not weights.zeroed and not reader.has_sink
     if decides and len(finite) != len(fills) and reader.may_be_empty(fills):
-        raise Refused("masks of −inf and of a number meet: what a row gets in which all is masked depends on which")
+        raise NotFusible("masks of −inf and of a number meet: what a row gets in which all is masked depends on which")
     finite_rows = decides and reader.may_be_empty(finite)
-    if finite_rows and any(isinstance(mask, Added) for mask in masks[: masks.index(finite[-1])]):
-        raise Refused(f"something is added after a mask of {finite[-1].value:g}, which a row that it masks wholly would show")
+    if finite_rows and any(isinstance(mask, Scaled) for mask in masks[: masks.index(finite[-1])]):
+        raise NotFusible(f"something is added after a mask of {finite[-1].value:g}, which a row that it masks wholly would show")
     reader.read(masks, found, flags=not finite_rows)
     found.even_rows = finite_rows
-    if decides and any(isinstance(mask, Added) and constants.value(mask.value) is None for mask in masks):
+    if decides and any(isinstance(mask, Scaled) and constants.value(mask.node) is None for mask in masks):
         found.conditions.append("what is added to the scores masks no row wholly")
     if finite_rows:
         found.conditions.append("a row that attends to nothing weighs all keys alike, as there")
@@ -95,22 +93,22 @@ def meaning_of_one(mask: Node, layout: Layout, wanted: Layout, labels: Labels, c
     """What one mask says where a row that it masks wholly is 0, as in torch's own attention."""
     reader, found = _Reader(wanted, labels, constants, is_only=True, has_sink=False), Masks()
     is_bool = tensor_of(mask).dtype == torch.bool
-    reader.read([Filled(mask, layout, -math.inf, attends=True) if is_bool else Added(mask, layout, 1.0)], found, flags=True)
+    reader.read([Filled(mask, layout, True, -math.inf) if is_bool else Scaled(mask, layout, 1.0)], found, flags=True)
     return found
 
 
-def _check_fills(masks: list[Added | Filled], finite: list[Filled], lowest: float) -> None:
+def _check_fills(masks: list[Scaled | Filled], finite: list[Filled], lowest: float) -> None:
     for mask in masks:
         if isinstance(mask, Filled) and not mask.value <= max(LOWEST, lowest):
-            raise Refused(f"masked scores become {mask.value:g}, which may still get a weight; below {LOWEST:g} they cannot")
+            raise NotFusible(f"masked scores become {mask.value:g}, which may still get a weight; below {LOWEST:g} they cannot")
     if len({mask.value for mask in finite}) > 1:
-        raise Refused("two masks put different numbers in place of scores")
+        raise NotFusible("two masks put different numbers in place of scores")
 
 
 def _check_zeroed(zeroed: list[Node], fills: list[Filled]) -> None:
     for condition in zeroed:
-        if not any(mask.condition is condition and not mask.attends for mask in fills):
-            raise Refused("probabilities are zeroed where the scores were not masked")
+        if not any(mask.node is condition and not mask.attends for mask in fills):
+            raise NotFusible("probabilities are zeroed where the scores were not masked")
 
 
 @dataclass
@@ -121,14 +119,14 @@ class _Reader:
     is_only: bool
     has_sink: bool
 
-    def read(self, masks: list[Added | Filled], found: Masks, flags: bool) -> None:
+    def read(self, masks: list[Scaled | Filled], found: Masks, flags: bool) -> None:
         """Flags and documents where `flags` and they say the same; masks where they do not."""
         masks = [part for mask in masks for part in (self._parts(mask, found) if flags else [mask])]
         rest = [mask for mask in masks if not self._is_flag(mask, found, flags)]
         if found.is_causal:  # half of a band is one beside the triangle
             rest = [mask for mask in rest if not self._is_flag(mask, found, flags)]
         for mask in rest:
-            (found.added if isinstance(mask, Added) else found.attends).append(mask)
+            (found.added if isinstance(mask, Scaled) else found.attends).append(mask)
 
     def may_be_empty(self, fills: list[Filled]) -> bool:
         """Whether a row may be masked wholly by `fills`: one of them is not known, or it is.
@@ -149,14 +147,14 @@ class _Reader:
         rows, keys = (self.labels.size(dim) for dim in self.wanted[-2:])
         return not bool(found.expand(*found.shape[:-2], rows, keys).diagonal(dim1=-2, dim2=-1).all())
 
-    def _parts(self, mask: Added | Filled, found: Masks) -> list[Added | Filled]:
+    def _parts(self, mask: Scaled | Filled, found: Masks) -> list[Scaled | Filled]:
         """What is left of `mask` beside the documents that `found` then has; `mask` itself where it knows of none."""
         fill = mask if isinstance(mask, Filled) else self._as_filled(mask)
         parts = [] if fill is None or found.documents is not None else self._conjunction(fill)
         for position, part in enumerate(parts):
             if (documents := self._documents(part)) is not None:
                 found.documents = documents
-                rest: list[Added | Filled] = [
+                rest: list[Scaled | Filled] = [
                     each for each in parts[:position] + parts[position + 1 :] if not self._is_triangle(each, found)
                 ]
                 if self._are_one(documents):
@@ -174,63 +172,54 @@ class _Reader:
 
     def _conjunction(self, mask: Filled) -> list[Filled]:
         """Masks all of which say together what `mask` says."""
-        parts = conjunction(Condition(mask.condition, mask.layout, mask.attends), self.labels, self.constants)
-        return [Filled(part.node, part.layout, mask.value, part.attends) for part in parts]
+        return conjunction(mask, self.labels, self.constants)
 
     def _documents(self, mask: Filled) -> Documents | None:
-        return documents_at(Condition(mask.condition, mask.layout, mask.attends), self.wanted, self.labels, self.constants)
+        return documents_at(mask, self.wanted, self.labels, self.constants)
 
     def _is_triangle(self, mask: Filled, found: Masks) -> bool:
         """Whether `mask` compares positions that say, within the documents, what causal says, which `found` then is."""
         assert found.documents is not None
-        condition = Condition(mask.condition, mask.layout, mask.attends)
-        if not is_triangle_within(condition, found.documents, self.wanted, self.labels, self.constants):
+        if not is_triangle_within(mask, found.documents, self.wanted, self.labels, self.constants):
             return False
         found.conditions.append("positions of a document rise one by one, so their order is that of rows and keys")
         found.is_causal = True
         return True
 
-    def _as_filled(self, mask: Added) -> Filled | None:
+    def _as_filled(self, mask: Scaled) -> Filled | None:
         """An added choice between 0 and −inf as the fill that it is; numbers that mask as well as it only where no row shows them."""
-        fill = choice_at(mask.value, mask.layout, mask.factor, self.labels, self.constants)
+        fill = choice_at(mask, self.labels, self.constants)
         if fill is None or fill.value > LOWEST:
             return None
         is_sure = fill.value == -math.inf or self.has_sink or (self.is_only and not self.may_be_empty([fill]))
         return fill if is_sure else None
 
-    def _is_flag(self, mask: Added | Filled, found: Masks, flags: bool) -> bool:
+    def _is_flag(self, mask: Scaled | Filled, found: Masks, flags: bool) -> bool:
         """Whether `mask` says nothing, or what a flag says that `found` then has."""
-        if isinstance(mask, Added):
-            attends = self._added_attended(mask)
-        else:
-            attends = self._attended(mask)
-        if attends is None:
-            return False
-        if bool(attends.all()):
-            return True
+        attends = self._added_attended(mask) if isinstance(mask, Scaled) else self._attended(mask)
+        if attends is None or bool(attends.all()):
+            return attends is not None
         position = self._positions(attends, found.is_causal) if flags else None
         if position is None:
             return False
         self._set(found, *position)
         return True
 
-    def _value(self, node: Node, layout: Layout) -> torch.Tensor | None:
+    def _value(self, mask: Placed) -> torch.Tensor | None:
         """A known mask that broadcasts to the op's scores."""
-        value = self.constants.value(node)
-        if value is None:
-            return None
-        return arranged_value(value, layout, broadcast_layout(layout, self.wanted, self.labels), self.labels)
+        value = self.constants.value(mask.node)
+        return None if value is None else mask.known_along(value, self.wanted, self.labels)
 
     def _attended(self, mask: Filled) -> torch.Tensor | None:
-        value = self._value(mask.condition, mask.layout)
+        value = self._value(mask)
         return value if value is None or mask.attends else ~value
 
-    def _added_attended(self, mask: Added) -> torch.Tensor | None:
+    def _added_attended(self, mask: Scaled) -> torch.Tensor | None:
         """Where a known mask adds nothing; None where it adds anything but −inf, or numbers that mask as well as it."""
-        value = self._value(mask.value, mask.layout)
+        value = self._value(mask)
         if value is None:
             return None
-        value = value * mask.factor
+        value = value * mask.scale
         if not bool(value.any()):
             return torch.ones_like(value, dtype=torch.bool)
         infinite = value == -torch.inf

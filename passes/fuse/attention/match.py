@@ -2,86 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.graph.overwrites import between, overwritten, sources_of, writers_of, writes
-from autopar.ir.fusion import Refused
+from autopar.graph.overwrites import between, sources_of, writers_of
+from autopar.ir.fusion import NotFusible
 from autopar.passes.fuse.attention.contractions import Contraction, contraction
-from autopar.passes.fuse.attention.layout import Labels, Layout, flat
-from autopar.passes.fuse.attention.masks import LOWEST, Masks, meaning
-from autopar.passes.fuse.attention.operand_sources import Origin, best, labels_of, origins
-from autopar.passes.fuse.attention.scores import Added, Scores, reaches_product, scores_above
+from autopar.passes.fuse.attention.form import Attention, Heads
+from autopar.passes.fuse.attention.layout import Labels, Layout, Placed, Scaled, flat
+from autopar.passes.fuse.attention.masks import LOWEST, meaning
+from autopar.passes.fuse.attention.operand_sources import best, labels_of, sources
+from autopar.passes.fuse.attention.scores import NotScores, Scores, reaches_product, scores_above
 from autopar.passes.fuse.attention.weights import Weights, weights_above
-
-aten = torch.ops.aten
-
-_EXACT = (torch.float32, torch.float64)
+from autopar.passes.fuse.guards import check_operands, readers_of
+from autopar.passes.fuse.reading import is_tensor, widest
 
 
-@dataclass(frozen=True)
-class Heads:
-    """How the labels lie on the op's dims: batches, key heads, the query heads of each, rows and keys."""
-
-    batch: tuple[int, ...]
-    groups: tuple[int, ...]
-    repeats: tuple[int, ...]
-    rows: tuple[int, ...]
-    keys: tuple[int, ...]
-
-    def of_queries(self, inner: tuple[int, ...]) -> Layout:
-        return (self.batch, self.groups + self.repeats, self.rows, inner)
-
-    def of_keys(self, inner: tuple[int, ...]) -> Layout:
-        return (self.batch, self.groups, self.keys, inner)
-
-
-@dataclass(frozen=True)
-class Match:
-    """All that is needed to write the op in place of `product`, the product with the values, whose result carries `layout`."""
-
-    product: Node
-    layout: Layout
-    query: Origin
-    key: Origin
-    value: Origin
-    sink: Origin | None
-    query_layout: Layout
-    key_layout: Layout
-    value_layout: Layout
-    out_layout: Layout
-    scores: Scores
-    weights: Weights
-    masks: Masks
-    scale: float
-    dtype: torch.dtype
-    interior: frozenset[Node]
-    labels: Labels
-
-    def conditions(self) -> tuple[str, ...]:
-        """What was found, and what was checked, a phrase each."""
-        labels, found = self.labels, [self.weights.softmax.spelled, f"scale {self.scale:.6g}"]
-        if (repeats := labels.size(self.query_layout[1]) // labels.size(self.key_layout[1])) > 1:
-            found.append(f"{repeats} query heads share each key head")
-        kinds = {f"soft cap {self.scores.soft_cap:g}": self.scores.soft_cap > 0.0, "causal": self.masks.is_causal}
-        kinds |= {
-            f"window {self.masks.window}": self.masks.window > 0,
-            "a bool mask": bool(self.masks.attends),
-            "an added mask": bool(self.masks.added),
-            "documents": self.masks.documents is not None,
-        }
-        kinds["a scale by query"] = bool(self.scores.factors)
-        found += [name for name, there in kinds.items() if there]
-        found += [f"dropout {self.weights.dropout:g}"] if self.weights.dropout else []
-        return (*found, *self.masks.conditions)
-
-
-def match(product: Node, constants: Constants) -> Match | None:
-    """The attention whose result is `product`; None where there is nothing like one. Raises `Refused`."""
+def match_attention(product: Node, constants: Constants) -> Attention | None:
+    """The attention whose result is `product`; None where there is nothing like one. Raises `NotFusible`."""
     for side in (0, 1):
         labels = Labels()
         layout = labels.of_shape(tensor_of(product).shape)
@@ -89,66 +31,69 @@ def match(product: Node, constants: Constants) -> Match | None:
         node, operand_layout = outer.sides()[side]
         weights = weights_above(node, operand_layout, labels, constants)
         if weights is not None:
-            return _match(outer, layout, outer.sides()[1 - side], weights, labels, constants)
+            try:
+                return _match(outer, side, layout, weights, labels, constants)
+            except NotScores:
+                return None
     return None
 
 
-def _match(outer: Contraction, layout: Layout, value: tuple[Node, Layout], weights: Weights, labels: Labels, constants: Constants) -> Match:
+def _match(outer: Contraction, side: int, layout: Layout, weights: Weights, labels: Labels, constants: Constants) -> Attention:
+    """`weights` are what the operand `side` of the product `outer` holds."""
+    (node, _), values = outer.sides()[side], outer.sides()[1 - side]
     softmax = weights.softmax
     scored = labels.layout(weights.layout)
     scores = scores_above(softmax.scores, scored, labels, scored[softmax.dim], constants)
     if outer.added is not None:
-        raise Refused("something is added to the product with the values, in one call")
+        raise NotFusible("something is added to the product with the values, in one call")
     scored = labels.layout(weights.layout)
     keys = scored[softmax.dim]
     if set(keys) != set(labels.resolved(outer.contracted)):
-        raise Refused("the softmax runs over another dim than the product with the values sums over")
-    query, key = _query_and_key(scores.product, keys, labels)
-    chains = [
-        origins(node, operand, labels, constants, strip)
-        for (node, operand), strip in ((query, True), (key, True), (value, False))
-    ]  # fmt: skip
+        raise NotFusible("the softmax runs over another dim than the product with the values sums over")
+    operands = (*_query_and_key(scores.product, keys, labels), values)
+    chains = [sources(*each, labels, constants, strip_scales=each is not values) for each in operands]
     sink = _sink(scores, weights, labels, constants)
     scored = labels.layout(weights.layout)  # again: the operands' views may have split labels
     heads = _heads(scored, softmax.dim, chains, labels)
     inner, columns = labels.resolved(scores.product.contracted), _columns(chains[2][0].layout, scored, labels)
     wanted = (heads.of_queries(inner), heads.of_keys(inner), heads.of_keys(columns))
     found = [best(chain, each, labels) for chain, each in zip(chains, wanted, strict=True)]
-    lowest = torch.finfo(torch.float16).min if torch.float16 in scores.dtypes else LOWEST
-    dtype = _dtype(outer.node, found, scores, weights)
+    query, key, value = found
+    product = scores.product.node
+    interior = between(product, node)
+    if sink is not None:
+        interior -= between(product, sink.node) - {product}
+    lowest = torch.finfo(torch.float16).min if torch.float16 in _dtypes(between(product, softmax.scores)) else LOWEST
+    dtype = _dtype(outer.node, found, interior)
     masks = meaning(scores.masks, heads.of_queries(heads.keys), labels, constants, weights, lowest)
-    interior = frozenset(scores.interior | weights.interior)
     _check_masks(scores)
-    _check_uses(interior, outer.node, weights)
-    result = Match(
-        product=outer.node, layout=labels.layout(layout), query=found[0], key=found[1], value=found[2], sink=sink,
-        query_layout=wanted[0], key_layout=wanted[1], value_layout=wanted[2], out_layout=heads.of_queries(columns), scores=scores,
-        weights=weights, masks=masks, scale=scores.scale * found[0].scale * found[1].scale, dtype=dtype, interior=interior, labels=labels,
-    )  # fmt: skip
+    _check_uses(interior, outer.node, between(softmax.node, node))
+    read = (query, key, value, sink, heads, inner, columns, scores, weights, masks)
+    result = Attention(outer.node, frozenset(interior), labels.layout(layout), *read, dtype, labels)
     _check_writes(result)
     return result
 
 
-def _sink(scores: Scores, weights: Weights, labels: Labels, constants: Constants) -> Origin | None:
+def _sink(scores: Scores, weights: Weights, labels: Labels, constants: Constants) -> Placed | None:
     """The sink's score before it was expanded; it lies as the scores do, but for the keys."""
     node = weights.softmax.sink
     if node is None:
         return None
     if scores.is_shifted:
-        raise Refused("a number is added to the scores beside a sink")
+        raise NotFusible("a number is added to the scores beside a sink")
     layout = tuple(() if dim == weights.softmax.dim else each for dim, each in enumerate(labels.layout(weights.layout)))
-    return origins(node, layout, labels, constants, strip_scales=False)[-1]
+    return sources(node, layout, labels, constants, strip_scales=False)[-1]
 
 
 def _query_and_key(product: Contraction, keys: tuple[int, ...], labels: Labels) -> tuple[tuple[Node, Layout], tuple[Node, Layout]]:
     sides = product.sides()
     holds = [set(keys) & set(labels.resolved(flat(layout))) for _, layout in sides]
     if bool(holds[0]) == bool(holds[1]) or set(keys) not in holds:
-        raise Refused("the dim of the softmax is not one of the keys alone")
+        raise NotFusible("the dim of the softmax is not one of the keys alone")
     return (sides[1], sides[0]) if holds[0] else (sides[0], sides[1])
 
 
-def _heads(scored: Layout, dim: int, chains: list[list[Origin]], labels: Labels) -> Heads:
+def _heads(scored: Layout, dim: int, chains: list[list[Scaled]], labels: Labels) -> Heads:
     """Rows: the last dim of the scores with labels that neither keys nor values have. Earlier such labels repeat key heads."""
     shared = labels_of(chains[1], labels) | labels_of(chains[2], labels)
     outer = [each for position, each in enumerate(scored) if position != dim]
@@ -160,7 +105,7 @@ def _heads(scored: Layout, dim: int, chains: list[list[Origin]], labels: Labels)
     dims = [each for position, each in enumerate(kept) if each or (position != last and not own[position])]
     outside = set(flat(tuple(dims)))
     if all(outside - labels_of(chain, labels) for chain in chains[1:]):
-        raise Refused("keys and values vary along different dims of the scores")
+        raise NotFusible("keys and values vary along different dims of the scores")
     batch, groups = _batch_and_groups(dims)
     return Heads(batch, groups, repeats, rows, scored[dim])
 
@@ -177,74 +122,54 @@ def _columns(value: Layout, scored: Layout, labels: Labels) -> tuple[int, ...]:
     return tuple(label for label in labels.resolved(flat(value)) if label not in own)
 
 
-def _dtype(product: Node, found: list[Origin], scores: Scores, weights: Weights) -> torch.dtype:
+def _dtype(product: Node, found: list[Scaled], interior: set[Node]) -> torch.dtype:
     """The dtype of the op. Rounding to fewer bits than the operands have is part of what the model computes."""
-    operands = [tensor_of(each.node).dtype for each in found]
-    wide = operands[0]
-    for dtype in (*operands[1:], tensor_of(product).dtype):
-        wide = torch.promote_types(wide, dtype)
-    narrow = [dtype for dtype in (scores.dtypes | weights.dtypes | {weights.softmax.dtype}) if dtype not in _EXACT]
-    if any(dtype not in operands for dtype in narrow):
-        raise Refused(f"scores or probabilities are rounded to {narrow[0]}, the operands have {wide}")
+    operands, wide = [tensor_of(each.node).dtype for each in found], widest(*(each.node for each in found), product)
+    rounded = _dtypes(interior) - {torch.float32, torch.float64, *operands}
+    if rounded:
+        raise NotFusible(f"scores or probabilities are rounded to {min(rounded, key=str)}, the operands have {wide}")
     if not all(dtype.is_floating_point for dtype in operands):
-        raise Refused(f"the operands are of {', '.join(map(str, operands))}")
+        raise NotFusible(f"the operands are of {', '.join(map(str, operands))}")
     return wide
 
 
-def _check_uses(interior: frozenset[Node], product: Node, weights: Weights) -> None:
-    after = (weights.interior - weights.softmax.interior) | {weights.softmax.node}
-    for node in interior:
-        others = [user for user in node.users if user not in interior and user is not product and not _is_dead(user)]
+def _dtypes(nodes: Iterable[Node]) -> set[torch.dtype]:
+    return {tensor_of(node).dtype for node in nodes if is_tensor(node) and tensor_of(node).is_floating_point()}
+
+
+def _check_uses(interior: set[Node], product: Node, after: set[Node]) -> None:
+    """`after` are the nodes that hold probabilities, not scores."""
+    for node in sorted(interior):
+        others = [user for user in readers_of(node) if user not in interior and user is not product]
         if others:
             user = "an output" if others[0].op == "output" else str(others[0].target)
-            raise Refused(f"the {'probabilities' if node in after else 'scores'} are used elsewhere too, by {user}")
-
-
-def _is_dead(node: Node) -> bool:
-    return node.op == "call_function" and not node.users and not writes(node)
+            raise NotFusible(f"the {'probabilities' if node in after else 'scores'} are used elsewhere too, by {user}")
 
 
 def _check_masks(scores: Scores) -> None:
     """A mask made of the scores would have to be computed from scores that the op does not give."""
-    made_of = [(mask.value if isinstance(mask, Added) else mask.condition, "mask") for mask in scores.masks]
-    made_of += [(factor.value, "scale") for factor in scores.factors]
-    for node, what in made_of:
-        if _depends(node, scores.product.node):
-            raise Refused(f"the {what} depends on the scores")
+    for part, what in (*((mask, "mask") for mask in scores.masks), *((factor, "scale") for factor in scores.factors)):
+        if between(scores.product.node, part.node):
+            raise NotFusible(f"the {what} depends on the scores")
 
 
-def _depends(node: Node, on: Node) -> bool:
-    order = {each: position for position, each in enumerate(node.graph.nodes)}
-    pending, seen = [node], set[Node]()
-    while pending:
-        current = pending.pop()
-        if current is on:
-            return True
-        if current not in seen and order[current] > order[on]:
-            seen.add(current)
-            pending += current.all_input_nodes
-    return False
-
-
-def _check_writes(found: Match) -> None:
+def _check_writes(found: Attention) -> None:
     """The op reads its operands where the product with the values stood: none may have been written since it was made.
 
     Nor may what was read through have been, from an operand up to its origin, and above a mask that the op has in other words.
     """
-    writers = writers_of(found.product.graph)
-    if not writers:
+    if not (writers := writers_of(found.root.graph)):
         return
-    masks = [mask.value if isinstance(mask, Added) else mask.condition for mask in found.scores.masks]
-    read = {factor.value for factor in found.scores.factors} | {*masks, *found.masks.nodes()}
+    masks, kept = [mask.node for mask in found.scores.masks], found.masks.nodes()
+    read = {*(factor.node for factor in found.scores.factors), *masks, *kept}
     read |= set() if found.sink is None else {found.sink.node}
-    operands = (*found.scores.product.node.all_input_nodes, *found.product.all_input_nodes)
+    operands = (*found.scores.product.node.all_input_nodes, *found.root.all_input_nodes)
     passed = {node for each in (found.query, found.key, found.value) for operand in operands for node in between(each.node, operand)}
-    passed |= sources_of(mask for mask in masks if mask not in found.masks.nodes())
-    if (writer := overwritten(read | passed, found.product, writers, found.interior | passed)) is not None:
-        raise Refused(f"{writer.target} writes into an operand in place, between where it is made and the product")
+    passed |= sources_of(mask for mask in masks if mask not in kept)
+    check_operands(read | passed, found.root, writers, "between where it is made and the product", found.interior | passed)
 
 
-def why_not_used(softmax: Node, constants: Constants) -> str | None:
+def why_not_used(softmax: Node) -> str | None:
     """Why the probabilities `softmax` of scores belong to no attention; None where they are none of scores."""
     if not reaches_product(softmax):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,62 +12,39 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import float_at, node_at
-from autopar.ir.fusion import Refused
-from autopar.ops.spellings import CASTS, PRODUCTS, QUOTIENTS, is_cast
+from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import CASTS, CHOICES, DIFFERENCES, FILLS, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast
+from autopar.passes.fuse.attention.conditions import Filled
 from autopar.passes.fuse.attention.contractions import Contraction, contraction, is_contraction
-from autopar.passes.fuse.attention.layout import Labels, Layout, above, broadcast_to
+from autopar.passes.fuse.attention.layout import Labels, Layout, Placed, Scaled, above, broadcast_to, flat
 from autopar.passes.fuse.attention.softmax import softmax_at
+from autopar.passes.fuse.reading import name_of, scaled
 
 aten = torch.ops.aten
 
-_SUMS = (aten.add.Tensor, aten.add_.Tensor, aten.add.Scalar, aten.add_.Scalar)
-_DIFFERENCES = (aten.sub.Tensor, aten.sub_.Tensor, aten.sub.Scalar)
 _CAPS = (aten.tanh.default, aten.tanh_.default)
-_FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
-_CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
 DROPOUTS = (aten.dropout.default, aten.dropout_.default)
 # What an operand goes through on its way to a product, when only "is this attention at all?" is asked.
 _MOST_STEPS = 24
 
 
-class NotScores(Refused):
+class NotScores(NotFusible):
     """No product of queries and keys lies above: this is no attention, and nothing is said of it."""
 
 
 @dataclass(frozen=True)
-class Added:
-    """`factor` · `value` is added to the scores."""
-
-    value: Node
-    layout: Layout
-    factor: float
-
-
-@dataclass(frozen=True)
-class Filled:
-    """Scores become `value` where `condition` is not `attends`."""
-
-    condition: Node
-    layout: Layout
-    value: float
-    attends: bool
-
-
-@dataclass(frozen=True)
-class Factor:
+class Factor(Placed):
     """The product of queries and keys is multiplied (divided) by a tensor, which does not vary by key."""
 
-    value: Node
-    layout: Layout
     divides: bool
 
 
 @dataclass
 class Scores:
-    """`product`, scaled, then capped, then masked. Masks stand outermost first.
+    """`product`, scaled, then capped, then masked. Masks stand outermost first: `Scaled` are added, `Filled` put a number in place.
 
     `soft_cap` · tanh(scaled product / `soft_cap`) are the scores, where it is not 0. With `is_shifted` a number is added to all of them,
-    which no softmax shows. `interior` are the nodes on the way, the product's among them.
+    which no softmax shows.
     """
 
     product: Contraction
@@ -76,15 +53,17 @@ class Scores:
     soft_cap: float = 0.0
     is_shifted: bool = False
     factors: list[Factor] = field(default_factory=list)
-    masks: list[Added | Filled] = field(default_factory=list)
-    interior: set[Node] = field(default_factory=set)
-    dtypes: set[torch.dtype] = field(default_factory=set)
+    masks: list[Scaled | Filled] = field(default_factory=list)
+
+
+# A way to read a node: the operand that may hold the scores, what it is multiplied by on its way, and what else happens to the scores.
+Reading = tuple[Any, float, Callable[[Scores], None]]
 
 
 def scores_above(node: Node, layout: Layout, labels: Labels, keys: tuple[int, ...], constants: Constants) -> Scores:
     """The scores that `node` with `layout` holds; `keys` are the labels that the softmax runs over.
 
-    Raises `Refused`, or `NotScores` where no product of two tensors lies above.
+    Raises `NotFusible`, or `NotScores` where no product of two tensors lies above.
     """
     return _Walk(labels, keys, constants).up(node, layout, 1.0)
 
@@ -122,39 +101,46 @@ class _Walk:
         """`factor` multiplies what `node` holds before it reaches the softmax."""
         if is_contraction(node):
             return self._product(node, layout, factor)
-        for found in (above(node, layout, self._labels), self._unchanged(node, layout)):
-            if found is not None:
-                return self._with(node, self.up(*found, factor))
+        inner = above(node, layout, self._labels) or self._unchanged(node, layout)
+        if inner is not None:
+            return self.up(*inner, factor)
         if node.target in _CAPS:
-            return self._with(node, self._capped(node, layout, factor))
-        for read in (self._scaled, self._summed, self._filled):
-            for inner, change, times in read(node, layout, factor):
-                return self._with(node, self._first(inner, change, layout, times))
-        raise self._unreadable(node)
-
-    def _with(self, node: Node, scores: Scores) -> Scores:
-        scores.interior.add(node)
-        scores.dtypes.add(tensor_of(node).dtype)
-        return scores
+            return self._capped(node, layout, factor)
+        # The operand that holds the scores: a better reason wins over none.
+        reasons: list[NotFusible] = []
+        for operand, times, note in (
+            *self._scaled(node, layout, factor), *self._summed(node, layout, factor), *self._filled(node, layout, factor)
+        ):  # fmt: skip
+            try:
+                scores = self.up(operand, broadcast_to(layout, tensor_of(operand).shape), times)
+                note(scores)
+                return scores
+            except NotFusible as reason:
+                reasons.append(reason)
+        reasons = reasons or [self._unreadable(node)]
+        raise next((reason for reason in reasons if not isinstance(reason, NotScores)), reasons[0])
 
     def _product(self, node: Node, layout: Layout, factor: float) -> Scores:
         if not tensor_of(node).is_floating_point():
-            raise Refused(f"the scores are of {tensor_of(node).dtype}")
+            raise NotFusible(f"the scores are of {tensor_of(node).dtype}")
         found = contraction(node, layout, self._labels)
         scores = Scores(found, factor * found.scale, frozenset(self._labels.resolved(self._keys)))
         if found.added is not None:
-            scores.masks.append(Added(found.added, broadcast_to(layout, tensor_of(found.added).shape), factor * found.factor))
-        return self._with(node, scores)
+            scores.masks.append(self._added(found.added, layout, factor * found.factor))
+        return scores
+
+    def _added(self, value: Node, layout: Layout, factor: float) -> Scaled:
+        return Scaled(value, broadcast_to(layout, tensor_of(value).shape), factor)
 
     def _capped(self, node: Node, layout: Layout, factor: float) -> Scores:
         """`factor` · tanh(what is above), whose own scale is in units of the cap."""
         scores = self.up(node_at(node, 0), layout, 1.0)
         if scores.soft_cap:
-            raise Refused("the scores are capped by tanh twice")
+            raise NotFusible("the scores are capped by tanh twice")
         if scores.masks or scores.is_shifted:
-            raise Refused("something is added to the scores, or they are masked, before they are capped by tanh")
+            raise NotFusible("something is added to the scores, or they are masked, before they are capped by tanh")
         if factor == 0.0:
-            raise Refused("the capped scores are multiplied by zero")
+            raise NotFusible("the capped scores are multiplied by zero")
         scores.soft_cap, scores.scale = abs(factor), scores.scale * factor
         return scores
 
@@ -162,111 +148,85 @@ class _Walk:
         """Through casts, and dropout that drops nothing."""
         if node.target in DROPOUTS:
             if float_at(node, 1) > 0.0 and node.args[2]:
-                raise Refused("there is dropout on the scores")
+                raise NotFusible("there is dropout on the scores")
             return node_at(node, 0), layout
         if is_cast(node):
             if not tensor_of(node.args[0]).is_floating_point():
-                raise Refused(f"the scores are of {tensor_of(node.args[0]).dtype}")
+                raise NotFusible(f"the scores are of {tensor_of(node.args[0]).dtype}")
             return node_at(node, 0), layout
         return None
 
-    def _first(self, candidates: list[Node], change: Any, layout: Layout, factor: float) -> Scores:
-        """The operand that holds the scores, and what the other does to them. A better reason wins over none."""
-        reasons: list[Refused] = []
-        for position, candidate in enumerate(candidates):
-            try:
-                inner = broadcast_to(layout, tensor_of(candidate).shape)
-                scores = self.up(candidate, inner, factor)
-                change(scores, candidates[1 - position] if len(candidates) > 1 else None)
-                return scores
-            except Refused as reason:
-                reasons.append(reason)
-        raise next((reason for reason in reasons if not isinstance(reason, NotScores)), reasons[0])
-
-    def _scaled(self, node: Node, layout: Layout, factor: float) -> Iterator[tuple[list[Node], Any, float]]:
+    def _scaled(self, node: Node, layout: Layout, factor: float) -> list[Reading]:
         """Products with and quotients by numbers, or by tensors that do not vary by key."""
-        if node.target is aten.neg.default:
-            yield [node_at(node, 0)], _nothing, -factor
-        if node.target not in (*PRODUCTS, *QUOTIENTS):
-            return
-        divides = node.target in QUOTIENTS
+        if node.target not in (*NEGATIONS, *PRODUCTS, *QUOTIENTS):
+            return []
+        for operand, times in scaled(node, self._constants.number):
+            return [(operand, factor * times, _nothing)]
         left, right = node.args[:2]
-        for scores, other in ((left, right),) if divides else ((left, right), (right, left)):
-            number = self._constants.number(other)
-            if number is not None and isinstance(scores, Node):
-                yield [scores], _nothing, factor / number if divides else factor * number
-        candidates = [item for item in (left, right) if isinstance(item, Node)]
+        if not isinstance(left, Node) or not isinstance(right, Node):
+            return []
+        divides = node.target in QUOTIENTS
 
-        def scale(scores: Scores, other: Node | None) -> None:
-            assert other is not None
-            if divides and other is left:
-                raise Refused("the scores are a divisor")
-            self._add_factor(scores, other, layout, divides)
+        def scaled_by(other: Node) -> Callable[[Scores], None]:
+            def scale(scores: Scores) -> None:
+                found = broadcast_to(layout, tensor_of(other).shape)
+                if divides and other is left:
+                    raise NotFusible("the scores are a divisor")
+                if scores.masks or scores.soft_cap:
+                    raise NotFusible(f"the scores are scaled by a tensor after a {'mask' if scores.masks else 'soft cap'}")
+                if not scores.keys.isdisjoint(self._labels.resolved(flat(found))):
+                    raise NotFusible("the scale varies by key")
+                scores.factors.append(Factor(other, found, divides))
 
-        if len(candidates) == 2:
-            yield candidates, scale, factor
+            return scale
 
-    def _add_factor(self, scores: Scores, other: Node, layout: Layout, divides: bool) -> None:
-        found = broadcast_to(layout, tensor_of(other).shape)
-        if scores.masks or scores.soft_cap:
-            raise Refused(f"the scores are scaled by a tensor after a {'mask' if scores.masks else 'soft cap'}")
-        if not scores.keys.isdisjoint(self._labels.resolved(label for labels in found for label in labels)):
-            raise Refused("the scale varies by key")
-        scores.factors.append(Factor(other, found, divides))
+        return [(left, factor, scaled_by(right)), (right, factor, scaled_by(left))]
 
-    def _summed(self, node: Node, layout: Layout, factor: float) -> Iterator[tuple[list[Node], Any, float]]:
-        if node.target not in (*_SUMS, *_DIFFERENCES):
-            return
+    def _summed(self, node: Node, layout: Layout, factor: float) -> list[Reading]:
+        if node.target not in (*SUMS, *DIFFERENCES):
+            return []
         left, right = node.args[:2]
         alpha = float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
-        alpha = -alpha if node.target in _DIFFERENCES else alpha
+        alpha = -alpha if node.target in DIFFERENCES else alpha
+        # A number added to every score changes no softmax.
+        if not isinstance(right, Node):
+            return [(left, factor, _shift)]
+        if not isinstance(left, Node):
+            return [(right, factor * alpha, _shift)]
 
-        def add(scores: Scores, other: Node | None) -> None:
-            if other is None:
-                scores.is_shifted = True
-            else:
-                weight = factor * (alpha if other is right else 1.0)
-                scores.masks.insert(0, Added(other, broadcast_to(layout, tensor_of(other).shape), weight))
+        def plus(other: Node, weight: float) -> Callable[[Scores], None]:
+            return lambda scores: scores.masks.insert(0, self._added(other, layout, weight))
 
-        candidates = [item for item in (left, right) if isinstance(item, Node)]
-        if len(candidates) == 1:  # a number added to every score changes no softmax
-            yield candidates, add, factor if candidates[0] is left else factor * alpha
-        elif alpha == 1.0:
-            yield candidates, add, factor
-        else:  # only the left operand can be the scores
+        found: list[Reading] = [(left, factor, plus(right, factor * alpha))]
+        return found if alpha != 1.0 else [*found, (right, factor, plus(left, factor))]
 
-            def subtract(scores: Scores, _: Node | None) -> None:
-                add(scores, right)  # type: ignore[arg-type]
-
-            yield [left], subtract, factor  # type: ignore[list-item]
-
-    def _filled(self, node: Node, layout: Layout, factor: float) -> Iterator[tuple[list[Node], Any, float]]:
-        if node.target in _FILLS:
-            scores, condition, value, attends = node.args[0], node.args[1], node.args[2], False
-        elif node.target in _CHOICES:
+    def _filled(self, node: Node, layout: Layout, factor: float) -> list[Reading]:
+        if node.target in FILLS:
+            scores, condition, value, attends = *node.args[:3], False
+        elif node.target in CHOICES:
             condition, scores, value, attends = *node.args[:3], True
             if self._constants.number(scores) is not None:
                 scores, value, attends = value, scores, False
         else:
-            return
+            return []
         number = self._constants.number(value)
         if number is None or not isinstance(scores, Node):
-            raise Refused("a mask puts values that are not one number in place of scores") if reaches_product(node) else NotScores("")
-        filled = Filled(condition, broadcast_to(layout, tensor_of(condition).shape), number * factor, attends)  # type: ignore[arg-type]
+            raise NotFusible("a mask puts values that are not one number in place of scores") if reaches_product(node) else NotScores("")
+        assert isinstance(condition, Node)
+        filled = Filled(condition, broadcast_to(layout, tensor_of(condition).shape), attends, number * factor)
+        return [(scores, factor, lambda found: found.masks.insert(0, filled))]
 
-        def fill(found: Scores, _: Node | None) -> None:
-            found.masks.insert(0, filled)
-
-        yield [scores], fill, factor
-
-    def _unreadable(self, node: Node) -> Refused:
+    def _unreadable(self, node: Node) -> NotFusible:
         if not reaches_product(node):
             return NotScores("no product above")
         if softmax_at(node) is not None:
-            return Refused("there is a second softmax on the scores")
-        name = str(node.target).split(".")[1] if "." in str(node.target) else str(node.target)
-        return Refused(f"the scores go through {name}")
+            return NotFusible("there is a second softmax on the scores")
+        return NotFusible(f"the scores go through {name_of(node)}")
 
 
-def _nothing(_scores: Scores, _other: Node | None) -> None:
+def _nothing(_: Scores) -> None:
     """What a number does to the scores is in their scale already."""
+
+
+def _shift(scores: Scores) -> None:
+    scores.is_shifted = True

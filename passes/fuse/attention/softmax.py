@@ -1,9 +1,16 @@
-"""A softmax in every spelling: the op, exp of a log-softmax, or exponentials over their sum, shifted or not."""
+"""A softmax in every spelling: the op, exp of a log-softmax, or exponentials over their sum, shifted or not; with a sink or without.
+
+With a sink a score of no key takes part, and its probability is dropped (gpt-oss):
+
+    probabilities = softmax([scores, sink])[…, :-1]        = softmax(scores) · sigmoid(log_sum_exp(scores) − sink)
+
+A row that attends to nothing leaves all its weight to the sink: it is 0 on both sides.
+"""
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,61 +18,77 @@ from torch.fx import Node
 
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
-from autopar.ir.fusion import Refused
+from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import CASTS, COPIES, DIFFERENCES, EXPANSIONS, QUOTIENTS
+from autopar.passes.fuse.reading import is_tensor, operand_pairs
 
 aten = torch.ops.aten
 
 _OPS: dict[object, str] = {
-    aten.softmax.int: "softmax",
-    aten._softmax.default: "softmax",
-    aten.special_softmax.default: "softmax",
+    **dict.fromkeys((aten.softmax.int, aten._softmax.default, aten.special_softmax.default), "softmax"),
     aten._safe_softmax.default: "safe softmax",
 }
 _LOG_OPS = (aten.log_softmax.int, aten._log_softmax.default, aten.special_log_softmax.default)
-_DIVISIONS = (aten.div.Tensor, aten.div_.Tensor)
-_DIFFERENCES = (aten.sub.Tensor, aten.sub_.Tensor)
 _EXPONENTIALS = (aten.exp.default, aten.exp_.default)
-_COPIES = (aten.detach.default, aten.clone.default, aten.contiguous.default, aten.expand.default, aten.expand_as.default)
+_REPEATED = (*COPIES, *EXPANSIONS, aten.detach.default)
+_SPLITS = (aten.split_with_sizes.default, aten.split.sizes, aten.split.Tensor, aten.tensor_split.indices)
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """softmax of `scores` over `dim`, which is not negative; `interior` are the nodes that it is made of, `dtype` is computed in.
+    """softmax of `scores` over `dim`, which is not negative, computed in `dtype`.
 
-    With `sink`, one more score than those of the keys, whose probability is left out (`sinks.py`).
+    With `sink`, one more score than those of the keys, whose probability is left out.
     """
 
     node: Node
     scores: Node
     dim: int
-    interior: frozenset[Node]
     spelled: str
     dtype: torch.dtype
     sink: Node | None = None
 
 
 def softmax_at(node: Node) -> Softmax | None:
-    """The softmax whose result is `node`. Raises `Refused` for exponentials over something else than their sum."""
+    """The softmax whose result is `node`. Raises `NotFusible` for exponentials over something else than their sum."""
     if node.target in _OPS:
-        return _made(node, node.args[0], node.args[1], {node}, _OPS[node.target])
+        return _made(node, node.args[0], node.args[1], _OPS[node.target])
     if node.target in _EXPONENTIALS:
         return _exponential(node)
-    if node.target in _DIVISIONS and _is_exponential(node.args[0]):
-        return _quotient(node, node_at(node, 0), arguments(node)[1], {node})
+    if node.target in QUOTIENTS and _is_exponential(node.args[0]):
+        return _quotient(node, node_at(node, 0), arguments(node)[1])
     if node.target is aten.mul.Tensor:
-        for exponential, factor in (arguments(node), reversed(arguments(node))):
+        for exponential, factor in operand_pairs(node):
             if _is_exponential(exponential) and isinstance(factor, Node) and factor.target is aten.reciprocal.default:
-                return _quotient(node, exponential, node_at(factor, 0), {node, factor})
+                return _quotient(node, exponential, node_at(factor, 0))
     return None
 
 
-def _made(node: Node, scores: Any, dim: Any, interior: set[Node], spelled: str) -> Softmax:
+def sunk_softmax_at(node: Node) -> Softmax | None:
+    """The softmax with a sink whose result without the sink is `node`. Raises `NotFusible` where other columns are dropped."""
+    kept = _kept(node)
+    if kept is None:
+        return None
+    source, dim, start, size = kept
+    softmax = softmax_at(_above_casts(source))
+    if softmax is None or softmax.dim != dim:
+        return None
+    parts = _joined(_above_casts(softmax.scores), dim)
+    if parts is None:
+        return None
+    scores, sink = parts if start == 0 else parts[::-1]
+    if tensor_of(scores).shape[dim] != size:
+        raise NotFusible("the columns of the softmax that are dropped are not those beside the scores")
+    if tensor_of(sink).shape[dim] != 1:
+        raise NotFusible(f"{tensor_of(sink).shape[dim]} columns of the softmax are dropped, and one can be a sink")
+    return replace(softmax, node=node, scores=scores, spelled=f"{softmax.spelled} with a sink", sink=sink)
+
+
+def _made(node: Node, scores: Any, dim: Any, spelled: str) -> Softmax:
     dim %= tensor_of(scores).dim()
-    if scores.target in _DIFFERENCES and isinstance(scores.args[1], Node):
-        shift = _shift(scores.args[1], scores.args[0], dim)
-        if shift is not None:
-            interior, scores = interior | {scores} | shift, scores.args[0]
-    return Softmax(node, scores, dim, frozenset(interior), spelled, tensor_of(node).dtype)
+    if scores.target in DIFFERENCES and isinstance(scores.args[1], Node) and _is_shift(scores.args[1], scores.args[0], dim):
+        scores = scores.args[0]
+    return Softmax(node, scores, dim, spelled, tensor_of(node).dtype)
 
 
 def _is_exponential(value: Any) -> bool:
@@ -77,44 +100,34 @@ def _exponential(node: Node) -> Softmax | None:
     inner = node.args[0]
     assert isinstance(inner, Node)
     if inner.target in _LOG_OPS:
-        return _made(node, inner.args[0], inner.args[1], {node, inner}, "exp of a log-softmax")
-    if inner.target not in _DIFFERENCES or not isinstance(inner.args[1], Node):
+        return _made(node, inner.args[0], inner.args[1], "exp of a log-softmax")
+    if inner.target not in DIFFERENCES or not isinstance(inner.args[1], Node):
         return None
-    reduced = _reduced(inner.args[1], {aten.logsumexp.default}, inner.args[0])
-    if reduced is None:
+    dim = _reduced(inner.args[1], {aten.logsumexp.default}, inner.args[0])
+    if dim is None:
         return None
-    return _made(node, inner.args[0], reduced[0], {node, inner, *reduced[1]}, "exp of scores − logsumexp")
+    return _made(node, inner.args[0], dim, "exp of scores − logsumexp")
 
 
-def _quotient(node: Node, exponential: Node, total: Node, interior: set[Node]) -> Softmax:
-    reduced = _reduced(total, {aten.sum.dim_IntList}, exponential) if isinstance(total, Node) else None
-    if reduced is None:
-        raise Refused("its exponentials are divided by something else than their sum, which is no softmax")
-    dim, nodes = reduced
-    interior |= {exponential, *nodes}
-    scores = exponential.args[0]
-    assert isinstance(scores, Node)
-    return _made(node, scores, dim, interior, "exp(scores) / sum by hand")
+def _quotient(node: Node, exponential: Node, total: Any) -> Softmax:
+    dim = _reduced(total, {aten.sum.dim_IntList}, exponential) if isinstance(total, Node) else None
+    if dim is None:
+        raise NotFusible("its exponentials are divided by something else than their sum, which is no softmax")
+    return _made(node, exponential.args[0], dim, "exp(scores) / sum by hand")
 
 
-def _shift(value: Node, scores: Any, dim: int) -> set[Node] | None:
-    """The nodes that make the largest score of each row, or of all; a softmax is the same for any such shift."""
-    nodes: set[Node] = set()
-    while value.target in _COPIES:
-        nodes.add(value)
+def _is_shift(value: Node, scores: Any, dim: int) -> bool:
+    """Whether `value` is the largest score of each row, or of all; a softmax is the same for any such shift."""
+    while value.target in _REPEATED:
         value = node_at(value, 0)
-    if value.target is aten.max.default and value.args[0] is scores:
-        return nodes | {value}
-    reduced = _reduced(value, {aten.amax.default, aten.max.dim, aten.logsumexp.default}, scores)
-    return nodes | reduced[1] if reduced is not None and reduced[0] == dim else None
+    is_largest = value.target is aten.max.default and value.args[0] is scores
+    return is_largest or _reduced(value, {aten.amax.default, aten.max.dim, aten.logsumexp.default}, scores) == dim
 
 
-def _reduced(value: Node, targets: set[Any], operand: Any) -> tuple[int, set[Node]] | None:
-    """The one dim over which `value` is a reduction of `operand` that keeps it with size 1, and the nodes."""
-    nodes: set[Node] = set()
+def _reduced(value: Node, targets: set[Any], operand: Any) -> int | None:
+    """The one dim over which `value` is a reduction of `operand` that keeps it with size 1."""
     kept = None
-    while value.target in (*_COPIES, aten.unsqueeze.default, operator.getitem):
-        nodes.add(value)
+    while value.target in (*_REPEATED, aten.unsqueeze.default, operator.getitem):
         if value.target is aten.unsqueeze.default:
             kept = int_at(value, 1)
         elif value.target is operator.getitem and value.args[1] != 0:
@@ -122,7 +135,6 @@ def _reduced(value: Node, targets: set[Any], operand: Any) -> tuple[int, set[Nod
         value = node_at(value, 0)
     inner = value.args[0] if value.args else None
     while isinstance(inner, Node) and inner is not operand and inner.target is aten.detach.default:
-        nodes.add(inner)
         inner = inner.args[0]
     if value.target not in targets or inner is not operand:
         return None
@@ -133,6 +145,50 @@ def _reduced(value: Node, targets: set[Any], operand: Any) -> tuple[int, set[Nod
         return None
     dim = int(dims[0]) % num_dims
     keeps = len(value.args) > 2 and bool(value.args[2])
-    if not keeps and (kept is None or int(kept) % num_dims != dim):
+    return dim if keeps or (kept is not None and int(kept) % num_dims == dim) else None
+
+
+def _kept(node: Node) -> tuple[Node, int, int, int] | None:
+    """(of which value, dim, first column, number of columns) where `node` is a part of a value along one dim."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or not is_tensor(node):
         return None
-    return dim, nodes | {value}
+    if node.target is operator.getitem and source.target in _SPLITS:
+        return _split(node, source)
+    if node.target not in (aten.slice.Tensor, aten.narrow.default):
+        return None
+    before = tensor_of(source)
+    given: list[Any] = [*arguments(node), *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim, start = int(given[1]), int(given[2] or 0)
+    if node.target is aten.slice.Tensor and given[4] != 1:
+        return None
+    dim %= before.dim()
+    return source, dim, start % before.shape[dim], tensor_of(node).shape[dim]
+
+
+def _split(node: Node, split: Node) -> tuple[Node, int, int, int] | None:
+    source, position = split.args[0], node.args[1]
+    parts = split.meta["val"]
+    if not isinstance(source, Node) or not isinstance(position, int):
+        return None
+    dim = int(split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % tensor_of(source).dim()  # type: ignore[arg-type]
+    start = sum(part.shape[dim] for part in parts[:position])
+    return source, dim, start, tensor_of(node).shape[dim]
+
+
+def _above_casts(node: Node) -> Node:
+    while node.target in (*CASTS, *COPIES) and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _joined(node: Node, dim: int) -> tuple[Node, Node] | None:
+    """The two values that stand beside each other along `dim`."""
+    if node.target not in (aten.cat.default, aten.concat.default):
+        return None
+    parts, along = arguments(node)[0], int_at(node, 1) if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or int(along) % tensor_of(node).dim() != dim:  # type: ignore[arg-type]
+        return None
+    first, second = parts
+    assert isinstance(first, Node) and isinstance(second, Node)
+    return first, second

@@ -8,18 +8,16 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
-from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import float_at, node_at
-from autopar.ir.fusion import Refused
-from autopar.ops.spellings import PRODUCTS, QUOTIENTS, is_cast
-from autopar.passes.fuse.attention.layout import Labels, Layout, above
+from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import NEGATIONS, is_cast
+from autopar.passes.fuse.attention.layout import Labels, Layout, Placed, above
 from autopar.passes.fuse.attention.scores import DROPOUTS, reaches_product
-from autopar.passes.fuse.attention.sinks import sunk_softmax_at
-from autopar.passes.fuse.attention.softmax import Softmax, softmax_at
+from autopar.passes.fuse.attention.softmax import Softmax, softmax_at, sunk_softmax_at
+from autopar.passes.fuse.reading import is_tensor, scaled
 
 aten = torch.ops.aten
 
-_FLOATS = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _ZEROING = (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
 
 
@@ -27,90 +25,74 @@ _ZEROING = (aten.masked_fill.Scalar, aten.masked_fill_.Scalar)
 class Weights:
     """scale · dropout(softmax), the softmax's result carrying `layout`.
 
-    `zeroed` are conditions under which a weight becomes 0; with `safe` rows that attend to nothing do. `dropped` is the node that drops
-    some, with the layout of its value.
+    `zeroed` are conditions under which a weight becomes 0; with `safe` rows that attend to nothing do. `dropped` is the value of which
+    some are dropped.
     """
 
     softmax: Softmax
     layout: Layout
     scale: float = 1.0
     dropout: float = 0.0
-    dropped: tuple[Node, Layout] | None = None
+    dropped: Placed | None = None
     safe: bool = False
     zeroed: list[Node] = field(default_factory=list)
-    interior: set[Node] = field(default_factory=set)
-    dtypes: set[torch.dtype] = field(default_factory=set)
 
 
 def weights_above(node: Node, layout: Layout, labels: Labels, constants: Constants) -> Weights | None:
-    """The attention weights that the operand `node` of a product holds; None where there is nothing like them. Raises `Refused`."""
+    """The attention weights that the operand `node` of a product holds; None where there is nothing like them. Raises `NotFusible`."""
     try:
         softmax = softmax_at(node) or sunk_softmax_at(node)
-    except Refused:
+    except NotFusible:
         if reaches_product(node):
             raise
         return None
     if softmax is not None:
         # What attends to nothing leaves its weight to the sink.
-        found = Weights(softmax, layout, safe=softmax.spelled == "safe softmax" or softmax.sink is not None)
-        found.interior |= softmax.interior
-        found.dtypes |= {value.dtype for each in softmax.interior if isinstance(value := each.meta["val"], torch.Tensor)} & _FLOATS
-        return found
-    inner = above(node, layout, labels) or _same_layout(node, layout, constants)
+        return Weights(softmax, layout, safe=softmax.spelled == "safe softmax" or softmax.sink is not None)
+    factor = next(scaled(node, constants.number), None) if node.target not in NEGATIONS else None
+    inner = above(node, layout, labels)
+    if inner is None and (node.target in (*DROPOUTS, aten.nan_to_num.default, *_ZEROING) or is_cast(node)):
+        inner = node_at(node, 0), layout
+    elif inner is None and factor is not None:
+        inner = factor[0], layout
     if inner is None:
         return _nothing_like_weights(node)
     found = weights_above(*inner, labels, constants)
     if found is not None:
-        _apply(node, layout, found, constants)
-        found.interior.add(node)
-        found.dtypes.add(tensor_of(node).dtype)
+        found.scale *= 1.0 if factor is None else factor[1]
+        _note(node, layout, found, constants)
     return found
 
 
-def _same_layout(node: Node, layout: Layout, constants: Constants) -> tuple[Node, Layout] | None:
-    if node.target in (*DROPOUTS, aten.nan_to_num.default, *_ZEROING) or is_cast(node):
-        return node_at(node, 0), layout
-    if node.target in (*PRODUCTS, *QUOTIENTS):
-        left, right = node.args[:2]
-        if isinstance(left, Node) and constants.number(right) is not None:
-            return left, layout
-        if node.target in PRODUCTS and isinstance(right, Node) and constants.number(left) is not None:
-            return right, layout
-    return None
-
-
-def _apply(node: Node, layout: Layout, weights: Weights, constants: Constants) -> None:
-    """Note what `node` does to the weights below it."""
+def _note(node: Node, layout: Layout, weights: Weights, constants: Constants) -> None:
+    """What `node` does to the weights below it, but for a factor."""
     if node.target in DROPOUTS and node.args[2] and float_at(node, 1) > 0.0:
         if weights.dropout:
-            raise Refused("there are two dropouts on the probabilities")
-        weights.dropout, weights.dropped = float_at(node, 1), (node, layout)
-    elif node.target in PRODUCTS or node.target in QUOTIENTS:
-        number = next(found for item in reversed(node.args[:2]) if (found := constants.number(item)) is not None)
-        weights.scale *= number if node.target in PRODUCTS else 1.0 / number
+            raise NotFusible("there are two dropouts on the probabilities")
+        weights.dropout, weights.dropped = float_at(node, 1), Placed(node, layout)
     elif node.target is aten.nan_to_num.default:
         if len(node.args) > 1 and node.args[1] not in (None, 0.0):
-            raise Refused(f"a row that attends to nothing becomes {node.args[1]}")
+            raise NotFusible(f"a row that attends to nothing becomes {node.args[1]}")
         weights.safe = True
     elif node.target in _ZEROING:
         if constants.number(node.args[2]) != 0.0:
-            raise Refused(f"probabilities are replaced by {node.args[2]}")
+            raise NotFusible(f"probabilities are replaced by {node.args[2]}")
         weights.zeroed.append(node.args[1])  # type: ignore[arg-type]
 
 
 def _nothing_like_weights(node: Node) -> Weights | None:
     """Silence, but where scores become weights in another way than by a softmax."""
-    if not isinstance(node.meta.get("val"), torch.Tensor) or node.op != "call_function" or not reaches_product(node):
+    if not is_tensor(node) or node.op != "call_function" or not reaches_product(node):
         return None
     parts = str(node.target).split(".")
     name = parts[1] if len(parts) > 1 else "a result of an op with several"
     softmax = _softmax_near(node)
     if name in ("mul", "mul_", "div", "div_", "add", "sub", "where") and softmax is not None:
-        raise Refused(f"the probabilities are changed before the product: {name} with a tensor")
+        raise NotFusible(f"the probabilities are changed before the product: {name} with a tensor")
     if name in ("sigmoid", "relu", "tanh", "softplus", "elu", "hardtanh", "square", "exp"):
-        raise Refused(f"the weights are {name} of the scores, not a softmax")
+        raise NotFusible(f"the weights are {name} of the scores, not a softmax")
     if softmax is not None:
-        raise Refused(f"the probabilities go through {name}")
+        raise NotFusible(f"the probabilities go through {name}")
     return None
 
 
@@ -121,7 +103,7 @@ def _softmax_near(node: Node) -> Node | None:
             try:
                 if softmax_at(operand) is not None:
                     return operand
-            except Refused:
+            except NotFusible:
                 return operand
             operand = operand.all_input_nodes[0]
     return None

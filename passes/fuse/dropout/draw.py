@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import tensor_of
-from autopar.ir.fusion import Refused
+from autopar.ir.fusion import NotFusible
 from autopar.kernels.dropout import FACTORS
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ class Draw:
 
 
 def read_mask(mask: Node, shape: torch.Size) -> Draw | None:
-    """What `mask` was drawn from; None where it was not drawn. Raises `Refused` where the ops cannot draw it for x of `shape`."""
+    """What `mask` was drawn from; None where it was not drawn. Raises `NotFusible` where the ops cannot draw it for x of `shape`."""
     draws, keep_below = _operands(mask, aten.lt.Scalar)
     product, _ = _operands(draws, aten.bitwise_and.Scalar, _MASK_32)
     value, _ = _operands(product, aten.mul.Tensor, FACTORS[2])
@@ -42,14 +42,14 @@ def read_mask(mask: Node, shape: torch.Size) -> Draw | None:
     if position is None:
         return None
     if tensor_of(mask).shape != shape:
-        raise Refused(f"it drops whole channels: its mask is {list(tensor_of(mask).shape)}")
+        raise NotFusible(f"it drops whole channels: its mask is {list(tensor_of(mask).shape)}")
     if not shape or shape[-1] == 1:
-        raise Refused(f"its last dim has one element: {list(shape)}")
+        raise NotFusible(f"its last dim has one element: {list(shape)}")
     # The last sum is along the last dim.
     rows, last = _operands(position, aten.add.Tensor)
     columns, _ = _operands(last, aten.view.default)
     if keep_below <= 0:
-        raise Refused("it drops everything, p = 1")
+        raise NotFusible("it drops everything, p = 1")
     assert isinstance(rows, Node) and isinstance(second, Node) and isinstance(columns, Node) and columns.args == (shape[-1],), position
     return Draw(rows, second, columns, keep_below)
 

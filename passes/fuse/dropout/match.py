@@ -8,51 +8,36 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from autopar.graph.emit import tensor_of
-from autopar.graph.overwrites import is_last_reader, memory_of, overwritten, writes
-from autopar.ir.fusion import Refused
+from autopar.graph.emit import Emitter, tensor_of
+from autopar.graph.overwrites import is_last_reader, memory_of, writes
+from autopar.ir.fusion import NotFusible
+from autopar.kernels.dropout import add_dropout, dropout
 from autopar.kernels.normalisation import add_norm
-from autopar.ops.spellings import is_cast, widens
+from autopar.ops.traits import COPIES, RESHAPES, SUMS, is_cast, widens
 from autopar.passes.fuse.dropout.draw import Draw, read_mask
+from autopar.passes.fuse.guards import check_operands
+from autopar.passes.fuse.match import Match
 
 aten = torch.ops.aten
 
-SUMS = (aten.add.Tensor, aten.add_.Tensor)
 # They keep the order of elements, so that the sum may as well be taken in the shape before.
-_VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten._unsafe_view.default,
-        aten.reshape.default,
-        aten.flatten.using_ints,
-        aten.unflatten.int,
-        aten.unsqueeze.default,
-        aten.squeeze.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.contiguous.default,
-        aten.clone.default,
-    }
-)
+_VIEWS = (*RESHAPES, *COPIES)
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """`root` is x, dropped, plus `residual` where there is one; `interior` are the nodes between that the op computes.
+class Dropped(Match):
+    """x, dropped, plus `residual` where there is one.
 
     `x_dtype`: the dtype in which x is dropped, where in its own the sum would be of another dtype than it was.
     """
 
-    root: Node
     x: Node
     residual: Node | None
     draw: Draw
     scale: float
-    interior: frozenset[Node]
     x_dtype: torch.dtype | None = None
 
     def conditions(self) -> tuple[str, ...]:
-        """What was found, a phrase each."""
         between = [node for node in self.interior if node is not self.root]
         found = [f"p = {self.draw.probability:g}"]
         found += ["its sum is normalised by an op"] if self.residual is None else []
@@ -60,18 +45,33 @@ class Dropped:
         found += ["through a cast"] if any(is_cast(node) for node in between) else []
         return (*found, *(["in place"] if any(map(writes, (*between, self.root))) else []))
 
+    def emit(self, emit: Emitter) -> Node:
+        """What drew the mask is left for dead code to be eliminated."""
+        root, draw = tensor_of(self.root), self.draw
+        x = self.x if self.x_dtype is None else emit.cast(self.x, self.x_dtype)
+        positions, options = (draw.rows, draw.second, draw.columns), {"keep_below": draw.keep_below, "scale": self.scale}
+        if self.residual is None:
+            return emit.call(dropout, x, *positions, **options, dtype=root.dtype)
+        shape, residual = tensor_of(x).shape, self.residual
+        residual = residual if shape == root.shape else emit.call(aten.reshape.default, residual, list(shape))
+        out = emit.call(add_dropout, x, residual, *positions, **options)
+        return out if shape == root.shape else emit.call(aten.reshape.default, out, list(root.shape))
 
-def match_sum(root: Node, writers: Sequence[Node]) -> Dropped | None:
-    """The dropout that `root` adds to a residual; None where there is none. Raises `Refused`. `writers` write in place."""
-    if root.target not in SUMS or not all(isinstance(each, Node) for each in root.args[:2]):
-        return None
+
+def match_dropout(root: Node, writers: Sequence[Node]) -> Dropped | None:
+    """The dropout that `root` adds to a residual, or whose value it is. Raises `NotFusible`. `writers` write in place."""
+    return _match_sum(root, writers) if root.target in SUMS else _match_alone(root, writers)
+
+
+def _match_sum(root: Node, writers: Sequence[Node]) -> Dropped | None:
     left, right = root.args[:2]
-    assert isinstance(left, Node) and isinstance(right, Node)
-    refused: Refused | None = None
+    if not isinstance(left, Node) or not isinstance(right, Node):
+        return None
+    refused: NotFusible | None = None
     for operand, residual in ((right, left), (left, right)):
         try:
             found = _added(root, operand, residual, writers)
-        except Refused as reason:
+        except NotFusible as reason:
             refused = refused or reason
             continue
         if found is not None:
@@ -81,8 +81,8 @@ def match_sum(root: Node, writers: Sequence[Node]) -> Dropped | None:
     return None
 
 
-def match_alone(root: Node, writers: Sequence[Node]) -> Dropped | None:
-    """The dropout whose value is `root`, which an `add_norm` alone reads; None where there is none. Raises `Refused`."""
+def _match_alone(root: Node, writers: Sequence[Node]) -> Dropped | None:
+    """The dropout whose value an `add_norm` alone reads."""
     reader = next(iter(root.users), None)
     if reader is None or len(root.users) > 1 or reader.target is not add_norm or root not in reader.args[:2]:
         return None
@@ -91,7 +91,7 @@ def match_alone(root: Node, writers: Sequence[Node]) -> Dropped | None:
         return None
     x, draw, scale, interior = found
     _check_writes(x, {x}, interior, root, writers)
-    return Dropped(root, x, None, draw, scale, interior)
+    return Dropped(root, interior, x, None, draw, scale)
 
 
 def _added(root: Node, operand: Node, residual: Node, writers: Sequence[Node]) -> Dropped | None:
@@ -101,16 +101,16 @@ def _added(root: Node, operand: Node, residual: Node, writers: Sequence[Node]) -
         return None
     x, draw, scale, inside = found
     if root.kwargs.get("alpha", 1) != 1:
-        raise Refused(f"the sum has a factor, alpha={root.kwargs['alpha']}")
+        raise NotFusible(f"the sum has a factor, alpha={root.kwargs['alpha']}")
     shapes = [list(tensor_of(each).shape) for each in (residual, operand)]
     if shapes[0] != shapes[1]:
-        raise Refused(f"one is broadcast: the residual is {shapes[0]}, what is dropped {shapes[1]}")
+        raise NotFusible(f"one is broadcast: the residual is {shapes[0]}, what is dropped {shapes[1]}")
     for node, reader in zip((product, *reversed(path)), (*reversed(path), root), strict=True):
         if set(node.users) != {reader} or residual is node:
-            raise Refused("the dropped value is read elsewhere, too")
+            raise NotFusible("the dropped value is read elsewhere, too")
     interior = frozenset({*inside, *path, product})
     _check_writes(x, {x, residual}, interior, root, writers)
-    return Dropped(root, x, residual, draw, scale, interior, _x_dtype(root, x, operand, residual, path))
+    return Dropped(root, interior, x, residual, draw, scale, _x_dtype(root, x, operand, residual, path))
 
 
 def _path(operand: Node) -> tuple[list[Node], Node]:
@@ -125,7 +125,7 @@ def _path(operand: Node) -> tuple[list[Node], Node]:
 
 
 def _product(product: Node) -> tuple[Node, Draw, float, frozenset[Node]] | None:
-    """(x, its draw, scale, the nodes between) of x · mask · scale; None for another value. Raises `Refused`."""
+    """(x, its draw, scale, the nodes between) of x · mask · scale; None for another value. Raises `NotFusible`."""
     if product.target is not aten.mul.Tensor or not isinstance(product.args[1], float):
         return None
     masked, scale = product.args
@@ -139,7 +139,7 @@ def _product(product: Node) -> tuple[Node, Draw, float, frozenset[Node]] | None:
     if draw is None:
         return None
     if set(mask.users) != {masked}:
-        raise Refused("its mask is read elsewhere, too")
+        raise NotFusible("its mask is read elsewhere, too")
     return x, draw, scale, frozenset({masked, mask})
 
 
@@ -150,13 +150,11 @@ def _x_dtype(root: Node, x: Node, operand: Node, residual: Node, path: Sequence[
 
 
 def _check_writes(x: Node, operands: set[Node], interior: frozenset[Node], root: Node, writers: Sequence[Node]) -> None:
-    """Raises `Refused` where what is written in place would be missed, or an operand is written in front of `root`."""
+    """Raises `NotFusible` where what is written in place would be missed, or an operand is written in front of `root`."""
     for node in interior:
         # Dropout in place: x is gone afterwards, for all who read it.
         if writes(node) and not (memory_of(x) is x and x.op == "call_function" and node.args[0] is x and set(x.users) <= interior):
-            raise Refused("it is dropped in place, in a value that is read elsewhere, too")
+            raise NotFusible("it is dropped in place, in a value that is read elsewhere, too")
     if writes(root) and not is_last_reader(root, root.all_input_nodes[0]):
-        raise Refused("it is added in place, to a value that is read elsewhere, too")
-    writer = overwritten(operands, root, writers, {*interior, root})
-    if writer is not None:
-        raise Refused(f"{writer.target} writes into an operand in place, in front of the sum")
+        raise NotFusible("it is added in place, to a value that is read elsewhere, too")
+    check_operands(operands, root, writers, "in front of the sum", {*interior, root})

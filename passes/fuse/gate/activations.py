@@ -15,23 +15,18 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
-from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import node_at
-from autopar.ir.fusion import Refused
-from autopar.passes.fuse.gate.checks import same_as
-from autopar.passes.fuse.gate.factors import Factor, Factors, Stage, factor_of, products_of
-from autopar.passes.fuse.gate.polynomials import SUMS, Polynomial, polynomial
+from autopar.ir.fusion import NotFusible
+from autopar.ops.traits import SUMS
+from autopar.passes.fuse.gate.products import Factor, Factors, Polynomial, Stage, factor_of, polynomial, products_of
+from autopar.passes.fuse.reading import number_of, operand_pairs, widened
 
 aten = torch.ops.aten
 
 _NAMED: dict[object, str] = {
-    aten.silu.default: "silu",
-    aten.silu_.default: "silu",
-    aten.relu.default: "relu",
-    aten.relu_.default: "relu",
-    aten.sigmoid.default: "sigmoid",
-    aten.sigmoid_.default: "sigmoid",
-    aten.special_expit.default: "sigmoid",
+    **dict.fromkeys((aten.silu.default, aten.silu_.default), "silu"),
+    **dict.fromkeys((aten.relu.default, aten.relu_.default), "relu"),
+    **dict.fromkeys((aten.sigmoid.default, aten.sigmoid_.default, aten.special_expit.default), "sigmoid"),
 }
 _GELUS = (aten.gelu.default, aten.gelu_.default)
 # Functions of which an activation by hand is made: the activation, and what they take of its operand.
@@ -79,7 +74,7 @@ def named(factor: Factor, constants: Constants) -> Activated | None:
 
 
 def by_hand(product: Factors, constants: Constants) -> Iterator[Activated]:
-    """The activations that two factors of `product` make up together. Raises `Refused` for one that is nearly gelu."""
+    """The activations that two factors of `product` make up together. Raises `NotFusible` for one that is nearly gelu."""
     for first in product.items:
         for second in product.items:
             if first is second or first.divides:
@@ -92,9 +87,9 @@ def _pair(stages: Sequence[Stage], second: Factor, product: Factors, rest: tuple
     """x · h(x): `stages` are what x may be, `second` holds h."""
     gated = named(second, constants)
     for stage in stages:
-        same = same_as(stage.node)
+        same = widened(stage.node)
         interior = product.interior | stage.passed
-        if gated is not None and gated.kind == "sigmoid" and not same.isdisjoint(same_as(gated.gate)):
+        if gated is not None and gated.kind == "sigmoid" and not same.isdisjoint(widened(gated.gate)):
             number = product.number * stage.number * gated.number
             yield Activated("silu", stage.node, number, interior | gated.interior, rest, by_hand=True)
             return
@@ -114,7 +109,7 @@ def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozen
     if not factor.divides:
         if total.target is aten.reciprocal.default:
             total = total.args[0]
-        elif total.target in (aten.div.Tensor, aten.true_divide.Tensor) and (above := constants_of(total.args[0], constants)) is not None:
+        elif total.target in (aten.div.Tensor, aten.true_divide.Tensor) and (above := number_of(total.args[0], constants)) is not None:
             number *= above
             total = total.args[1]
         else:
@@ -123,8 +118,8 @@ def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozen
     if not isinstance(total, Node) or total.target not in SUMS or total.kwargs:
         return None
     left, right = total.args[:2]
-    one, exponential = (left, right) if constants_of(left, constants) == 1.0 else (right, left)
-    if constants_of(one, constants) != 1.0 or not isinstance(exponential, Node) or exponential.target is not aten.exp.default:
+    one, exponential = (left, right) if number_of(left, constants) == 1.0 else (right, left)
+    if number_of(one, constants) != 1.0 or not isinstance(exponential, Node) or exponential.target is not aten.exp.default:
         return None
     negated = exponential.args[0]
     assert isinstance(negated, Node)
@@ -133,18 +128,13 @@ def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozen
     return node_at(negated, 0), number, interior | {total, exponential, negated}
 
 
-def constants_of(value: object, constants: Constants) -> float | None:
-    """A literal, or a tensor of one element that is known."""
-    return None if isinstance(value, Node) and tensor_of(value).numel() != 1 else constants.number(value)
-
-
 def _one_plus(stage: Stage, same: set[Node], constants: Constants, is_gate: bool) -> tuple[str, float, frozenset[Node]] | None:
     """The activation, the number a and the nodes, where `stage` is a + a · h(x) and h what an activation by hand is made of."""
     total = stage.node
     if total.target not in SUMS or total.kwargs:
         return None
-    for number, other in (total.args[:2], total.args[1::-1]):
-        value = constants_of(number, constants)
+    for number, other in operand_pairs(total):
+        value = number_of(number, constants)
         if value is None or not isinstance(other, Node):
             continue
         core = factor_of(other, constants).core
@@ -158,7 +148,7 @@ def _one_plus(stage: Stage, same: set[Node], constants: Constants, is_gate: bool
         if _is_near(found, wanted):
             return kind, value, frozenset(interior)
         if is_gate and found.keys() == wanted.keys():
-            raise Refused(f"its activation is not {kind}: {_written(found)} stands where {kind} has {_written(wanted)}")
+            raise NotFusible(f"its activation is not {kind}: {_written(found)} stands where {kind} has {_written(wanted)}")
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -11,111 +10,43 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import node_at
-from autopar.ir.fusion import Refused
-from autopar.ops.spellings import is_cast
-from autopar.passes.fuse.norm.reading import (
-    DEVIATIONS,
-    FLOORS,
-    LENGTHS,
-    MEANS,
-    PAIRS,
-    POWERS,
-    PRODUCTS,
-    QUOTIENTS,
-    SUMS,
-    TOTALS,
-    VARIANCES,
-    Reading,
-    casts_above,
-    is_tensor,
-    number_of,
-    root_of,
-    stripped,
-)
+from autopar.ir.fusion import NotFusible
+from autopar.ops import traits
+from autopar.passes.fuse.norm.moments import PRODUCTS, QUOTIENTS, Reading, may_scale, stripped
+from autopar.passes.fuse.reading import is_tensor, operand_pairs
 
 aten = torch.ops.aten
 
 _IN_PLACE = (aten.mul_.Tensor, aten.div_.Tensor)
-_ROOTS = (aten.rsqrt.default, aten.sqrt.default)
-# What a scale goes through between the mean of squares and the value, when only "is this a norm at all?" is asked.
-_ON_THE_WAY = frozenset(
-    {
-        *_ROOTS, *FLOORS, *SUMS, *PRODUCTS, *QUOTIENTS, aten.reciprocal.default, aten.unsqueeze.default, aten.expand.default,
-        aten.expand_as.default, aten.sub.Tensor, aten.detach.default,
-    }
-)  # fmt: skip
-# Of these both operands may be computed: a difference of means, an eps that is a parameter, the shape to expand to.
-_OF_TWO = frozenset({*SUMS, *FLOORS, aten.sub.Tensor, aten.expand_as.default})
-_MOST_STEPS = 16
 
 
 @dataclass(frozen=True)
 class Normalised:
-    """`node` = x / sqrt(mean(x²) + eps), or of x − mean(x); times `weight` [N] where it stood inside. `interior` are nodes above."""
+    """`node` = x / sqrt(mean(x²) + eps), or of x − mean(x); times `weight` [N] where it stood inside."""
 
     node: Node
     x: Node
     centred: bool
     eps: float
-    interior: frozenset[Node]
     weight: Node | None = None
 
 
 def normalised_at(node: Node, constants: Constants) -> Normalised | None:
-    """The norm whose value `node` is, before any weight; None where there is nothing like one. Raises `Refused`."""
+    """The norm whose value `node` is, before any weight; None where there is nothing like one. Raises `NotFusible`."""
     for value, scale, divides in _pairs(node):
-        if not _is_candidate(value, scale, constants):
+        if not may_scale(value, scale, constants):
             continue
         if node.target in _IN_PLACE:
-            raise Refused(f"the value is scaled in place, by {str(node.target).removeprefix('aten.').split('.')[0]}")
+            raise NotFusible(f"the value is scaled in place, by {str(node.target).removeprefix('aten.').split('.')[0]}")
         return _read(node, value, scale, divides, constants)
     return None
 
 
 def _pairs(node: Node) -> Iterator[tuple[Node, Node, bool]]:
     """(value, scale, whether it divides)."""
-    if node.target not in (*PRODUCTS, *QUOTIENTS, *_IN_PLACE) or not all(map(is_tensor, node.args[:2])):
-        return
-    left, right = node.args[:2]
-    yield left, right, node.target in QUOTIENTS or node.target is aten.div_.Tensor  # type: ignore[misc]
-    if node.target in PRODUCTS:
-        yield right, left, False  # type: ignore[misc]
-
-
-def _is_candidate(value: Node, scale: Node, constants: Constants) -> bool:
-    """Whether `scale` is made of a root of a mean of squares, or of the length of `value`."""
-    pending = [(scale, False)]
-    for _ in range(_MOST_STEPS):
-        if not pending:
-            break
-        node, below_root = pending.pop()
-        if node.op != "call_function":
-            continue
-        if (measured := _measured(node)) is not None:
-            below_root = below_root or node.target in (*DEVIATIONS, *LENGTHS)
-            # A sum of squares of another value is no length.
-            if below_root and (node.target not in (*LENGTHS, *TOTALS) or stripped(measured) is stripped(value)):
-                return True
-            continue
-        below_root = below_root or node.target in _ROOTS or (node.target in POWERS and node.args[1] in (0.5, -0.5))
-        if is_cast(node) or node.target in POWERS or node.target in _ON_THE_WAY:
-            computed = [each for each in node.args[:2] if isinstance(each, Node) and number_of(each, constants) is None]
-            pending += [(each, below_root) for each in computed] if len(computed) < 2 or node.target in _OF_TWO else []
-    return False
-
-
-def _measured(node: Node) -> Node | None:
-    """What a mean or sum of squares, a variance or a length is of."""
-    if node.target in LENGTHS:
-        return node.args[0] if node.args[1:2] in ((), (None,), (2,)) else None  # type: ignore[return-value]
-    if node.target in (*VARIANCES, *DEVIATIONS):
-        return node_at(node, 0)
-    if node.target is operator.getitem:
-        pair = node.args[0]
-        assert isinstance(pair, Node)
-        return node_at(pair, 0) if pair.target in PAIRS and node.args[1] == 0 else None
-    return root_of(stripped(node_at(node, 0))) if node.target in (*MEANS, *TOTALS) else None
+    if node.target in (*PRODUCTS, *QUOTIENTS, *_IN_PLACE) and all(map(is_tensor, node.args[:2])):
+        for value, scale in operand_pairs(node)[: 1 if node.target in _IN_PLACE else 2]:
+            yield value, scale, node.target in traits.QUOTIENTS
 
 
 def _read(node: Node, value: Node, scale: Node, divides: bool, constants: Constants) -> Normalised:
@@ -129,16 +60,14 @@ def _read(node: Node, value: Node, scale: Node, divides: bool, constants: Consta
     for inner, item in _weighted(value) if found is None else ():
         if found is None and (found := _same(inner, measured, is_variance, reading)) is not None:
             weight = item
-            reading.interior |= {stripped(value)} | casts_above(inner)
     if found is None:
-        raise Refused("the mean of squares is of another value than is scaled")
+        raise NotFusible("the mean of squares is of another value than is scaled")
     x, centred = found
-    reading.interior |= casts_above(value) | casts_above(measured)
     if tensor_of(x).shape[-1] < 2:
-        raise Refused("its rows have one element")
+        raise NotFusible("its rows have one element")
     if tensor_of(node).shape != tensor_of(x).shape:
-        raise Refused("the mean does not keep its dim with size 1, so that it meets other rows")
-    return Normalised(node, x, centred, eps, frozenset(reading.interior), weight)
+        raise NotFusible("the mean does not keep its dim with size 1, so that it meets other rows")
+    return Normalised(node, x, centred, eps, weight)
 
 
 def _same(value: Node, measured: Node, is_variance: bool, reading: Reading) -> tuple[Node, bool] | None:
@@ -148,7 +77,7 @@ def _same(value: Node, measured: Node, is_variance: bool, reading: Reading) -> t
         if x is not None and (stripped(measured) is x or stripped(measured) is stripped(value)):
             return x, True
         if stripped(measured) is stripped(value):
-            raise Refused("the variance scales a value from which the mean is not subtracted")
+            raise NotFusible("the variance scales a value from which the mean is not subtracted")
         return None
     if stripped(value) is stripped(measured):
         return (x, True) if x is not None else (stripped(value), False)
@@ -159,9 +88,7 @@ def _weighted(value: Node) -> Iterator[tuple[Node, Node]]:
     """(value, weight) of a value that was multiplied by its weight before it was scaled."""
     value = stripped(value)
     if value.target in PRODUCTS and all(map(is_tensor, value.args[:2])):
-        for inner, weight in (value.args[:2], value.args[1::-1]):
-            if is_affine(weight, inner):  # type: ignore[arg-type]
-                yield inner, weight  # type: ignore[misc]
+        yield from ((inner, weight) for inner, weight in operand_pairs(value) if is_affine(weight, inner))
 
 
 def is_affine(item: Node, x: Node) -> bool:
@@ -175,6 +102,6 @@ def is_affine(item: Node, x: Node) -> bool:
 def _check_value(node: Node) -> None:
     value = tensor_of(node)
     if not value.is_floating_point():
-        raise Refused(f"the value is of {value.dtype}")
+        raise NotFusible(f"the value is of {value.dtype}")
     if value.dim() == 0:
-        raise Refused("the value is a single number")
+        raise NotFusible("the value is a single number")

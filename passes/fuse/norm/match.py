@@ -1,7 +1,8 @@
-"""One norm, whole: an op of ATen's or a norm by hand, with the casts, the weight and the bias that follow it."""
+"""One norm, whole: an op of ATen's or a norm by hand, with the casts, the weight and the bias that follow it, and the sum it is of."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,13 +12,18 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
-from autopar.graph.emit import tensor_of
-from autopar.graph.overwrites import overwritten, writes
-from autopar.ir.fusion import Refused
+from autopar.graph.emit import Emitter, lay_out_anew, tensor_of
+from autopar.graph.overwrites import between, memory_of, overwritten, sources_of, writers_of, writes, written_by
+from autopar.ir.fusion import NotFusible
+from autopar.ir.keys import SOURCE, Source
+from autopar.kernels.normalisation import add_norm, norm
 from autopar.ops.rules.labels import argument
-from autopar.ops.spellings import is_cast
+from autopar.ops.traits import is_cast
+from autopar.passes.fuse.guards import check_operands, readers_of
+from autopar.passes.fuse.match import Match, Rewriting
 from autopar.passes.fuse.norm.by_hand import Normalised, is_affine, normalised_at
-from autopar.passes.fuse.norm.reading import PRODUCTS, SUMS, casts_above, is_tensor, narrowest, stripped
+from autopar.passes.fuse.norm.moments import PRODUCTS, SUMS, stripped
+from autopar.passes.fuse.reading import is_tensor, narrowest, widest
 
 aten = torch.ops.aten
 
@@ -25,30 +31,68 @@ _LAYER_NORMS = (aten.layer_norm.default, aten.native_layer_norm.default)
 
 
 @dataclass(frozen=True)
-class Match:
-    """norm(x) · weight + bias as the value `end`; `start` is the norm without what follows it, `interior` the nodes between."""
+class Norm(Match):
+    """norm(x) · weight + bias; `start` is the norm without what follows it. With `adds_residual` the op computes the sum x, too."""
 
     start: Node
-    end: Node
     x: Node
     weight: Node | None
     bias: Node | None
     eps: float
     centred: bool
-    interior: frozenset[Node]
+    adds_residual: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
         """What the op returns: at least as wide as its operand and its result. Of 16 bits it computes in float32 anyway."""
-        found = torch.promote_types(tensor_of(self.x).dtype, tensor_of(self.end).dtype)
-        wide = any(item is not None and tensor_of(item).dtype == torch.float64 for item in (self.weight, self.bias))
-        return torch.float64 if wide else found
+        wide = any(tensor_of(item).dtype == torch.float64 for item in self.affine())
+        return torch.float64 if wide else widest(self.x, self.root)
 
-    def condition(self) -> str:
-        """What was found, in a phrase."""
+    def affine(self) -> list[Node]:
+        """Weight and bias, if there are any."""
+        return [item for item in (self.weight, self.bias) if item is not None]
+
+    def conditions(self) -> tuple[str, ...]:
         kind, columns = "layer norm" if self.centred else "RMS norm", tensor_of(self.x).shape[-1]
         there = [name for name, item in (("a weight", self.weight), ("a bias", self.bias)) if item is not None]
-        return f"{kind} over the last dim ({columns}), eps {self.eps:.6g}, {'with ' + ' and '.join(there) if there else 'without a weight'}"
+        beside = f"with {' and '.join(there)}" if there else "without a weight"
+        found = f"{kind} over the last dim ({columns}), eps {self.eps:.6g}, {beside}"
+        return (found, "residual added inside") if self.adds_residual else (found,)
+
+    def emit(self, emit: Emitter) -> Node:
+        return self._result(emit, norm, emit.cast(self.x, self.dtype))
+
+    def write(self, rewriting: Rewriting) -> None:
+        residual = residual_of(self, writers_of(self.root.graph)) if self.adds_residual else None
+        assert (residual is not None) == self.adds_residual, self
+        emit = Emitter(self.root.graph, self.root if residual is None else residual.before, like=self.root)
+        result = self.emit(emit) if residual is None else self._result(emit, add_norm, residual.left, residual.right)
+        replaced = {self.root: emit.cast(emit.call(operator.getitem, result, 0), tensor_of(self.root).dtype)}
+        if residual is not None:
+            total = Emitter(emit.graph, residual.before, like=residual.total).call(operator.getitem, result, 1)
+            replaced = {residual.total: total, **replaced}
+        for node, by in replaced.items():
+            strides = tensor_of(node).stride()
+            rewriting.replace(node, by)
+            if tensor_of(by).stride() != strides:
+                lay_out_anew(by)
+        self.erase_interior()
+
+    def _result(self, emit: Emitter, op: Any, *operands: Node) -> Node:
+        """What `op` gives of them: the norm and, of a sum, the sum."""
+        columns = tensor_of(self.x).shape[-1]
+        weight, bias = (None if item is None else _row(emit, item, columns) for item in (self.weight, self.bias))
+        return emit.call(op, *operands, weight, bias, eps=self.eps, centred=self.centred)
+
+
+@dataclass(frozen=True)
+class Residual:
+    """`total` = left + right is normalised. The op goes in front of `before`, and what reads the total reads it there."""
+
+    total: Node
+    left: Node
+    right: Node
+    before: Node
 
 
 @dataclass
@@ -58,11 +102,10 @@ class _Tail:
     end: Node
     weight: Node | None
     bias: Node | None
-    interior: set[Node]
 
 
-def match(node: Node, constants: Constants) -> Match | None:
-    """The norm whose value, before any weight that follows, is `node`; None where there is nothing like one. Raises `Refused`."""
+def match_norm(node: Node, constants: Constants, writers: Sequence[Node]) -> Norm | None:
+    """The norm whose value, before any weight that follows, is `node`; None where there is nothing like one. Raises `NotFusible`."""
     if node.op != "call_function":
         return None
     bias, value = None, node
@@ -74,16 +117,51 @@ def match(node: Node, constants: Constants) -> Match | None:
         return None
     tail = _tail(value, found, bias)
     weight, bias = (None if item is None else narrowest(item) for item in (tail.weight, tail.bias))
-    interior = found.interior | tail.interior | {node, value}
-    return Match(node, tail.end, found.x, weight, bias, found.eps, found.centred, interior - {tail.end})
+    # A weight may be computed from x, too.
+    outside = {found.x, tail.end, *sources_of(item for item in (weight, bias) if item is not None)}
+    result = Norm(tail.end, frozenset(between(found.x, tail.end) - outside), node, found.x, weight, bias, found.eps, found.centred)
+    check_operands((found.x, *result.affine()), tail.end, writers, "between where it is made and the norm")
+    return result
 
 
-def check_writes(found: Match, writers: Sequence[Node]) -> None:
-    """The op reads its operands where `end` stood: none may have been written since it was made. Raises `Refused`."""
-    read = [item for item in (found.x, found.weight, found.bias) if item is not None]
-    writer = overwritten(read, found.end, writers)
-    if writer is not None:
-        raise Refused(f"{writer.target} writes into an operand in place, between where it is made and the norm")
+def residual_of(found: Norm, writers: Sequence[Node]) -> Residual | None:
+    """The sum that `found` normalises, where the op can add it.
+
+    All who read the sum must come after the op, and all that the op reads before it: it goes where the norm ended or, where the sum
+    is read before that, right behind the sum.
+    """
+    total = found.x
+    if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or found.dtype != tensor_of(total).dtype:
+        return None
+    left, right = total.args[:2]
+    if not isinstance(left, Node) or not isinstance(right, Node) or not (_is_alike(left, total) and _is_alike(right, total)):
+        return None
+    if any(memory_of(written_by(writer)) is memory_of(total) for writer in writers):
+        return None
+    for before in (found.root, total.next):
+        if _fits(found, total, before) and overwritten((left, right), before, writers) is None:
+            return Residual(total, left, right, before)
+    return None
+
+
+def is_within_module(found: Norm) -> bool:
+    """Whether the norm belongs to the module that computes its operand, or to one inside it."""
+    outer, inner = ((SOURCE.get(node) or Source()).module for node in (found.x, found.start))
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
+
+
+def _is_alike(node: Node, other: Node) -> bool:
+    operand, total = tensor_of(node), tensor_of(other)
+    return operand.shape == total.shape and operand.dtype == total.dtype and operand.device == total.device
+
+
+def _fits(found: Norm, total: Node, before: Node) -> bool:
+    """Whether nobody but what goes reads `total` before the op, and weight and bias are there by then."""
+    gone = {found.root}
+    for node in sorted(found.interior, reverse=True):
+        if gone.issuperset(readers_of(node)):
+            gone.add(node)
+    return not any(reader < before for reader in total.users if reader not in gone) and all(item < before for item in found.affine())
 
 
 def _of_op(node: Node) -> tuple[Normalised, Node | None, Node]:
@@ -91,9 +169,9 @@ def _of_op(node: Node) -> tuple[Normalised, Node | None, Node]:
     x, shape = node.args[0], node.args[1]
     assert isinstance(x, Node)
     if len(shape) != 1:  # type: ignore[arg-type]
-        raise Refused(f"it runs over the last {len(shape)} dims")  # type: ignore[arg-type]
+        raise NotFusible(f"it runs over the last {len(shape)} dims")  # type: ignore[arg-type]
     if not tensor_of(x).is_floating_point():
-        raise Refused(f"the value is of {tensor_of(x).dtype}")
+        raise NotFusible(f"the value is of {tensor_of(x).dtype}")
     centred = node.target in _LAYER_NORMS
     weight = argument(node, 2, "weight")
     bias = argument(node, 3, "bias") if centred else None
@@ -101,11 +179,11 @@ def _of_op(node: Node) -> tuple[Normalised, Node | None, Node]:
     eps = default_eps(tensor_of(x).dtype) if eps is None else float(eps)
     value = node
     if node.target is aten.native_layer_norm.default:
-        read = [user for user in node.users if user.users or user.op == "output"]
+        read = readers_of(node)
         if [user.args[1] for user in read] != [0]:
-            raise Refused("its mean or its deviation is read")
+            raise NotFusible("its mean or its deviation is read")
         value = read[0]
-    return Normalised(value, stripped(x), centred, eps, frozenset(casts_above(x)), weight), bias, value
+    return Normalised(value, stripped(x), centred, eps, weight), bias, value
 
 
 @cache
@@ -119,12 +197,12 @@ def default_eps(dtype: torch.dtype) -> float:
 
 def _tail(value: Node, found: Normalised, bias: Node | None) -> _Tail:
     """Casts, one weight and one bias below `value`, as long as nothing else reads what is between."""
-    tail, passed = _Tail(value, found.weight, bias, set()), [value]
+    tail, passed = _Tail(value, found.weight, bias), [value]
     while (user := _only_user(passed[-1])) is not None:
         node = passed[-1]
         if is_cast(user):
             # What is made wider stays so only where it is then weighed: a rounded value that is widened is read as it is.
-            tail.end = tail.end if _is_wider(user, node) else user
+            tail.end = tail.end if widest(node, user) == tensor_of(user).dtype else user
         elif tail.bias is None and (item := _affine(user, node, found.x)) is not None:
             if user.target in PRODUCTS and tail.weight is None:
                 tail.weight = item
@@ -136,17 +214,11 @@ def _tail(value: Node, found: Normalised, bias: Node | None) -> _Tail:
         else:
             break
         passed.append(user)
-    tail.interior = set(passed[: passed.index(tail.end)])
     return tail
 
 
-def _is_wider(user: Node, node: Node) -> bool:
-    before, after = tensor_of(node).dtype, tensor_of(user).dtype
-    return torch.promote_types(before, after) == after
-
-
 def _only_user(node: Node) -> Node | None:
-    users = [user for user in node.users if user.users or user.op == "output" or writes(user)]
+    users = readers_of(node)
     return users[0] if len(users) == 1 and users[0].op == "call_function" and not writes(users[0]) else None
 
 
@@ -156,3 +228,8 @@ def _affine(user: Node, node: Node, x: Node) -> Node | None:
         return None
     others: list[Any] = [each for each in user.args[:2] if each is not node]
     return others[0] if len(others) == 1 and is_tensor(others[0]) and is_affine(others[0], x) else None
+
+
+def _row(emit: Emitter, item: Node, columns: int) -> Node:
+    """A weight or bias as [N]."""
+    return item if tensor_of(item).dim() == 1 else emit.call(aten.reshape.default, item, [columns])

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import Emitter, tensor_of
-from autopar.ir.fusion import Refused
+from autopar.ir.fusion import NotFusible
 from autopar.passes.fuse.rotary.elements import Angle, real_shape
 
 aten = torch.ops.aten
@@ -27,13 +27,13 @@ class Angles:
 
     @staticmethod
     def of(found: Sequence[Angle], what: str, negative: bool = False) -> Angles:
-        """Raises `Refused` where they do not come from one value."""
+        """Raises `NotFusible` where they do not come from one value."""
         first = found[0]
         if any((each.node, each.num_inner) != (first.node, first.num_inner) for each in found):
-            raise Refused(f"its {what} come from several values")
+            raise NotFusible(f"its {what} come from several values")
         angles = Angles(first.node, first.num_inner, tuple(each.index for each in found), negative)
         if angles._parts() is None:
-            raise Refused(f"its {what} lie in an order that is neither one for each element nor one for each pair")
+            raise NotFusible(f"its {what} lie in an order that is neither one for each element nor one for each pair")
         return angles
 
     @property

@@ -22,17 +22,12 @@ from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import call_of, node_at
 from autopar.ir.program import operands
-from autopar.ops.spellings import PRODUCTS, is_cast
+from autopar.ops.traits import COPIES, DIFFERENCES, NEGATIONS, PRODUCTS, RESHAPES, SUMS, is_cast
 
 aten = torch.ops.aten
 
-_SUMS = {aten.add.Tensor: 1.0, aten.add_.Tensor: 1.0, aten.sub.Tensor: -1.0, aten.sub_.Tensor: -1.0}
-_NEGATIONS = (aten.neg.default, aten.neg_.default)
-_REGROUPED = (
-    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.contiguous.default, aten.clone.default, aten.alias.default,
-    aten.view_as_complex.default, aten.view_as_real.default,
-)  # fmt: skip
+_SIGNS = dict.fromkeys(SUMS, 1.0) | dict.fromkeys(DIFFERENCES, -1.0)
+_REGROUPED = (*RESHAPES, *COPIES, aten.view_as_complex.default, aten.view_as_real.default)
 # Ops that only move elements, and which of their arguments is the dim that they work on.
 _MOVED: dict[object, int] = {
     aten.slice.Tensor: 1, aten.select.int: 1, aten.narrow.default: 1, aten.cat.default: 1, aten.stack.default: 1, aten.unbind.int: 1,
@@ -40,6 +35,7 @@ _MOVED: dict[object, int] = {
 }  # fmt: skip
 # Of these, and of what only regroups, memory is shared: whoever else reads them costs nothing.
 SHOWN = frozenset({*_REGROUPED, *_MOVED, operator.getitem} - {aten.cat.default, aten.stack.default, aten.flip.default, aten.roll.default})
+_KNOWN = frozenset({*_SIGNS, *PRODUCTS, *NEGATIONS, *_REGROUPED, *_MOVED})
 
 
 @dataclass(frozen=True)
@@ -69,17 +65,11 @@ def is_understood(node: Node) -> bool:
         return False
     if node.target is operator.getitem:
         return node_at(node, 0).target in _MOVED
-    known = (
-        node.target in _SUMS or node.target in PRODUCTS or node.target in _NEGATIONS or node.target in _REGROUPED or node.target in _MOVED
-    )
-    return known or (node.target in _CASTS and is_cast(node))
-
-
-_CASTS = (aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default, aten.to.other)
+    return node.target in _KNOWN or is_cast(node)
 
 
 class Elements:
-    """Values in terms of `x`. `interior` are the nodes that depend on it, as far as they were looked at."""
+    """Values in terms of `x`."""
 
     def __init__(self, x: Node, constants: Constants) -> None:
         self.x, self._constants = x, constants
@@ -87,14 +77,12 @@ class Elements:
         self._depends: dict[Node, bool] = {x: True}
         size = tensor_of(x).shape[-1]
         self._found: dict[Node, np.ndarray | None] = {x: _array([(Term(1.0, index),) for index in range(size)])}
-        self.interior: set[Node] = set()
 
     def of(self, node: Node) -> np.ndarray | None:
         """`Terms` in an array of the shape of the node's inner dims; None where they cannot be read."""
         if node not in self._found:
             found = self._of(node) if is_understood(node) and self._depends_on_x(node) else None
             self._found[node] = found if found is not None and self._fits(node, found) else None
-            self.interior.add(node)
         return self._found[node]
 
     def _fits(self, node: Node, found: np.ndarray) -> bool:
@@ -106,7 +94,7 @@ class Elements:
         return self._depends[node]
 
     def _of(self, node: Node) -> np.ndarray | None:
-        if node.target in _SUMS:
+        if node.target in _SIGNS:
             return self._sum(node)
         if node.target in PRODUCTS:
             return self._product(node)
@@ -115,7 +103,7 @@ class Elements:
         found = self.of(node_at(node, 0))
         if found is None or is_cast(node):
             return found
-        if node.target in _NEGATIONS:
+        if node.target in NEGATIONS:
             return _scaled(found, -1.0)
         shape = real_shape(node)
         keeps_outer = shape[: len(self._outer)] == self._outer and len(shape) > len(self._outer)
@@ -128,7 +116,7 @@ class Elements:
         first, second = self.of(left), self.of(right)
         if first is None or second is None or first.shape != second.shape:
             return None
-        second = _scaled(second, _SUMS[node.target] * float(node.kwargs.get("alpha", 1.0)))  # type: ignore[arg-type, index]
+        second = _scaled(second, _SIGNS[node.target] * float(node.kwargs.get("alpha", 1.0)))  # type: ignore[arg-type, index]
         return _array([one + other for one, other in zip(first.flat, second.flat, strict=True)], first.shape)
 
     def _product(self, node: Node) -> np.ndarray | None:
@@ -166,7 +154,6 @@ class Elements:
         found = [self.of(each) for each in sources]
         if any(each is None for each in found) or not self._works_inside(call, tensor_of(sources[0]).dim()):
             return None
-        self.interior.add(call)
         numbers, pool = list[torch.Tensor](), list[Terms]()
         for each in found:
             assert each is not None

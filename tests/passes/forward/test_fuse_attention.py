@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.frontend.capture import capture
 from autopar.graph.promote import default_float64, promote
-from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.kernels.attention import attention
@@ -51,7 +51,7 @@ def fused(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Program, FusionDe
 class Ran:
     """What was found of every form, by name, and what the suite computes before and after: exactly, and in its own dtype."""
 
-    found: dict[str, list[Found]]
+    found: dict[str, list[FusionSite]]
     exact: dict[str, list[Tensor]]
     exact_after: dict[str, list[Tensor]]
     own: dict[str, list[Tensor]]
@@ -72,8 +72,8 @@ def ran(training: bool, dtype: torch.dtype) -> Ran:
     return Ran(by_form(decision, forms), exact, exact_after, own, own_after)
 
 
-def by_form(decision: FusionDecision, forms: list[AttentionForm]) -> dict[str, list[Found]]:
-    found: dict[str, list[Found]] = {form.name: [] for form in forms}
+def by_form(decision: FusionDecision, forms: list[AttentionForm]) -> dict[str, list[FusionSite]]:
+    found: dict[str, list[FusionSite]] = {form.name: [] for form in forms}
     for each in decision.found:
         found[forms[int(each.source.module.removeprefix("suite_"))].name].append(each)
     return found
@@ -142,7 +142,7 @@ def test_every_form_keeps_its_accuracy_in_sixteen_bits(name: str) -> None:
 
 
 @cache
-def near_misses() -> tuple[dict[str, list[Found]], FusionDecision, bool]:
+def near_misses() -> tuple[dict[str, list[FusionSite]], FusionDecision, bool]:
     forms = list(NEAR_MISSES.values())
     program, decision, after = fused(Suite(forms), tuple(form.inputs() for form in forms))
     return by_form(decision, forms), decision, targets(after) == targets(program)

@@ -19,7 +19,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.manager import History, run_passes
 from autopar.frontend.capture import capture
 from autopar.graph.promote import default_float64, promote
-from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import save
 from autopar.ir.mesh import Mesh, virtual_mesh
@@ -51,7 +51,7 @@ OURS = (add_dropout, dropout)
 class Run:
     """All forms as one program: what was found of each, and its results before and after, exactly and in a dtype of their own."""
 
-    found: dict[str, list[Found]]
+    found: dict[str, list[FusionSite]]
     exact: dict[str, list[Tensor]]
     exact_after: dict[str, list[Tensor]]
     own: dict[str, list[Tensor]]
@@ -68,8 +68,8 @@ def fused(module: nn.Module, *passes: Any) -> tuple[FusionDecision, Program]:
     return decision, FuseDropout().apply(program, decision)
 
 
-def by_form(decision: FusionDecision, forms: Sequence[DropoutForm]) -> dict[str, list[Found]]:
-    found: dict[str, list[Found]] = {form.name: [] for form in forms}
+def by_form(decision: FusionDecision, forms: Sequence[DropoutForm]) -> dict[str, list[FusionSite]]:
+    found: dict[str, list[FusionSite]] = {form.name: [] for form in forms}
     for each in decision.found:
         found[forms[int(each.source.module.removeprefix("suite_"))].name].append(each)
     return found
@@ -97,7 +97,7 @@ def test_every_form_is_one_op_and_computes_the_same_bit_for_bit(name: str) -> No
     found = run.found[name]
     assert [each.fused for each in found] == [True] * len(FORMS[name].finds), found
     for each, part in zip(found, FORMS[name].finds, strict=True):
-        assert part in str(each) and str(each).startswith("dropout at dropout_forms.py:")
+        assert part in str(each) and str(each).startswith("dropout at dropout.py:")
     assert (run.exact[name][0] != 0).any()
     for one, other in zip(run.exact_after[name], run.exact[name], strict=True):
         assert torch.equal(one, other)
@@ -120,11 +120,11 @@ def test_near_misses_stay_and_say_why(name: str) -> None:
     found = near_misses()[name]
     assert len(found) == 1 and not found[0].fused, found
     text = str(found[0])
-    assert text.startswith("dropout at dropout_forms.py:") and text.endswith(f" not fused: {NEAR_MISSES[name].finds[0]}")
+    assert text.startswith("dropout at dropout.py:") and text.endswith(f" not fused: {NEAR_MISSES[name].finds[0]}")
 
 
 @cache
-def near_misses() -> dict[str, list[Found]]:
+def near_misses() -> dict[str, list[FusionSite]]:
     forms = list(NEAR_MISSES.values())
     program = keyed(Suite(forms))
     decision = FuseDropout().decide(program)

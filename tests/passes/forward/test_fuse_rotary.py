@@ -58,7 +58,7 @@ def test_near_misses_stay_and_say_why(name: str) -> None:
     found = near_misses()[name]
     assert len(found) == 1 and not found[0].fused, found
     text = str(found[0])
-    assert text.startswith("rotary embedding at rotary_forms.py:") and f" not fused: {found[0].reason}" in text
+    assert text.startswith("rotary embedding at rotary.py:") and f" not fused: {found[0].reason}" in text
     assert NEAR_MISSES[name].finds in text
 
 

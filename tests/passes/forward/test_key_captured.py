@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from autopar.passes.forward.fuse_attention import FuseAttention
 from autopar.passes.forward.key_captured import key_captured
-from autopar.passes.fuse.attention import write
+from autopar.passes.fuse.attention import form
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.support.captures import compiled
 
@@ -89,15 +89,17 @@ def rarer(options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("wrong", [twice, rarer])
 def test_a_wrong_fusion_is_found_with_dropout_on(wrong: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    right = write.dropout_options
-    monkeypatch.setattr(write, "dropout_options", lambda probability: wrong(right(probability)))
+    right = form.dropout_options
+    monkeypatch.setattr(form, "dropout_options", lambda probability: wrong(right(probability)))
     report = parallel_of(by_heads).verify(X, promote=True)
     assert not report and report.first_difference is not None and report.first_difference.made_by == FuseAttention.name, str(report)
 
 
 def test_a_wrong_scale_is_found_with_dropout_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = write._Writer._scaled
-    monkeypatch.setattr(write._Writer, "_scaled", lambda self, query: self.emit.call(torch.ops.aten.mul.Tensor, right(self, query), 1.1))
+    right = form.Attention._scaled
+    monkeypatch.setattr(
+        form.Attention, "_scaled", lambda self, emit, query: emit.call(torch.ops.aten.mul.Tensor, right(self, emit, query), 1.1)
+    )
     report = parallel_of(by_heads).verify(X, promote=True)
     assert not report and report.first_difference is not None and report.first_difference.made_by == FuseAttention.name, str(report)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.frontend.capture import capture
 from autopar.graph.promote import default_float64, promote
-from autopar.ir.fusion import Found, FusionDecision
+from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 
@@ -55,14 +55,14 @@ class Captured:
     program: Program
     decision: FusionDecision
     after: Program
-    found: dict[str, list[Found]]
+    found: dict[str, list[FusionSite]]
 
 
 @dataclass(frozen=True)
 class Ran:
     """What was found, and what a suite computes before and after, exactly and in its own dtype, by the name of the form."""
 
-    found: dict[str, list[Found]]
+    found: dict[str, list[FusionSite]]
     exact: dict[str, list[Tensor]]
     exact_after: dict[str, list[Tensor]]
     own: dict[str, list[Tensor]]
@@ -72,7 +72,7 @@ class Ran:
 def captured_suite(rewriting: Rewriting, forms: Sequence[Form], suite: nn.Module | None = None) -> Captured:
     program = capture(suite or Suite(forms), (), {}, MESH, outputs="all")
     decision = rewriting.decide(program)
-    found: dict[str, list[Found]] = {form.name: [] for form in forms}
+    found: dict[str, list[FusionSite]] = {form.name: [] for form in forms}
     for each in decision.found:
         found[forms[int(each.source.module.removeprefix("suite_"))].name].append(each)
     return Captured(program, decision, rewriting.apply(program, decision), found)

@@ -1,4 +1,6 @@
-"""Masks of packed sequences: rows and keys attend where the ids of their documents are equal.
+"""Conditions under which rows attend to keys: what several of them say together, ids that they compare, choices that are added.
+
+Rows and keys of packed sequences attend where the ids of their documents are equal:
 
     ids[:, None, :, None] == ids[:, None, None, :]     alone, or and-ed with anything else, or its opposite or-ed
 
@@ -11,8 +13,9 @@ and key numbers say: within a document each position is one more than that befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import math
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Node
@@ -20,64 +23,63 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
-from autopar.ops.spellings import CASTS
-from autopar.passes.fuse.attention.layout import Labels, Layout, above, broadcast_to, flat
-from autopar.passes.fuse.attention.relayout import arranged, broadcast_layout
+from autopar.ops.traits import CASTS, CHOICES, COPIES, FILLS, PRODUCTS, is_cast, out_of_place
+from autopar.passes.fuse.attention.layout import Labels, Layout, Placed, Scaled, above, broadcast_to, flat
+from autopar.passes.fuse.reading import is_tensor, operand_pairs
 
 aten = torch.ops.aten
 
 _ANDS = (aten.logical_and.default, aten.bitwise_and.Tensor, aten.__and__.Tensor, aten.mul.Tensor)
 _ORS = (aten.logical_or.default, aten.bitwise_or.Tensor, aten.__or__.Tensor)
 _NOTS = (aten.logical_not.default, aten.bitwise_not.default)
-_SAME = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+_SAME = (*COPIES, *CASTS, aten.detach.default, aten.slice.Tensor)
 
 
 @dataclass(frozen=True)
-class Condition:
+class Condition(Placed):
     """A bool tensor that carries `layout`: rows attend to keys where it is `attends`."""
 
-    node: Node
-    layout: Layout
     attends: bool
 
 
 @dataclass(frozen=True)
-class Ids:
-    """Integers that carry `layout`: batches and rows, or batches and keys."""
+class Filled(Condition):
+    """Scores become `value` where the condition is not `attends`."""
 
-    node: Node
-    layout: Layout
+    value: float
+
+
+AnyCondition = TypeVar("AnyCondition", bound=Condition)
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Rows attend to keys where their ids are equal."""
+    """Rows attend to keys where their ids are equal: integers that vary along batches and rows, or batches and keys."""
 
-    rows: Ids
-    keys: Ids
+    rows: Placed
+    keys: Placed
 
     def nodes(self) -> tuple[Node, Node]:
         return self.rows.node, self.keys.node
 
     def laid_out(self, emit: Emitter, scores: Layout, labels: Labels) -> tuple[Node, Node]:
         """As the op takes them: [B, S] and [B, T], B being 1 where they are the same for all samples."""
-        wanted = ((ids, (scores[0], scores[dim])) for ids, dim in ((self.rows, 2), (self.keys, 3)))
-        rows, keys = (arranged(emit, ids.node, ids.layout, broadcast_layout(ids.layout, layout, labels), labels) for ids, layout in wanted)
-        return rows, keys
+        return self.rows.along(emit, (scores[0], scores[2]), labels), self.keys.along(emit, (scores[0], scores[3]), labels)
 
 
-def conjunction(condition: Condition, labels: Labels, constants: Constants) -> list[Condition]:
+def conjunction(condition: AnyCondition, labels: Labels, constants: Constants) -> list[AnyCondition]:
     """Conditions all of which hold where `condition` does: itself where it is none of several."""
-    node = condition.node
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor) or tensor_of(node).dtype != torch.bool:
+    node, layout = condition.node, condition.layout
+    if node.op != "call_function" or not _is_bool(node):
         return [condition]
     if node.target in _NOTS and _is_bool(node.args[0]):
-        return conjunction(Condition(node_at(node, 0), condition.layout, not condition.attends), labels, constants)
+        return conjunction(replace(condition, node=node_at(node, 0), attends=not condition.attends), labels, constants)
     if node.target in (_ANDS if condition.attends else _ORS) and all(_is_bool(operand) for operand in node.args):
-        return [part for operand in arguments(node) for part in conjunction(_operand(condition, operand), labels, constants)]
-    inner = _unmoved(node, condition.layout, labels, constants)
+        each = (replace(condition, node=part, layout=broadcast_to(layout, tensor_of(part).shape)) for part in arguments(node))
+        return [part for operand in each for part in conjunction(operand, labels, constants)]
+    inner = _unmoved(node, layout, labels, constants)
     if inner is not None and _is_bool(inner[0]):
-        return conjunction(Condition(*inner, condition.attends), labels, constants)
+        return conjunction(replace(condition, node=inner[0], layout=inner[1]), labels, constants)
     return [condition]
 
 
@@ -119,37 +121,80 @@ def is_triangle_within(condition: Condition, documents: Documents, wanted: Layou
     return False
 
 
-def _operand(condition: Condition, operand: Node) -> Condition:
-    return Condition(operand, broadcast_to(condition.layout, tensor_of(operand).shape), condition.attends)
+def choice_at(mask: Scaled, labels: Labels, constants: Constants) -> Filled | None:
+    """An added mask that is 0 where something holds and one number elsewhere, as a fill of the scores.
+
+    It is where(condition, 0, number), its like, or (1 − condition) · number.
+    """
+    value, layout = mask.node, mask.layout
+    while (moved := _same_float(value, layout, labels)) is not None:
+        value, layout = moved
+    found = None
+    if value.target in (*CHOICES, aten.where.Scalar):
+        found = _chosen(value, constants)
+    elif value.target in out_of_place(FILLS) and constants.number(value.args[0]) == 0.0:
+        found = value.args[1], constants.number(value.args[2]), False
+    elif value.target in PRODUCTS:
+        found = _multiplied(value, constants)
+    condition, number, attends = found or (None, None, False)
+    if number is None or not isinstance(condition, Node):
+        return None
+    return Filled(condition, broadcast_to(layout, tensor_of(condition).shape), attends, number * mask.scale)
+
+
+def _same_float(value: Node, layout: Layout, labels: Labels) -> tuple[Node, Layout] | None:
+    if is_cast(value) and tensor_of(value.args[0]).is_floating_point():
+        return node_at(value, 0), layout
+    return above(value, layout, labels)
+
+
+def _chosen(value: Node, constants: Constants) -> tuple[object, float | None, bool] | None:
+    condition, one, other = value.args[:3]
+    numbers = constants.number(one), constants.number(other)
+    if numbers[0] == 0.0:
+        return condition, numbers[1], True
+    return (condition, numbers[0], False) if numbers[1] == 0.0 else None
+
+
+def _multiplied(value: Node, constants: Constants) -> tuple[object, float | None, bool] | None:
+    for held, other in operand_pairs(value):
+        number = constants.number(other)
+        # −inf · 0 is NaN.
+        if number is None or not math.isfinite(number) or not isinstance(held, Node):
+            continue
+        attends = held.target in (aten.rsub.Scalar, aten.rsub.Tensor)
+        if attends and (held.args[1] != 1 or held.kwargs):
+            return None
+        cast = held.args[0] if attends else held
+        if isinstance(cast, Node) and is_cast(cast) and tensor_of(cast.args[0]).dtype == torch.bool:
+            return cast.args[0], number, attends
+    return None
 
 
 def _is_bool(value: object) -> bool:
-    return isinstance(value, Node) and tensor_of(value).dtype == torch.bool
+    return is_tensor(value) and tensor_of(value).dtype == torch.bool
 
 
-def _compared(condition: Condition, target: object, labels: Labels, constants: Constants) -> tuple[Ids, Ids] | None:
+def _compared(condition: Condition, target: object, labels: Labels, constants: Constants) -> tuple[Placed, Placed] | None:
     """Both sides of a comparison of integers, as they were before they were laid out."""
     node = condition.node
     if node.target is not target or not all(isinstance(operand, Node) for operand in node.args):
         return None
-    sides: list[Ids] = []
+    sides: list[Placed] = []
     for operand in node.args:
         assert isinstance(operand, Node)
         dtype = tensor_of(operand).dtype
         if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
             return None
-        sides.append(_origin(Ids(operand, broadcast_to(condition.layout, tensor_of(operand).shape)), labels, constants))
-    left, right = (Ids(each.node, labels.layout(each.layout)) for each in sides)
+        layout = broadcast_to(condition.layout, tensor_of(operand).shape)
+        while (moved := _unmoved(operand, layout, labels, constants)) is not None:
+            operand, layout = moved
+        sides.append(Placed(operand, layout))
+    left, right = (Placed(each.node, labels.layout(each.layout)) for each in sides)
     return left, right
 
 
-def _origin(ids: Ids, labels: Labels, constants: Constants) -> Ids:
-    while (moved := _unmoved(ids.node, ids.layout, labels, constants)) is not None:
-        ids = Ids(*moved)
-    return ids
-
-
-def _lies(ids: Ids, wanted: Layout, dim: int, labels: Labels) -> bool:
+def _lies(ids: Placed, wanted: Layout, dim: int, labels: Labels) -> bool:
     """Whether `ids` vary along the op's rows (`dim` 2) or keys (3), perhaps along batches, and along nothing else."""
     own, batches, there = (set(labels.resolved(part)) for part in (wanted[dim], wanted[0], flat(ids.layout)))
     return own <= there <= own | batches
@@ -157,18 +202,16 @@ def _lies(ids: Ids, wanted: Layout, dim: int, labels: Labels) -> bool:
 
 def _unmoved(node: Node, layout: Layout, labels: Labels, constants: Constants) -> tuple[Node, Layout] | None:
     """The operand of a node that leaves values as they are but for how they lie, and its layout."""
-    if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor):
-        return None
     if (moved := above(node, layout, labels)) is not None:
         return moved
     if node.target is aten.index.Tensor:
         return _ungathered(node, labels.layout(layout), constants)
-    operand = node.args[0] if node.args else None
-    if not isinstance(operand, Node) or not isinstance(operand.meta.get("val"), torch.Tensor):
+    operand = node.args[0] if node.target in _SAME else None
+    if not isinstance(operand, Node) or not is_tensor(operand):
         return None
-    kept = tensor_of(operand).shape == tensor_of(node).shape and tensor_of(operand).dtype == tensor_of(node).dtype
     # A slice that keeps the shape is of all.
-    return (operand, layout) if kept and node.target in (*_SAME, *CASTS, aten.slice.Tensor) else None
+    kept = tensor_of(operand).shape == tensor_of(node).shape and tensor_of(operand).dtype == tensor_of(node).dtype
+    return (operand, layout) if kept else None
 
 
 def _ungathered(node: Node, layout: Layout, constants: Constants) -> tuple[Node, Layout] | None:

@@ -1,4 +1,4 @@
-"""Which casts keep every value."""
+"""Which casts keep every value, and which ops write."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.ops.spellings import is_cast, widens
+from autopar.ops.traits import PRODUCTS, is_cast, out_of_place, widens
 from tests.support.graphs import ops, traced
 
 aten = torch.ops.aten
@@ -32,3 +32,7 @@ def test_a_cast_widens_where_every_value_survives(before: torch.dtype, after: to
 def test_a_cast_to_whole_numbers_is_none_and_a_product_neither() -> None:
     program = traced(lambda x: x.to(torch.int64) + (x * 2).long(), torch.ones(4))
     assert not any(is_cast(node) for node in program.graph.nodes if node.op == "call_function")
+
+
+def test_out_of_place_leaves_out_what_writes() -> None:
+    assert out_of_place(PRODUCTS) == (aten.mul.Tensor, aten.mul.Scalar, aten.multiply.Tensor)

@@ -1,0 +1,59 @@
+"""What ATen ops have in common, one table a trait: the spellings of a product, a cast, a view.
+
+They are of ops that export leaves, in-place ones among them; `out_of_place` leaves these out where a write ends what can be read.
+Tables that look alike and mean something else stay with their readers: what is linear in LOCAL graphs, where collectives are as well
+(`autopar/graph/microbatches.py`), what may share memory (`autopar/graph/overwrites.py`), what costs nothing (`autopar/cost/model.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.emit import tensor_of
+
+aten = torch.ops.aten
+
+PRODUCTS = (aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar, aten.mul_.Scalar, aten.multiply.Tensor)
+QUOTIENTS = (aten.div.Tensor, aten.div_.Tensor, aten.div.Scalar, aten.div_.Scalar, aten.true_divide.Tensor, aten.divide.Tensor)
+SUMS = (aten.add.Tensor, aten.add_.Tensor, aten.add.Scalar, aten.add_.Scalar)
+DIFFERENCES = (aten.sub.Tensor, aten.sub_.Tensor, aten.sub.Scalar, aten.subtract.Tensor)
+NEGATIONS = (aten.neg.default, aten.neg_.default)
+# x where a mask does not hold, a number where it does; and by an op that takes both.
+FILLS = (aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor)
+CHOICES = (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf)
+CASTS = (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default)
+# The operand itself, perhaps in other memory.
+COPIES = (aten.contiguous.default, aten.clone.default, aten.alias.default, aten.lift_fresh_copy.default)
+# The same elements in the same order, in another shape.
+RESHAPES = (
+    aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_as.default, aten.reshape_as.default,
+    aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
+)  # fmt: skip
+EXPANSIONS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+# Views of a traced graph that show all of their operand, each element once.
+WHOLE_VIEWS = frozenset(
+    {
+        aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.permute.default, aten.transpose.int, aten.t.default,
+        aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default,
+    }
+)  # fmt: skip
+
+
+def out_of_place(ops: Sequence[Any]) -> tuple[Any, ...]:
+    """`ops` without those that write into their operand."""
+    return tuple(op for op in ops if not op._schema.is_mutable)
+
+
+def is_cast(node: Node) -> bool:
+    """Whether `node` is its operand in a floating-point dtype."""
+    return node.target in CASTS and tensor_of(node).is_floating_point()
+
+
+def widens(cast: Node) -> bool:
+    """Whether every floating-point value survives `cast` as it is."""
+    before, after = tensor_of(cast.args[0]).dtype, tensor_of(cast).dtype
+    return before.is_floating_point and torch.promote_types(before, after) == after

@@ -1,0 +1,161 @@
+"""What a product is made of: numbers and factors, and of one factor the polynomial of its operand that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.constants import Constants
+from autopar.graph.emit import tensor_of
+from autopar.ir.arguments import node_at
+from autopar.ops.traits import DIFFERENCES, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast
+from autopar.passes.fuse.reading import is_alike, number_of, scaled
+
+aten = torch.ops.aten
+
+_MOST_DEGREES = 4
+# Coefficients by degree.
+Polynomial = dict[int, float]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A factor is `number` · `node`, by way of the nodes `passed`."""
+
+    node: Node
+    number: float = 1.0
+    passed: frozenset[Node] = frozenset()
+
+
+@dataclass(frozen=True)
+class Factor:
+    """`stages` of one factor of a product, from itself up to what is no product with a number; `divides` where it is divided by."""
+
+    stages: tuple[Stage, ...]
+    divides: bool = False
+
+    @property
+    def node(self) -> Node:
+        return self.stages[0].node
+
+    @property
+    def core(self) -> Stage:
+        return self.stages[-1]
+
+
+@dataclass(frozen=True)
+class Factors:
+    """`number` · factors, by way of the nodes `interior`."""
+
+    items: tuple[Factor, ...]
+    number: float = 1.0
+    interior: frozenset[Node] = frozenset()
+
+
+def factor_of(node: Node, constants: Constants, divides: bool = False) -> Factor:
+    """`node` as one factor. Casts, negations and numbers on the way up are read past, and remembered."""
+    stages = [Stage(node)]
+    while (step := _past(stages[-1].node, constants)) is not None:
+        last = stages[-1]
+        stages.append(Stage(step[0], last.number * step[1], last.passed | {last.node}))
+    return Factor(tuple(stages), divides)
+
+
+def products_of(node: Node, constants: Constants) -> Iterator[Factors]:
+    """`node`, a product of two tensors, as two factors, then with the first and with the second taken apart once more."""
+    found = _split(Stage(node), constants)
+    if found is None:
+        return
+    yield found
+    for position, item in enumerate(found.items):
+        inner = _split(item.core, constants, item.divides)
+        if inner is not None:
+            items = (*found.items[:position], *inner.items, *found.items[position + 1 :])
+            yield Factors(items, inner.number, found.interior | inner.interior)
+
+
+def _split(stage: Stage, constants: Constants, divides: bool = False) -> Factors | None:
+    node = stage.node
+    if node.target not in PRODUCTS and node.target not in QUOTIENTS:
+        return None
+    left, right = node.args[:2]
+    if not (isinstance(left, Node) and isinstance(right, Node)) or any(number_of(each, constants) is not None for each in (left, right)):
+        return None
+    second = factor_of(right, constants, divides != (node.target in QUOTIENTS))
+    number = 1.0 / stage.number if divides else stage.number
+    return Factors((factor_of(left, constants, divides), second), number, stage.passed | {node})
+
+
+def _past(node: Node, constants: Constants) -> tuple[Node, float] | None:
+    """The one operand that `node` scales by a number, and the number."""
+    if is_cast(node):
+        return (node_at(node, 0), 1.0) if tensor_of(node.args[0]).is_floating_point() else None
+    known = scaled(node, lambda value: number_of(value, constants))
+    return next(((value, factor) for value, factor in known if factor and is_alike(value, node)), None)
+
+
+def polynomial(value: Any, variable: set[Node], constants: Constants, interior: set[Node]) -> Polynomial | None:
+    """`value` in terms of the nodes `variable`, which all hold the same. `interior` gets the nodes between."""
+    if isinstance(value, Node) and value in variable:
+        return {1: 1.0}
+    if not isinstance(value, Node) or tensor_of(value).numel() == 1:
+        number = constants.number(value)
+        return None if number is None else {0: number}
+    found = _of_node(value, variable, constants, interior)
+    if found is not None:
+        interior.add(value)
+    return found
+
+
+def _of_node(node: Node, variable: set[Node], constants: Constants, interior: set[Node]) -> Polynomial | None:
+    def of(value: Any) -> Polynomial | None:
+        return polynomial(value, variable, constants, interior)
+
+    if is_cast(node):
+        return of(node.args[0])
+    if node.target in NEGATIONS:
+        return _times(of(node.args[0]), {0: -1.0})
+    if node.target in SUMS or node.target in DIFFERENCES:
+        factor = float(node.kwargs.get("alpha", 1.0))  # type: ignore[arg-type]
+        sign = factor if node.target in SUMS else -factor
+        return _plus(of(node.args[0]), _times(of(node.args[1]), {0: sign}))
+    if node.target in PRODUCTS:
+        return _times(of(node.args[0]), of(node.args[1]))
+    if node.target in QUOTIENTS:
+        under = of(node.args[1])
+        return _times(of(node.args[0]), {0: 1.0 / under[0]}) if under is not None and set(under) == {0} and under[0] else None
+    if node.target is aten.square.default:
+        return _power(of(node.args[0]), 2)
+    if node.target in (aten.pow.Tensor_Scalar, aten.pow_.Scalar):
+        return _power(of(node.args[0]), constants.number(node.args[1]))
+    return None
+
+
+def _plus(left: Polynomial | None, right: Polynomial | None) -> Polynomial | None:
+    if left is None or right is None:
+        return None
+    found = {degree: left.get(degree, 0.0) + right.get(degree, 0.0) for degree in left.keys() | right.keys()}
+    return {degree: value for degree, value in found.items() if value != 0.0}
+
+
+def _times(left: Polynomial | None, right: Polynomial | None) -> Polynomial | None:
+    if left is None or right is None or max([0, *left]) + max([0, *right]) > _MOST_DEGREES:
+        return None
+    found: Polynomial = {}
+    for one, first in left.items():
+        for other, second in right.items():
+            found[one + other] = found.get(one + other, 0.0) + first * second
+    return found
+
+
+def _power(base: Polynomial | None, exponent: float | None) -> Polynomial | None:
+    if exponent is None or exponent != int(exponent) or not 1 <= exponent <= _MOST_DEGREES:
+        return None
+    found: Polynomial | None = {0: 1.0}
+    for _ in range(int(exponent)):
+        found = _times(found, base)
+    return found
