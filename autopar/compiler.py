@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,21 +13,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import outside_fake_modes
-from autopar.checks.checker import Checker, check_compiled
+from autopar.checks.checker import Checker
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
 from autopar.driver.compiled import Compiled
 from autopar.driver.garbage import collection_paused
 from autopar.driver.manager import DecidingPass, History, Log, Pass, run_passes
-from autopar.errors import AutoparError, InputError, MicrobatchError
+from autopar.driver.options import BatchDims, Options
+from autopar.errors import InputError, MicrobatchError
 from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
 from autopar.graph.microbatches import has_estimates
-from autopar.ir.freedom import Freedom
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.partition.whole_batch import Mixing, Statistics
+from autopar.partition.whole_batch import Statistics
 from autopar.passes.forward.choose_kernels import ChooseKernels
 from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.forward.detach_outputs import DetachOutputs
@@ -42,6 +43,7 @@ from autopar.passes.forward.key_captured import key_captured
 from autopar.passes.forward.key_random import KeyRandom, number_sites
 from autopar.passes.forward.unify_attention import UnifyAttention
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
+from autopar.passes.global_.choose_order import ChooseOrder
 from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
 from autopar.passes.global_.decide_once import DecideOnce, FromFirst
 from autopar.passes.global_.decompose_batch_norm import DecomposeBatchNorm
@@ -62,40 +64,22 @@ from autopar.passes.global_.views_of_strides import ViewsOfStrides
 from autopar.passes.local.copy_to_stages import CopyToStages
 from autopar.passes.local.lower import Lower
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
-from autopar.passes.schedule.cut_fragments import cut_fragments
-from autopar.passes.schedule.write_schedules import pipeline_schedules
-from autopar.pipeline.actions import PipelineSchedule
-from autopar.pipeline.order import best_order, chosen_schedule, ordered_for, pipeline_order
+from autopar.passes.schedule.exchange_ties import ExchangeTies
+from autopar.passes.schedule.free_buffers import FreeBuffers
+from autopar.passes.schedule.hand_out import HandOut
+from autopar.passes.schedule.order_actions import OrderActions
+from autopar.passes.schedule.reduce_gradients import ReduceGradients
+from autopar.passes.schedule.write_actions import WriteActions
+from autopar.pipeline.order import chosen_schedule, pipeline_order
 from autopar.plans.pins import freedom_of, without_batch
 from autopar.plans.plan import Pins, Plan, PlannedInput
 from autopar.plans.styles import UserPins, without_styles
 from autopar.runtime.execute.world import World
-from autopar.runtime.module.inputs import BatchDims, CallInputs, batch_dims_of
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.parameters import Placement
 
 Backend = str | Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked of a compile, as far as passes need to know."""
-
-    cluster: Cluster
-    outputs: str | None = None
-    batch_dims: BatchDims = None
-    plan: Plan | None = None
-    pins: Pins | Plan | None = None
-    search_timeout: float | None = None
-    budget: MemoryBudget = field(default_factory=MemoryBudget)
-    freedom: Freedom = Freedom()
-    num_microbatches: int | None = None
-    microbatch_statistics: Statistics = None
-    mixing: tuple[Mixing, ...] = ()
-    schedule: str | PipelineSchedule | None = None
-    device: str = "cpu"
-    is_real: bool = False
-    kernels: str = "auto"
 
 
 def compile(
@@ -155,16 +139,21 @@ def compile(
     refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
     logical.require_supported(None if isinstance(mesh, Mesh) else torch.distributed.get_world_size())
-    if outputs not in (None, "loss", "all"):
-        raise AutoparError(f'outputs={outputs!r} is unknown; use "loss" or "all"')
-    if kernels not in ("auto", "triton", "aten", "off"):
-        raise AutoparError(f'kernels={kernels!r} is unknown; use "auto", "triton", "aten" or "off"')
-    if microbatch_statistics not in (None, "own"):
-        raise AutoparError(f'microbatch_statistics={microbatch_statistics!r} is unknown; use "own", or leave it out')
-    budget, freedom = MemoryBudget.of(memory_budget, optimizer), freedom_of(pins, plan, logical, memory_budget is not None)
-    options = Options(Cluster.asked_for(cluster, mesh), outputs, batch_dims, plan, without_batch(pins), search_timeout, budget, freedom)
-    options = replace(options, is_real=not isinstance(mesh, Mesh), num_microbatches=num_microbatches, schedule=schedule, kernels=kernels)
-    options = replace(options, microbatch_statistics=microbatch_statistics)
+    options = Options(
+        Cluster.asked_for(cluster, mesh),
+        outputs,
+        batch_dims,
+        plan,
+        without_batch(pins),
+        search_timeout,
+        MemoryBudget.of(memory_budget, optimizer),
+        freedom_of(pins, plan, logical, memory_budget is not None),
+        num_microbatches,
+        microbatch_statistics,
+        schedule=schedule,
+        is_real=not isinstance(mesh, Mesh),
+        kernels=kernels,
+    )
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
         """A parallel module that has captured nothing yet; a deep copy is made by this, too, in the same world."""
@@ -202,32 +191,21 @@ def compile(
 
 
 def default_passes(
-    options: Options,
-    training: bool,
-    placements: Mapping[str, Placement] | None = None,
-    from_first: FromFirst | None = None,
-    order: PipelineSchedule | None = None,
+    options: Options, training: bool, placements: Mapping[str, Placement] | None = None, from_first: FromFirst | None = None
 ) -> tuple[Pass | DecidingPass, ...]:
-    """The passes in order, each with the reason for its place. `order` is None where one microbatch runs through one stage."""
-    choose = ChooseShardings(
-        options.cluster,
-        plan=options.plan,
-        pins=options.pins,
-        placements=placements,
-        # The stages of a pipeline share what the graph holds; each is held to the budget when they are placed.
-        budget=options.budget if order is None else options.budget.times(len(order.orders)),
-        timeout=options.search_timeout,
-    )
+    """The passes in order, each with the reason for its place. One that has nothing to do returns the program that it got."""
+    cluster, budget, plan, own = options.cluster, options.budget, options.plan, options.microbatch_statistics
+    choose = ChooseShardings(cluster, plan=plan, pins=options.pins, placements=placements, budget=budget, timeout=options.search_timeout)
     held = {name: each.stages for name, each in (placements or {}).items() if each.stages}
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
-        *((DetachOutputs(training),) if order is not None else ()),  # before the trace, as all here
+        DetachOutputs(training),  # before the trace, as all here
         *_fusions(options),  # before losses are decomposed, random ops keyed and attention unified: these take what is left
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
-        *((FuseNorms(),) if _writes_rows(options) else ()),  # after attention, whose forms it would hide
+        *((FuseNorms(),) if options.writes_rows else ()),  # after attention, whose forms it would hide
         KeyRandom(),  # draws become a function of position: the same on any mesh
-        *((FuseDropout(),) if _writes_rows(options) else ()),  # after the keys, whose draws it repeats, and the norms, whose sums it leaves
+        *((FuseDropout(),) if options.writes_rows else ()),  # after the keys, whose draws it repeats, and the norms, whose sums it leaves
         *_choices(options),  # after the keys, which tell attention of its dropout; the backward is of the same kernel
         # GLOBAL
         TraceJoint(training),
@@ -236,23 +214,29 @@ def default_passes(
         ViewsOfStrides(),  # before folding, as chunks below: it leaves views, too
         ViewsOfChunks(),  # before folding: a split turned into views leaves views that change nothing
         FoldNoOps(),  # before merging: two calls are equal only once what lies between them is gone
-        MarkPinned(_pinned_modules(options)),  # before saving: what the backward reads of a pinned value is the pinned one
+        MarkPinned(options.pinned_modules),  # before saving: what the backward reads of a pinned value is the pinned one
         MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         SettleCompared(),  # after merging, which may find more readers of a value
         FindAtoms(),  # needs the final views
-        # Needs atoms, which follow the samples; what comes after sees the axis of the microbatches.
-        *((_microbatches(options, order.num_microbatches, order.num_ranks),) if order is not None else ()),
+        ChooseMicrobatches(options.is_number_asked, own, options.mixing),  # needs atoms, which follow the samples
         PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
         RefineMesh(),  # needs atoms; the search needs the final axes
         choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
-        # Needs shardings: what a stage costs follows from them.
-        *((PlaceStages(order, options.cluster, options.budget, held, options.plan),) if order is not None else ()),
+        PlaceStages(cluster, budget, held, plan),  # needs shardings: what a stage costs follows from them
+        ChooseOrder(options.is_order_free, cluster, budget),  # needs what the stages cost
         # LOCAL
         Lower(),
-        # Needs local shapes, and collectives as nodes.
-        *((SeparateMicrobatches(options.microbatch_statistics), CopyToStages()) if order is not None else ()),
+        SeparateMicrobatches(own),  # needs local shapes, and collectives as nodes
+        CopyToStages(),  # the last that adds calls
+        # SCHEDULE: what every rank executes
+        OrderActions(options.device),  # whole actions, and what stages send
+        WriteActions(),  # each as its fragments and collectives
+        ReduceGradients(),  # after the last backward of a stage
+        ExchangeTies(),  # needs the sums of all stages
+        HandOut(),  # needs all results
+        FreeBuffers(),  # the last: what is added later is in use, too
     )
 
 
@@ -263,45 +247,21 @@ def _fusions(options: Options) -> tuple[DecidingPass, ...]:
     if options.kernels == "aten":
         return (FuseAttention(),)
     losses = (FuseCrossEntropy(), FuseProjection(options.budget.capacity_bytes))
-    return (*losses, *((FuseGates(), FuseRotary()) if _writes_rows(options) else ()), FuseAttention())
-
-
-def _microbatches(options: Options, wanted: int, num_stage_ranks: int) -> ChooseMicrobatches:
-    """The number is the user's where it, a schedule drawn for it, or more than one without a pipeline was asked for."""
-    is_asked = options.num_microbatches is not None or isinstance(options.schedule, PipelineSchedule) or num_stage_ranks == 1
-    return ChooseMicrobatches(wanted, is_asked, options.microbatch_statistics, options.mixing)
-
-
-def _writes_rows(options: Options) -> bool:
-    """Whether norms, gates, rotary embeddings and dropout become ops of ours: a CPU's compiler joins plain ops with their neighbours."""
-    return options.kernels == "triton" or (options.kernels == "auto" and options.cluster.device.name != "cpu")
+    return (*losses, *((FuseGates(), FuseRotary()) if options.writes_rows else ()), FuseAttention())
 
 
 def _choices(options: Options) -> tuple[DecidingPass, ...]:
-    """The choice between kernels, where there are some: a laptop that plans for a GPU makes it, too."""
-    device = options.cluster.device.name
-    is_gpu = options.device == "cuda" or device not in ("cpu", "tpu", Cluster.ideal().device.name)
-    return (ChooseKernels.by(options.kernels, device, options.plan),) if is_gpu else ()
+    return (ChooseKernels.by(options.kernels, options.cluster.device.name, options.plan),) if options.chooses_kernels else ()
 
 
 def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:
-    """Known placements by parameter name; those of an earlier capture override the plan's."""
+    """Known placements by parameter; an earlier capture overrides the plan."""
     plans = (each for each in (options.pins, options.plan) if isinstance(each, Plan))
     return {name: placed for plan in plans for name, placed in plan.parameters.items()} | dict(placements or {})
 
 
-def compile_call(model: nn.Module, mesh: Mesh, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options, *rest: Any) -> Compiled:
-    """`compile_once`; and again in one microbatch, if the default number turns out to change what the model computes."""
-    try:
-        return compile_once(model, mesh, args, kwargs, options, *rest)
-    except MicrobatchError as error:
-        if not error.found or _microbatches(options, 1, mesh.size_of(mesh.parts("pp"))).is_asked:
-            raise
-        return compile_once(model, mesh, args, kwargs, replace(options, mixing=error.found, microbatch_statistics=None), *rest)
-
-
 @collection_paused()
-def compile_once(
+def compile_call(
     model: nn.Module,
     mesh: Mesh,
     args: tuple[Any, ...],
@@ -311,7 +271,22 @@ def compile_once(
     from_first: FromFirst | None = None,
 ) -> Compiled:
     """The compiler: from a model and inputs of global shape to the schedule that every rank runs."""
-    inputs = CallInputs.of(args, kwargs)
+    history, start = History(), time.perf_counter()
+    forward = _captured(model, mesh, CallInputs.of(args, kwargs), options, placements)
+    passes = default_passes(options, torch.is_grad_enabled(), placements, from_first)
+    try:
+        run_passes(forward, passes, (Checker(), Log(), history), time.perf_counter() - start)
+    except MicrobatchError as error:
+        # A number that nobody asked for turned out to change what the model computes.
+        if not error.found or options.is_number_asked or forward.order.num_ranks == 1:
+            raise
+        in_one = replace(options, mixing=error.found, microbatch_statistics=None)
+        return compile_call(model, mesh, args, kwargs, in_one, placements, from_first)
+    return _compiled(history, options, model)
+
+
+def _captured(model: nn.Module, mesh: Mesh, inputs: CallInputs, options: Options, placements: Mapping[str, Placement] | None) -> Program:
+    """The FORWARD program of a call, with the order of its microbatches and stages."""
     args, kwargs = inputs.call()
     dims = batch_dims_of(inputs, options.batch_dims)
     if placements:
@@ -319,65 +294,45 @@ def compile_once(
     batch_sizes = [tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims]
     planned = options.plan.schedule if options.plan is not None else None
     schedule, number = chosen_schedule(options.schedule, options.num_microbatches, planned, mesh, batch_sizes)
-    order = pipeline_order(schedule, mesh.with_microbatches(number)) if mesh.size_of(mesh.parts("pp")) * number > 1 else None
+    order = pipeline_order(schedule, mesh.with_microbatches(number))
+    forward = capture(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
     # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
     mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)
-    history = History()
-    observers = (Checker(), Log(), history)
-    start = time.perf_counter()
-    forward = capture(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
-    forward = number_sites(replace(forward, mesh=mesh, freedom=options.freedom))
-    seconds = time.perf_counter() - start
-    passes = default_passes(options, torch.is_grad_enabled(), placements, from_first, order)
-    last = run_passes(forward, passes, observers, seconds)
-    decision, local = history.decision(ChooseShardings.name), history.program(Lower)
-    program = history.program(InsertReshards if order is None else PlaceStages)
-    cost = CostModel(options.cluster, local.mesh, options.budget.optimizer)
-    order = order and ordered_for(order, local.mesh.num_microbatches)
-    if order is not None and schedule == "auto":
-        order = best_order(program, cost, order, options.budget.capacity_bytes)
-    schedules = (cut_fragments(last, options.device),) if order is None else pipeline_schedules(last, order, options.device)
-    kernels = next((step.decision.kernels for step in history.steps if step.kind is ChooseKernels), {})
-    plan, stages = replace(Plan.of(program, decision), kernels=kernels), None
-    if order is not None:
-        stages = history.decision(PlaceStages)
-        plan = plan.with_stages(program, order, stages)
-    compiled = Compiled(
+    return number_sites(replace(forward, mesh=mesh, freedom=options.freedom, order=order))
+
+
+def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
+    """What the passes left behind."""
+    program, local, schedule = history.program(ChooseOrder), history.program(Lower), history.schedule(FreeBuffers)
+    decision, stages = history.decision(ChooseShardings.name), history.decision(PlaceStages)
+    kernels = next((step.decision.kernels for step in history.graph_steps if step.kind is ChooseKernels), {})
+    return Compiled(
         forward=history.program(KeyRandom),
         program=program,
         local=local,
-        separated=history.program(SeparateMicrobatches) if order is not None and has_estimates(local) else None,
-        schedules=schedules,
-        plan=plan,
-        steps=tuple(history.steps),
+        separated=history.program(SeparateMicrobatches) if has_estimates(local) else None,
+        schedule=schedule,
+        plan=replace(Plan.of(program, decision, stages), kernels=kernels),
+        steps=history.graph_steps,
+        schedule_steps=history.schedule_steps,
         search=decision,
-        cost=cost,
-        decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model), order),
+        cost=CostModel(options.cluster, local.mesh, options.budget.optimizer),
+        decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model)),
         keyed=key_captured,
-        order=order,
         stages=stages,
     )
-    check_compiled(compiled)
-    return compiled
 
 
-def _decide_again(
-    program: Program, options: Options, pins: Pins | Plan | None, order: PipelineSchedule | None = None
-) -> tuple[Program, ShardingDecision, StageDecision | None]:
+def _decide_again(program: Program, options: Options, pins: Pins | Plan | None) -> tuple[Program, ShardingDecision, StageDecision | None]:
     """Decide anew about `program`, as it was before pins were applied, with `pins` and no plan: with its reshards and stages, if any."""
     freedom = freedom_of(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
-    passes = default_passes(replace(options, plan=None, pins=without_batch(pins)), training=True, order=order)
+    passes = default_passes(replace(options, plan=None, pins=without_batch(pins)), training=True)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()
     with outside_fake_modes():
         found = run_passes(program.copy(freedom=freedom), passes[first:last], (history,))
-    return found, history.decision(ChooseShardings), history.decision(PlaceStages) if order is not None else None
-
-
-def _pinned_modules(options: Options) -> tuple[str, ...]:
-    """Patterns of what is pinned, and the modules that a plan had pinned."""
-    pins = options.pins if isinstance(options.pins, Mapping) else {}
-    return (*(options.plan.pinned if options.plan is not None else ()), *pins)
+    assert isinstance(found, Program)
+    return found, history.decision(ChooseShardings), history.decision(PlaceStages)
 
 
 def _device_type(model: nn.Module) -> str:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -22,13 +20,10 @@ from torch import nn
 from torch.fx import GraphModule
 
 import autopar
-from autopar import ParallelModule, compiler
+from autopar import ParallelModule
 from autopar.cost.hardware.cluster import Cluster
-from autopar.ir.schedule import Launch, Run
+from autopar.ir.instructions import Launch, Run
 from benchmarks.reporting import print_table, write_json
-
-# Steps of `autopar.compiler.compile_call` that are no passes, by the name that it calls them by.
-STEPS = ("cut_fragments", "check_compiled")
 
 
 def gpt2(num_layers: int, width: int = 768, num_heads: int = 12, vocabulary: int = 50_257) -> nn.Module:
@@ -45,26 +40,6 @@ def batch_of(size: int, length: int, vocabulary: int = 256) -> dict[str, torch.T
     return {"input_ids": tokens, "labels": tokens}
 
 
-@contextmanager
-def timed(found: dict[str, float]) -> Generator[None]:
-    """Seconds of every step and pass of the compiles inside, by name."""
-    with ExitStack() as stack:
-        for name in STEPS:
-            stack.enter_context(mock.patch.object(compiler, name, _timing(getattr(compiler, name), name, found)))
-        yield
-
-
-def _timing(function: Callable[..., Any], name: str, found: dict[str, float]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            found[name] = found.get(name, 0.0) + time.perf_counter() - start
-
-    return call
-
-
 def compile_on(model: nn.Module, dp: int, tp: int, batch: dict[str, torch.Tensor], backend: Any, cluster: str) -> ParallelModule:
     mesh = autopar.virtual_mesh(dp=dp, tp=tp)
     return autopar.compile(model, mesh, example_inputs=batch, backend=backend, cluster=Cluster.named(cluster))
@@ -73,13 +48,11 @@ def compile_on(model: nn.Module, dp: int, tp: int, batch: dict[str, torch.Tensor
 def phases(options: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
     """One row per phase of one compile, and the seconds of the whole."""
     model, batch = gpt2(options.layers), batch_of(options.batch, options.length)
-    found = dict[str, float]()
-    with timed(found):
-        start, start_cpu = time.perf_counter(), time.process_time()
-        parallel = compile_on(model, options.dp, options.tp, batch, "eager", options.cluster)
-        total, cpu = time.perf_counter() - start, time.process_time() - start_cpu
-    seconds = {f"{step.number} {step.name}": step.seconds for step in parallel.compiled.steps}
-    seconds |= {"cut fragments": found["cut_fragments"], "check schedule": found["check_compiled"]}
+    start, start_cpu = time.perf_counter(), time.process_time()
+    parallel = compile_on(model, options.dp, options.tp, batch, "eager", options.cluster)
+    total, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    steps = (*parallel.compiled.steps, *parallel.compiled.schedule_steps)
+    seconds = {f"{step.number} {step.name}": step.seconds for step in steps}
     seconds["checks after each pass, the plan, the rest"] = total - sum(seconds.values())
     seconds |= {"total": total, "total, CPU time": cpu}  # far apart on a busy machine
     return [{"phase": name, "seconds": value} for name, value in seconds.items()], total
@@ -98,7 +71,7 @@ def structures(num_layers: int, options: argparse.Namespace) -> dict[str, Any]:
     parallel = compile_on(gpt2(num_layers, width=64, num_heads=4, vocabulary=256), options.dp, options.tp, batch, counting, options.cluster)
     seconds = time.perf_counter() - start
     parallel(**batch).loss.backward()
-    schedule = parallel.compiled.schedule
+    schedule = parallel.compiled.schedules[0]
     return {
         "layers": num_layers,
         "ops": parallel.compiled.program.num_nodes,

@@ -27,8 +27,9 @@ import torch
 
 import autopar
 from autopar import AutoparError, ParallelModule, virtual_mesh
-from tests import zoo_language, zoo_vision
-from tests.zoo import Case
+from tests.support.models import language as zoo_language
+from tests.support.models import vision as zoo_vision
+from tests.support.models.zoo import Case
 
 ZOO: dict[str, Callable[..., Case]] = {**zoo_language.ZOO, **zoo_vision.ZOO}
 # By model how many layers it has if not as many as the zoo gives it: two where a block is to repeat.
@@ -44,7 +45,9 @@ MORE: dict[str, dict[str, Any]] = {
     "llama": {"kernels": "triton", "cluster": "a100"},
     "bert": {"kernels": "off"},
 }
-OWN = dict.fromkeys(("mixtral", "resnet"), {"microbatch_statistics": "own"})  # they mix samples: 1f1b is refused, the others do this
+OWN: dict[str, dict[str, Any]] = dict.fromkeys(
+    ("mixtral", "resnet"), {"microbatch_statistics": "own"}
+)  # they mix samples: 1f1b is refused, the others do this
 SCHEDULES = (("interleaved", "zb-v"), ("zb-h1", "gpipe"))  # besides 1f1b; a model's place in the list says which
 CLUSTER, SHARE = "a100", 0.7  # where memory is short, and how much there is of what the best plan without a budget holds
 PLACE = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+(?=[\w.-]+\.py\b)")  # folders of files that errors name
@@ -66,7 +69,7 @@ def texts_of(parallel: ParallelModule) -> dict[str, str]:
             lines += ["", f"fragment {name}", *_module_lines(fragment.module)]
         schedules.append("\n".join(lines))
     found |= {f"schedule_{number}.txt": text for number, text in enumerate(dict.fromkeys(schedules))}
-    if compiled.order is not None:
+    if not compiled.order.is_single:
         found["order.txt"] = str(compiled.order)
     return found
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from autopar.checks.violation import Violation
+from autopar.ir.instructions import Add, Free, Instruction, Launch, Pause, Receive, Run, Send, Wait
 from autopar.ir.mesh import Mesh
 from autopar.ir.printing import short_dtype
-from autopar.ir.schedule import Add, Free, Instruction, Launch, Layout, Pause, Receive, Run, Schedule, Send, Wait
+from autopar.ir.schedule import Schedule, TensorType
 
 
-def check_buffers(rank: int, schedule: Schedule, mesh: Mesh) -> list[Violation]:
-    """Every violation that shows on `rank` alone; `autopar.checks.schedule` lists the invariants."""
-    return _Walk(rank, schedule, mesh).run()
+def check_buffers(
+    rank: int, schedule: Schedule, mesh: Mesh, actions: Container[str] = frozenset(), is_whole: bool = True
+) -> list[Violation]:
+    """Every violation that shows on `rank` alone; `autopar.checks.schedule` lists the invariants.
+
+    `actions` are what RUN may name besides fragments. Of a schedule that is not whole results may be missing, buffers may stay,
+    and may have no sizes.
+    """
+    return _Walk(rank, schedule, mesh, actions, is_whole).run()
 
 
 def place(rank: int, number: int, instruction: Instruction) -> str:
@@ -22,7 +29,7 @@ def place(rank: int, number: int, instruction: Instruction) -> str:
     return f"rank {rank}, instruction {number}: {instruction}"
 
 
-def describe(layout: Layout) -> str:
+def describe(layout: TensorType) -> str:
     """`f32[4, 8]`."""
     shape, dtype = layout
     return f"{short_dtype(dtype)}{list(shape)}"
@@ -31,10 +38,11 @@ def describe(layout: Layout) -> str:
 class _Walk:
     """One rank's schedule from the first instruction to the last, with the buffers that are there."""
 
-    def __init__(self, rank: int, schedule: Schedule, mesh: Mesh) -> None:
+    def __init__(self, rank: int, schedule: Schedule, mesh: Mesh, actions: Container[str], is_whole: bool) -> None:
         self.rank, self.schedule, self.mesh = rank, schedule, mesh
+        self.actions, self.is_whole = actions, is_whole
         inputs = schedule.signature.inputs
-        pauses = any(isinstance(each, Pause) for each in schedule.instructions)
+        pauses = not schedule.ends_with_pause and any(isinstance(each, Pause) for each in schedule.instructions)
         self.late = {name for item, name in zip(inputs, schedule.inputs, strict=True) if pauses and item.kind == "tangent"}
         self.alive = set(schedule.inputs) - self.late
         self.freed: dict[str, int] = {}
@@ -50,18 +58,20 @@ class _Walk:
         self.wanted: dict[str, list[Any]] = {}
         self.found: list[Violation] = []
         self.number = 0
-        self.here = ""
         self.paused = False
 
     def run(self) -> list[Violation]:
         for number, instruction in enumerate(self.schedule.instructions):
-            self.number, self.here = number, place(self.rank, number, instruction)
+            self.number = number
             _VISIT[type(instruction)](self, instruction)
         self.end()
         return self.found
 
     def say(self, what: str, expected: str = "", got: str = "", fix: str = "") -> None:
-        self.found.append(Violation(what, self.here, expected, got, fix))
+        instructions, here = self.schedule.instructions, ((self.rank, self.number),)
+        is_over = self.number == len(instructions)
+        where = f"rank {self.rank}, at the end" if is_over else place(self.rank, self.number, instructions[self.number])
+        self.found.append(Violation(what, where, expected, got, fix, instructions=here))
 
     def read(self, name: str) -> None:
         if name in self.sums:
@@ -87,6 +97,8 @@ class _Walk:
             self.read(name)
         for name in instruction.outputs:
             self.write(name)
+        if instruction.fragment in self.actions:
+            return
         if instruction.fragment not in self.schedule.fragments:
             self.say(f"there is no fragment {instruction.fragment}", ", ".join(sorted(self.schedule.fragments)), instruction.fragment)
             return
@@ -96,7 +108,7 @@ class _Walk:
             self.say("the fragment takes another number of inputs", expected, got, "pass one buffer per input")
             return
         for name, value in zip(instruction.inputs, wanted, strict=True):
-            given = self.schedule.shape_of(name)
+            given = self.schedule.type_of(name)
             if value is not None and given is not None and given != (tuple(value.shape), value.dtype):
                 expected = describe((tuple(value.shape), value.dtype))
                 self.say(f"buffer {name} does not fit the fragment's input", expected, describe(given), "cut the fragments anew")
@@ -138,11 +150,11 @@ class _Walk:
         if unknown:
             self.say(f"unknown axis {unknown[0]!r}", f"axes of the mesh ({self.mesh})", ",".join(instruction.axes))
             return
-        source, target = (self.schedule.shape_of(name) for name in (instruction.source, instruction.target))
+        source, target = (self.schedule.type_of(name) for name in (instruction.source, instruction.target))
         if source is not None and target is not None:
             self._check_result(instruction, source, target)
 
-    def _check_result(self, instruction: Launch, source: Layout, target: Layout) -> None:
+    def _check_result(self, instruction: Launch, source: TensorType, target: TensorType) -> None:
         size = self.mesh.size_of(instruction.axes)
         expected = _result_shape(instruction, source[0], size)
         if expected is None:
@@ -164,9 +176,9 @@ class _Walk:
             self.write(name)
             self.alive.discard(name)
             self.arriving[name] = instruction.transfer
-            if self.schedule.shape_of(name) is None:
+            if self.is_whole and self.schedule.type_of(name) is None:
                 self.say(
-                    f"nothing says how large buffer {name} is", "its shape and dtype", "neither", "put them into the schedule's shapes"
+                    f"nothing says how large buffer {name} is", "its shape and dtype", "neither", "put them into the schedule's buffers"
                 )
 
     def _name_transfer(self, instruction: Send | Receive) -> None:
@@ -199,7 +211,7 @@ class _Walk:
         elif target in self.closed:
             got = f"read by instruction {self.closed[target]}"
             self.say(f"buffer {target} is added to after it was read", "reads after the last ADD", got, "read it later")
-        layouts = [self.schedule.shape_of(name) for name in (target, source)]
+        layouts = [self.schedule.type_of(name) for name in (target, source)]
         if None not in layouts and layouts[0] != layouts[1]:
             expected, got = (describe(layout) for layout in layouts if layout is not None)
             self.say(f"buffers {target} and {source} cannot be added", expected, got, "add what has one shape and dtype")
@@ -229,7 +241,7 @@ class _Walk:
 
     def _present(self, *kinds: str) -> None:
         for item, name in zip(self.schedule.signature.outputs, self.schedule.outputs, strict=True):
-            if item.kind not in kinds:
+            if item.kind not in kinds or not self.is_whole:
                 continue
             # Whoever has it now may keep it.
             self.closed.setdefault(name, self.number)
@@ -240,13 +252,13 @@ class _Walk:
                 self.say(what, "written, complete and not freed", got, "keep it until here")
 
     def end(self) -> None:
-        self.here = f"rank {self.rank}, at the end"
+        self.number = len(self.schedule.instructions)
         self._present(*(("gradient", "buffer") if self.paused else ("loss", "output", "check", "gradient", "buffer")))
         for name, flight in self.flying.items():
             what = f"the collective into {name}" if isinstance(flight, Launch) else f"the {_noun(flight)} {name}"
             self.say(f"{what} is never waited for", f"one WAIT for each {_word(flight)}", "none", f"add WAIT {name}")
         left = self.alive - set(self.schedule.inputs) - set(self.schedule.outputs)
-        if left:
+        if left and self.is_whole:
             self.say("buffers are never freed", got=", ".join(sorted(left)), fix="free each after its last use")
 
 

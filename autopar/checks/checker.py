@@ -14,12 +14,13 @@ from autopar.checks.program import Values, check_program
 from autopar.checks.schedule import check_schedule
 from autopar.checks.sharding import check_shardings
 from autopar.checks.violation import Violation, report
-from autopar.driver.compiled import Compiled, Step
+from autopar.driver.compiled import ScheduleStep, Step
 from autopar.errors import CheckError, ScheduleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.printing import print_program
 from autopar.ir.program import Form, Program
 from autopar.ir.schedule import Schedule
+from autopar.pipeline.schedule_program import ScheduleProgram
 
 
 def violations(program: Program, values: Values | None = None, origin: Program | None = None) -> list[Violation]:
@@ -51,19 +52,22 @@ class Checker:
     values: Values = field(default_factory=Values)
     origin: Program | None = None
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Step | ScheduleStep) -> None:
         title = f"after pass {step.number}, {step.name}" if step.number else "as captured"
+        if isinstance(step, ScheduleStep):
+            check_schedule_program(step.program, title)
+            return
         check(step.program, title, self.values, self.origin)
         if step.program.form is Form.GLOBAL:
             self.origin = step.program
 
 
-def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh) -> None:
+def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh, title: str = "") -> None:
     """Raise `ScheduleError` naming everything that would go wrong when the ranks of `mesh` run `schedules`, one for each."""
     by_rank = schedules if isinstance(schedules, Mapping) else dict(enumerate(schedules))
     found = check_schedule(by_rank, mesh)
     if found:
-        error = ScheduleError(report(found, f"schedule on {mesh}"))
+        error = ScheduleError(report(found, f"schedule on {mesh}{title and f', {title}'}"))
         first = by_rank[min(by_rank)] if by_rank else None
         if first is not None:
             numbered = enumerate(str(first).splitlines())
@@ -71,7 +75,7 @@ def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh
         raise error
 
 
-def check_compiled(compiled: Compiled) -> None:
-    """Raise `ScheduleError` when the ranks of a compiled program could not run its schedule to the end."""
-    mesh = compiled.local.mesh.ranks
-    check_schedules([compiled.schedule_of(rank) for rank in range(mesh.size)], mesh)
+def check_schedule_program(program: ScheduleProgram, title: str = "") -> None:
+    """Raise `ScheduleError` when the ranks could not run a program that is whole to its end."""
+    if program.is_whole:
+        check_schedules([program.schedule_of(rank) for rank in range(program.mesh.size)], program.mesh, title)

@@ -6,57 +6,57 @@ from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, NamedTuple
 
+from autopar.checks.alike import Alike
 from autopar.checks.buffers import describe, place
 from autopar.checks.violation import Violation
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import Channel, Launch, Pause, Receive, Send, Wait
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Channel, Launch, Pause, Receive, Schedule, Send, Wait
+from autopar.ir.schedule import Schedule
 
 _BREAK = "\n              "
 
 
-def has_transfers(schedules: Mapping[int, Schedule]) -> bool:
-    distinct = {id(schedule): schedule for schedule in schedules.values()}
-    return any(isinstance(each, (Send, Receive)) for schedule in distinct.values() for each in schedule.instructions)
-
-
-def check_peers(schedules: Mapping[int, Schedule], mesh: Mesh) -> list[Violation]:
+def check_peers(alike: Alike) -> list[Violation]:
     """Sends and receives whose peer is not on the mesh, the first of each rank and peer."""
     found: list[Violation] = []
-    for rank, schedule in sorted(schedules.items()):
+    for rank, schedule in alike.schedules.items():
         known: set[tuple[str, int]] = set()
         for number, each in enumerate(schedule.instructions):
             if not isinstance(each, (Send, Receive)) or (each.axis, each.peer) in known:
                 continue
             known.add((each.axis, each.peer))
             try:
-                each.channel(mesh, rank)
+                each.channel(alike.mesh, rank)
             except ScheduleError as error:
-                reason = str(error).removeprefix(f"{each}: ")
-                found.append(Violation("no such peer", place(rank, number, each), f"another rank of {mesh}", reason))
+                reason, here = str(error).removeprefix(f"{each}: "), ((rank, number),)
+                expected = f"another rank of {alike.mesh}"
+                found.append(Violation("no such peer", place(rank, number, each), expected, reason, instructions=here))
     return found
 
 
-def check_rendezvous(schedules: Mapping[int, Schedule], mesh: Mesh, is_ordered: bool = True) -> list[Violation]:
+def check_rendezvous(alike: Alike, is_ordered: bool = True) -> list[Violation]:
     """Every channel whose ends differ, and the ranks that would wait for ever. All peers and axes are on the mesh.
 
     Without `is_ordered`, collectives fit no order, and who waits for whom is not asked: it would be the same once more.
     """
-    tracks = {rank: _track(rank, schedule, mesh) for rank, schedule in sorted(schedules.items())}
-    found = list(_check_channels(schedules, tracks, mesh))
-    return [*found, *_check_end(schedules, tracks)] if is_ordered else found
+    tracks = {rank: _track(rank, alike) for rank in alike.schedules}
+    found = list(_check_channels(alike.schedules, tracks, alike.mesh))
+    return [*found, *_check_end(alike.schedules, tracks)] if is_ordered else found
 
 
 Kind = Literal["collective", "transfer", "pause"]
 
 
 class _Meeting(NamedTuple):
-    """Collective `number` of a group, transfer `number` of a channel, or PAUSE: where `members` meet."""
+    """Collective `number` of a group, transfer `number` of a channel, or PAUSE: where `members` meet. The group lies along `axes`."""
 
     kind: Kind
     members: tuple[int, ...]
+    axes: tuple[str, ...]
     number: int
 
 
@@ -68,25 +68,30 @@ class _Track:
     stops: list[tuple[int, _Meeting]] = field(default_factory=list[tuple[int, _Meeting]])
 
 
-def _track(rank: int, schedule: Schedule, mesh: Mesh) -> _Track:
-    track, everybody = _Track(), tuple(range(mesh.size))
-    counts: dict[tuple[Kind, tuple[int, ...]], int] = defaultdict(int)
-    groups: dict[tuple[str, ...], tuple[int, ...]] = {}
+def _track(rank: int, alike: Alike) -> _Track:
+    track, everybody = _Track(), tuple(alike.schedules)
+    counts: dict[tuple[Kind, tuple[int, ...], tuple[str, ...]], int] = defaultdict(int)
     names: dict[str, _Meeting] = {}
 
-    def launch(number: int, kind: Kind, members: tuple[int, ...]) -> _Meeting:
-        meeting = _Meeting(kind, members, counts[kind, members])
-        counts[kind, members] += 1
+    @cache
+    def group(axes: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        return tuple(sorted(alike.members(rank, axes))), tuple(sorted(alike.along(axes)))
+
+    @cache
+    def channel(is_send: bool, axis: str, peer: int) -> Channel:
+        return (Send if is_send else Receive)("", axis, peer, ()).channel(alike.mesh, rank)
+
+    def launch(number: int, kind: Kind, members: tuple[int, ...], axes: tuple[str, ...] = ()) -> _Meeting:
+        meeting = _Meeting(kind, members, axes, counts[kind, members, axes])
+        counts[kind, members, axes] += 1
         track.launches[meeting] = number
         return meeting
 
-    for number, each in enumerate(schedule.instructions):
+    for number, each in enumerate(alike.schedules[rank].instructions):
         if isinstance(each, Launch):
-            if each.axes not in groups:
-                groups[each.axes] = tuple(sorted(mesh.group(rank, each.axes)))
-            names[each.target] = launch(number, "collective", groups[each.axes])
+            names[each.target] = launch(number, "collective", *group(each.axes))
         elif isinstance(each, (Send, Receive)):
-            names[each.transfer] = launch(number, "transfer", each.channel(mesh, rank))
+            names[each.transfer] = launch(number, "transfer", channel(isinstance(each, Send), each.axis, each.peer))
         elif isinstance(each, Pause):
             track.stops.append((number, launch(number, "pause", everybody)))
         elif isinstance(each, Wait) and each.target in names:  # a WAIT without a launch is named by the rank's own check
@@ -104,6 +109,11 @@ class _End(NamedTuple):
 
     def __str__(self) -> str:
         return place(self.rank, self.number, self.what)
+
+    def violation(self, what: str, expected: str, got: str, fix: str = "", other: _End | None = None) -> Violation:
+        """At this end, and at the other where it is about both."""
+        here = tuple((end.rank, end.number) for end in (self, other) if end is not None)
+        return Violation(what, str(self), expected, got, fix, instructions=here)
 
 
 def _check_channels(schedules: Mapping[int, Schedule], tracks: Mapping[int, _Track], mesh: Mesh) -> Iterator[Violation]:
@@ -134,31 +144,32 @@ def _match(channel: Channel, sends: list[_End], receives: list[_End], schedules:
         what = f"send and receive number {number} {between}"
         if send.what.transfer != receive.what.transfer:
             # It shifts all that follow.
-            yield Violation(
-                f"{what} are different transfers", str(receive), str(send), str(receive.what), "receive in the order of the sends"
-            )
+            fix = "receive in the order of the sends"
+            yield receive.violation(f"{what} are different transfers", str(send), str(receive.what), fix, send)
             return
         if send.half != receive.half:
-            yield Violation(f"{what} lie on different sides of PAUSE", str(receive), f"the side of {send}", "the other", "move one of them")
+            expected = f"the side of {send}"
+            yield receive.violation(f"{what} lie on different sides of PAUSE", expected, "the other", "move one of them", send)
         yield from _match_buffers(what, send, receive, schedules)
     count = f"{len(sends)} sends and {len(receives)} receives {between}"
     if len(sends) > len(receives):
-        yield Violation("nobody receives this", str(sends[len(receives)]), f"a RECV on rank {channel[1]}", count)
+        yield sends[len(receives)].violation("nobody receives this", f"a RECV on rank {channel[1]}", count)
     elif len(receives) > len(sends):
-        yield Violation("nobody sends this", str(receives[len(sends)]), f"a SEND on rank {channel[0]}", count)
+        yield receives[len(sends)].violation("nobody sends this", f"a SEND on rank {channel[0]}", count)
 
 
 def _match_buffers(what: str, send: _End, receive: _End, schedules: Mapping[int, Schedule]) -> Iterator[Violation]:
     mine, theirs = send.what.buffers, receive.what.buffers
     if len(mine) != len(theirs):
         expected, got = f"{len(mine)} as in {send}", str(len(theirs))
-        yield Violation(f"{what} carry different numbers of buffers", str(receive), expected, got, "list the same values")
+        yield receive.violation(f"{what} carry different numbers of buffers", expected, got, "list the same values", send)
         return
     for name, other in zip(mine, theirs, strict=True):
-        sent, wanted = schedules[send.rank].shape_of(name), schedules[receive.rank].shape_of(other)
+        sent, wanted = schedules[send.rank].type_of(name), schedules[receive.rank].type_of(other)
         if sent is not None and wanted is not None and sent != wanted:
             expected, got = f"{describe(sent)}, as {name} in {send}", f"{describe(wanted)} for {other}"
-            yield Violation(f"{what} differ in shape or dtype", str(receive), expected, got, "set the receiver's shape from the sender's")
+            fix = "set the receiver's shape from the sender's"
+            yield receive.violation(f"{what} differ in shape or dtype", expected, got, fix, send)
 
 
 def _check_end(schedules: Mapping[int, Schedule], tracks: Mapping[int, _Track]) -> Iterator[Violation]:
@@ -191,7 +202,8 @@ def _check_end(schedules: Mapping[int, Schedule], tracks: Mapping[int, _Track]) 
     waits_for = {rank: missing(meeting) for rank, (_, meeting) in stuck.items()}
     lines = [_waiting(rank, stuck, waits_for[rank], schedules, tracks) for rank in stuck]
     fix = "launch before waiting for what depends on it"
-    yield Violation("deadlock: nobody can advance", "across ranks", _cycle(waits_for), _BREAK.join(lines), fix)
+    here = tuple((rank, number) for rank, (number, _) in stuck.items())
+    yield Violation("deadlock: nobody can advance", "across ranks", _cycle(waits_for), _BREAK.join(lines), fix, instructions=here)
 
 
 def _waiting(

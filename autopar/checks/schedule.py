@@ -10,59 +10,68 @@ across ranks   all members of a group launch the same collectives in the same or
                PAUSE comes at most once, at the same place between launches on every rank
                every rank gets to its end when a WAIT blocks until all ends are launched
 
-`check_buffers` proves the first part, `check_rendezvous` that transfers meet and everybody gets to the end.
+`check_buffers` proves the first part, `check_rendezvous` that transfers meet and everybody gets to the end. Ranks that are
+alike (`autopar.checks.alike`) are proved once, and named by the first of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
+from autopar.checks.alike import Alike
 from autopar.checks.buffers import check_buffers, describe, place
-from autopar.checks.rendezvous import check_peers, check_rendezvous, has_transfers
+from autopar.checks.rendezvous import check_peers, check_rendezvous
 from autopar.checks.violation import Violation
+from autopar.ir.instructions import Launch, Pause
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Launch, Pause, Schedule
+from autopar.ir.schedule import Schedule
 
 
-def check_schedule(schedules: Mapping[int, Schedule], mesh: Mesh) -> list[Violation]:
-    """Every violation in the schedules, one per rank of `mesh`; a schedule that several ranks share is walked once."""
+def check_schedule(
+    schedules: Mapping[int, Schedule], mesh: Mesh, actions: Container[str] = frozenset(), is_whole: bool = True
+) -> list[Violation]:
+    """Every violation in the schedules, one per rank of `mesh`; a schedule that several ranks share is walked once.
+
+    `actions` are what RUN may name besides fragments; what schedules that are not whole may lack is said at `check_buffers`.
+    """
     found: list[Violation] = []
-    walked: dict[int, int] = {}
+    walked: set[int] = set()
     for rank, schedule in sorted(schedules.items()):
         if id(schedule) not in walked:
-            walked[id(schedule)] = rank
-            found += check_buffers(rank, schedule, mesh)
+            walked.add(id(schedule))
+            found += check_buffers(rank, schedule, mesh, actions, is_whole)
     missing = [rank for rank in range(mesh.size) if rank not in schedules]
     if missing:
         return [*found, Violation("ranks without a schedule", got=str(missing), fix=f"one schedule for each of {mesh.size} ranks")]
-    strangers = check_peers(schedules, mesh)
+    alike = Alike.of(schedules, mesh)
+    strangers = check_peers(alike)
     if strangers or any("unknown axis" in violation.what for violation in found):
         return [*found, *strangers]
-    # Ranks that run one and the same list launch in one order by construction.
-    disorder = list(_one_order(schedules, mesh)) if len(walked) > 1 else []
+    disorder = list(_one_order(alike))
     found += disorder
-    if has_transfers(schedules):
-        found += check_rendezvous(schedules, mesh, is_ordered=not disorder)
+    if alike.has_transfers:
+        found += check_rendezvous(alike, is_ordered=not disorder)
     return found
 
 
 class _Stop(NamedTuple):
-    """A launch or PAUSE, the ranks that must meet there, and what they must agree on."""
+    """A launch or PAUSE, the ranks that must meet there, along which axes, and what they must agree on."""
 
     number: int
     instruction: Launch | Pause
     members: tuple[int, ...]
+    along: tuple[str, ...]
     terms: object
 
 
-def _one_order(schedules: Mapping[int, Schedule], mesh: Mesh) -> Iterator[Violation]:
+def _one_order(alike: Alike) -> Iterator[Violation]:
     """Let every rank run until its next launch or PAUSE, and past it only together with its whole group.
 
     When nobody can advance, no global order of the launches exists.
     """
-    stops = _stops(schedules, mesh)
+    schedules, stops = alike.schedules, _stops(alike)
     at = dict.fromkeys(schedules, 0)
     ready = sorted(schedules)
     while ready:
@@ -83,32 +92,34 @@ def _one_order(schedules: Mapping[int, Schedule], mesh: Mesh) -> Iterator[Violat
         yield _deadlock(stuck)
 
 
-def _stops(schedules: Mapping[int, Schedule], mesh: Mesh) -> dict[int, list[_Stop]]:
-    group = cache(mesh.group)
-    everybody = tuple(sorted(schedules))
-    stops: dict[int, list[_Stop]] = {rank: [] for rank in schedules}
-    for rank, schedule in schedules.items():
+def _stops(alike: Alike) -> dict[int, list[_Stop]]:
+    members, along = cache(alike.members), cache(alike.along)
+    everybody = tuple(sorted(alike.schedules))
+    stops: dict[int, list[_Stop]] = {rank: [] for rank in alike.schedules}
+    for rank, schedule in alike.schedules.items():
         for number, each in enumerate(schedule.instructions):
             if isinstance(each, Launch):
-                terms = each.collective, each.kind, each.axes, schedule.shape_of(each.source)
-                stops[rank].append(_Stop(number, each, group(rank, each.axes), terms))
+                terms = each.collective, each.kind, each.axes, schedule.type_of(each.source)
+                stops[rank].append(_Stop(number, each, members(rank, each.axes), along(each.axes), terms))
             elif isinstance(each, Pause):
-                stops[rank].append(_Stop(number, each, everybody, None))
+                stops[rank].append(_Stop(number, each, everybody, (), None))
     return stops
 
 
 def _meet(stop: _Stop, other: _Stop) -> bool:
     """Whether two ranks stand at launches of the same group, or both at PAUSE."""
-    return stop.members == other.members and isinstance(stop.instruction, Pause) == isinstance(other.instruction, Pause)
+    is_pause, is_other = isinstance(stop.instruction, Pause), isinstance(other.instruction, Pause)
+    return (stop.members, stop.along, is_pause) == (other.members, other.along, is_other)
 
 
 def _differs(rank: int, stop: _Stop, member: int, other: _Stop, schedules: Mapping[int, Schedule]) -> Violation:
     def tell(where: int, what: _Stop) -> str:
-        layout = schedules[where].shape_of(what.instruction.source) if isinstance(what.instruction, Launch) else None
+        layout = schedules[where].type_of(what.instruction.source) if isinstance(what.instruction, Launch) else None
         return place(where, what.number, what.instruction) + (f" of {describe(layout)}" if layout else "")
 
     fix = "all members of a group launch the same collective, kind, shape and dtype"
-    return Violation("two ranks of a group launch different collectives", "across ranks", tell(rank, stop), tell(member, other), fix)
+    expected, got, here = tell(rank, stop), tell(member, other), ((rank, stop.number), (member, other.number))
+    return Violation("two ranks of a group launch different collectives", "across ranks", expected, got, fix, instructions=here)
 
 
 def _deadlock(stuck: dict[int, _Stop]) -> Violation:
@@ -123,4 +134,5 @@ def _deadlock(stuck: dict[int, _Stop]) -> Violation:
         "one order of launches on all ranks",
         got,
         "launch collectives in one order everywhere",
+        instructions=tuple((rank, stop.number) for rank, stop in sorted(stuck.items())),
     )

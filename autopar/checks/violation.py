@@ -13,7 +13,10 @@ from autopar.ir.printing import op_name
 
 @dataclass(frozen=True)
 class Violation:
-    """What is wrong, where (node and the user's source line, or rank and instruction), what should be, what is, how to mend it."""
+    """What is wrong, where (node and the user's source line, or rank and instruction), what should be, what is, how to mend it.
+
+    `instructions` are those that it is about, each by its rank and its number there; one past the last means the end.
+    """
 
     what: str
     where: str = ""
@@ -22,6 +25,7 @@ class Violation:
     fix: str = ""
     # Whether the graph is too broken for other invariants to mean anything.
     is_fatal: bool = False
+    instructions: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what

@@ -1,53 +1,131 @@
-"""What a rank holds while it runs its schedule, instruction by instruction, from the schedule alone.
+"""What a rank holds while it runs its schedule, instruction by instruction, from the schedule alone: no clock is needed.
 
 Buffers are counted by the memory they lie in: a fragment's result that is a view of its input, or of another result, takes
-none of its own. What a fragment needs within itself, and what a collective needs while it is under way, is not counted; nor is
-what an optimizer holds.
+none of its own. What a fragment needs within itself is counted where `Sizes` says it; what a collective needs while it is under
+way is not, nor is what an optimizer holds.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._torch import fake_mode
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import Add, Fragment, Free, Instruction, Launch, Layout, Receive, Run, Schedule, Wait
+from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Wait
+from autopar.ir.schedule import Fragment, Schedule, TensorType
 
 # By result of a fragment: the first of its inputs and results that lies in the same memory, and the bytes of that.
 _Places = tuple[tuple[int, int], ...]
 
 
+class MemoryStep(NamedTuple):
+    """Bytes while the instruction at `position` runs and after it, and microbatches (of any stage) of which values are saved then."""
+
+    position: int
+    during_bytes: float
+    after_bytes: float
+    live_microbatches: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The memory of one rank; a step for each instruction that makes or drops a buffer. `held_bytes` are there before the first."""
+
+    steps: tuple[MemoryStep, ...]
+    held_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        return max((step.during_bytes for step in self.steps), default=self.held_bytes)
+
+    @property
+    def peak_live_microbatches(self) -> int:
+        """A microbatch counts once for each of the rank's stages, while a buffer of the role "saved" is there."""
+        return max((step.live_microbatches for step in self.steps), default=0)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a schedule itself does not say.
+
+    buffer_bytes   of a buffer with memory of its own, where no fragment says it
+    working_bytes  what a RUN needs besides its buffers while it runs
+    held_bytes     what is there all the time and is no buffer
+    arrival        when a receive takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
+    """
+
+    buffer_bytes: Callable[[str], float]
+    working_bytes: Callable[[Run], float] = lambda run: 0
+    held_bytes: float = 0
+    arrival: Literal["launch", "wait"] = "wait"
+
+
 def peak_bytes(schedule: Schedule) -> int:
     """The most that a rank holds after any instruction, its inputs included. Raises `ScheduleError` for a buffer of unknown size."""
-    return _Walk(schedule).peak()
+    return int(schedule_memory(schedule).peak_bytes)
+
+
+def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iterable[Sequence[Instruction]] | None = None) -> RankMemory:
+    """The memory of a rank over its instructions; sizes are those of the types of its buffers unless `sizes` says others.
+
+    `groups` are instructions that count as one step, those of the schedule with what frees its buffers (`autopar.ir.lifetimes`); by
+    default each is a step of its own.
+    """
+    walk = _Walk(schedule, sizes or Sizes(_typed(schedule)))
+    return walk.run(((each,) for each in schedule.instructions) if groups is None else groups)
+
+
+def _typed(schedule: Schedule) -> Callable[[str], int]:
+    def size_of(name: str) -> int:
+        layout: TensorType | None = schedule.type_of(name)
+        if layout is None:
+            raise ScheduleError(f"nothing is known of the size of buffer {name!r}")
+        shape, dtype = layout
+        return math.prod(shape) * dtype.itemsize
+
+    return size_of
 
 
 @dataclass
 class _Walk:
     schedule: Schedule
+    sizes: Sizes
     # The memory that each buffer lies in, how many buffers lie there, and its bytes.
     memory: dict[str, int] = field(default_factory=dict[str, int])
     users: Counter[int] = field(default_factory=Counter[int])
-    sizes: dict[int, int] = field(default_factory=dict[int, int])
-    launched: dict[str, Instruction] = field(default_factory=dict[str, Instruction])
+    bytes_of: dict[int, float] = field(default_factory=dict[int, float])
+    launched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     places: dict[str, _Places] = field(default_factory=dict[str, _Places])
-    bytes: int = 0
+    # How many saved values there are of what of which microbatch.
+    saved: Counter[tuple[str, int | None]] = field(default_factory=Counter[tuple[str, int | None]])
+    live: int = 0
+    bytes: float = 0
+    # Since the step began: the most bytes and live microbatches, and whether a buffer came or went.
+    most_bytes: float = 0
+    most_live: int = 0
+    is_changed: bool = False
 
-    def peak(self) -> int:
+    def run(self, groups: Iterable[Sequence[Instruction]]) -> RankMemory:
+        self.bytes = self.sizes.held_bytes
         for name in self.schedule.inputs:
-            self.place(name, self.size_of(name))
-        most = self.bytes
-        for instruction in self.schedule.instructions:
-            self.run(instruction)
-            most = max(most, self.bytes)
-        return most
+            self.place(name, self.sizes.buffer_bytes(name))
+        held, steps = self.bytes, list[MemoryStep]()
+        for position, group in enumerate(groups):
+            self.most_bytes, self.most_live, self.is_changed = self.bytes, self.live, False
+            for instruction in group:
+                self.visit(instruction)
+            if self.is_changed:
+                steps.append(MemoryStep(position, self.most_bytes, self.bytes, self.most_live))
+        return RankMemory(tuple(steps), held)
 
-    def run(self, instruction: Instruction) -> None:
+    def visit(self, instruction: Instruction) -> None:
         if isinstance(instruction, Run):
             self.compute(instruction)
         elif isinstance(instruction, Free):
@@ -55,18 +133,33 @@ class _Walk:
                 self.drop(name)
         elif isinstance(instruction, Add):
             if instruction.target not in self.memory:
-                self.place(instruction.target, self.size_of(instruction.source))
+                self.place(instruction.target, self.sizes.buffer_bytes(instruction.source))
         elif isinstance(instruction, Wait):
-            launched = self.launched.pop(instruction.target, None)
-            arrived = (launched.target,) if isinstance(launched, Launch) else launched.buffers if isinstance(launched, Receive) else ()
-            for name in arrived:
-                self.place(name, self.size_of(name))
-        elif isinstance(instruction, (Launch, Receive)):
-            self.launched[instruction.target if isinstance(instruction, Launch) else instruction.transfer] = instruction
+            self.arrive(self.launched.pop(instruction.target, ()))
+        elif isinstance(instruction, Launch):
+            self.launched[instruction.target] = (instruction.target,)
+        elif isinstance(instruction, Receive):
+            if self.sizes.arrival == "launch":
+                self.arrive(instruction.buffers)
+            else:
+                self.launched[instruction.transfer] = instruction.buffers
+
+    def arrive(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.place(name, self.sizes.buffer_bytes(name))
 
     def compute(self, instruction: Run) -> None:
+        fragment = self.schedule.fragments.get(instruction.fragment)
+        if fragment is None:
+            self.arrive(instruction.outputs)
+        else:
+            self.compute_fragment(instruction, fragment)
+        working = self.sizes.working_bytes(instruction)
+        self.most_bytes = max(self.most_bytes, self.bytes + working)
+
+    def compute_fragment(self, instruction: Run, fragment: Fragment) -> None:
         if instruction.fragment not in self.places:
-            self.places[instruction.fragment] = _places(self.schedule.fragments[instruction.fragment])
+            self.places[instruction.fragment] = _places(fragment)
         names = [*instruction.inputs, *instruction.outputs]
         for number, (name, (source, size)) in enumerate(zip(instruction.outputs, self.places[instruction.fragment], strict=True)):
             if source == number + len(instruction.inputs):
@@ -74,29 +167,36 @@ class _Walk:
             else:
                 self.share(name, self.memory[names[source]])
 
-    def place(self, name: str, size: int) -> None:
+    def place(self, name: str, size: float) -> None:
         """Give a buffer memory of its own."""
-        memory = len(self.sizes)
-        self.sizes[memory] = size
+        memory = len(self.bytes_of)
+        self.bytes_of[memory] = size
         self.bytes += size
+        self.most_bytes = max(self.most_bytes, self.bytes)
         self.share(name, memory)
 
     def share(self, name: str, memory: int) -> None:
         self.memory[name] = memory
         self.users[memory] += 1
+        self.count(name, 1)
 
     def drop(self, name: str) -> None:
         memory = self.memory.pop(name)
         self.users[memory] -= 1
+        self.count(name, -1)
         if not self.users[memory]:
-            self.bytes -= self.sizes[memory]
+            self.bytes -= self.bytes_of[memory]
 
-    def size_of(self, name: str) -> int:
-        layout: Layout | None = self.schedule.shape_of(name)
-        if layout is None:
-            raise ScheduleError(f"nothing is known of the size of buffer {name!r}")
-        shape, dtype = layout
-        return math.prod(shape) * dtype.itemsize
+    def count(self, name: str, by: int) -> None:
+        self.is_changed = True
+        buffer = self.schedule.buffers.get(name)
+        if buffer is None or buffer.role != "saved":
+            return
+        whose = buffer.value, buffer.microbatch
+        before = self.saved[whose] > 0
+        self.saved[whose] += by
+        self.live += (self.saved[whose] > 0) - before
+        self.most_live = max(self.most_live, self.live)
 
 
 def _places(fragment: Fragment) -> _Places:

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.program import Program
 from autopar.ir.schedule import Schedule
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.holders import holders_of
+from autopar.pipeline.schedule_program import ScheduleProgram
 
 
 class _TensorLeaf:
@@ -42,6 +43,18 @@ class Step:
 
 
 @dataclass(frozen=True)
+class ScheduleStep:
+    """A pass that ran on a schedule: as a `Step`."""
+
+    number: int
+    name: str
+    seconds: float
+    program: ScheduleProgram
+    decision: Any = None
+    kind: type[Any] | None = None
+
+
+@dataclass(frozen=True)
 class Compiled:
     """One captured call, compiled. Shared by the runtime, which runs `schedule`, and by inspection, which reads the rest.
 
@@ -49,21 +62,20 @@ class Compiled:
     program   GLOBAL, every node with its sharding, and its stage where there are stages
     local     LOCAL, one rank's program
     separated LOCAL, each microbatch with its own estimate of what several mix; None where nothing does
-    schedules what ranks execute, by their place on `pp`; one where there is none
+    schedule  what every rank executes
     plan      `autopar.plans.plan.Plan`: the decisions with their reasons
-    steps     every pass that ran, in order
+    steps     every pass that ran on a graph, in order; schedule_steps: those on the schedule, after them
     search    the result of the sharding search; None where a plan fixed every decision
     cost      the `CostModel` that priced it
     decide_again  `pins -> (program, decision, stages)`: the search with other pins, from the program before them on
     keyed     a FORWARD program of `steps` with its draws keyed as those of `forward` are
-    order     which stage runs which microbatch when; None where one microbatch runs through one stage
-    stages    the `StageDecision`: where the forward is cut, and what each stage takes; None as above
+    stages    the `StageDecision`: where the forward is cut, and what each stage takes; None where one microbatch runs through one stage
     """
 
     forward: Program
     program: Program
     local: Program
-    schedules: tuple[Schedule, ...]
+    schedule: ScheduleProgram
     plan: Any = None
     steps: tuple[Step, ...] = ()
     search: Any = None
@@ -71,23 +83,23 @@ class Compiled:
     decide_again: Callable[[Any], tuple[Program, Any, Any]] | None = None
     separated: Program | None = None
     keyed: Callable[[Program], Program] | None = None
-    order: PipelineSchedule | None = None
     stages: Any = None
+    schedule_steps: tuple[ScheduleStep, ...] = ()
 
     @property
-    def schedule(self) -> Schedule:
-        """What the first rank executes: on a mesh without a pipeline, every rank."""
-        return self.schedules[0]
+    def order(self) -> PipelineSchedule:
+        """Which stage runs which microbatch when."""
+        return self.schedule.order
 
     @property
-    def is_pipelined(self) -> bool:
-        """Whether one call runs forward and backward, several microbatches or stages among them."""
-        return len(self.schedules) > 1 or self.local.mesh.num_microbatches > 1
+    def schedules(self) -> tuple[Schedule, ...]:
+        """What ranks execute, by their place on `pp`; one where there is no such axis."""
+        return self.schedule.ranks
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
         """By parameter the stages that read it; none without a pipeline."""
-        return holders_of(self.program) if self.order is not None else {}
+        return {} if self.order.is_single else holders_of(self.program)
 
     @property
     def fingerprint(self) -> str:
@@ -95,5 +107,4 @@ class Compiled:
         return "".join(schedule.fingerprint for schedule in self.schedules)
 
     def schedule_of(self, rank: int) -> Schedule:
-        mesh = self.local.mesh.ranks
-        return self.schedules[mesh.index(rank, mesh.parts("pp")) if len(self.schedules) > 1 else 0]
+        return self.schedule.schedule_of(rank)

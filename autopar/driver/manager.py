@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from autopar.driver.compiled import Step
+from autopar.driver.compiled import ScheduleStep, Step
 from autopar.errors import AutoparError
 from autopar.ir.printing import print_program
 from autopar.ir.program import Program
+from autopar.pipeline.schedule_program import ScheduleProgram
 
 logger = logging.getLogger("autopar")
 
@@ -26,13 +27,14 @@ class Pass(Protocol):
     """A mechanical rewrite: a frozen dataclass whose fields are its options.
 
     Its docstring states *Reads* (what must hold of the program it is given), *Writes* (the keys and nodes it
-    sets) and *Ensures* (what holds afterwards). `apply` returns a new program and leaves the given one as it was.
+    sets) and *Ensures* (what holds afterwards). `apply` takes a program in the form that the pass is for, a `Program` or a
+    `ScheduleProgram`, returns a new one, or the given one where it has nothing to do, and leaves the given one as it was.
     """
 
     @property
     def name(self) -> str: ...
 
-    def apply(self, program: Program) -> Program: ...
+    def apply(self, program: Any) -> Program | ScheduleProgram: ...
 
 
 @runtime_checkable
@@ -42,14 +44,19 @@ class DecidingPass(Protocol):
     @property
     def name(self) -> str: ...
 
-    def decide(self, program: Program) -> Any: ...
+    def decide(self, program: Any) -> Any: ...
 
-    def apply(self, program: Program, decision: Any) -> Program: ...
+    def apply(self, program: Any, decision: Any) -> Program | ScheduleProgram: ...
 
 
 # Called with the step after every pass, and before the first one with step 0, the program as it was captured.
-Observer = Callable[[Step], None]
+Observer = Callable[[Step | ScheduleStep], None]
 CAPTURE = "capture"
+
+
+def text_of(program: Program | ScheduleProgram) -> str:
+    """A program as people read it, in whatever form it is."""
+    return print_program(program) if isinstance(program, Program) else str(program)
 
 
 @dataclass
@@ -59,9 +66,10 @@ class Log:
     level: int = logging.INFO
     nodes: int = 0
 
-    def __call__(self, step: Step) -> None:
-        count = step.program.num_nodes
-        logger.log(self.level, "%3d  %-24s %7.2f s   %d → %d nodes", step.number, step.name, step.seconds, self.nodes, count)
+    def __call__(self, step: Step | ScheduleStep) -> None:
+        count = step.program.num_nodes if isinstance(step.program, Program) else step.program.num_instructions
+        what = "nodes" if isinstance(step.program, Program) else "instructions"
+        logger.log(self.level, "%3d  %-24s %7.2f s   %d → %d %s", step.number, step.name, step.seconds, self.nodes, count, what)
         self.nodes = count
 
 
@@ -69,12 +77,12 @@ class Log:
 class History:
     """Keeps every step: the program and the decision after each pass."""
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Step | ScheduleStep] = field(default_factory=list[Step | ScheduleStep])
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Step | ScheduleStep) -> None:
         self.steps.append(step)
 
-    def step(self, chosen: type[Any] | str) -> Step:
+    def step(self, chosen: type[Any] | str) -> Step | ScheduleStep:
         """The last step of a pass, by its class or name. Raises `AutoparError` naming the passes that ran."""
         for step in reversed(self.steps):
             if chosen in (step.name, step.kind):
@@ -84,7 +92,23 @@ class History:
 
     def program(self, chosen: type[Any] | str) -> Program:
         """The program after a pass."""
-        return self.step(chosen).program
+        program = self.step(chosen).program
+        assert isinstance(program, Program), f"{chosen} writes a schedule"
+        return program
+
+    def schedule(self, chosen: type[Any] | str) -> ScheduleProgram:
+        """The schedule after a pass."""
+        program = self.step(chosen).program
+        assert isinstance(program, ScheduleProgram), f"{chosen} writes no schedule"
+        return program
+
+    @property
+    def graph_steps(self) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Step))
+
+    @property
+    def schedule_steps(self) -> tuple[ScheduleStep, ...]:
+        return tuple(step for step in self.steps if isinstance(step, ScheduleStep))
 
     def decision(self, chosen: type[Any] | str) -> Any:
         """What a pass decided."""
@@ -98,9 +122,9 @@ class Print:
     after: frozenset[str] = frozenset()
     write: Callable[[str], None] = print
 
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Step | ScheduleStep) -> None:
         if not self.after or step.name in self.after:
-            self.write(f"after pass {step.number}, {step.name}\n{print_program(step.program)}\n")
+            self.write(f"after pass {step.number}, {step.name}\n{text_of(step.program)}\n")
 
 
 @dataclass(frozen=True)
@@ -110,13 +134,13 @@ class PassManager:
     passes: tuple[Pass | DecidingPass, ...]
     observers: tuple[Observer, ...] = ()
 
-    def run(self, program: Program, seconds: float = 0.0) -> Program:
+    def run(self, program: Any, seconds: float = 0.0) -> Any:
         """`program`, which took `seconds` to capture, after all passes.
 
         Whatever a pass or an observer raises bears a note with the pass's number and name.
         """
         for observe in self.observers:
-            observe(Step(number=0, name=CAPTURE, seconds=seconds, program=program))
+            observe(_step(0, CAPTURE, seconds, program))
         for number, chosen in enumerate(self.passes, 1):
             try:
                 step = _run_one(chosen, number, program)
@@ -129,18 +153,25 @@ class PassManager:
         return program
 
 
-def _run_one(chosen: Pass | DecidingPass, number: int, program: Program) -> Step:
+def _run_one(chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram) -> Step | ScheduleStep:
     start = time.perf_counter()
     if isinstance(chosen, DecidingPass):
         decision = chosen.decide(program)
         result = chosen.apply(program, decision)
     else:
         decision, result = None, chosen.apply(program)
-    return Step(number=number, name=chosen.name, seconds=time.perf_counter() - start, program=result, decision=decision, kind=type(chosen))
+    return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen))
 
 
-def run_passes(
-    program: Program, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = (), seconds: float = 0.0
-) -> Program:
-    """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `Step`."""
+def _step(number: int, name: str, seconds: float, program: Program | ScheduleProgram, *rest: Any) -> Step | ScheduleStep:
+    if isinstance(program, ScheduleProgram):
+        return ScheduleStep(number, name, seconds, program, *rest)
+    return Step(number, name, seconds, program, *rest)
+
+
+def run_passes(program: Any, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = (), seconds: float = 0.0) -> Any:
+    """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `Step`.
+
+    A `Program` in, and a `ScheduleProgram` out where the passes go that far.
+    """
     return PassManager(tuple(passes), tuple(observers)).run(program, seconds)

@@ -42,7 +42,7 @@ from autopar.ir.program import Program
 
 logger = logging.getLogger("autopar")
 # The batch dim of each input that has one, by the input's flat index.
-BatchDims = Mapping[int, int] | None
+BatchDimByIndex = Mapping[int, int] | None
 
 
 class _Captured(nn.Module):
@@ -59,7 +59,12 @@ class _Captured(nn.Module):
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, outputs: str | None = None, batch_dims: BatchDims = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    outputs: str | None = None,
+    batch_dims: BatchDimByIndex = None,
 ) -> Program:
     """Capture `model(*args, **kwargs)` as a FORWARD program.
 
@@ -123,7 +128,7 @@ def _kept(spec: OutputSpec, outputs: str | None) -> tuple[Place, ...] | None:
     return (spec.loss,) if outputs == "loss" or torch.is_grad_enabled() else spec.elements
 
 
-def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dims: BatchDims) -> int | None:
+def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dims: BatchDimByIndex) -> int | None:
     leaves = pytree.tree_leaves((args, kwargs))
     dims = batch_dims or {index: 0 for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     return next((leaves[index].shape[dim] for index, dim in sorted(dims.items())), None)
@@ -141,7 +146,7 @@ def _with_first_names(program: Program, model: nn.Module) -> Program:
     return replace(program, signature=replace(signature, inputs=named(signature.inputs), outputs=named(signature.outputs)))
 
 
-def _with_batch_dims(program: Program, batch_dims: BatchDims) -> Program:
+def _with_batch_dims(program: Program, batch_dims: BatchDimByIndex) -> Program:
     if batch_dims is None:
         sized = [item for item in program.signature.inputs_of("batch") if item.shape]
         batch_dims = {int(item.name): 0 for item in sized if item.shape[0] == sized[0].shape[0]}

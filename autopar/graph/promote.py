@@ -7,7 +7,7 @@ the same agree to 1e-7 only. Promoted, the very same graph differs by rounding o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from autopar._torch import FakeTensorMode, fake_mode, pytree
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
 from autopar.ir.program import Input, Output, Program
-from autopar.ir.schedule import Fragment, Schedule
+from autopar.ir.schedule import Fragment, Schedule, TensorType
+from autopar.pipeline.schedule_program import ScheduleProgram
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -57,20 +58,21 @@ def promote(program: Program) -> Program:
     return replace(program, signature=signature, constants=constants)
 
 
-def promote_schedules(schedules: Sequence[Schedule]) -> tuple[Schedule, ...]:
-    """The schedules of one compile, which share their fragments, with every fragment promoted; the instructions are the same."""
-    fragments = {name: replace(fragment, module=_promoted_module(fragment)) for name, fragment in schedules[0].fragments.items()}
-    return tuple(_promoted_schedule(schedule, fragments) for schedule in schedules)
+def promote_schedule(program: ScheduleProgram) -> ScheduleProgram:
+    """The program with every fragment promoted; the instructions are the same."""
+    fragments = {name: replace(fragment, module=_promoted_module(fragment)) for name, fragment in program.fragments.items()}
+    buffers = {name: each._replace(type=_promoted_type(each.type)) for name, each in program.buffers.items()}
+    return program.with_ranks(map(_promoted_signature, program.ranks), fragments=fragments, buffers=buffers)
 
 
-def _promoted_schedule(schedule: Schedule, fragments: dict[str, Fragment]) -> Schedule:
-    signature = replace(
-        schedule.signature,
-        inputs=tuple(_promoted_item(item) for item in schedule.signature.inputs),
-        outputs=tuple(_promoted_item(item) for item in schedule.signature.outputs),
-    )
-    shapes = {name: (shape, promoted_dtype(dtype)) for name, (shape, dtype) in schedule.shapes.items()}
-    return replace(schedule, fragments=fragments, signature=signature, shapes=shapes)
+def _promoted_type(given: TensorType | None) -> TensorType | None:
+    return given and (given[0], promoted_dtype(given[1]))
+
+
+def _promoted_signature(schedule: Schedule) -> Schedule:
+    inputs = tuple(_promoted_item(item) for item in schedule.signature.inputs)
+    outputs = tuple(_promoted_item(item) for item in schedule.signature.outputs)
+    return replace(schedule, signature=replace(schedule.signature, inputs=inputs, outputs=outputs))
 
 
 def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promoted: bool) -> nn.Module:

@@ -16,6 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import AutoparError
+from autopar.ir.actions import SINGLE, PipelineSchedule
 from autopar.ir.arguments import arguments
 from autopar.ir.freedom import Freedom
 from autopar.ir.mesh import Mesh
@@ -107,6 +108,7 @@ class Program:
 
     `logical_share`: of the FLOPs of the graph's contractions those that are the model's; the rest is padding.
     `written`: the attributes of modules that forward sets, by path; the program has what they were before.
+    `order`: which stage of a pipeline runs which microbatch when; one of each unless more was asked for.
     """
 
     graph: Graph
@@ -117,6 +119,7 @@ class Program:
     freedom: Freedom = Freedom()
     logical_share: float = 1.0
     written: tuple[str, ...] = ()
+    order: PipelineSchedule = SINGLE
 
     def copy(self, **changes: Any) -> Program:
         graph = Graph()

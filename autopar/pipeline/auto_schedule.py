@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from typing import NoReturn, TypeVar
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.actions import Action, PipelineSchedule
-from autopar.pipeline.cost import PipelineCost
+from autopar.ir.actions import Action, PipelineSchedule
+from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
 from autopar.pipeline.list_schedule import Listed, Objective, Policy, Problem, list_schedule, natural_ahead
-from autopar.pipeline.memory import rank_memory
 from autopar.pipeline.schedules import GENERATORS, generate
 from autopar.pipeline.shift_weights import shift_weights
 from autopar.pipeline.simulate import simulate
@@ -108,9 +107,9 @@ class _Search:
             variants = [each for orders in _merged(schedule, self.cost) if (each := self.judge(replace(schedule, orders=orders)))]
             if variants:
                 return variants
-            program = expand(schedule, tuple(self.cost.edges))
+            memory = grid_memory(expand(schedule, tuple(self.cost.edges)), self.cost)
             for rank, budget in enumerate(self.budgets):
-                over = rank_memory(program, rank, self.cost).peak_bytes - budget
+                over = memory[rank].peak_bytes - budget
                 if over > 0:
                     least = sum(self.cost.stages[stage].saved_bytes for stage in problem.stages_of(rank))
                     room[rank] = max(least, problem.peak_saved_bytes(orders[rank]) - over) if rounds_left > 1 else least

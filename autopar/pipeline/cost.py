@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.pipeline.actions import Action, Edge, chain
-from autopar.pipeline.program import Transfer
+from autopar.cost.schedule_memory import RankMemory, Sizes, schedule_memory
+from autopar.ir.actions import Action, Edge, Transfer, chain
+from autopar.ir.instructions import Run
+from autopar.ir.lifetimes import with_frees
+from autopar.pipeline.expand import saved_by
+from autopar.pipeline.schedule_program import ScheduleProgram
 
 
 @dataclass(frozen=True)
@@ -96,3 +100,28 @@ class PipelineCost:
             if price is not None:
                 return price
         return EdgeCost()
+
+    def buffer_bytes(self, program: ScheduleProgram) -> dict[str, float]:
+        """By name the bytes of the buffers of a grid."""
+        found = {name: self.transfer(transfer).bytes for name, transfer in program.transfers.items()}
+        for number, stage in enumerate(self.stages):
+            saved = (stage.freed_bytes("I"), stage.freed_bytes("W"))
+            for microbatch in range(program.order.num_microbatches):
+                found |= zip(saved_by(number, microbatch), saved, strict=True)
+        return found
+
+
+def grid_memory(program: ScheduleProgram, cost: PipelineCost) -> tuple[RankMemory, ...]:
+    """The memory of every rank of a grid over its instructions, each with what frees the buffers that nothing reads after it."""
+    buffer_bytes = cost.buffer_bytes(program)
+
+    def working_bytes(run: Run) -> float:
+        action = program.actions.get(run.fragment)
+        return cost.stages[action.stage].working_bytes if isinstance(action, Action) else 0.0
+
+    found: list[RankMemory] = []
+    for place, schedule in enumerate(program.ranks):
+        held = sum(cost.stages[stage].held_bytes for stage in program.stages_of(place))
+        sizes = Sizes(buffer_bytes.__getitem__, working_bytes, held, arrival="launch")
+        found.append(schedule_memory(schedule, sizes, with_frees(schedule.instructions, ())))
+    return tuple(found)

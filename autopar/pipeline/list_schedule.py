@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.pipeline.actions import Action, Kind
+from autopar.ir.actions import Action, Kind
 from autopar.pipeline.cost import PipelineCost
 
 # What is to be short: the longest span of a rank, or the whole step.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from autopar.cost.model import CostModel
 from autopar.errors import ScheduleError
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.auto_schedule import auto_schedule
 from autopar.pipeline.priced import price_pipeline
 from autopar.pipeline.schedules import GENERATORS, generate

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.cost.model import CostModel
+from autopar.ir.actions import Direction, Edge
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import DIMS, SHARDING, STRATEGY
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.reshard import steps
-from autopar.pipeline.actions import Edge
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
-from autopar.pipeline.program import Direction
 from autopar.pipeline.stage_work import Work
 
 

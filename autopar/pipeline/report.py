@@ -9,10 +9,10 @@ from typing import Any
 
 from autopar.cost.model import CostModel
 from autopar.driver.compiled import Compiled
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import DIMS, SHARDING
 from autopar.ir.program import Program
 from autopar.ir.units import in_bytes, in_seconds
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.priced import crossing_bytes, price_pipeline
@@ -78,7 +78,6 @@ def pipeline_summary(compiled: Compiled, cost: CostModel) -> dict[str, Any]:
     critical_path   what the end waits for, first to last
     peak_bytes      of each rank
     """
-    assert compiled.order is not None
     order, paper = compiled.order, StepOnPaper(compiled.program, cost, compiled.order)
     sent, live = crossing_bytes(Work(compiled.program), cost), live_microbatches(order)
     stages: list[dict[str, Any]] = []
@@ -116,7 +115,6 @@ def pipeline_summary(compiled: Compiled, cost: CostModel) -> dict[str, Any]:
 
 def pipeline_lines(compiled: Compiled, cost: CostModel) -> Iterator[str]:
     """Stages, order, the simulated step, and the reason for the cuts; of one stage the step alone."""
-    assert compiled.order is not None
     order, paper = compiled.order, StepOnPaper(compiled.program, cost, compiled.order)
     if order.num_stages > 1 and compiled.stages is not None:
         yield "stages, for a microbatch (ms and GiB on one rank; *: the slowest)"

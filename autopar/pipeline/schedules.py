@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import cast
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.actions import Action, Kind, PipelineSchedule
+from autopar.ir.actions import Action, Kind, PipelineSchedule
 
 
 def gpipe(num_ranks: int, num_microbatches: int) -> PipelineSchedule:

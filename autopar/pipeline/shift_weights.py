@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.pipeline.actions import Action
+from autopar.ir.actions import Action
 from autopar.pipeline.list_schedule import Objective, Problem
 
 Orders = tuple[tuple[Action, ...], ...]

@@ -8,17 +8,20 @@ where transfers are shorter than actions, an action starts at max(rank free, pro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from autopar.cost.schedule_memory import RankMemory
 from autopar.errors import ScheduleError
-from autopar.pipeline.actions import PipelineSchedule
-from autopar.pipeline.cost import PipelineCost
+from autopar.ir.actions import Action, PipelineSchedule, Reduction
+from autopar.ir.instructions import Channel, Receive, Run, Send, Wait
+from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
-from autopar.pipeline.memory import RankMemory, rank_memory
-from autopar.pipeline.program import Channel, Compute, PipelineProgram, Receive, ReduceGradients, Send
+from autopar.pipeline.schedule_program import ScheduleProgram
 
+# What a RUN takes, and what goes from a SEND to its end.
+Seconds = Callable[[Run | Send], float]
 # So much of each end of the critical path is printed.
 _SHOWN = 12
 
@@ -110,13 +113,24 @@ class Simulation:
         return "\n".join([*lines, f"critical path: {' '.join(names)}"])
 
 
-def simulate(pipeline: PipelineSchedule | PipelineProgram, cost: PipelineCost) -> Simulation:
+def simulate(pipeline: PipelineSchedule | ScheduleProgram, cost: PipelineCost) -> Simulation:
     """Run `pipeline` on paper. Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why."""
     program = expand(pipeline, tuple(cost.edges)) if isinstance(pipeline, PipelineSchedule) else pipeline
-    run = _Run(program, cost)
+    run = _Run(program, grid_seconds(program, cost))
     run.finish()
-    memory = tuple(rank_memory(program, rank, cost) for rank in range(len(program.ranks)))
-    return Simulation(tuple(run.events), memory, tuple(map(tuple, run.ended)))
+    return Simulation(tuple(run.events), grid_memory(program, cost), tuple(map(tuple, run.ended)))
+
+
+def grid_seconds(program: ScheduleProgram, cost: PipelineCost) -> Seconds:
+    """The price of each instruction of a grid: of actions and reductions those of their stages, of a SEND that of its edge."""
+
+    def seconds(instruction: Run | Send) -> float:
+        if isinstance(instruction, Send):
+            return cost.transfer(program.transfers[instruction.transfer]).seconds
+        action = program.actions[instruction.fragment]
+        return cost.action_seconds(action) if isinstance(action, Action) else cost.stages[action.stage].reduce_seconds
+
+    return seconds
 
 
 @dataclass
@@ -129,26 +143,28 @@ class _Stamp:
 
 @dataclass
 class _Run:
-    program: PipelineProgram
-    cost: PipelineCost
+    """Ranks are places along `pp`, which is what transfers go along."""
+
+    program: ScheduleProgram
+    seconds: Seconds
     events: list[Event] = field(default_factory=list[Event])
     # Of each channel: launches of sends, launches of receives, ends of transfers; the k-th belong together.
     sends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
-    names: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
+    sent: dict[Channel, list[Send]] = field(default_factory=lambda: defaultdict(list))
     receives: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
     ends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
-    launched: dict[tuple[int, Send | Receive], tuple[Channel, int]] = field(
-        default_factory=dict[tuple[int, Send | Receive], tuple[Channel, int]]
-    )
+    # By rank and transfer.
+    launched: dict[tuple[int, str], tuple[Channel, int]] = field(default_factory=dict[tuple[int, str], tuple[Channel, int]])
 
     def __post_init__(self) -> None:
-        self.now = [_Stamp() for _ in self.program.ranks]
-        self.reduced = [_Stamp() for _ in self.program.ranks]
-        self.ended: list[list[float]] = [[] for _ in self.program.ranks]
+        self.rows = [schedule.instructions for schedule in self.program.ranks]
+        self.now = [_Stamp() for _ in self.rows]
+        self.reduced = [_Stamp() for _ in self.rows]
+        self.ended: list[list[float]] = [[] for _ in self.rows]
 
     def finish(self) -> None:
         """Let every rank run until it blocks, in turn, until all are through. What comes out does not depend on whose turn it is."""
-        rows = [self.rank(rank) for rank in range(len(self.program.ranks))]
+        rows = [self.rank(rank) for rank in range(len(self.rows))]
         waiting = set(range(len(rows)))
         moved = True
         while waiting and moved:
@@ -159,35 +175,39 @@ class _Run:
                     waiting.discard(rank)
                 moved |= len(self.ended[rank]) > before
         if waiting:
-            places = ", ".join(f"rank {rank} at {self.program.ranks[rank][len(self.ended[rank])]}" for rank in sorted(waiting))
+            places = ", ".join(f"rank {rank} at {self.rows[rank][len(self.ended[rank])]}" for rank in sorted(waiting))
             raise ScheduleError(f"the pipeline never ends, nobody can advance: {places}; check_pipeline says why")
 
     def rank(self, rank: int) -> Iterator[bool]:
         """Run one rank; yields whenever it is blocked."""
-        for each in self.program.ranks[rank]:
-            if isinstance(each, Compute):
-                seconds = self.cost.action_seconds(each.action)
-                self.now[rank] = self.event(rank, "compute", str(each), self.now[rank], seconds)
+        for each in self.rows[rank]:
+            if isinstance(each, Run):
+                self.compute(rank, each)
             elif isinstance(each, (Send, Receive)):
                 self.launch(rank, each)
-            elif isinstance(each, ReduceGradients):
-                begin = _later(self.now[rank], self.reduced[rank])
-                if seconds := self.cost.stages[each.stage].reduce_seconds:
-                    self.reduced[rank] = self.event(rank, "reduce", str(each), begin, seconds)
-            else:
-                place = self.launched.get((rank, each.launched))
+            elif isinstance(each, Wait):
+                place = self.launched.get((rank, each.target))
                 while place is None or not self.complete(*place):
                     yield True
                 self.now[rank] = _later(self.now[rank], self.ends[place[0]][place[1]])
             self.ended[rank].append(self.now[rank].seconds)
 
+    def compute(self, rank: int, each: Run) -> None:
+        """Actions run one after another; a reduction runs beside them, after those before it."""
+        if not isinstance(self.program.action_of(each), Reduction):
+            self.now[rank] = self.event(rank, "compute", each.fragment, self.now[rank], self.seconds(each))
+        elif seconds := self.seconds(each):
+            begin = _later(self.now[rank], self.reduced[rank])
+            self.reduced[rank] = self.event(rank, "reduce", each.fragment, begin, seconds)
+
     def launch(self, rank: int, each: Send | Receive) -> None:
-        channel = each.channel(rank)
-        row = (self.sends if isinstance(each, Send) else self.receives)[channel]
-        self.launched[rank, each] = (channel, len(row))
+        is_send = isinstance(each, Send)
+        channel = (rank, each.peer) if is_send else (each.peer, rank)
+        row = (self.sends if is_send else self.receives)[channel]
+        self.launched[rank, each.transfer] = (channel, len(row))
         row.append(self.now[rank])
-        if isinstance(each, Send):
-            self.names[channel].append(each)
+        if is_send:
+            self.sent[channel].append(each)
 
     def complete(self, channel: Channel, number: int) -> bool:
         """Whether the `number`-th transfer of `channel` has met; those before it go first."""
@@ -195,9 +215,8 @@ class _Run:
         while len(ends) <= number and len(ends) < min(len(sends), len(receives)):
             begin = _later(sends[len(ends)], receives[len(ends)])
             begin = _later(begin, ends[-1]) if ends else begin
-            name = self.names[channel][len(ends)]
-            price = self.cost.transfer(name.transfer)
-            ends.append(self.event(channel[0], f"to rank {channel[1]}", str(name), begin, price.seconds))
+            send = self.sent[channel][len(ends)]
+            ends.append(self.event(channel[0], f"to rank {channel[1]}", send.transfer, begin, self.seconds(send)))
         return number < len(ends)
 
     def event(self, rank: int, stream: str, name: str, begin: _Stamp, seconds: float) -> _Stamp:

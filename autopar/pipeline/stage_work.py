@@ -22,13 +22,13 @@ from torch.fx import Node
 
 from autopar.cost.model import is_view
 from autopar.graph.microbatches import known_ahead
+from autopar.ir.actions import Direction
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import PHASE, SHARDING, STAGE, Phase
 from autopar.ir.markers import MARKERS
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Program
 from autopar.ops.traits import WHOLE_VIEWS
-from autopar.pipeline.program import Direction
 
 aten = torch.ops.aten
 

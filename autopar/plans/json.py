@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from autopar.ir.actions import PipelineSchedule, parse_schedule
 from autopar.ir.freedom import Freedom
 from autopar.ir.sharding import Dims, Sharding, Strategy
-from autopar.pipeline.actions import PipelineSchedule, parse_schedule
 
 
 def from_sharding(sharding: Sharding) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from typing import Any, Protocol
 from torch.fx import Node
 
 from autopar.errors import PlanError, ScheduleError
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.collectives import reshard
 from autopar.ir.freedom import Freedom
 from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
@@ -42,7 +43,6 @@ from autopar.ir.padding import Padding, carried_over
 from autopar.ir.printing import op_name, short_dtype
 from autopar.ir.program import Program, results_of
 from autopar.ir.sharding import Dims, Sharding, Strategy
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.plans.diff import PlanDiff, changes
 from autopar.plans.json import (
     from_schedule,
@@ -130,15 +130,15 @@ class Plan:
     pinned: tuple[str, ...] = ()
 
     @staticmethod
-    def of(program: Program, decision: Reasoned | None = None) -> Plan:
+    def of(program: Program, decision: Reasoned | None = None, stages: Staged | None = None) -> Plan:
         """The decisions in a GLOBAL program whose nodes have strategies, before or after reshards; reasons from the search's `decision`.
 
-        Of a pipeline see `with_stages`.
+        With `stages`, where it was cut into those of a pipeline, its order is a part of the plan.
         """
         placements = {
             (item.kind, item.name): PlannedInput(DIMS[node][0], SHARDING[node][0], item.padding) for item, node in program.named_inputs()
         }
-        return Plan(
+        plan = Plan(
             mesh=program.mesh,
             parameters={name: placement for (kind, name), placement in placements.items() if kind == "parameter"},
             inputs={f"{kind} {name}": placement for (kind, name), placement in placements.items() if kind != "parameter"},
@@ -148,12 +148,12 @@ class Plan:
             freedom=program.freedom,
             pinned=tuple(dict.fromkeys(SOURCE[node].module for node in program.graph.nodes if node.target is pinned)),
         )
+        return plan if stages is None else plan._with_stages(program, stages)
 
-    def with_stages(self, program: Program, schedule: PipelineSchedule, decision: Staged) -> Plan:
-        """The same with the order of a pipeline, and where `program` was cut into its stages."""
+    def _with_stages(self, program: Program, decision: Staged) -> Plan:
         keys = {node.name: key for node, key in node_keys(program, with_reshards=True).items()}
         reasons = {**self.reasons, **decision.reasons}
-        return replace(self, schedule=schedule, cuts=tuple(keys[name] for name in decision.cuts), reasons=reasons)
+        return replace(self, schedule=program.order, cuts=tuple(keys[name] for name in decision.cuts), reasons=reasons)
 
     def starts_on(self, program: Program, units: Sequence[Sequence[Node]], num_stages: int) -> tuple[int, ...] | None:
         """The first of `units`, the calls of a line, of each stage of the plan; None where it has none, or others than fit here.

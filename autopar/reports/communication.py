@@ -10,11 +10,11 @@ from torch.fx import Node
 
 from autopar.cost.model import CostModel
 from autopar.ir.collectives import reshard
+from autopar.ir.instructions import Collective
 from autopar.ir.keys import DIMS, PHASE, SHARDING
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.reshard import steps
-from autopar.ir.schedule import Collective
 from autopar.pipeline.priced import value_bytes
 from autopar.pipeline.stage_work import Work
 

@@ -10,11 +10,11 @@ from torch.fx import Node
 from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError
 from autopar.ir import printing
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import ORIGIN, SOURCE
 from autopar.ir.printing import op_name
 from autopar.ir.program import Form, Program
 from autopar.ir.schedule import Schedule
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.reports.explain import explain
 from autopar.reports.summary import summary
 from autopar.reports.what_if import what_if
@@ -31,7 +31,8 @@ def print_program(compiled: Compiled, after: str | None = None, rank: int = 0) -
     Raises `AutoparError` for a pass that did not run or a rank that is not on the mesh.
     """
     if after is not None:
-        return printing.print_program(_after(compiled, after))
+        written = next((step.program for step in reversed(compiled.schedule_steps) if step.name == after), None)
+        return str(written) if written is not None else printing.print_program(_after(compiled, after))
     mesh = compiled.local.mesh.ranks
     if not 0 <= rank < mesh.size:
         raise AutoparError(f"rank {rank} is not on the mesh ({mesh}): ranks are 0 to {mesh.size - 1}")
@@ -39,7 +40,7 @@ def print_program(compiled: Compiled, after: str | None = None, rank: int = 0) -
     place = mesh.index(rank, mesh.parts("pp"))
     order, stages = compiled.order, None
     parts = [f"rank {rank} at {coordinates}"]
-    if order is not None and order.num_ranks > 1:
+    if order.num_ranks > 1:
         stages = {stage for stage, home in enumerate(order.stages) if home == place}
         parts.append("\n".join(_row(order, place)))
     program = printing.print_program(_local(compiled), stages=stages)
@@ -66,7 +67,7 @@ def print_schedule(compiled: Compiled, rank: int = 0) -> str:
     for number, instruction in enumerate(schedule.instructions):
         lines += [f"  # {heading}" for heading in headings.get(number, ())]
         outputs = getattr(instruction, "outputs", ())
-        module = next((found for name in outputs if (found := places.get(name.partition("@")[0]))), "")
+        module = next((found for name in outputs if (found := places.get(schedule.buffers[name].value))), "")
         note = f"   # {module}" if module and module != previous else ""
         previous = module or previous
         lines.append(f"  {number:5}  {instruction}{note}")
@@ -120,7 +121,8 @@ def _calls(program: Program) -> Iterator[Node]:
 
 def _after(compiled: Compiled, name: str) -> Program:
     """The program after the last pass of that name."""
+    steps = (*compiled.steps, *compiled.schedule_steps)
     for step in reversed(compiled.steps):
         if step.name == name:
             return step.program
-    raise AutoparError(f"no pass {name!r} ran; these did: {', '.join(step.name for step in compiled.steps)}")
+    raise AutoparError(f"no pass {name!r} ran; these did: {', '.join(step.name for step in steps)}")

@@ -16,6 +16,7 @@ from torch.fx import Node
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel, is_view
 from autopar.driver.compiled import Compiled
+from autopar.ir.actions import SINGLE, PipelineSchedule
 from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import save
 from autopar.ir.mesh import MICROBATCHES
@@ -24,7 +25,6 @@ from autopar.ir.printing import op_name
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.sharding import REDUCTION_KINDS, Strategy
 from autopar.ops.lookup import rule_of
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.priced import value_bytes
 from autopar.pipeline.report import pipeline_summary
@@ -61,7 +61,7 @@ def summary(compiled: Compiled) -> dict[str, Any]:
         "communication": _communication(program, cost, places),
         "memory": memory(program, cost, compiled.order),
         "seconds": seconds(program, cost, places),
-        "pipeline": pipeline_summary(compiled, cost) if compiled.order is not None else None,
+        "pipeline": None if compiled.order.is_single else pipeline_summary(compiled, cost),
         "search": search_summary(compiled.search),
     }
 
@@ -73,7 +73,7 @@ def cost_of(compiled: Compiled) -> CostModel:
 
 def places_of(compiled: Compiled) -> tuple[int, ...]:
     """The rank along `pp` that each stage lies on."""
-    return compiled.order.stages if compiled.order is not None else (0,)
+    return compiled.order.stages
 
 
 def flops(program: Program) -> tuple[float, float]:
@@ -180,10 +180,10 @@ def _communication(program: Program, cost: CostModel, places: Sequence[int]) -> 
     return found
 
 
-def memory(program: Program, cost: CostModel, order: PipelineSchedule | None = None) -> dict[str, float]:
+def memory(program: Program, cost: CostModel, order: PipelineSchedule = SINGLE) -> dict[str, float]:
     """Bytes of one rank, in a pipeline of the one that holds most. Saved activations are what the forward keeps for the backward,
     each value once, of all microbatches that are under way at a time."""
-    if order is None:
+    if order.is_single:
         saved = (node for node in program.graph.nodes if node.target is save)
         return _held(program, cost, None) | {"saved_activations": sum(sum(_result_bytes(node, cost)) for node in saved)}
     live, work = live_microbatches(order), Work(program)

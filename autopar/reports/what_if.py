@@ -108,9 +108,7 @@ def what_if(compiled: Compiled, pins: Any) -> WhatIf:
     except PlanError as refusal:
         return WhatIf(now, compiled.plan, refusal=str(refusal))
     # Pins choose no kernels.
-    plan = replace(Plan.of(program, decision), kernels=compiled.plan.kernels)
-    if compiled.order is not None:
-        plan = plan.with_stages(program, compiled.order, stages)
+    plan = replace(Plan.of(program, decision, stages), kernels=compiled.plan.kernels)
     return WhatIf(now, compiled.plan, _prices(program, decision, compiled), plan, diff=compiled.plan.diff(plan))
 
 
@@ -118,7 +116,7 @@ def _prices(program: Program, decision: Any, compiled: Compiled) -> Prices:
     """Of several microbatches or stages a step takes what it takes on paper; else what the search says."""
     cost, places = cost_of(compiled), places_of(compiled)
     order = compiled.order
-    step_seconds = decision.cost_seconds if order is None else StepOnPaper(program, cost, order).seconds
+    step_seconds = decision.cost_seconds if order.is_single else StepOnPaper(program, cost, order).seconds
     time = seconds(program, cost, places)
     communication: dict[str, float] = {}
     for (axes, _, collective), row in sent(program, cost, places).items():

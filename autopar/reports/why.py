@@ -140,7 +140,7 @@ def _shares(node: Node, program: Program) -> str:
 
 def _stages(verb: str, stages: Collection[int], compiled: Compiled) -> Iterator[str]:
     """`runs on stage 1`; nothing without a pipeline."""
-    if compiled.order is not None and compiled.order.num_stages > 1:
+    if compiled.order.num_stages > 1:
         named = ", ".join(map(str, sorted(stages)))
         yield f"{verb} stage {named}" if len(stages) == 1 else f"{verb} stages {named}, each for itself"
 

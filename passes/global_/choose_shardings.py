@@ -130,7 +130,9 @@ class ChooseShardings:
     def decide(self, program: Program) -> ShardingDecision:
         """Raises `PlanError` when pins cannot be kept, and `MemoryBudgetError` when nothing fits."""
         pinned, reasons = self._pinned(program)
-        asked = Situation(program, CostModel(self.cluster, program.mesh), pinned, self.budget, reasons)
+        # The stages of a pipeline share what the graph holds; each is held to the budget when they are placed.
+        budget = self.budget.times(program.order.num_ranks)
+        asked = Situation(program, CostModel(self.cluster, program.mesh), pinned, budget, reasons)
         made = asked.problem()
         try:
             solution = self._search(made)

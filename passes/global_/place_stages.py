@@ -10,12 +10,12 @@ from functools import cached_property, partial
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import STAGE
 from autopar.ir.program import Program
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.assign import assign_stages
 from autopar.pipeline.holders import Held, starts_where
-from autopar.pipeline.order import live_microbatches, ordered_for
+from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.placement import StagePlacement, place, placed_at
 from autopar.pipeline.placement_problem import Devices
 from autopar.pipeline.placement_units import ProgramLine, line_of
@@ -62,9 +62,9 @@ class StageDecision:
 
 @dataclass(frozen=True)
 class PlaceStages:
-    """Cut the forward into the stages of `order` so that the slowest one is as fast as can be on `cluster`, within `budget`.
+    """Cut the forward into the stages of the program's order so that the slowest one is as fast as can be on `cluster`, within `budget`.
 
-    The program may run in fewer microbatches than `order` was drawn for: its like for as many is meant then.
+    One microbatch through one stage needs no cut.
     Where `held` says which stages hold the parameters already, the cuts are those that leave them there; else they are those of
     `plan`, if it has as many stages and every op that it cuts at is there. Without either they follow from program, `cluster`
     and `budget` alone: real ranks, whose program has rank 0's shardings, all find the same.
@@ -73,18 +73,19 @@ class PlaceStages:
     Ensures: activations flow to later stages, gradients to earlier ones.
     """
 
-    order: PipelineSchedule
     cluster: Cluster
     budget: MemoryBudget = field(default_factory=MemoryBudget)
     held: Held | None = None
     plan: Plan | None = None
     name: str = "place stages"
 
-    def decide(self, program: Program) -> StageDecision:
+    def decide(self, program: Program) -> StageDecision | None:
         """Raises `PlanError` for more stages than there is work, and `MemoryBudgetError` when no placement fits."""
+        if program.order.is_single:
+            return None
         cost = CostModel(self.cluster, program.mesh, self.budget.optimizer)
         found = line_of(program, cost)
-        devices, live = self._devices(cost), live_microbatches(ordered_for(self.order, program.mesh.num_microbatches))
+        devices, live = self._devices(cost, program.order), live_microbatches(program.order)
         starts, reason = self._given(found, program)
         placement = place(found.line, devices, live) if starts is None else placed_at(found.line, devices, live, starts)
         stages = found.forward_stages(placement.stage_of)
@@ -95,20 +96,22 @@ class PlaceStages:
     def _given(self, line: ProgramLine, program: Program) -> tuple[tuple[int, ...] | None, str]:
         """The first unit of each stage where that is decided already, and by what."""
         if self.held:
-            return starts_where(line, program, self.held, self.order.num_stages), "as the first capture placed it"
-        planned = self.plan.starts_on(program, line.nodes, self.order.num_stages) if self.plan is not None else None
+            return starts_where(line, program, self.held, program.order.num_stages), "as the first capture placed it"
+        planned = self.plan.starts_on(program, line.nodes, program.order.num_stages) if self.plan is not None else None
         return planned, "by the plan" if planned is not None else ""
 
-    def apply(self, program: Program, decision: StageDecision) -> Program:
+    def apply(self, program: Program, decision: StageDecision | None) -> Program:
+        if decision is None:
+            return program
         program = program.copy()
         forward = {node: decision.stages[node.name] for node in program.graph.nodes if node.name in decision.stages}
-        for node, stage in assign_stages(program, forward, self.order.num_stages).items():
+        for node, stage in assign_stages(program, forward, program.order.num_stages).items():
             STAGE[node] = stage
         return program
 
-    def _devices(self, cost: CostModel) -> Devices:
+    def _devices(self, cost: CostModel, order: PipelineSchedule) -> Devices:
         """What stages run on; those of one rank share its memory."""
         latency, seconds_per_byte = cost.send()
-        sharing = Counter(self.order.stages)
-        speeds = tuple(self.cluster.speed(rank) for rank in self.order.stages)
-        return Devices(speeds, tuple(self.budget.capacity_bytes / sharing[rank] for rank in self.order.stages), seconds_per_byte, latency)
+        sharing = Counter(order.stages)
+        speeds = tuple(self.cluster.speed(rank) for rank in order.stages)
+        return Devices(speeds, tuple(self.budget.capacity_bytes / sharing[rank] for rank in order.stages), seconds_per_byte, latency)

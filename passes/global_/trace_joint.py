@@ -67,6 +67,7 @@ def trace_joint(program: Program, training: bool) -> Program:
         Form.GLOBAL,
         program.constants,
         program.freedom,
+        order=program.order,
     )
     _order_by_phase(joint)
     return _with_ways_back(joint, program) if len(joint.signature.inputs_of("tangent")) > 1 else joint

@@ -30,6 +30,8 @@ class CopyToStages:
 
     def apply(self, program: Program) -> Program:
         assert program.form is Form.LOCAL
+        if not any(node in STAGE for node in program.graph.nodes):
+            return program  # nobody cut it into stages
         program = program.copy()
         for node in reversed(list(program.graph.nodes)):
             if node.op == "call_function" and (node not in STAGE or _is_view(node)):

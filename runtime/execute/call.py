@@ -14,7 +14,7 @@ from autopar.errors import BackwardError, ValueCheckError
 from autopar.graph.microbatches import summed
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Input, Output
-from autopar.ir.schedule import Schedule, microbatch_of
+from autopar.ir.schedule import Schedule
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.transport import Transport
@@ -25,7 +25,7 @@ from autopar.runtime.module.outputs import refuse_detached
 class Call:
     """Runs the schedules of this process's ranks up to PAUSE (`forward`) and to their end (`backward`), once each.
 
-    A pipelined program has no PAUSE: `forward` runs it all, and `backward` scales the gradients that are there.
+    Where nothing follows PAUSE the gradients are there already, those of the loss itself: `backward` scales them.
 
     tensors  parameters and buffers of the model by name
     batch    the leaves of the call by flat index
@@ -45,12 +45,12 @@ class Call:
     ) -> None:
         self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
         self.signature = compiled.local.signature
-        self.is_pipelined = compiled.is_pipelined
         self.world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self._key, self._device = batch, key, device
         self._shapes: dict[str, torch.Size] = {}
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
         self._everyones = compiled.schedules
+        self._is_over_at_pause = all(schedule.ends_with_pause for schedule in compiled.schedules)
         self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
 
@@ -70,7 +70,7 @@ class Call:
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Run to PAUSE; the results by flat index. Buffers that the model changes are written back. Raises `ValueCheckError`."""
-        self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self.is_pipelined])
+        self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self._is_over_at_pause])
         self._run()
         self._check_values()
         for item in self.signature.outputs_of("buffer"):
@@ -100,10 +100,10 @@ class Call:
         reached = self._reached({name for name, tangent in tangents.items() if tangent is not None})
         wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
         given = {item.name: self.world.parts(wholes[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
-        if not self.is_pipelined:
+        if not self._is_over_at_pause:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
-            self._run()
+        self._run()
         owned = _Owned(tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state))
         found = {}
         for item in self.signature.outputs_of("gradient"):
@@ -111,7 +111,7 @@ class Call:
             if held.parts and item.name in reached:
                 parts = {rank: owned.own(part) for rank, part in held.parts.items()}
                 found[item.name] = self.world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
-        if self.is_pipelined:  # they are those of the loss itself
+        if self._is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             for gradient in found.values():
                 local_of(gradient).mul_(scale)
@@ -136,7 +136,7 @@ class Call:
 
         In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
         """
-        item = replace(item, sharding=item.sharding and summed(item.sharding)) if self.is_pipelined else item
+        item = replace(item, sharding=item.sharding and summed(item.sharding))
         names = next(_buffers_of(item, schedule) for schedule in self._everyones if _buffers_of(item, schedule))
         one_stage = self.mesh.without("pp") if len(names) > 1 else self.mesh.without("pp", MICROBATCHES)
         parts: Parts = {}
@@ -168,7 +168,7 @@ class Call:
         each = self.mesh.num_microbatches
         for rank, schedule in self.schedules.items():
             for name in _buffers_of(item, schedule):
-                self.states[rank].buffers[name] = parts[rank * each + microbatch_of(name)]
+                self.states[rank].buffers[name] = parts[rank * each + schedule.microbatch_of(name)]
 
     def _parts(self, item: Input) -> Parts:
         world, each = self.world, self.mesh.num_microbatches

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import MeshError, PeerError
+from autopar.ir.instructions import Channel, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Channel, Launch, Layout, Receive, Send
+from autopar.ir.schedule import TensorType
 from autopar.runtime._torch import all_gather_flat, has_distributed, reduce_scatter_flat
 
 
@@ -188,7 +189,7 @@ class DistributedTransport:
             flights.append(Flight(work, carried, carried, _restore(tensor.dtype, tensor.shape)))
         return Launched(instruction, channel[1:], tuple(flights))
 
-    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> Launched:
+    def receive(self, instruction: Receive, layouts: Sequence[TensorType]) -> Launched:
         channel = instruction.channel(self.mesh, self.rank)
         flights: list[Flight] = []
         for shape, dtype in layouts:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import Add, Free, Launch, Layout, Pause, Receive, Run, Schedule, Send, Wait
+from autopar.ir.instructions import Add, Free, Launch, Pause, Receive, Run, Send, Wait
+from autopar.ir.schedule import Schedule, TensorType
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.transport import Transport
 
@@ -148,8 +149,8 @@ class _Rank:
         if name in self.state.flights:
             raise ScheduleError(f"{name!r} was launched twice without a wait between")
 
-    def _layout(self, name: str) -> Layout:
-        layout = self.schedule.shape_of(name)
+    def _layout(self, name: str) -> TensorType:
+        layout = self.schedule.type_of(name)
         if layout is None:
             raise ScheduleError(f"the schedule has no shape for buffer {name!r}, which is received")
         return layout

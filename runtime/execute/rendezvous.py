@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import Channel, Layout, Receive, Send
+from autopar.ir.instructions import Channel, Receive, Send
+from autopar.ir.schedule import TensorType
 
 
 @dataclass(eq=False)
@@ -23,13 +24,13 @@ class PointToPoint:
     sent: Send | None = None
     received: Receive | None = None
     tensors: tuple[torch.Tensor, ...] = ()
-    layouts: tuple[Layout, ...] = ()
+    layouts: tuple[TensorType, ...] = ()
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> None:
         self.sent, self.tensors = instruction, tuple(tensors)
         self._compare()
 
-    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> None:
+    def receive(self, instruction: Receive, layouts: Sequence[TensorType]) -> None:
         self.received, self.layouts = instruction, tuple(layouts)
         self._compare()
 

@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from autopar.ir.instructions import Launch, Receive, Send
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Launch, Layout, Receive, Send
+from autopar.ir.schedule import TensorType
 
 
 class Transport(Protocol):
@@ -28,7 +29,7 @@ class Transport(Protocol):
         """Start sending `tensors`, which stay as they are; returns a handle for `complete`."""
         ...
 
-    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> Any:
+    def receive(self, instruction: Receive, layouts: Sequence[TensorType]) -> Any:
         """Start receiving tensors of these shapes and dtypes; returns a handle for `complete`."""
         ...
 

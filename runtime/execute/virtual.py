@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import Channel, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Channel, Launch, Layout, Receive, Send
+from autopar.ir.schedule import TensorType
 from autopar.runtime.execute.interpreter import Blocked, Execution
 from autopar.runtime.execute.rendezvous import PointToPoint
 
@@ -118,7 +119,7 @@ class Rendezvous:
         transfer.send(instruction, tensors)
         return transfer
 
-    def receive(self, rank: int, instruction: Receive, layouts: Sequence[Layout]) -> PointToPoint:
+    def receive(self, rank: int, instruction: Receive, layouts: Sequence[TensorType]) -> PointToPoint:
         transfer = self._next(instruction.channel(self.mesh, rank), rank)
         transfer.receive(instruction, layouts)
         return transfer
@@ -163,7 +164,7 @@ class VirtualTransport:
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> PointToPoint:
         return self.rendezvous.send(self.rank, instruction, tensors)
 
-    def receive(self, instruction: Receive, layouts: Sequence[Layout]) -> PointToPoint:
+    def receive(self, instruction: Receive, layouts: Sequence[TensorType]) -> PointToPoint:
         return self.rendezvous.receive(self.rank, instruction, layouts)
 
     def is_ready(self, handle: CollectiveRendezvous | PointToPoint) -> bool:

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError, PlanError, ScheduleError
+from autopar.ir.instructions import Launch
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.padding import Padding, padded, unpadded
 from autopar.ir.program import Input, Output
-from autopar.ir.schedule import Launch
 from autopar.ir.sharding import Sharding
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.execute.interpreter import Execution

@@ -13,13 +13,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.driver.compiled import Compiled
+from autopar.driver.options import BatchDims
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import Backend
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World, from_first
 from autopar.runtime.module.guard import ModelGuard
-from autopar.runtime.module.inputs import BatchDims, CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call
+from autopar.runtime.module.inputs import CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call
 from autopar.runtime.module.names import NamesOfModel, check_names
 from autopar.runtime.module.parameters import Placement, same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of

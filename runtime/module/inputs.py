@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from autopar.driver.options import BatchDims
 from autopar.errors import InputError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import flatten, flatten_with_names, has_values, is_fake_mode_active, unflatten
-
-BatchDims = int | Mapping[str, int | None] | None
 
 
 @dataclass(frozen=True)

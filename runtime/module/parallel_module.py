@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.driver.compiled import Compiled
+from autopar.driver.options import BatchDims
 from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import Backend, not_compiled
@@ -19,7 +20,7 @@ from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.execute.world import World
 from autopar.runtime.module.captures import Capture, Captured
 from autopar.runtime.module.copies import check_copy, share_captures
-from autopar.runtime.module.inputs import BatchDims, CallInputs, batch_dims_of, check_replicas
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_replicas
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
 

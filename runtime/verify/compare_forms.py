@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.driver.compiled import Compiled, Step
-from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedules, promote_tensor
+from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedule, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_values import ValueComparison, difference_at, first_renamed
@@ -298,5 +298,5 @@ def promote_compiled(compiled: Compiled) -> Compiled:
         program=promote(compiled.program),
         local=promote(compiled.local),
         separated=compiled.separated and promote(compiled.separated),
-        schedules=promote_schedules(compiled.schedules),
+        schedule=promote_schedule(compiled.schedule),
     )

@@ -18,10 +18,10 @@ from torch.fx import Interpreter, Node
 from autopar.frontend.traced import as_traced
 from autopar.ir.arguments import arguments, call_of, list_at
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
+from autopar.ir.instructions import Collective, Launch
 from autopar.ir.keys import ORIGIN
 from autopar.ir.padding import padded, unpadded
 from autopar.ir.program import Form, Input, Program, Signature
-from autopar.ir.schedule import Collective, Launch
 from autopar.runtime._torch import flatten
 from autopar.runtime.execute.virtual import collect
 from autopar.runtime.execute.world import RankParts

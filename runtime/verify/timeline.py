@@ -13,7 +13,8 @@ import torch
 from autopar.cost.schedule_memory import peak_bytes
 from autopar.driver.compiled import Compiled
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import Run, Schedule, Wait
+from autopar.ir.instructions import Run, Wait
+from autopar.ir.schedule import Schedule
 from autopar.pipeline.report import StepOnPaper
 from autopar.pipeline.simulate import Event, Simulation
 from autopar.pipeline.trace import write_trace
@@ -85,12 +86,15 @@ class Recorder:
     _ends: dict[int, int] = field(default_factory=dict[int, int])
 
     def __post_init__(self) -> None:
-        self._kept = {name.partition("@")[0] for name in self.schedule.outputs}
+        self._kept = {self._value(name) for name in self.schedule.outputs}
         for number, span in enumerate(self.schedule.spans):
             if span.begin == span.end:
                 continue  # the first stage has nobody to send gradients to
             self._spans |= dict.fromkeys(range(span.begin, span.end), span.action)
             self._ends[span.end - 1] = number
+
+    def _value(self, name: str) -> str:
+        return self.schedule.buffers[name].value
 
     def __call__(self, number: int, is_over: bool) -> None:
         now = _now()
@@ -102,7 +106,7 @@ class Recorder:
             self.events.append(Event(self.rank, "wait", str(instruction), self._begun[number], now))
         action = self._spans.get(number, "")
         if isinstance(instruction, Run) and "F" in action:
-            self._made |= {name: action for name in instruction.outputs if name.partition("@")[0] not in self._kept}
+            self._made |= {name: action for name in instruction.outputs if self._value(name) not in self._kept}
         self.peak_bytes = max(self.peak_bytes, bytes_of(self.state))
         if number in self._ends:
             span = self.schedule.spans[self._ends[number]]
@@ -115,7 +119,7 @@ def timeline(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any
     """See `ParallelModule.timeline`."""
     inputs, captured = parallel.captured(args, kwargs, runs=True)
     compiled, world = captured.compiled, parallel._world
-    if not compiled.is_pipelined:
+    if compiled.order.is_single:
         raise ScheduleError("a timeline is that of a pipeline or of several microbatches; this module runs its batch in one go")
     tensors = dict(parallel.named_parameters()) | {name: buffer.clone() for name, buffer in parallel.named_buffers()}
     call = Call(
@@ -128,7 +132,7 @@ def timeline(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _predicted(compiled: Compiled) -> Simulation | None:
-    if compiled.order is None or compiled.cost is None:
+    if compiled.cost is None:
         return None
     return StepOnPaper(compiled.program, compiled.cost, compiled.order).simulation
 

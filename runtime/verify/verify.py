@@ -13,7 +13,6 @@ from autopar.driver.compiled import Compiled
 from autopar.graph.promote import copy_model, promote_tensor
 from autopar.ir.mesh import Mesh, parent
 from autopar.ir.program import Input
-from autopar.ir.schedule import microbatch_of
 from autopar.ir.sharding import Sharding
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.fragments import CompiledFragments
@@ -130,7 +129,7 @@ class _OwnRun:
                 if item.kind not in ("parameter", "buffer", "constant", "batch"):
                     continue
                 assert item.sharding is not None, item
-                place = rank * mesh.num_microbatches + microbatch_of(name)
+                place = rank * mesh.num_microbatches + schedule.microbatch_of(name)
                 wanted = local_shard(case.value(item, compiled.local), item.dims, item.sharding, mesh, place)
                 error = error_of(state.buffers[name].cpu(), wanted)
                 if error:

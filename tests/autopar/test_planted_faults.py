@@ -19,11 +19,13 @@ from autopar.checks.schedule import check_schedule
 from autopar.driver.compiled import Compiled
 from autopar.graph.emit import Emitter
 from autopar.ir.collectives import all_reduce, reshard, wait
+from autopar.ir.instructions import Free, Instruction, Launch, Run, Wait
 from autopar.ir.keys import DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.ir.program import Program, operands
-from autopar.ir.schedule import Free, Instruction, Launch, Run, Schedule, Wait
+from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import Sharding
 from tests.support.faults.compiled import MESH, compile_tiny, consumer, emit_between, first, gathered, reduced_over
+from tests.support.schedules import retyped
 
 aten = torch.ops.aten
 
@@ -35,7 +37,7 @@ def tiny() -> Compiled:
 
 def test_nothing_is_found_where_nothing_was_planted(tiny: Compiled) -> None:
     assert violations(tiny.program) == [] and violations(tiny.local, origin=tiny.program) == []
-    assert check_schedule(dict.fromkeys(range(4), tiny.schedule), tiny.local.mesh) == []
+    assert check_schedule(dict.fromkeys(range(4), tiny.schedules[0]), tiny.local.mesh) == []
 
 
 # --- faults in the GLOBAL program: the check names the node
@@ -298,8 +300,8 @@ def _leaks(schedule: Schedule) -> tuple[Schedule, str]:
     ids=lambda plant: plant.__name__.strip("_"),
 )
 def test_the_check_names_faults_on_one_rank(tiny: Compiled, plant: Callable[[Schedule], tuple[Schedule, str]]) -> None:
-    broken, message = plant(tiny.schedule)
-    found = check_schedule({0: tiny.schedule, 1: tiny.schedule, 2: broken, 3: tiny.schedule}, MESH)
+    broken, message = plant(tiny.schedules[0])
+    found = check_schedule({0: tiny.schedules[0], 1: tiny.schedules[0], 2: broken, 3: tiny.schedules[0]}, MESH)
     named = [violation for violation in found if message in violation.what]
     assert named and named[0].where.startswith("rank 2,"), "\n".join(map(str, found))
 
@@ -311,19 +313,19 @@ def _independent_launches(schedule: Schedule) -> tuple[int, int]:
 
 
 def test_the_check_names_a_swapped_collective_order(tiny: Compiled) -> None:
-    one, other = _independent_launches(tiny.schedule)
-    instructions = list(tiny.schedule.instructions)
+    one, other = _independent_launches(tiny.schedules[0])
+    instructions = list(tiny.schedules[0].instructions)
     instructions[one], instructions[other] = instructions[other], instructions[one]
-    swapped = replace(tiny.schedule, instructions=tuple(instructions))
-    found = check_schedule({0: tiny.schedule, 1: swapped, 2: tiny.schedule, 3: tiny.schedule}, MESH)
+    swapped = replace(tiny.schedules[0], instructions=tuple(instructions))
+    found = check_schedule({0: tiny.schedules[0], 1: swapped, 2: tiny.schedules[0], 3: tiny.schedules[0]}, MESH)
     assert found and all("rank 1" in str(violation) for violation in found)
 
 
 def test_the_check_names_ranks_that_disagree_on_a_dtype(tiny: Compiled) -> None:
     """What gloo turns into garbage without a word."""
-    launch = tiny.schedule.instructions[_where(tiny.schedule, Launch)]
-    shapes = dict(tiny.schedule.shapes)
-    shapes |= {name: (shapes[name][0], torch.float16) for name in (launch.source, launch.target)}
-    found = check_schedule({0: tiny.schedule, 1: replace(tiny.schedule, shapes=shapes), 2: tiny.schedule, 3: tiny.schedule}, MESH)
+    launch = tiny.schedules[0].instructions[_where(tiny.schedules[0], Launch)]
+    shape, _ = tiny.schedule.buffers[launch.source].type
+    halved = retyped(tiny.schedules[0], dict.fromkeys((launch.source, launch.target), (shape, torch.float16)))
+    found = check_schedule({0: tiny.schedules[0], 1: halved, 2: tiny.schedules[0], 3: tiny.schedules[0]}, MESH)
     named = [violation for violation in found if violation.what == "two ranks of a group launch different collectives"]
     assert named and "rank 1" in str(named[0]) and "f16" in str(named[0])

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 
 from autopar.driver.compiled import Compiled
 from autopar.ir.keys import PHASE, STAGE
-from autopar.ir.schedule import microbatch_of
-from autopar.pipeline.cost import PipelineCost
+from autopar.ir.schedule import Schedule
+from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
-from autopar.pipeline.memory import rank_memory
 from autopar.pipeline.schedules import generate
 from tests.support.models.pipelined import in_stages
 from tests.support.models.zoo import Case
@@ -40,8 +39,9 @@ class Watched(dict[str, Tensor]):
     A microbatch counts once for each of the rank's stages. Views of parameters count nothing, several views of a value once.
     """
 
-    def __init__(self, buffers: dict[str, Tensor], stage_of: dict[str, int]) -> None:
+    def __init__(self, buffers: dict[str, Tensor], schedule: Schedule, stage_of: dict[str, int]) -> None:
         super().__init__(buffers)
+        self.known = schedule.buffers
         self.stage_of = stage_of
         self.given = {tensor.untyped_storage().data_ptr() for tensor in buffers.values()}
         self.most_live, self.most_bytes = 0, 0
@@ -55,8 +55,9 @@ class Watched(dict[str, Tensor]):
         self.look()
 
     def look(self) -> None:
-        held = {name: tensor for name, tensor in self.items() if "@" in name and name.partition("@")[0] in self.stage_of}
-        live = {(self.stage_of[name.partition("@")[0]], microbatch_of(name)) for name in held}
+        places = {name: (self.known[name].value, self.known[name].microbatch) for name in self if name in self.known}
+        held = {name: self[name] for name, (value, number) in places.items() if number is not None and value in self.stage_of}
+        live = {(self.stage_of[places[name][0]], places[name][1]) for name in held}
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in held.values()}
         self.most_live = max(self.most_live, len(live))
         self.most_bytes = max(self.most_bytes, sum(size for address, size in storages.items() if address not in self.given))
@@ -85,11 +86,11 @@ def test_as_many_microbatches_are_alive_as_the_order_says(schedule: str, num_ran
     watched = []
     for rank, state in call.states.items():
         mine = {name: stage for name, stage in stage_of.items() if order.stages[stage] == rank}
-        state.buffers = Watched(state.buffers, mine)
+        state.buffers = Watched(state.buffers, call.schedules[rank], mine)
         watched.append(state.buffers)
     call._run()
     for rank, found in enumerate(watched):
-        simulated = rank_memory(expand(order), rank, PipelineCost.uniform(order.num_stages)).peak_live_microbatches
+        simulated = grid_memory(expand(order), PipelineCost.uniform(order.num_stages))[rank].peak_live_microbatches
         assert found.most_live == simulated
         if schedule == "1f1b":
             assert found.most_live == num_ranks - rank

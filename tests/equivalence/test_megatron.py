@@ -22,6 +22,7 @@ from autopar.plans.plan import Plan
 from autopar.reports.explain import explain
 from autopar.reports.summary import contractions
 from benchmarks.planning import GPT2_MEDIUM, SHAPES, Planned, Shape, planned, traced
+from tests.support.schedules import whole
 
 TENSOR_PARALLEL = (2, 4, 8)
 NUM_LAYERS = 4
@@ -121,4 +122,6 @@ def compiled(result: Planned) -> Compiled:
     """What `explain` reads; nothing is lowered."""
     schedule = Schedule((), {}, (), (), result.program.signature)
     plan = Plan.of(result.program, result.decision)
-    return Compiled(result.program, result.program, result.program, (schedule,), plan, search=result.decision, cost=result.cost)
+    return Compiled(
+        result.program, result.program, result.program, whole(result.program.mesh, schedule), plan, search=result.decision, cost=result.cost
+    )

@@ -28,7 +28,6 @@ from autopar.passes.global_.pad_atoms import PadAtoms
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.local.lower import Lower
-from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.plans.plan import Plan
 from autopar.reports.summary import contractions
 from autopar.testing.random_shardings import RandomShardings
@@ -44,6 +43,7 @@ from tests.support.programs import (
     run_forward,
     run_schedule,
 )
+from tests.support.schedules import scheduled
 
 VOCABULARY = 97
 TABLE = "transformer.wte.weight"
@@ -195,7 +195,7 @@ def assert_random_plans_are_exact(name: str, seeds: range) -> None:
             assert len([item for item in program.signature.inputs if item.padding]) >= 4
             local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),))
             tangents = {("tangent", item.name): wanted["loss", "0"].new_ones(()) for item in local.signature.inputs_of("tangent")}
-            assert_close(run_schedule(cut_fragments(local), local.mesh, inputs | tangents), wanted, 1e-10)
+            assert_close(run_schedule(scheduled(local).ranks[0], local.mesh, inputs | tangents), wanted, 1e-10)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

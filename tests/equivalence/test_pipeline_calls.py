@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import BackwardError, CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
-from autopar.pipeline.actions import parse_schedule
+from autopar.ir.actions import parse_schedule
 from autopar.pipeline.schedules import generate
 from tests.support.models.language import mixtral
 from tests.support.models.pipelined import assert_split, in_stages, parameters_of, tagger

@@ -26,11 +26,11 @@ from autopar.ir.program import Program
 from autopar.passes.forward.key_random import KeyRandom
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.refine_mesh import RefineMesh
-from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
 from tests.support.models.random import RandomGraph
 from tests.support.models.random_calls import MAX_CALLS, random_graphs
 from tests.support.programs import Values, errors_of, forward_program, inputs_of, run_forward, run_schedule
+from tests.support.schedules import scheduled
 
 TOLERANCE = 1e-9
 # Cases of a number: graphs, and plans of each.
@@ -128,7 +128,7 @@ def run_plan(reference: Reference, plan: RandomPlan, tally: Tally, is_checked: b
     random = RandomShardings(plan.seed, plan.calm)
     decision = random.decide(program)
     local = run_passes(random.apply(program, decision), AFTER, (Checker(),) if is_checked else ())
-    schedule = cut_fragments(local)
+    schedule = scheduled(local).ranks[0]
     check_schedules([schedule] * local.mesh.size, local.mesh)
     errors = errors_of(run_schedule(schedule, local.mesh, reference.inputs), reference.wanted)
     tally.cases += 1

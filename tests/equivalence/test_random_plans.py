@@ -5,11 +5,12 @@ The mesh has two axes, sub-axes where key-value heads are few; labels are unequa
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
-from autopar.checks.checker import Checker, check_compiled, check_schedules
+from autopar.checks.checker import Checker, check_schedules
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.compiled import Compiled
@@ -22,8 +23,6 @@ from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.global_.place_stages import PlaceStages
 from autopar.passes.local.lower import Lower
-from autopar.passes.schedule.cut_fragments import cut_fragments
-from autopar.passes.schedule.write_schedules import pipeline_schedules
 from autopar.pipeline.order import pipeline_order
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.testing.random_shardings import RandomShardings
@@ -38,6 +37,7 @@ from tests.support.programs import (
     run_forward,
     run_schedule,
 )
+from tests.support.schedules import scheduled
 
 MESHES = (virtual_mesh(dp=2, tp=2), virtual_mesh(dp=2, tp=2), virtual_mesh(tp=4), virtual_mesh(dp=4), virtual_mesh(dp=2, tp=4))
 NUM_ALL = 50
@@ -67,7 +67,7 @@ def assert_exact(name: str, seed: int) -> None:
     with default_float64():
         program = logical(name, dropout, mesh)
         local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),) if (name, seed) in QUICK else ())
-        schedule = cut_fragments(local)
+        schedule = scheduled(local).ranks[0]
         check_schedules([schedule] * mesh.size, local.mesh)
         inputs = inputs | {("tangent", item.name): wanted["loss", "0"].new_ones(()) for item in local.signature.inputs_of("tangent")}
         assert_close(run_schedule(schedule, local.mesh, inputs), wanted, 1e-10)
@@ -101,13 +101,13 @@ def in_pipeline(name: str, seed: int) -> ParallelModule:
     case, in_time = ZOO[name](dropout=0.1 * (seed % 2)), mesh.with_microbatches(NUMBER)
     order, history = pipeline_order(schedule, in_time), History()
     # A random plan joins microbatches where it need not; what each then takes is exact all the same, as `verify` shows.
-    passes = default_passes(Options(Cluster.ideal(), microbatch_statistics="own"), training=True, order=order)
+    passes = default_passes(Options(Cluster.ideal(), microbatch_statistics="own"), training=True)
     chosen = [RandomShardings(seed) if isinstance(each, ChooseShardings) else each for each in passes]
     batch = dict(sorted(case.batch.items()))  # as a call has them
-    last = run_passes(forward_program(case.model, batch, in_time), chosen, (Checker(), history))
+    captured = replace(forward_program(case.model, batch, in_time), order=order)
+    schedule = run_passes(captured, chosen, (Checker(), history))
     programs = (history.program(kind) for kind in (KeyRandom, PlaceStages, Lower))
-    compiled = Compiled(*programs, pipeline_schedules(last, order, "cpu"), steps=tuple(history.steps))
-    check_compiled(compiled)
+    compiled = Compiled(*programs, schedule, steps=history.graph_steps)
     return ParallelModule(case.model, mesh, capture=lambda args, kwargs, pins=None: compiled, backend="eager", num_microbatches=NUMBER)
 
 

@@ -22,9 +22,9 @@ from autopar.errors import AutoparError
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.passes.global_.choose_shardings import ChooseShardings
-from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
 from tests.support.programs import Values, assert_close, forward_program, inputs_of, run_schedule
+from tests.support.schedules import scheduled
 from tests.support.sweep.ops import OPS
 from tests.support.sweep.rows import DIFFERENT, EQUAL, LAYERS, LOSSES, Computed
 
@@ -100,7 +100,7 @@ def found_by(name: str, sizes: str, seed: int | None) -> Values:
     chosen = [RandomShardings(seed) if seed is not None and isinstance(each, ChooseShardings) else each for each in passes]
     local = run_passes(forward_of(name, sizes), chosen, (Checker(),) if seed is None else ())
     values = inputs_of(local, model, inputs, {})
-    found = run_schedule(cut_fragments(local), local.mesh, values)
+    found = run_schedule(scheduled(local).ranks[0], local.mesh, values)
     return {key: value for key, value in found.items() if key[0] in ("loss", "gradient")}
 
 

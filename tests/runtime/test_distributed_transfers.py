@@ -16,16 +16,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import AutoparError, PeerError
+from autopar.ir.instructions import parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
-from autopar.ir.schedule import Fragment, Layout, Schedule, parse
+from autopar.ir.schedule import Fragment, Schedule, TensorType
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
+from tests.support.schedules import buffers_of
 
 STAGES = Mesh((("pp", 2), ("dp", 2)))
-SHAPES: dict[str, Layout] = {
+SHAPES: dict[str, TensorType] = {
     "h": ((3, 2), torch.float32),
     "mask": ((2, 3), torch.bool),
     "none": ((0, 4), torch.float32),
@@ -75,7 +77,9 @@ FRAGMENTS = {function.__name__: Fragment(function.__name__, torch.fx.symbolic_tr
 
 
 def schedules() -> list[Schedule]:
-    return [Schedule(parse(text), FRAGMENTS, ("x",), (), Signature((), ()), SHAPES) for text in (FIRST, FIRST, LAST, LAST)]
+    return [
+        Schedule(parse(text), FRAGMENTS, ("x",), (), Signature((), ()), buffers_of(text, SHAPES)) for text in (FIRST, FIRST, LAST, LAST)
+    ]
 
 
 def held(rank: int) -> RankState:
@@ -113,7 +117,7 @@ def test_stages_exchange_both_ways_as_virtual_ranks_do(gloo_ranks: Any) -> None:
 def late_peer(text: str) -> tuple[str, list[str], float]:
     """All but the last rank stand at `text`, on a line of four stages with a timeout of one second; the last one does nothing."""
     mesh = Mesh((("pp", 4),))
-    schedule = Schedule(parse(text), {}, (), (), Signature((), ()), SHAPES)
+    schedule = Schedule(parse(text), {}, (), (), Signature((), ()), buffers_of(text, SHAPES))
     device_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     groups = ProcessGroups(device_mesh, timeout=1)
     groups.create_channels([(rank, 3) for rank in range(3)] + [(3, rank) for rank in range(3)])
@@ -160,7 +164,7 @@ def survive(rank: int, rendezvous: str) -> None:
         "RECV 0F0>1 pp=0 (h@0)\nWAIT 0F0>1\nRECV 0F1>1 pp=0 (h@1)\nWAIT 0F1>1",
         "SEND 1B0>0 pp=0 (h@0)\nWAIT 1B0>0",
     )
-    given, taken, back = (Schedule(parse(text), {}, (), (), Signature((), ()), SHAPES) for text in texts)
+    given, taken, back = (Schedule(parse(text), {}, (), (), Signature((), ()), buffers_of(text, SHAPES)) for text in texts)
     groups = groups_of(mesh, 60, [given, back])
     transport, fragments = DistributedTransport(groups, mesh), CompiledFragments({}, "eager")
     state = RankState({"x": torch.ones(3, 2)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.manager import run_passes
+from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import STAGE
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
@@ -26,9 +28,8 @@ from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.global_.views_of_chunks import ViewsOfChunks
+from autopar.passes.local.copy_to_stages import CopyToStages
 from autopar.passes.local.lower import Lower
-from autopar.passes.schedule.cut_fragments import cut_fragments
-from autopar.pipeline.actions import PipelineSchedule
 from autopar.pipeline.schedules import generate
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
@@ -36,6 +37,7 @@ from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
 from autopar.runtime.module.parameters import assemble, local_shard
 from autopar.testing.random_shardings import RandomShardings
 from tests.support.captures import kept_capture
+from tests.support.schedules import scheduled
 
 PP2 = Mesh((("pp", 2),))
 # By kind and name, as in the signature.
@@ -65,16 +67,17 @@ def random_local(program: Program, seed: int) -> Program:
 def passed(
     model: nn.Module, args: tuple[Any, ...], last: type | None, mesh: Mesh = PP2, number: int = 2, order: PipelineSchedule | None = None
 ) -> Program:
-    """The program of `model` after pass `last` (None: after all), on the ideal cluster, in order 1f1b or the given one.
+    """The program of `model` after pass `last` (None: after all that rewrite graphs), on the ideal cluster, in order 1f1b or the given one.
 
     Where the model mixes samples, each microbatch has its own statistics.
     """
     mesh = mesh.with_microbatches(number)
     order = order or generate("1f1b", mesh.size_of(mesh.parts("pp")), number)
-    passes = default_passes(Options(Cluster.ideal(), microbatch_statistics="own"), torch.is_grad_enabled(), order=order)
+    passes = default_passes(Options(Cluster.ideal(), microbatch_statistics="own"), torch.is_grad_enabled())
     passes = [each for each in passes if not isinstance(each, ChooseMicrobatches)]  # there are so many from the start
-    end = len(passes) if last is None else 1 + next(i for i, each in enumerate(passes) if isinstance(each, last))
-    return run_passes(kept_capture(model, args, {}, mesh, None, dict.fromkeys(range(len(args)), 0)), passes[:end])
+    end = 1 + next(i for i, each in enumerate(passes) if isinstance(each, last or CopyToStages))
+    captured = kept_capture(model, args, {}, mesh, None, dict.fromkeys(range(len(args)), 0))
+    return run_passes(replace(captured, order=order), passes[:end])
 
 
 def inputs_of(program: Program, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Values:
@@ -139,7 +142,7 @@ def run_schedule(schedule: Schedule, mesh: Mesh, inputs: Values, check_replicas:
 
 
 def run_local(local: Program, inputs: Values) -> Values:
-    return run_schedule(cut_fragments(local), local.mesh, inputs)
+    return run_schedule(scheduled(local).ranks[0], local.mesh, inputs)
 
 
 def _rank_inputs(schedule: Schedule, mesh: Mesh, inputs: Values, rank: int) -> RankState:

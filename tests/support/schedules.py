@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 
+from autopar.compiler import default_passes
+from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.compiled import Compiled
+from autopar.driver.manager import run_passes
+from autopar.driver.options import Options
+from autopar.ir.actions import SINGLE
+from autopar.ir.instructions import parse
+from autopar.ir.lifetimes import touched
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Output, Program, Signature
-from autopar.ir.schedule import Fragment, Schedule, parse
+from autopar.ir.schedule import Buffer, Fragment, Schedule, TensorType
 from autopar.ir.sharding import Dims, Sharding
+from autopar.passes.schedule.order_actions import OrderActions
+from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.runtime._torch import flatten
 from autopar.runtime.module.parallel_module import ParallelModule
 
@@ -24,11 +34,38 @@ def fragment(name: str, function: Callable[..., object]) -> Fragment:
     return Fragment(name, symbolic_trace(function) if not isinstance(function, GraphModule) else function)
 
 
+def buffers_of(text: str, types: Mapping[str, TensorType]) -> dict[str, Buffer]:
+    """What the names of a schedule written by hand stand for: `h@2` is h of microbatch 2, of h's type unless it has its own."""
+    found: dict[str, Buffer] = {}
+    for name in dict.fromkeys([*types, *(name for each in parse(text) for name in touched(each))]):
+        value, _, number = name.partition("@")
+        found[name] = Buffer(value, types.get(name) or types.get(value), int(number) if number else None)
+    return found
+
+
+def retyped(schedule: Schedule, types: Mapping[str, TensorType]) -> Schedule:
+    """`schedule` with other shapes and dtypes of some buffers."""
+    return replace(schedule, buffers={name: each._replace(type=types.get(name, each.type)) for name, each in schedule.buffers.items()})
+
+
+def whole(mesh: Mesh, *schedules: Schedule) -> ScheduleProgram:
+    """What the ranks at each place along `pp` execute, as a program."""
+    return ScheduleProgram(mesh.ranks, SINGLE, schedules, is_whole=True)
+
+
+def scheduled(local: Program, device: str = "cpu") -> ScheduleProgram:
+    """What ranks execute of a LOCAL program."""
+    passes = default_passes(Options(Cluster.ideal(), device=device), training=True)
+    first = next(number for number, each in enumerate(passes) if isinstance(each, OrderActions))
+    return run_passes(local, passes[first:])
+
+
 def schedule_of(
     text: str, inputs: str = "", outputs: str = "", signature: Signature | None = None, **functions: Callable[..., object]
 ) -> Schedule:
     fragments = {name: fragment(name, function) for name, function in functions.items()}
-    return Schedule(parse(text), fragments, tuple(inputs.split()), tuple(outputs.split()), signature or Signature((), ()))
+    buffers = buffers_of(text, {})
+    return Schedule(parse(text), fragments, tuple(inputs.split()), tuple(outputs.split()), signature or Signature((), ()), buffers)
 
 
 # The two-layer perceptron  loss = sum(relu(x W1ᵀ) W2ᵀ · y) / (batch · width), column- then row-split over tp, batch over dp.
@@ -117,7 +154,7 @@ def mlp_compiled(mesh: Mesh, training: bool = True) -> Compiled:
         backward=mlp_backward,
     )
     program = Program(Graph(), mesh, signature, Form.LOCAL)
-    return Compiled(program, program, program, (schedule,))
+    return Compiled(program, program, program, whole(mesh, schedule))
 
 
 def parallel_mlp(mesh: Mesh, **options: Any) -> tuple[ParallelModule, Mlp]:

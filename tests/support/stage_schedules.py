@@ -6,12 +6,14 @@ from torch import empty, float32, nn
 from torch.fx import Graph, GraphModule
 
 from autopar._torch import fake_mode
+from autopar.ir.instructions import parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output, Signature
-from autopar.ir.schedule import Fragment, Layout, Schedule, parse
+from autopar.ir.schedule import Fragment, Schedule, TensorType
+from tests.support.schedules import buffers_of
 
 MESH = Mesh((("pp", 2), ("tp", 2)))
-LAYOUT: Layout = ((4, 4), float32)
+LAYOUT: TensorType = ((4, 4), float32)
 
 FIRST = """
 RUN f2 (x, w) -> (h@0)
@@ -49,14 +51,14 @@ FREE h@0 d@0 h@1 d@1
 """
 
 
-def first(text: str = FIRST, **shapes: Layout) -> Schedule:
+def first(text: str = FIRST, **shapes: TensorType) -> Schedule:
     inputs = (Input("batch", "0", *LAYOUT), Input("parameter", "w", *LAYOUT, True))
     signature = Signature(inputs, (Output("gradient", "w", *LAYOUT),))
-    return Schedule(parse(text), _fragments(), ("x", "w"), ("gradient",), signature, _shapes(shapes))
+    return Schedule(parse(text), _fragments(), ("x", "w"), ("gradient",), signature, buffers_of(text, _shapes(shapes)))
 
 
-def last(text: str = LAST, **shapes: Layout) -> Schedule:
-    return Schedule(parse(text), _fragments(), (), (), Signature((), ()), _shapes(shapes))
+def last(text: str = LAST, **shapes: TensorType) -> Schedule:
+    return Schedule(parse(text), _fragments(), (), (), Signature((), ()), buffers_of(text, _shapes(shapes)))
 
 
 def edited(text: str, *changes: tuple[str, str]) -> str:
@@ -67,7 +69,7 @@ def edited(text: str, *changes: tuple[str, str]) -> str:
     return text
 
 
-def _shapes(others: dict[str, Layout]) -> dict[str, Layout]:
+def _shapes(others: dict[str, TensorType]) -> dict[str, TensorType]:
     return dict.fromkeys(("x", "w", "h", "d", "g_w", "gradient"), LAYOUT) | others
 
 

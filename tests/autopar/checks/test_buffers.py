@@ -116,8 +116,25 @@ def test_what_was_handed_out_at_pause_is_added_to_no_more() -> None:
     assert found(0, loss) == [f"{_place(loss, 0, 17)}: buffer gradient is added to after it was read"]
 
 
+def test_a_schedule_that_is_not_whole_may_lack_results_frees_and_sizes() -> None:
+    text = "RUN 0F0 (x) -> (h@0)\nRECV 1B0>0 pp=1 (k@0)\nWAIT 1B0>0\nRUN 0B0 (k@0) -> (g_w@0)"
+    schedule = first(text)
+    whole = check_buffers(0, schedule, MESH)
+    assert [each.what for each in whole] == [
+        "there is no fragment 0F0",
+        "nothing says how large buffer k@0 is",
+        "there is no fragment 0B0",
+        "gradient 'w' (buffer gradient) is not there",
+        "buffers are never freed",
+    ]
+    assert check_buffers(0, schedule, MESH, {"0F0", "0B0"}, is_whole=False) == []
+    strange = check_buffers(0, schedule, MESH, {"0F0"}, is_whole=False)
+    assert [(each.what, each.instructions) for each in strange] == [("there is no fragment 0B0", ((0, 3),))]
+
+
 def test_violations_say_what_should_be_and_what_is() -> None:
     (violation,) = check_buffers(0, first(edited(FIRST, ("RUN f1 (d@1)", "RUN f1 (g_w)"))), MESH)
+    assert violation.instructions == ((0, 13),)
     assert (violation.expected, violation.got, violation.fix) == ("reads after the last ADD", "read by instruction 12", "read it later")
 
 

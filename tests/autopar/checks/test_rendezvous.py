@@ -11,12 +11,14 @@ from autopar.checks.checker import check_schedules
 from autopar.checks.schedule import check_schedule
 from autopar.checks.violation import Violation
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
-from autopar.ir.schedule import Schedule, parse
+from autopar.ir.schedule import Schedule
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
+from tests.support.schedules import buffers_of
 from tests.support.stage_schedules import FIRST, LAST, LAYOUT, MESH, edited, first, last
 
 PAIR = Mesh((("pp", 2),))
@@ -49,7 +51,7 @@ def test_a_peer_that_is_not_there_is_named_for_each_rank(changes: list[tuple[str
 def test_a_stage_that_two_ranks_of_the_axis_share_would_talk_to_itself() -> None:
     both = first()
     violations = check_schedule(dict.fromkeys(range(4), both), MESH)
-    assert [violation.where[:6] for violation in violations] == ["rank 2", "rank 3"] and "itself" in violations[0].got
+    assert [violation.where[:6] for violation in violations] == ["rank 2"] and "itself" in violations[0].got, "rank 3 is like it"
 
 
 def test_receives_in_another_order_than_the_sends_are_named() -> None:
@@ -58,6 +60,7 @@ def test_receives_in_another_order_than_the_sends_are_named() -> None:
     assert violations[0].what == "send and receive number 1 from rank 0 to rank 2 are different transfers"
     assert violations[0].where == "rank 2, instruction 0: RECV 0F1>1 pp=0 (h@0)"
     assert violations[0].expected == "rank 0, instruction 1: SEND 0F0>1 pp=1 (h@0)"
+    assert violations[0].instructions == ((2, 0), (0, 1)), "both ends"
 
 
 @pytest.mark.parametrize("layout", [((4, 2), torch.float32), ((4, 4), torch.bfloat16)])
@@ -108,6 +111,7 @@ def test_waits_in_a_cycle_are_a_deadlock_that_names_every_stuck_rank() -> None:
         "rank 0, instruction 2: WAIT 0F0>1 (SEND 0F0>1 pp=1 (h@0)) waits for rank 2, which launches it at instruction 3 and stands at 2"
     )
     assert len(lines) == 4 and [line[:6] for line in lines] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert [rank for rank, _ in deadlock.instructions] == [0, 1, 2, 3] and deadlock.instructions[0] == (0, 2)
 
 
 def test_a_transfer_on_the_other_side_of_a_collective_is_a_deadlock() -> None:
@@ -115,7 +119,7 @@ def test_a_transfer_on_the_other_side_of_a_collective_is_a_deadlock() -> None:
     text = "LAUNCH all_reduce sum pp (a) -> r\nWAIT r\nSEND t pp=1 (a)\nWAIT t\nFREE r"
     other = "RECV t pp=0 (b)\nWAIT t\nLAUNCH all_reduce sum pp (a) -> r\nWAIT r\nFREE r b"
     shapes = dict.fromkeys(("a", "b", "r"), LAYOUT)
-    both = {rank: Schedule(parse(each), {}, (), (), Signature((), ()), shapes) for rank, each in enumerate((text, other))}
+    both = {rank: Schedule(parse(each), {}, (), (), Signature((), ()), buffers_of(each, shapes)) for rank, each in enumerate((text, other))}
     deadlock = check_schedule(both, PAIR)[-1]
     assert deadlock.expected == "no cycle of waits, and not rank 0 → 1 → 0"
     assert "rank 0, instruction 1: WAIT r (LAUNCH all_reduce sum pp (a) -> r) waits for rank 1" in deadlock.got
@@ -140,7 +144,7 @@ def test_the_check_passes_exactly_what_virtual_ranks_run_to_the_end() -> None:
     generator, outcomes = random.Random(0), set[bool]()
     for _ in range(300):
         texts = [_shuffled(generator, rank) for rank in (0, 1)]
-        schedules = [Schedule(parse(text), {}, (), (), Signature((), ()), {"b": LAYOUT}) for text in texts]
+        schedules = [Schedule(parse(text), {}, (), (), Signature((), ()), buffers_of(text, {"b": LAYOUT})) for text in texts]
         stuck = any("deadlock" in each.what for each in check_schedule(dict(enumerate(schedules)), PAIR))
         assert stuck == _deadlocks(schedules), "\n---\n".join(texts)
         outcomes.add(stuck)

@@ -11,9 +11,11 @@ from torch.fx import Graph, GraphModule
 from autopar._torch import fake_mode
 from autopar.checks.checker import check_schedules
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output, Signature
-from autopar.ir.schedule import Fragment, Schedule, parse
+from autopar.ir.schedule import Fragment, Schedule
+from tests.support.schedules import buffers_of, retyped
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -46,7 +48,7 @@ def schedule(text: str) -> Schedule:
         (Output("loss", "0", (4, 4), torch.float32), Output("gradient", "w", (4, 4), torch.float32)),
     )
     fragments = {"f0": Fragment("f0", two), "f1": Fragment("f1", one)}
-    return Schedule(parse(text), fragments, ("x", "w", "tangent"), ("loss", "gradient"), signature, shapes)
+    return Schedule(parse(text), fragments, ("x", "w", "tangent"), ("loss", "gradient"), signature, buffers_of(text, shapes))
 
 
 def _fragment_module(count: int) -> GraphModule:
@@ -86,7 +88,7 @@ def _edit(old: str, new: str) -> str:
         (_edit("RUN f1 (tangent) -> (gradient)\n", ""), "gradient 'w' (buffer gradient) is not there"),
         (_edit("PAUSE\n", "PAUSE\nPAUSE\n"), "PAUSE comes twice"),
         (
-            _edit("PAUSE\nRUN f1 (tangent) -> (gradient)\n", "RUN f1 (tangent) -> (gradient)\nPAUSE\n"),
+            _edit("PAUSE\nRUN f1 (tangent) -> (gradient)\n", "RUN f1 (tangent) -> (gradient)\nPAUSE\nRUN f1 (x) -> (s)\nFREE s\n"),
             "buffer tangent is read before anything wrote it",
         ),
         (_edit("RUN f1 (r)", "RUN f9 (r)"), "there is no fragment f9"),
@@ -110,9 +112,8 @@ def test_names_rank_and_instruction() -> None:
 
 def test_refuses_a_fragment_fed_with_another_shape() -> None:
     wrong = schedule(SOUND)
-    shapes = {**wrong.shapes, "x": ((4, 5), torch.float32)}
     with pytest.raises(ScheduleError, match="buffer x does not fit the fragment's input"):
-        check_schedules([replace(wrong, shapes=shapes)] * 4, MESH)
+        check_schedules([retyped(wrong, {"x": ((4, 5), torch.float32)})] * 4, MESH)
 
 
 def test_refuses_ranks_without_a_schedule() -> None:
@@ -179,9 +180,8 @@ def test_a_missing_pause_on_one_rank_is_a_deadlock() -> None:
 )
 def test_refuses_different_collectives_within_a_group(other: str, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     first = schedule(other)
-    first = replace(
-        first, shapes={**first.shapes, **shapes}, fragments={name: Fragment(name, _untyped(each)) for name, each in first.fragments.items()}
-    )
+    fragments = {name: Fragment(name, _untyped(each)) for name, each in first.fragments.items()}
+    first = replace(retyped(first, shapes), fragments=fragments)
     with pytest.raises(ScheduleError, match="two ranks of a group launch different collectives"):
         check_schedules([first, *(schedule(TWO) for _ in range(3))], MESH)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from torch.fx import Graph, GraphModule
 
 import autopar
 from autopar._torch import fake_mode
-from autopar.cost.schedule_memory import peak_bytes
+from autopar.cost.schedule_memory import Sizes, peak_bytes, schedule_memory
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import parse
 from autopar.ir.program import Input, Signature
-from autopar.ir.schedule import Fragment, Schedule, parse
+from autopar.ir.schedule import Buffer, Fragment, Schedule
 from tests.support.models.zoo import Case, gpt2, llama
+from tests.support.schedules import buffers_of
 
 aten = torch.ops.aten
 LAYOUT = ((4, 8), torch.float32)
@@ -62,10 +65,40 @@ def test_a_buffer_of_unknown_size_is_refused_by_name() -> None:
         peak_bytes(schedule_of("RECV t pp=1 (unknown)\nWAIT t"))
 
 
+def test_each_instruction_that_makes_or_drops_a_buffer_is_a_step() -> None:
+    found = schedule_memory(schedule_of("RUN copy (x) -> (y)\nSEND t pp=1 (y)\nWAIT t\nRUN view (y) -> (z)\nFREE y\nFREE z"))
+    assert [(step.position, step.during_bytes, step.after_bytes) for step in found.steps] == [
+        (0, 2 * BYTES, 2 * BYTES),
+        (3, 2 * BYTES, 2 * BYTES),
+        (4, 2 * BYTES, 2 * BYTES),  # the view lies there still
+        (5, 2 * BYTES, BYTES),
+    ]
+    assert (found.held_bytes, found.peak_bytes, found.peak_live_microbatches) == (BYTES, 2 * BYTES, 0)
+
+
+def test_what_a_schedule_does_not_say_is_given() -> None:
+    """Actions that no fragment is known of: sizes, working bytes, what is there all the time, when receives take memory."""
+    schedule = replace(schedule_of("RECV t pp=1 (y)\nWAIT t\nRUN action (y) -> (z)\nFREE y z"), inputs=(), fragments={})
+    sizes = Sizes({"y": 3, "z": 5}.__getitem__, lambda run: 7 if run.fragment == "action" else 0, 100)
+    assert [step[:3] for step in schedule_memory(schedule, sizes).steps] == [(1, 103, 103), (2, 115, 108), (3, 108, 100)]
+    assert [step[:3] for step in schedule_memory(schedule, replace(sizes, arrival="launch")).steps][0] == (0, 103, 103)
+    groups = [schedule.instructions[:2], schedule.instructions[2:]]
+    assert [step[:3] for step in schedule_memory(schedule, sizes, groups).steps] == [(0, 103, 103), (1, 115, 100)]
+
+
+def test_a_microbatch_lives_while_a_value_of_it_is_saved() -> None:
+    text = "RUN copy (x) -> (a)\nRUN copy (x) -> (b)\nRUN copy (x) -> (c)\nFREE a\nFREE b c"
+    saved = {name: Buffer(of, LAYOUT, number, "saved") for name, of, number in (("a", "0F", 0), ("b", "0F", 0), ("c", "0F", 1))}
+    schedule = schedule_of(text)
+    found = schedule_memory(replace(schedule, buffers={**schedule.buffers, **saved}))
+    assert [step.live_microbatches for step in found.steps] == [1, 1, 2, 2, 2]
+    assert found.peak_live_microbatches == 2
+
+
 def schedule_of(text: str) -> Schedule:
     fragments = {"copy": _fragment("copy", aten.neg.default), "view": _fragment("view", aten.t.default)}
     signature = Signature((Input("batch", "0", *LAYOUT),), ())
-    return Schedule(parse(text), fragments, ("x",), (), signature, dict.fromkeys(("x", "y", "z", "total"), LAYOUT))
+    return Schedule(parse(text), fragments, ("x",), (), signature, buffers_of(text, dict.fromkeys(("x", "y", "z", "total"), LAYOUT)))
 
 
 def _fragment(name: str, op: Callable[..., torch.Tensor]) -> Fragment:

@@ -92,12 +92,12 @@ def test_passes_run_in_order_and_leave_the_given_program_alone() -> None:
 def test_history_keeps_programs_and_decisions() -> None:
     history = History()
     run_passes(program(), (Twice(), Many()), (history,))
-    assert [(step.number, step.name, step.decision, step.program.num_nodes) for step in history.steps] == [
+    assert [(step.number, step.name, step.decision, step.program.num_nodes) for step in history.graph_steps] == [
         (0, "capture", None, 1),
         (1, "twice", None, 2),
         (2, "many", 4, 6),
     ]
-    assert all(step.seconds >= 0 for step in history.steps)
+    assert all(step.seconds >= 0 for step in history.graph_steps)
 
 
 def test_history_finds_steps_by_pass() -> None:

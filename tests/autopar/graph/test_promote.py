@@ -13,10 +13,10 @@ from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.manager import History, run_passes
 from autopar.frontend.capture import capture
-from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedules, promote_tensor, promoted_dtype
+from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedule, promote_tensor, promoted_dtype
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Form, Program
-from autopar.passes.schedule.cut_fragments import cut_fragments
+from tests.support.schedules import scheduled
 
 LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -43,7 +43,7 @@ def programs() -> dict[Form, Program]:
     history = History()
     forward = capture(Casting(), (torch.zeros(4, 6),), {}, virtual_mesh(dp=2, tp=2))
     run_passes(forward, default_passes(Options(Cluster.ideal()), True, None), [history])
-    return {step.program.form: step.program for step in history.steps}
+    return {step.program.form: step.program for step in history.graph_steps}
 
 
 def dtypes(program: Program) -> set[torch.dtype]:
@@ -137,10 +137,10 @@ def test_a_copied_model_keeps_ties_and_flags_and_leaves_the_original_alone() -> 
 
 
 def test_a_promoted_schedule_has_the_same_instructions(forms: dict[Form, Program]) -> None:
-    schedule = cut_fragments(forms[Form.LOCAL])
-    (promoted,) = promote_schedules([schedule])
+    program = scheduled(forms[Form.LOCAL])
+    (schedule,), (promoted,) = program.ranks, promote_schedule(program).ranks
     assert promoted.instructions == schedule.instructions
-    assert not {dtype for _, dtype in promoted.shapes.values()} & set(LOWER)
+    assert not {dtype for _, dtype in (each.type for each in promoted.buffers.values() if each.type)} & set(LOWER)
     for name, fragment in promoted.fragments.items():
         values = [node.meta["val"] for node in fragment.module.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)]
         assert not {value.dtype for value in values} & set(LOWER), name

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from autopar.ir.instructions import Launch
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import ReshardStep, reachable, steps
-from autopar.ir.schedule import Launch
 from autopar.ir.sharding import Dims, Sharding, flat
 from autopar.runtime.execute.virtual import collect
 from autopar.runtime.module.parameters import assemble, local_shard

@@ -1,11 +1,15 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.fx import symbolic_trace
 
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import Add, Free, Launch, Pause, Receive, Run, Send, Wait, parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
-from autopar.ir.schedule import Add, Fragment, Free, Launch, Pause, Receive, Run, Schedule, Send, Wait, parse
+from autopar.ir.schedule import Buffer, Fragment, Schedule, Span
+from tests.support.schedules import buffers_of
 
 MESH = Mesh((("dp", 2), ("pp", 3), ("tp", 2)))
 EVERY_KIND = (
@@ -22,8 +26,11 @@ EVERY_KIND = (
 )
 
 
+F32 = ((4, 2), torch.float32)
+
+
 def schedule(text: str, **shapes: tuple[tuple[int, ...], torch.dtype]) -> Schedule:
-    return Schedule(parse(text), {}, (), (), Signature((), ()), shapes)
+    return Schedule(parse(text), {}, (), (), Signature((), ()), buffers_of(text, shapes))
 
 
 def test_every_instruction_reads_back_as_it_prints() -> None:
@@ -65,10 +72,20 @@ def test_a_peer_that_is_not_there_is_refused(line: str, expected: str) -> None:
     assert str(caught.value).startswith(line) and expected in str(caught.value)
 
 
-def test_microbatches_of_a_buffer_share_its_shape_unless_they_have_their_own() -> None:
-    shapes = {"h": ((4, 2), torch.float32), "h@3": ((1, 2), torch.float32)}
-    found = schedule("PAUSE", **shapes)
-    assert [found.shape_of(name) for name in ("h", "h@0", "h@3", "g@0")] == [shapes["h"], shapes["h"], shapes["h@3"], None]
+def test_what_a_buffer_is_stands_in_the_table_not_in_its_name() -> None:
+    text = "RUN f (h@2, k) -> (g)"
+    buffers = {"h@2": Buffer("h", F32, 2), "k": Buffer("h", F32, 3), "g": Buffer("g")}
+    found = Schedule(parse(text), {}, (), (), Signature((), ()), buffers)
+    assert [found.microbatch_of(name) for name in ("h@2", "k", "g", "unknown@7")] == [2, 3, 0, 0]
+    assert [found.type_of(name) for name in ("h@2", "k", "g", "unknown")] == [F32, F32, None, None]
+
+
+def test_spans_cover_what_stands_in_the_place_of_their_instructions() -> None:
+    found = replace(schedule("RUN a () -> ()\nRUN b () -> ()\nPAUSE"), spans=(Span("0F0", 0, 1), Span("0B0", 1, 2)))
+    run, free = found.instructions[0], parse("FREE x")[0]
+    grown = found.regrouped([[run, free], [], [Pause()]])
+    assert grown.spans == (Span("0F0", 0, 2), Span("0B0", 2, 2)) and grown.instructions == (run, free, Pause())
+    assert grown.ends_with_pause and grown.appended([free]).instructions == (run, free, free, Pause())
 
 
 def test_the_fingerprint_tells_peers_and_transfers_apart() -> None:

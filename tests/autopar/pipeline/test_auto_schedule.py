@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.actions import Edge, PipelineSchedule, parse_schedule
+from autopar.ir.actions import Edge, PipelineSchedule, parse_schedule
 from autopar.pipeline.auto_schedule import auto_schedule
 from autopar.pipeline.check import check_pipeline
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from autopar.pipeline.actions import PipelineSchedule
+from autopar.ir.actions import PipelineSchedule
 from autopar.pipeline.check import check_pipeline
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.list_schedule import Listed, Policy, Problem, list_schedule, natural_ahead, round_trips

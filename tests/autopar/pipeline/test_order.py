@@ -8,9 +8,8 @@ import pytest
 
 from autopar.errors import ScheduleError
 from autopar.ir.mesh import Mesh, virtual_mesh
-from autopar.pipeline.cost import PipelineCost
+from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
-from autopar.pipeline.memory import rank_memory
 from autopar.pipeline.order import chosen_schedule, default_number, live_microbatches, ordered_for, pipeline_order
 from autopar.pipeline.schedules import GENERATORS, generate
 
@@ -77,7 +76,7 @@ def test_live_microbatches_are_those_of_the_simulator(name: str) -> None:
     cost = PipelineCost.uniform(order.num_stages)
     for rank in range(4):
         stages = [stage for stage, holder in enumerate(order.stages) if holder == rank]
-        together = rank_memory(expand(order), rank, cost).peak_live_microbatches
+        together = grid_memory(expand(order), cost)[rank].peak_live_microbatches
         assert max(found[stage] for stage in stages) <= together <= sum(found[stage] for stage in stages)
         if len(stages) == 1:
             assert found[stages[0]] == together

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from autopar.driver.compiled import Compiled
+from autopar.ir.actions import Edge
 from autopar.ir.keys import DIMS, SHARDING, STAGE
 from autopar.ir.markers import save
-from autopar.pipeline.actions import Edge
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.priced import call_seconds, price_pipeline
 from autopar.pipeline.simulate import simulate
@@ -21,7 +21,7 @@ HIDDEN_BYTES = BATCH // 2 // 2 * LENGTH * WIDTH * 8  # of a microbatch on one of
 
 
 def priced(compiled: Compiled) -> PipelineCost:
-    assert compiled.order is not None
+    assert not compiled.order.is_single
     return price_pipeline(compiled.program, compiled.cost, compiled.order.num_stages)
 
 

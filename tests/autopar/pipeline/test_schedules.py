@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.actions import PipelineSchedule
+from autopar.ir.actions import PipelineSchedule
 from autopar.pipeline.check import check_program
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from autopar.pipeline.actions import Action, PipelineSchedule, parse_schedule
+from autopar.ir.actions import Action, PipelineSchedule, parse_schedule
 from autopar.pipeline.check import check_pipeline
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.list_schedule import Problem

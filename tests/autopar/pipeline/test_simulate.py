@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.actions import Edge, PipelineSchedule, chain, parse_schedule
+from autopar.ir.actions import Edge, PipelineSchedule, chain, parse_schedule
+from autopar.ir.instructions import Run, Send
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedules import GENERATORS, gpipe, one_forward_one_backward, zb_h1
-from autopar.pipeline.simulate import Simulation, simulate
+from autopar.pipeline.simulate import Simulation, grid_seconds, simulate
 
 
 def starts(simulation: Simulation, rank: int) -> dict[str, float]:
@@ -47,6 +50,13 @@ def test_a_transfer_waits_for_its_receive() -> None:
 
 def _slow_second() -> PipelineCost:
     return PipelineCost((StageCost(1.0, 1.0, 0.0), StageCost(4.0, 4.0, 0.0)), {Edge(0, 1): EdgeCost(3.0)})
+
+
+def test_every_run_and_every_send_has_its_price() -> None:
+    program, cost = expand(gpipe(2, 1)), PipelineCost.uniform(2, 1.0, 2.0, 3.0, communication_seconds=0.5)
+    seconds = grid_seconds(program, replace(cost, stages=(replace(cost.stages[0], reduce_seconds=7.0), cost.stages[1])))
+    found = {str(each).split(" (")[0]: seconds(each) for each in program.ranks[0].instructions if isinstance(each, (Run, Send))}
+    assert found == {"RUN 0F0": 1.0, "SEND 0F0>1 pp=1": 0.5, "RUN 0B0": 5.0, "RUN 0REDUCE_GRAD": 7.0}
 
 
 def test_stages_on_one_rank_communicate_for_nothing() -> None:
@@ -103,7 +113,5 @@ def test_the_report_reads() -> None:
 
 def test_a_schedule_that_never_ends_is_refused() -> None:
     stuck = parse_schedule("pipeline x: 1 microbatch, stages on ranks 0 1\nrank 0 | 0B0 0F0\nrank 1 | 1F0 1B0")
-    with pytest.raises(
-        ScheduleError, match=r"nobody can advance: rank 0 at WAIT 0RECV_B0<1@1, rank 1 at WAIT 1RECV_F0<0@0; check_pipeline"
-    ):
+    with pytest.raises(ScheduleError, match=r"nobody can advance: rank 0 at WAIT 1B0>0, rank 1 at WAIT 0F0>1; check_pipeline"):
         simulate(stuck, PipelineCost.uniform(2))

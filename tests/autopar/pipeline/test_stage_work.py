@@ -6,7 +6,7 @@ import pytest
 
 from autopar.ir.keys import ORIGIN, STAGE
 from autopar.ir.program import Program
-from autopar.passes.schedule.cut_stages import cut_stages
+from autopar.pipeline.stage_cut import cut_stages
 from autopar.pipeline.stage_work import Work
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.support.models.residual import interleaved_pipe, parallel_residual, piped, plain_pipe, tied_pipe

@@ -29,7 +29,7 @@ def test_a_simulation_beside_a_measurement(tmp_path: Path) -> None:
     assert len(slices) == len(simulation.events) + len(measured)
     first = next(item for item in slices if item["name"] == "1F0" and item["pid"] == 2)
     assert first["ts"] == pytest.approx(1.25e6) and first["dur"] == pytest.approx(1e6)
-    assert {item["pid"] for item in slices if item["name"] == "0SEND_F0>1@1"} == {0}
+    assert {item["pid"] for item in slices if item["name"] == "0F0>1"} == {0}
     assert all(isinstance(item["pid"], int) for item in items)
 
 

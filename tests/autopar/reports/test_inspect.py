@@ -18,18 +18,20 @@ from autopar.driver.compiled import Compiled, Step
 from autopar.errors import AutoparError
 from autopar.graph.emit import Emitter
 from autopar.ir.collectives import reshard
+from autopar.ir.instructions import parse
 from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.ir.markers import save
 from autopar.ir.mesh import Mesh
 from autopar.ir.pattern import folded, pattern_of
 from autopar.ir.program import Form, Input, Output, Program, Signature
-from autopar.ir.schedule import Schedule, parse
+from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import Sharding, Strategy
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.plans.plan import Plan
 from autopar.reports.explain import indivisible
 from autopar.reports.inspect import diff, explain, print_program, print_schedule, summary, why
 from tests.support.models.residual import plain_pipe
+from tests.support.schedules import buffers_of, whole
 
 aten = torch.ops.aten
 MESH = Mesh((("dp", 2), ("tp", 2)))
@@ -110,9 +112,8 @@ class Search:
 
 def compiled(changed: Program | None = None, search: Search | None = None) -> Compiled:
     given = changed or program()
-    schedule = Schedule(
-        parse("RUN f0 (x) -> (relu_default)\nLAUNCH all_reduce sum tp (relu_default) -> r\nWAIT r"), {}, ("x",), ("r",), given.signature
-    )
+    text = "RUN f0 (x) -> (relu_default)\nLAUNCH all_reduce sum tp (relu_default) -> r\nWAIT r"
+    schedule = Schedule(parse(text), {}, ("x",), ("r",), given.signature, buffers_of(text, {}))
     earlier = given.copy()
     relu = earlier.node("relu_default")
     relu.target = aten.gelu.default
@@ -121,7 +122,7 @@ def compiled(changed: Program | None = None, search: Search | None = None) -> Co
         given,
         given,
         replace(given, form=Form.LOCAL),
-        (schedule,),
+        whole(given.mesh, schedule),
         Plan.of(given, search),
         steps,
         search,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.checks.checker import Checker, check_compiled
+from autopar.checks.checker import Checker
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.compiled import Compiled
@@ -34,7 +34,6 @@ from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.local.lower import Lower
-from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.testing.random_shardings import RandomShardings
@@ -226,10 +225,9 @@ def parallel(name: str, mesh: Mesh, seed: int | None = None) -> ParallelModule:
     passes = with_dropout_fused(default_passes(Options(Cluster.ideal(), kernels="triton"), training=True))
     passes = [RandomShardings(seed) if seed is not None and isinstance(each, ChooseShardings) else each for each in passes]
     batch = dict(sorted(case.batch.items()))  # as a call has them
-    last = run_passes(forward_program(case.model, batch, mesh), passes, (Checker(), history))
+    schedule = run_passes(forward_program(case.model, batch, mesh), passes, (Checker(), history))
     programs = (history.program(kind) for kind in (KeyRandom, InsertReshards, Lower))
-    compiled = Compiled(*programs, (cut_fragments(last, "cpu"),), steps=tuple(history.steps))
-    check_compiled(compiled)
+    compiled = Compiled(*programs, schedule, steps=history.graph_steps)
     return ParallelModule(case.model, mesh, capture=lambda args, kwargs, pins=None: compiled, backend="eager")
 
 

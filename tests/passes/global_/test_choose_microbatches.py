@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from autopar.ir.program import Program
 from autopar.partition.whole_batch import Mixing
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
 from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.pipeline.schedules import generate
 from tests.support.programs import passed
 
 
@@ -28,13 +30,14 @@ class Root(nn.Module):
         return h.sort(0).values[0].sum() if self.kind == "sort" else h.mean().sqrt() if self.kind == "root" else h.mean()
 
 
-def program(kind: str) -> Program:
-    return passed(Root(kind), (torch.randn(8, 4),), FindAtoms, number=1)
+def program(kind: str, number: int = 8) -> Program:
+    found = passed(Root(kind), (torch.randn(8, 4),), FindAtoms, number=1)
+    return replace(found, order=generate("1f1b", 2, number))
 
 
 @pytest.mark.parametrize(("kind", "number"), [("plain", 8), ("root", 1), ("sort", 1), ("pairs", 2)])
 def test_the_largest_number_that_changes_nothing(kind: str, number: int, caplog: pytest.LogCaptureFixture) -> None:
-    pass_, before = ChooseMicrobatches(8), program(kind)
+    pass_, before = ChooseMicrobatches(), program(kind)
     with caplog.at_level(logging.WARNING, "autopar"):
         decision = pass_.decide(before)
     assert decision.number == number and bool(decision.found) == (number < 8) == ("instead of 8" in caplog.text)
@@ -45,21 +48,21 @@ def test_the_largest_number_that_changes_nothing(kind: str, number: int, caplog:
 @pytest.mark.parametrize(("kind", "number"), [("root", 8), ("sort", 8), ("pairs", 4)])
 def test_a_number_that_was_asked_for_is_refused(kind: str, number: int) -> None:
     with pytest.raises(MicrobatchError, match=rf"(?s)num_microbatches={number} would change.*test_choose_microbatches\.py:\d+") as caught:
-        ChooseMicrobatches(number, is_asked=True).decide(program(kind))
+        ChooseMicrobatches(is_asked=True).decide(program(kind, number))
     assert not caught.value.found, "nothing to fall back on"
-    assert ChooseMicrobatches(4, is_asked=True).decide(program("plain")).number == 4
+    assert ChooseMicrobatches(is_asked=True).decide(program("plain", 4)).number == 4
 
 
 def test_own_statistics_are_taken_where_there_are_any() -> None:
-    decision = ChooseMicrobatches(8, is_asked=True, statistics="own").decide(program("root"))
+    decision = ChooseMicrobatches(is_asked=True, statistics="own").decide(program("root"))
     assert decision.number == 8 and decision.found
     for is_asked in (True, False):
         with pytest.raises(MicrobatchError, match="needs all samples of the batch at once") as caught:
-            ChooseMicrobatches(8, is_asked, "own").decide(program("sort"))
+            ChooseMicrobatches(is_asked, "own").decide(program("sort"))
         assert bool(caught.value.found) != is_asked, "one microbatch is what nobody asked against"
 
 
 def test_what_turned_out_to_mix_runs_in_one() -> None:
     seen = (Mixing("sqrt", "aten.sqrt", "a sum over the batch"),)
-    decision = ChooseMicrobatches(8, seen=seen).decide(program("plain"))
+    decision = ChooseMicrobatches(seen=seen).decide(program("plain"))
     assert (decision.number, decision.wanted, decision.found) == (1, 8, seen)

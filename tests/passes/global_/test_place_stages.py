@@ -13,7 +13,6 @@ from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.program import Program
 from autopar.passes.global_.place_stages import PlaceStages, StageDecision
 from autopar.pipeline.placement_units import line_of
-from autopar.pipeline.schedules import generate
 from autopar.plans.plan import Plan
 from tests.support.models.residual import interleaved_pipe, plain_pipe
 
@@ -25,11 +24,11 @@ def before(parallel) -> Program:  # type: ignore[no-untyped-def]
 
 
 def decided(plan: Plan | None = None) -> StageDecision:
-    return PlaceStages(generate("1f1b", 2, 2), A100, plan=plan).decide(before(plain_pipe()))
+    return PlaceStages(A100, plan=plan).decide(before(plain_pipe()))
 
 
 def test_activations_flow_to_later_stages_and_gradients_to_earlier_ones() -> None:
-    program = PlaceStages(generate("1f1b", 2, 2), A100).apply(before(plain_pipe()), decided())
+    program = PlaceStages(A100).apply(before(plain_pipe()), decided())
     for node in program.graph.nodes:
         for operand in node.all_input_nodes if node in STAGE else ():
             if operand in STAGE and PHASE[operand] == PHASE[node]:
@@ -56,8 +55,8 @@ def test_a_plan_cuts_where_it_did() -> None:
     assert found.place is not None
     elsewhere = found.place((0, 4))
     program = before(plain_pipe())
-    pass_ = PlaceStages(generate("1f1b", 2, 2), A100)
-    moved = plan.with_stages(program, plan.schedule, replace(found, cuts=(_first_of(pass_, program, 4),)))
+    pass_ = PlaceStages(A100)
+    moved = Plan.of(program, None, replace(found, cuts=(_first_of(pass_, program, 4),)))
     again = decided(moved)
     assert again.placement.starts == (0, 4) == elsewhere.starts and again.reason == "by the plan"
     assert again.reasons == {"stage 1": f"from {elsewhere.stages[1].first_name} on: by the plan"}

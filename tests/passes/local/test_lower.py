@@ -24,10 +24,10 @@ from autopar.ir.reshard import steps
 from autopar.ir.sharding import Dims, Sharding, Strategy, flat, shape_of
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.local.lower import Lower
-from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
 from tests.support.graphs import traced, values, with_atoms
 from tests.support.programs import assert_close, run_schedule
+from tests.support.schedules import scheduled
 from tests.support.shardings import MESHES, dims_of, shardings
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ def test_any_reshard_runs_and_keeps_the_value(data: st.DataObject) -> None:
     x = torch.randint(-50, 50, shape_of(dims)).double()
     if any(kind == "max" for _, kind in source.unreduced):
         x = x.abs()
-    found = run_schedule(cut_fragments(local), mesh, {("parameter", "x"): x})
+    found = run_schedule(scheduled(local).ranks[0], mesh, {("parameter", "x"): x})
     torch.testing.assert_close(found["output", "y"], x, rtol=1e-12, atol=1e-12)
 
 
@@ -98,7 +98,7 @@ def test_random_plans_of_a_layer(seed: int) -> None:
     check(local, origin=program)
     whole = values(program, *INPUTS)
     named = {(item.kind, item.name): tensor for item, tensor in zip(program.signature.inputs, INPUTS, strict=True)}
-    found = run_schedule(cut_fragments(local), local.mesh, named)
+    found = run_schedule(scheduled(local).ranks[0], local.mesh, named)
     wanted = {(item.kind, item.name): value for item, value in zip(program.signature.outputs, whole, strict=True)}
     assert_close(found, wanted, 1e-12)
 

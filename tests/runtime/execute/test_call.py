@@ -16,7 +16,7 @@ from autopar.ir.sharding import Sharding
 from autopar.runtime._torch import flatten
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.module.parallel_module import ParallelModule
-from tests.support.schedules import schedule_of
+from tests.support.schedules import schedule_of, whole
 
 F32, I64 = torch.float32, torch.int64
 ROWS, WHOLE = Sharding((("dp",), ())), Sharding(((),))
@@ -33,7 +33,7 @@ class Counting(nn.Module):
 
 def compiled(mesh: Mesh, schedule: Schedule, signature: Signature) -> Compiled:
     program = Program(Graph(), mesh, signature, Form.LOCAL, {"offset": torch.tensor([10.0, 20.0])})
-    return Compiled(program, program, program, (schedule,))
+    return Compiled(program, program, program, whole(program.mesh, schedule))
 
 
 def counting(mesh: Mesh) -> ParallelModule:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import InputError, MeshError, PeerError, PlanError, ScheduleError
+from autopar.ir.instructions import Launch
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Launch
 from autopar.ir.sharding import Sharding, shape_of
 from autopar.runtime._torch import gathers_strided_shards
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups

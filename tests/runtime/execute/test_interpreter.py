@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
-from autopar.ir.schedule import Fragment, Schedule, parse
+from autopar.ir.schedule import Fragment, Schedule
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport

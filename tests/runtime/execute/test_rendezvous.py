@@ -2,13 +2,14 @@ import pytest
 import torch
 
 from autopar.errors import ScheduleError
-from autopar.ir.schedule import Layout, Receive, Send
+from autopar.ir.instructions import Receive, Send
+from autopar.ir.schedule import TensorType
 from autopar.runtime.execute.rendezvous import PointToPoint
 
 F32 = torch.float32
 SENT = Send("0F2>1", "pp", 1, ("h", "mask"))
 TENSORS = (torch.ones(2, 3), torch.ones(2, dtype=torch.bool))
-LAYOUTS: list[Layout] = [((2, 3), F32), ((2,), torch.bool)]
+LAYOUTS: list[TensorType] = [((2, 3), F32), ((2,), torch.bool)]
 
 
 @pytest.mark.parametrize("sends_first", [True, False])
@@ -40,7 +41,7 @@ def test_the_receiver_gets_the_very_tensors_once_both_ends_are_launched(sends_fi
         ),
     ],
 )
-def test_ends_that_differ_name_ranks_instructions_and_both_values(received: Receive, layouts: list[Layout], expected: str) -> None:
+def test_ends_that_differ_name_ranks_instructions_and_both_values(received: Receive, layouts: list[TensorType], expected: str) -> None:
     for sends_first in (True, False):
         crossing = PointToPoint((0, 3), 4)
         steps = [lambda at=crossing: at.send(SENT, TENSORS), lambda at=crossing: at.receive(received, layouts)]

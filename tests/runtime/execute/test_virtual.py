@@ -2,12 +2,14 @@ import pytest
 import torch
 
 from autopar.errors import ScheduleError
+from autopar.ir.instructions import Launch, parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
-from autopar.ir.schedule import Launch, Schedule, parse
+from autopar.ir.schedule import Schedule
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, collect, drive
+from tests.support.schedules import buffers_of
 
 TWO = Mesh((("tp", 2),))
 STAGES = Mesh((("pp", 2),))
@@ -18,7 +20,7 @@ def run(texts: list[str], buffers: list[dict[str, torch.Tensor]], mesh: Mesh = T
     """Run one schedule per rank; they may differ."""
     rendezvous, states, executions = Rendezvous(mesh), [RankState(held) for held in buffers], []
     for rank, text in enumerate(texts):
-        schedule = Schedule(parse(text), {}, (), (), Signature((), ()), SHAPES)
+        schedule = Schedule(parse(text), {}, (), (), Signature((), ()), buffers_of(text, SHAPES))
         executions.append(execute(schedule, states[rank], CompiledFragments({}, "eager"), VirtualTransport(rendezvous, rank)))
     drive(executions)
     rendezvous.check_empty()

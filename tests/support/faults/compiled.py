@@ -27,7 +27,6 @@ from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Form, Program
 from autopar.passes.forward.key_captured import key_captured
 from autopar.passes.forward.key_random import number_sites
-from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.plans.pins import Pins
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.report import Report
@@ -74,9 +73,9 @@ def compile_tiny(dropout: float = 0.0, faulty: Any = None, after: type | None = 
     passes: list[Any] = []
     for each in default_passes(Options(Cluster.ideal(), pins=MEGATRON, kernels="off"), True, None):
         passes += [each, faulty] if after is not None and isinstance(each, after) else [each]
-    local = run_passes(number_sites(capture(model(dropout), (), dict(batch()), MESH)), passes, [history])
-    last = {step.program.form: step.program for step in history.steps}
-    return Compiled(last[Form.FORWARD], last[Form.GLOBAL], local, (cut_fragments(local),), steps=tuple(history.steps), keyed=key_captured)
+    schedule = run_passes(number_sites(capture(model(dropout), (), dict(batch()), MESH)), passes, [history])
+    last = {step.program.form: step.program for step in history.graph_steps}
+    return Compiled(last[Form.FORWARD], last[Form.GLOBAL], last[Form.LOCAL], schedule, steps=history.graph_steps, keyed=key_captured)
 
 
 def verified(compiled: Compiled, dropout: float = 0.0) -> Report:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+from autopar.ir.actions import Edge
 from autopar.ir.collectives import LAUNCHES, wait
 from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes.schedule.cut_stages import Stages, cut_stages
-from autopar.pipeline.actions import Edge
 from autopar.pipeline.schedules import generate
+from autopar.pipeline.stage_cut import StageCut, cut_stages
 from tests.support.programs import PP2, passed
 
 aten = torch.ops.aten
@@ -34,13 +34,13 @@ class Skipping(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def cut(mesh: Mesh = PP2, schedule: str = "1f1b", number: int = 2) -> Stages:
+def cut(mesh: Mesh = PP2, schedule: str = "1f1b", number: int = 2) -> StageCut:
     order = generate(schedule, mesh.size_of(("pp",)), number)
     args = (torch.randint(0, 6, (8, 3)), torch.randint(0, 6, (8, 3)))
     return cut_stages(passed(Skipping(), args, None, mesh, number, order), order.num_stages)
 
 
-def loop(stages: Stages) -> list[Node]:
+def loop(stages: StageCut) -> list[Node]:
     return [node for (_, kind), nodes in stages.actions.items() if kind in ("F", "B") for node in nodes]
 
 

@@ -16,14 +16,13 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.microbatches import is_summed_later, known_ahead
+from autopar.ir.actions import Direction, Edge, Kind
 from autopar.ir.collectives import LAUNCHES, is_launch, wait
 from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.sharding import Sharding
 from autopar.ops.traits import WHOLE_VIEWS
-from autopar.pipeline.actions import Edge, Kind
-from autopar.pipeline.program import Direction
 
 aten = torch.ops.aten
 
@@ -48,12 +47,14 @@ class Sum:
     @property
     def is_local(self) -> bool:
         """Whether one stage makes it, and wants it alone."""
-        return len({*self.stages, *(STAGE[part] for part in self.parts)}) == 1
+        return len({*self.stages, *(stage_of(part) for part in self.parts)}) == 1
 
 
 @dataclass(frozen=True)
-class Stages:
-    """`counted` are the sums over microbatches that are taken ahead: (what is added, the collective it stands for)."""
+class StageCut:
+    """A LOCAL program in pieces, those of each stage in the order of the graph.
+
+    `counted` are the sums over microbatches that are taken ahead: (what is added, the collective it stands for)."""
 
     program: Program
     num_stages: int
@@ -76,8 +77,8 @@ class Stages:
         return frozenset(found | {launch for pairs in self.counted.values() for _, launch in pairs})
 
 
-def cut_stages(program: Program, num_stages: int) -> Stages:
-    """Cut a LOCAL program of which every call has a stage and no value of the loop is reduced over `mb`."""
+def cut_stages(program: Program, num_stages: int) -> StageCut:
+    """Cut a LOCAL program of which every call has a stage, or none has, and no value of the loop is reduced over `mb`."""
     return _Cut(program, num_stages).stages()
 
 
@@ -87,20 +88,20 @@ class _Cut:
     num_stages: int
     calls: list[Node] = field(default_factory=list[Node])
 
-    def stages(self) -> Stages:
+    def stages(self) -> StageCut:
         self.calls = [node for node in self.program.graph.nodes if node.op == "call_function"]
         counted = [node for node in self.calls if is_launch(node) and node.args[1] == (MICROBATCHES,)]
         once = self._once(counted)
-        sums = tuple(self._sum(output, node) for output, node in self.program.named_outputs() if self._is_summed(output, node))
+        sums = tuple(self._sums())
         ahead = _ancestors(each.all_input_nodes[0] for each in counted) - once
         aside = ahead | once | {node for each in sums for node in each.after} | _dropped(sums)
         loop = [node for node in self.calls if node not in aside]
         transfers = self._transfers(loop)
-        return Stages(
+        return StageCut(
             self.program,
             self.num_stages,
             self._by_stage(ahead),
-            {s: tuple((_operand(n), n) for n in counted if STAGE[n] == s) for s in range(self.num_stages)},
+            {s: tuple((_operand(n), n) for n in counted if stage_of(n) == s) for s in range(self.num_stages)},
             self._by_stage(once - set(counted) - {user for node in counted for user in node.users}),
             self._actions(loop, transfers),
             transfers,
@@ -109,7 +110,7 @@ class _Cut:
 
     def _by_stage(self, nodes: Iterable[Node]) -> dict[int, tuple[Node, ...]]:
         chosen = set(nodes)
-        return {stage: tuple(node for node in self.calls if node in chosen and STAGE[node] == stage) for stage in range(self.num_stages)}
+        return {stage: tuple(node for node in self.calls if node in chosen and stage_of(node) == stage) for stage in range(self.num_stages)}
 
     def _once(self, counted: Iterable[Node]) -> set[Node]:
         """The sums that are taken ahead and all that follows from them and from what does not change with the microbatch."""
@@ -122,10 +123,15 @@ class _Cut:
                 found.add(node)
         return found
 
-    def _is_summed(self, output: Output, result: Node) -> bool:
-        """A sum over one microbatch is one, too: stages that share a parameter have parts of its gradient all the same."""
-        is_only = self.program.mesh.num_microbatches == 1 and output.kind in ("loss", "gradient") and result.op == "call_function"
-        return is_only or is_summed_later(_sharding(output))
+    def _sums(self) -> Iterator[Sum]:
+        """Of one microbatch there is no sum but where stages that share a parameter have parts of its gradient."""
+        for output, node in self.program.named_outputs():
+            if is_summed_later(_sharding(output)):
+                yield self._sum(output, node)
+            elif self.program.mesh.num_microbatches == 1 and output.kind == "gradient" and node.op == "call_function":
+                found = self._sum(output, node)
+                if not found.is_local:
+                    yield found
 
     def _sum(self, output: Output, result: Node) -> Sum:
         after: list[Node] = []
@@ -137,7 +143,7 @@ class _Cut:
         helpers = [each for call in after for each in call.all_input_nodes[1:] if each.op == "call_function"]
         ordered = [each for each in self.calls if each in set(after) | set(helpers)]
         parts = tuple(_parts(node))
-        stages = self._readers(output) or {STAGE[part] for part in parts}
+        stages = self._readers(output) or {stage_of(part) for part in parts}
         return Sum(output, node, parts, tuple(ordered), tuple(sorted(stages)))
 
     def _readers(self, output: Output) -> set[int]:
@@ -146,16 +152,15 @@ class _Cut:
             return set()
         inputs = self.program.named_inputs()
         parameter = next(node for item, node in inputs if (item.kind, item.name) == ("parameter", output.name))
-        return {STAGE[user] for user in parameter.users if user.op == "call_function"}
+        return {stage_of(user) for user in parameter.users if user.op == "call_function"}
 
     def _transfers(self, loop: list[Node]) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
         found: dict[tuple[int, int, Direction], dict[Node, None]] = {}
         inside = set(loop)
         for node in loop:
             for operand in node.all_input_nodes:
-                source, target = STAGE.get(operand), STAGE[node]
+                source, target = stage_of(operand), stage_of(node)
                 if operand in inside and source != target:
-                    assert source is not None
                     is_forward = PHASE[operand] == "forward" and source < target
                     assert is_forward or (source > target and PHASE[node] == "backward"), f"{node} reads {operand} against the pipeline"
                     found.setdefault((source, target, "F" if is_forward else "B"), {})[operand] = None
@@ -166,7 +171,7 @@ class _Cut:
     ) -> dict[tuple[int, Kind], tuple[Node, ...]]:
         found: dict[tuple[int, Kind], tuple[Node, ...]] = {}
         for stage in range(self.num_stages):
-            mine = [node for node in loop if STAGE[node] == stage]
+            mine = [node for node in loop if stage_of(node) == stage]
             backward = [node for node in mine if PHASE[node] == "backward"]
             sent = [node for (source, _, direction), nodes in transfers.items() if source == stage and direction == "B" for node in nodes]
             waited = _ancestors(sent)
@@ -175,6 +180,11 @@ class _Cut:
             found[stage, "I"] = tuple(node for node in backward if node in waited)
             found[stage, "W"] = tuple(node for node in backward if node not in waited)
         return found
+
+
+def stage_of(node: Node) -> int:
+    """The stage of a call; the only one where nobody placed any."""
+    return STAGE.get(node) or 0
 
 
 def differs(item: Input) -> bool:
@@ -204,7 +214,7 @@ def _is_moved(node: Node) -> bool:
 def _parts(node: Node) -> Iterator[Node]:
     """The addends of a sum of gradients that come from different stages; the node itself where it is none."""
     sources = node.all_input_nodes
-    is_tie = node.target is aten.add.Tensor and len(sources) == 2 and len({STAGE.get(each) for each in sources}) > 1
+    is_tie = node.target is aten.add.Tensor and len(sources) == 2 and len({stage_of(each) for each in sources}) > 1
     if is_tie and all(each.op == "call_function" and PHASE[each] == "backward" for each in sources) and len(node.users) == 1:
         for source in sources:
             yield from _parts(source)

@@ -8,7 +8,7 @@ gradients of the stage's inputs, which the stage before waits for, and those of 
     rank 1 | .   1F0 1B0 -   1F1 1B1 -   1F2 1B2 -
 
 A column is a unit of time (F, I and W take one, B two, communication none); `.` and `-` only keep the picture aligned, and
-parsing drops them. Which stage sends to which, and when, is not in the grid: it follows (`autopar/pipeline/program.py`).
+parsing drops them. Which stage sends to which, and when, is not in the grid: it follows (`autopar/pipeline/expand.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +45,42 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ScheduleError(f"{text!r} is no action: write stage, one of F B I W, microbatch, as in 2F0")
     return Action(int(match.group(1)), match.group(2), int(match.group(3)))  # type: ignore[arg-type]
+
+
+class Reduction(NamedTuple):
+    """What is done once a step to the gradients of a stage, after its last backward: they are summed over the replicas."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}REDUCE_GRAD"
+
+
+Direction = Literal["F", "B"]
+
+
+class Transfer(NamedTuple):
+    """One value on its way: F is an activation from the earlier stage to the later, B a gradient on the way back."""
+
+    source: int
+    target: int
+    direction: Direction
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.source}{self.direction}{self.microbatch}>{self.target}"
+
+    @property
+    def makers(self) -> tuple[Action, ...]:
+        """The actions that may make it; one of them does."""
+        kinds: tuple[Kind, ...] = ("F",) if self.direction == "F" else ("B", "I")
+        return tuple(Action(self.source, kind, self.microbatch) for kind in kinds)
+
+    @property
+    def readers(self) -> tuple[Action, ...]:
+        """The actions that may read it; one of them does."""
+        kinds: tuple[Kind, ...] = ("F",) if self.direction == "F" else ("B", "I")
+        return tuple(Action(self.target, kind, self.microbatch) for kind in kinds)
 
 
 class Edge(NamedTuple):
@@ -93,6 +129,11 @@ class PipelineSchedule:
     orders: tuple[tuple[Action, ...], ...]
 
     @property
+    def is_single(self) -> bool:
+        """One microbatch through one stage: forward and backward may be apart."""
+        return self.num_stages == 1 and self.num_microbatches == 1
+
+    @property
     def num_ranks(self) -> int:
         return len(self.orders)
 
@@ -134,6 +175,10 @@ class PipelineSchedule:
     def _header(self) -> str:
         plural = "" if self.num_microbatches == 1 else "es"
         return f"pipeline {self.name}: {self.num_microbatches} microbatch{plural}, stages on ranks {' '.join(map(str, self.stages))}"
+
+
+# One microbatch through one stage.
+SINGLE = PipelineSchedule("1f1b", (0,), 1, ((Action(0, "F", 0), Action(0, "B", 0)),))
 
 
 def parse_schedule(text: str) -> PipelineSchedule:

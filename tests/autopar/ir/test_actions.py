@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.pipeline.actions import Action, Edge, PipelineSchedule, Place, check_edges, parse_action, parse_schedule
+from autopar.ir.actions import Action, Edge, PipelineSchedule, Place, check_edges, parse_action, parse_schedule
 from autopar.pipeline.schedules import GENERATORS, one_forward_one_backward, zb_h1
 
 PICTURE = """\

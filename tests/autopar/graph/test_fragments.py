@@ -14,21 +14,22 @@ from autopar.checks.checker import check_schedules
 from autopar.driver.manager import run_passes
 from autopar.frontend.capture import capture
 from autopar.ir.collectives import LAUNCHES, is_launch, wait
+from autopar.ir.instructions import Free, Launch, Pause, Run, Wait, parse
 from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.program import Program, operands
 from autopar.ir.reshard import reachable
-from autopar.ir.schedule import Free, Launch, Pause, Run, Schedule, Wait, parse
+from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import Strategy
 from autopar.ops.atoms import operand_result
 from autopar.ops.strategies import placeholder_strategies, strategies_of
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.local.lower import Lower
-from autopar.passes.schedule.cut_fragments import cut_fragments
 from autopar.testing.random_shardings import RandomShardings
 from tests.support.captures import kept_capture
 from tests.support.models.zoo import gpt2
 from tests.support.programs import FORWARD_PASSES, global_program, random_local
+from tests.support.schedules import scheduled
 
 aten = torch.ops.aten
 
@@ -89,7 +90,7 @@ def program_of(num_blocks: int = 2, training: bool = True, mesh: Mesh | None = N
 @pytest.fixture(scope="module")
 def schedules() -> list[Schedule]:
     program = program_of()
-    return [cut_fragments(random_local(program, seed)) for seed in range(4)]
+    return [scheduled(random_local(program, seed)).ranks[0] for seed in range(4)]
 
 
 def reads(instruction: object) -> tuple[str, ...]:
@@ -140,7 +141,7 @@ def test_every_launch_is_waited_for_once(schedules: list[Schedule]) -> None:
 def test_launches_keep_the_graphs_order() -> None:
     """All ranks run one schedule, so any order is matched; the graph's is the one that passes decide."""
     local = random_local(program_of(), 5)
-    launched = [instruction.target for instruction in cut_fragments(local).instructions if isinstance(instruction, Launch)]
+    launched = [instruction.target for instruction in scheduled(local).ranks[0].instructions if isinstance(instruction, Launch)]
     assert launched == [node.name for node in local.graph.nodes if is_launch(node)]
 
 
@@ -181,7 +182,7 @@ def test_one_pause_between_forward_and_backward(schedules: list[Schedule]) -> No
 
 
 def test_inference_has_no_pause() -> None:
-    schedule = cut_fragments(random_local(program_of(training=False), 0))
+    schedule = scheduled(random_local(program_of(training=False), 0)).ranks[0]
     assert Pause() not in schedule.instructions
 
 
@@ -195,7 +196,7 @@ def test_fragments_are_counted_and_take_what_they_are_given(schedules: list[Sche
             (results,) = fragment.module.graph.output_node().args
             for run in uses:
                 assert len(run.inputs) == num_inputs and len(run.outputs) == len(results)  # type: ignore[arg-type]
-                shapes = [schedule.shapes[buffer][0] for buffer in run.inputs]
+                shapes = [schedule.buffers[buffer].type[0] for buffer in run.inputs]
                 assert shapes == [tuple(node.meta["val"].shape) for node in fragment.module.graph.find_nodes(op="placeholder")]
 
 
@@ -205,7 +206,7 @@ def test_equal_layers_share_fragments(seed: int) -> None:
     found = []
     for num_blocks in (4, 6):
         local = run_passes(program_of(num_blocks), (AlikeShardings(seed), InsertReshards(), Lower()))
-        found.append(cut_fragments(local))
+        found.append(scheduled(local).ranks[0])
     assert len(found[1].instructions) > len(found[0].instructions)
     assert len(found[1].fragments) == len(found[0].fragments)
     assert _codes(found[1]) == _codes(found[0])
@@ -222,7 +223,7 @@ def test_equal_layers_of_gpt2_share_fragments() -> None:
         case = gpt2(num_layers)
         forward = kept_capture(case.model, (), case.batch, virtual_mesh(tp=2))
         program = global_program(run_passes(forward, FORWARD_PASSES))
-        counts.append(len(cut_fragments(run_passes(program, (AlikeShardings(1), InsertReshards(), Lower()))).fragments))
+        counts.append(len(scheduled(run_passes(program, (AlikeShardings(1), InsertReshards(), Lower()))).fragments))
     assert counts[0] == counts[1], counts
 
 
@@ -251,7 +252,7 @@ def test_creation_is_on_the_device_asked_for() -> None:
     for device in ("cpu", "meta"):
         found = [
             node.kwargs["device"]
-            for fragment in cut_fragments(local, device).fragments.values()
+            for fragment in scheduled(local, device).fragments.values()
             for node in fragment.module.graph.nodes
             if "device" in node.kwargs
         ]

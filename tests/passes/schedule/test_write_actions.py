@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from autopar.checks.checker import check_schedules
 from autopar.errors import ScheduleError
+from autopar.ir.actions import PipelineSchedule
+from autopar.ir.instructions import Add, Free, Launch, Receive, Run, Send
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import Add, Free, Launch, Receive, Run, Schedule, Send
-from autopar.passes.schedule.write_schedules import pipeline_schedules
-from autopar.pipeline.actions import PipelineSchedule
+from autopar.ir.schedule import Schedule
 from autopar.pipeline.schedules import GENERATORS, generate
 from tests.support.programs import PP2, passed
+from tests.support.schedules import scheduled
 
 
 class Chain(nn.Module):
@@ -35,7 +36,7 @@ class Chain(nn.Module):
 
 def schedules(order: PipelineSchedule, mesh: Mesh = PP2, model: nn.Module | None = None) -> tuple[Schedule, ...]:
     program = passed(model or Chain(), (torch.randn(8, 4),), None, mesh, order.num_microbatches, order)
-    return pipeline_schedules(program, order, "cpu")
+    return scheduled(program).ranks
 
 
 def transfers(schedule: Schedule, kind: type[Send] | type[Receive]) -> list[Send | Receive]:
@@ -49,6 +50,12 @@ def test_both_ends_of_every_channel_name_the_same_transfers_in_order(name: str) 
     sent = [each.transfer for each in transfers(found[0], Send)]
     assert sent and sent == [each.transfer for each in transfers(found[1], Receive)]
     assert [each.transfer for each in transfers(found[1], Send)] == [each.transfer for each in transfers(found[0], Receive)]
+
+
+def test_every_buffer_in_the_table_has_a_type() -> None:
+    """Those of whole actions, of which nothing says how large they are, are gone."""
+    table = schedules(generate("zb-v", 2, 4))[0].buffers
+    assert table and all(buffer.type is not None and buffer.role != "saved" for buffer in table.values())
 
 
 @pytest.mark.parametrize("name", ["zb-v", "interleaved"])

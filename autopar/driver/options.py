@@ -1,0 +1,77 @@
+"""What the user asked of a compile."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.errors import AutoparError
+from autopar.ir.actions import PipelineSchedule
+from autopar.ir.freedom import Freedom
+from autopar.partition.whole_batch import Mixing, Statistics
+from autopar.plans.plan import Pins, Plan
+
+# A dim for all inputs, or by name; None for an input without one.
+BatchDims = int | Mapping[str, int | None] | None
+
+_KNOWN = {"outputs": (None, "loss", "all"), "kernels": ("auto", "triton", "aten", "off"), "microbatch_statistics": (None, "own")}
+_WORDS = {"outputs": '"loss" or "all"', "kernels": '"auto", "triton", "aten" or "off"', "microbatch_statistics": '"own", or leave it out'}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked of a compile, as far as passes need to know; `autopar.compile` says what each means.
+
+    `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
+    microbatches in an earlier try. Raises `AutoparError` for a value that an option does not have.
+    """
+
+    cluster: Cluster
+    outputs: str | None = None
+    batch_dims: BatchDims = None
+    plan: Plan | None = None
+    pins: Pins | Plan | None = None
+    search_timeout: float | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    freedom: Freedom = Freedom()
+    num_microbatches: int | None = None
+    microbatch_statistics: Statistics = None
+    mixing: tuple[Mixing, ...] = ()
+    schedule: str | PipelineSchedule | None = None
+    device: str = "cpu"
+    is_real: bool = False
+    kernels: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, known in _KNOWN.items():
+            if getattr(self, name) not in known:
+                raise AutoparError(f"{name}={getattr(self, name)!r} is unknown; use {_WORDS[name]}")
+
+    @property
+    def is_order_free(self) -> bool:
+        """Whether the order of a pipeline is to be found by cost."""
+        return self.schedule == "auto"
+
+    @property
+    def is_number_asked(self) -> bool:
+        """Whether the user gave the number of microbatches, or a schedule drawn for one."""
+        return self.num_microbatches is not None or isinstance(self.schedule, PipelineSchedule)
+
+    @property
+    def writes_rows(self) -> bool:
+        """Whether norms, gates, rotary embeddings and dropout become ops of ours: a CPU's compiler joins plain ops with others."""
+        return self.kernels == "triton" or (self.kernels == "auto" and self.cluster.device.name != "cpu")
+
+    @property
+    def chooses_kernels(self) -> bool:
+        """Whether there is a choice between kernels: a laptop that plans for a GPU makes it, too."""
+        device = self.cluster.device.name
+        return self.device == "cuda" or device not in ("cpu", "tpu", Cluster.ideal().device.name)
+
+    @property
+    def pinned_modules(self) -> tuple[str, ...]:
+        """Patterns of what is pinned, and the modules that a plan had pinned."""
+        pins = self.pins if isinstance(self.pins, Mapping) else {}
+        return (*(self.plan.pinned if self.plan is not None else ()), *pins)

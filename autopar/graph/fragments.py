@@ -1,0 +1,181 @@
+"""From calls of a LOCAL graph to instructions: compute between two cuts is a fragment, collectives are instructions.
+
+The walk keeps the graph's order. It cuts where a call needs a collective that is still under way, and where the
+model's repeated block changes (so that eighty equal layers give one fragment).
+A collective is launched at the first cut after its operand is computed and waited for just before its first use:
+
+    RUN f0 (x, w) -> (partial)
+    LAUNCH all_reduce sum tp (partial) -> h
+    RUN f1 (…)                                what does not need h goes on meanwhile
+    WAIT h
+    RUN f2 (h, …)
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar.ir.arguments import node_at
+from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
+from autopar.ir.instructions import Collective, Instruction, Launch, Run, Wait
+from autopar.ir.keys import SOURCE
+from autopar.ir.program import Program, results_of
+from autopar.ir.schedule import Fragment, TensorType
+
+_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
+
+
+class FragmentCutter:
+    """Cuts sections of one LOCAL program into instructions; equal fragments of all sections are one.
+
+    `device` is the type of device that fragments create tensors on ("cuda": the current one). Instructions name buffers as the graph
+    does; see `buffer_of`.
+    """
+
+    def __init__(self, device: str, fragments: Mapping[str, Fragment]) -> None:
+        self.device = torch.device(device)
+        self.fragments = dict(fragments)
+        self._named = {fragment.structure: name for name, fragment in fragments.items()}
+
+    def section(self, nodes: Iterable[Node], under_way: set[Node]) -> tuple[Instruction, ...]:
+        """The instructions that compute `nodes`, given in the order of the graph.
+
+        `under_way` are the collectives that earlier sections left without a WAIT; those that this one leaves join them, in place.
+        """
+        section = _Section(self, under_way)
+        for node in nodes:
+            section.visit(node)
+        section.cut()
+        return tuple(section.instructions)
+
+    def run(self, nodes: list[Node]) -> Run:
+        inside = set(nodes)
+        inputs = list(dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside))
+        outputs = [node for node in nodes if any(user not in inside for user in node.users) and not _is_tuple(node)]
+        structure = _structure(nodes, inputs, outputs)
+        if structure not in self._named:
+            name = self._named[structure] = f"f{len(self.fragments)}"
+            self.fragments[name] = Fragment(name, _module(nodes, inputs, outputs, self.device), structure=structure)
+        return Run(self._named[structure], tuple(buffer_of(node) for node in inputs), tuple(node.name for node in outputs))
+
+
+def waits_for(values: Iterable[Node], under_way: set[Node]) -> list[Instruction]:
+    """WAITs for those of `values` that are under way, which they are no longer then."""
+    found: list[Instruction] = []
+    for value in values:
+        launch = node_at(value, 0) if value.target is wait else None
+        if launch is not None and launch in under_way:
+            found.append(Wait(launch.name))
+            under_way.remove(launch)
+    return found
+
+
+@dataclass
+class _Section:
+    cutter: FragmentCutter
+    under_way: set[Node]
+    instructions: list[Instruction] = field(default_factory=list[Instruction])
+    current: list[Node] = field(default_factory=list[Node])
+    launches: list[Node] = field(default_factory=list[Node])
+    block: str = ""
+
+    def visit(self, node: Node) -> None:
+        if node.target is wait or node.target is operator.getitem:
+            return
+        needed = [operand for operand in node.all_input_nodes if operand.target is wait and operand.args[0] in self.under_way]
+        block = _block(node)
+        if needed or (block and self.block and block != self.block):
+            self.cut()
+            self.instructions += waits_for(needed, self.under_way)
+        self.block = block or self.block
+        if is_launch(node):
+            self.launches.append(node)
+            self.under_way.add(node)
+        else:
+            self.current.append(node)
+            # What an op with several results gives is named at once, lest a cut part the names from the op.
+            self.current += [user for user in node.users if user.target is operator.getitem]
+
+    def cut(self) -> None:
+        """Close the current fragment, then launch the collectives that were waiting for it."""
+        if self.current:
+            self.instructions.append(self.cutter.run(self.current))
+            self.current = []
+        self.instructions += [_launch(launch) for launch in self.launches]
+        self.launches = []
+
+
+def _block(node: Node) -> str:
+    """The repeated block a node belongs to: `transformer.h.3` for anything inside it."""
+    source = SOURCE.get(node)
+    match = _BLOCK.match(source.module) if source else None
+    return match.group(1) if match else ""
+
+
+def _is_tuple(node: Node) -> bool:
+    return isinstance(node.meta["val"], (tuple, list))
+
+
+def buffer_of(node: Node) -> str:
+    """A waited value and its launch are one buffer."""
+    return node_at(node, 0).name if node.target is wait else node.name
+
+
+def _launch(node: Node) -> Launch:
+    operand, axes = node.args[0], node.args[1]
+    assert isinstance(operand, Node)
+    kind = node.args[2] if node.target in (all_reduce, reduce_scatter) else "copy"
+    names: dict[object, Collective] = {all_reduce: "all_reduce", all_gather: "all_gather", reduce_scatter: "reduce_scatter"}
+    return Launch(names.get(node.target, "all_to_all"), kind, axes, buffer_of(operand), node.name)  # type: ignore[arg-type]
+
+
+def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> str:
+    """A text that is equal for two fragments exactly when one compiled form serves both."""
+    numbers = {node: number for number, node in enumerate([*inputs, *nodes])}
+
+    def value(node: Node) -> str:
+        return " ".join(f"{v.dtype}{tuple(v.shape)}{v.stride()}" for v in results_of(node) if v is not None)
+
+    lines = [value(node) for node in inputs]
+    for node in nodes:
+        arguments = torch.fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")
+        lines.append(f"{node.target} {arguments} {value(node)}")
+    return "\n".join([*lines, str([numbers[node] for node in outputs])])
+
+
+def _module(nodes: list[Node], inputs: list[Node], outputs: list[Node], device: torch.device) -> GraphModule:
+    graph = Graph()
+    mapping: dict[Node, Node] = {}
+    for node in inputs:
+        mapping[node] = graph.placeholder(node.name)
+        mapping[node].meta = {"val": node.meta["val"]}
+    for node in nodes:
+        mapping[node] = graph.node_copy(node, lambda operand: mapping[operand])
+        if _creates(node):
+            mapping[node].kwargs = dict(node.kwargs) | {"device": device}
+    graph.output(tuple(mapping[node] for node in outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _creates(node: Node) -> bool:
+    """Whether `node` makes a tensor out of nothing, on the device that it names."""
+    schema = getattr(node.target, "_schema", None)
+    return "device" in node.kwargs or (
+        not node.all_input_nodes and schema is not None and any(a.name == "device" for a in schema.arguments)
+    )
+
+
+def types_of(program: Program) -> dict[str, TensorType]:
+    """Shape and dtype of every value of a program that is a tensor, by the name of its node."""
+    found: dict[str, TensorType] = {}
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and node.op != "output":
+            found[node.name] = (tuple(value.shape), value.dtype)
+    return found

@@ -1,0 +1,194 @@
+"""What a rank executes, one line each: instructions over named buffers. They print, and parse back.
+
+RUN f3 (h_1, p_fc_weight) -> (h_2)          compute: a fragment of the LOCAL graph
+LAUNCH all_reduce sum tp (h_2) -> h_3       start a collective over the ranks along `tp`
+SEND 0F2>1 pp=1 (h_3@2, mask@2)             start sending to the rank at coordinate 1 of `pp`, else placed as this one
+RECV 0F2>1 pp=0 (h_3@2, mask@2)             start receiving from the rank at coordinate 0 of `pp`
+WAIT h_3                                    block until what was launched under this name is complete
+ADD g_w (g_w@2)                             g_w += g_w@2; the first ADD makes g_w
+FREE h_2 h_1                                drop buffers
+PAUSE                                       hand the outputs to the caller, wait for their gradients
+
+A channel is a directed pair of ranks: its k-th SEND meets its k-th RECV. A launch, SEND or RECV never blocks; a WAIT
+blocks until all ends have launched. A name says nothing of itself: what a buffer is stands in the schedule's table
+(`autopar.ir.schedule.Buffer`); that names of one microbatch end in its number, `h_3@2`, is for readers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.errors import ScheduleError
+from autopar.ir.mesh import Mesh
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+# From which rank to which.
+Channel = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    fragment: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"RUN {self.fragment} ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start a collective on the group of `n` ranks along `axes` (the first axis major), in index order.
+
+    all_reduce      x → x of the same shape; `kind` is "sum" or "max"
+    all_gather      x → [n, *x.shape], entry i from rank i of the group
+    reduce_scatter  [n, *shape] → shape: the sum over ranks of their entry `own index`
+    all_to_all      [n, *shape] → [n, *shape]: entry i of the result is entry `own index` of rank i
+    """
+
+    collective: Collective
+    kind: Literal["sum", "max", "copy"]
+    axes: tuple[str, ...]
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"LAUNCH {self.collective} {self.kind} {','.join(self.axes)} ({self.source}) -> {self.target}"
+
+
+@dataclass(frozen=True)
+class Send:
+    """Start sending `buffers` to the rank that differs from this one on `axis` alone, where it has coordinate `peer`.
+
+    The buffers may be freed after the WAIT. `transfer` has no spaces, and is used once on each of the two ranks.
+    """
+
+    transfer: str
+    axis: str
+    peer: int
+    buffers: tuple[str, ...]
+
+    def channel(self, mesh: Mesh, rank: int) -> Channel:
+        """(rank, receiver) when `rank` launches it. Raises `ScheduleError` when there is no such receiver."""
+        return rank, _peer_of(self, mesh, rank)
+
+    def __str__(self) -> str:
+        return f"SEND {self.transfer} {self.axis}={self.peer} ({', '.join(self.buffers)})"
+
+
+@dataclass(frozen=True)
+class Receive:
+    """Start receiving `buffers` from the rank that differs from this one on `axis` alone, where it has coordinate `peer`.
+
+    The buffers are there after the WAIT. They are matched with the sender's by position, not by name.
+    """
+
+    transfer: str
+    axis: str
+    peer: int
+    buffers: tuple[str, ...]
+
+    def channel(self, mesh: Mesh, rank: int) -> Channel:
+        """(sender, rank) when `rank` launches it. Raises `ScheduleError` when there is no such sender."""
+        return _peer_of(self, mesh, rank), rank
+
+    def __str__(self) -> str:
+        return f"RECV {self.transfer} {self.axis}={self.peer} ({', '.join(self.buffers)})"
+
+
+def _peer_of(instruction: Send | Receive, mesh: Mesh, rank: int) -> int:
+    coordinates, sizes = mesh.coordinates(rank), dict(mesh.axes)
+    axis, peer = instruction.axis, instruction.peer
+    if axis not in sizes:
+        raise ScheduleError(f"{instruction}: unknown axis {axis!r}; the mesh has {mesh}")
+    if not 0 <= peer < sizes[axis]:
+        raise ScheduleError(f"{instruction}: no rank at {axis}={peer}; the coordinates on {axis} are 0 to {sizes[axis] - 1}")
+    if coordinates[axis] == peer:
+        raise ScheduleError(f"{instruction}: rank {rank} itself stands at {axis}={peer}; a transfer goes to another rank")
+    return mesh.rank_at({**coordinates, axis: peer})
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until the collective into `target`, or the transfer of this name, is complete."""
+
+    target: str
+
+    def __str__(self) -> str:
+        return f"WAIT {self.target}"
+
+
+@dataclass(frozen=True)
+class Add:
+    """target += source. The first into `target` makes it: a contiguous copy that shares memory with nothing.
+
+    No other instruction writes into memory that is there already.
+    """
+
+    target: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"ADD {self.target} ({self.source})"
+
+
+@dataclass(frozen=True)
+class Free:
+    buffers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"FREE {' '.join(self.buffers)}"
+
+
+@dataclass(frozen=True)
+class Pause:
+    def __str__(self) -> str:
+        return "PAUSE"
+
+
+Instruction = Run | Launch | Send | Receive | Wait | Add | Free | Pause
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(", ") if name)
+
+
+# How each instruction reads, by its first word, and what the groups of the pattern make.
+_FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Instruction]]] = {
+    "RUN": (
+        re.compile(r"RUN (\S+) \((.*?)\) -> \((.*?)\)$"),
+        lambda fragment, inputs, outputs: Run(fragment, _names(inputs), _names(outputs)),
+    ),
+    "LAUNCH": (
+        re.compile(r"LAUNCH (all_reduce|all_gather|reduce_scatter|all_to_all) (sum|max|copy) (\S+) \((\S+)\) -> (\S+)$"),
+        lambda collective, kind, axes, source, target: Launch(collective, kind, tuple(axes.split(",")), source, target),
+    ),
+    "SEND": (
+        re.compile(r"SEND (\S+) (\S+)=(\d+) \((.*?)\)$"),
+        lambda transfer, axis, peer, buffers: Send(transfer, axis, int(peer), _names(buffers)),
+    ),
+    "RECV": (
+        re.compile(r"RECV (\S+) (\S+)=(\d+) \((.*?)\)$"),
+        lambda transfer, axis, peer, buffers: Receive(transfer, axis, int(peer), _names(buffers)),
+    ),
+    "WAIT": (re.compile(r"WAIT (\S+)$"), Wait),
+    "ADD": (re.compile(r"ADD (\S+) \((\S+)\)$"), Add),
+    "FREE": (re.compile(r"FREE (.+)$"), lambda buffers: Free(tuple(buffers.split(" ")))),
+    "PAUSE": (re.compile(r"PAUSE$"), Pause),
+}
+
+
+def parse(text: str) -> tuple[Instruction, ...]:
+    """Read back what `str(schedule)` printed. Raises `ScheduleError` naming the first line that is none."""
+    instructions: list[Instruction] = []
+    for number, line in enumerate(text.strip().splitlines(), 1):
+        line = line.strip()
+        pattern, build = _FORMS.get(line.split(" ", 1)[0], (None, Pause))
+        match = pattern.match(line) if pattern else None
+        if match is None:
+            raise ScheduleError(f"line {number} is no instruction: {line!r}")
+        instructions.append(build(*match.groups()))
+    return tuple(instructions)

@@ -1,0 +1,41 @@
+"""How long buffers of a schedule are in use."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Send, Wait
+
+
+def touched(instruction: Instruction) -> tuple[str, ...]:
+    """The buffers that an instruction reads or writes; none of a WAIT, which names what was launched."""
+    if isinstance(instruction, Run):
+        return instruction.inputs + instruction.outputs
+    if isinstance(instruction, Launch):
+        return (instruction.source, instruction.target)
+    if isinstance(instruction, (Send, Receive)):
+        return instruction.buffers
+    if isinstance(instruction, Add):
+        return (instruction.source, instruction.target)
+    return ()
+
+
+def with_frees(instructions: Sequence[Instruction], kept: Collection[str]) -> list[list[Instruction]]:
+    """Each instruction with a FREE behind it of the buffers that nothing touches afterwards, but for those that are `kept`.
+
+    The operand of a collective is in use until its WAIT, and so is what is sent.
+    """
+    last: dict[str, int] = {}
+    under_way: dict[str, tuple[str, ...]] = {}
+    for position, instruction in enumerate(instructions):
+        if isinstance(instruction, Launch):
+            under_way[instruction.target] = (instruction.source, instruction.target)
+        elif isinstance(instruction, (Send, Receive)):
+            under_way[instruction.transfer] = instruction.buffers
+        names = under_way[instruction.target] if isinstance(instruction, Wait) else touched(instruction)
+        last |= dict.fromkeys(names, position)
+    ends: dict[int, list[str]] = {}
+    for name, position in last.items():
+        if name not in kept:
+            ends.setdefault(position, []).append(name)
+    return [[each, Free(tuple(ends[position]))] if position in ends else [each] for position, each in enumerate(instructions)]

@@ -1,0 +1,43 @@
+"""Where in the grid of actions an instruction stands, so that what is wrong with it can be marked there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.checks.violation import Violation
+from autopar.ir.actions import Action, PipelineSchedule, Place
+from autopar.ir.instructions import Instruction, Receive, Run, Send
+from autopar.pipeline.schedule_program import ScheduleProgram
+
+
+def marked_grid(program: ScheduleProgram, found: Iterable[Violation]) -> str:
+    """The picture of what the ranks run, with the numbers of the violations at their places."""
+    marks: dict[Place, str] = {}
+    for number, violation in enumerate(found, 1):
+        for place in (grid_place(program, *each) for each in violation.instructions):
+            marks[place] = f"{marks[place]}, {number}" if place in marks else f"ERROR {number}"
+    return order_of(program).grid(marks)
+
+
+def order_of(program: ScheduleProgram) -> PipelineSchedule:
+    """The actions that the ranks run, of a program edited by hand others than those of its order."""
+    rows = (map(program.action_of, schedule.instructions) for schedule in program.ranks)
+    return replace(program.order, orders=tuple(tuple(each for each in row if isinstance(each, Action)) for row in rows))
+
+
+def grid_place(program: ScheduleProgram, rank: int, number: int) -> Place:
+    """The action that an instruction belongs to: a receive to its reader, a send to its maker, a WAIT to what it holds up."""
+    row = program.ranks[rank].instructions
+    runs = [(at, action) for at, each in enumerate(row) if isinstance(action := program.action_of(each), Action)]
+    before = sum(at < number for at, _ in runs)
+    instruction = row[number] if number < len(row) else None
+    if isinstance(instruction, Receive) and instruction.transfer in program.transfers:
+        readers = program.transfers[instruction.transfer].readers
+        return Place(rank, next((count for count, (_, action) in enumerate(runs) if action in readers), before))
+    return Place(rank, before - 1 if _follows(program, instruction) and before else before)
+
+
+def _follows(program: ScheduleProgram, instruction: Instruction | None) -> bool:
+    """Whether an instruction goes with the action before it: a send, a reduction."""
+    return isinstance(instruction, Send) or (isinstance(instruction, Run) and not isinstance(program.action_of(instruction), Action))

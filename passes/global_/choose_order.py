@@ -1,0 +1,36 @@
+"""In which order the stages of a pipeline run the microbatches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel
+from autopar.ir.actions import PipelineSchedule
+from autopar.ir.program import Program
+from autopar.pipeline.order import best_order
+
+
+@dataclass(frozen=True)
+class ChooseOrder:
+    """With `is_free` find the order that takes the least time, every rank within `budget`; else keep the one that was asked for.
+
+    Reads: STAGE, STRATEGY, SHARDING of a program with its reshards; its order, which says what rank holds which stage.
+    Writes: the program's order.
+    """
+
+    is_free: bool
+    cluster: Cluster
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    name: str = "choose order"
+
+    def decide(self, program: Program) -> PipelineSchedule:
+        """Raises `ScheduleError` where no order fits."""
+        if not self.is_free or program.order.is_single:
+            return program.order
+        cost = CostModel(self.cluster, program.mesh, self.budget.optimizer)
+        return best_order(program, cost, program.order, self.budget.capacity_bytes)
+
+    def apply(self, program: Program, decision: PipelineSchedule) -> Program:
+        return program if decision is program.order else replace(program, order=decision)

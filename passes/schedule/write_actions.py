@@ -1,0 +1,198 @@
+"""Whole actions become the fragments, collectives and transfers that they are made of.
+
+RUN f0 (input_ids@2, w) -> (h@2)     a value of microbatch 2; what has no @ there is one of in a step
+SEND 0F2>1 pp=1 (h@2)                what stage 0's forward of microbatch 2 made for stage 1
+ADD w_grad.sum (w_grad@2)            a gradient so far
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Node
+
+from autopar.graph.fragments import FragmentCutter, buffer_of, waits_for
+from autopar.ir.actions import Action, Kind, Reduction, Transfer
+from autopar.ir.collectives import is_launch
+from autopar.ir.instructions import Add, Instruction, Pause, Receive, Send, Wait
+from autopar.ir.schedule import Schedule
+from autopar.pipeline.buffer_names import BufferNames, renamed
+from autopar.pipeline.schedule_program import ScheduleProgram
+from autopar.pipeline.stage_cut import StageCut
+
+
+@dataclass(frozen=True)
+class WriteActions:
+    """Write out what each action computes for its microbatch, what it adds to sums, and what stages send.
+
+    What the network reads of sums over the microbatches is computed ahead of the first action. A collective is waited for just
+    before its first reader, be that in a later action of its microbatch.
+
+    Reads: a `ScheduleProgram` of actions. Writes: fragments, collectives, sums, the buffers of transfers, spans.
+    Ensures: no action is left but the reductions of gradients; nothing is under way at the end of a rank.
+    """
+
+    name: str = "write actions"
+
+    def apply(self, program: ScheduleProgram) -> ScheduleProgram:
+        assert program.cut is not None, "a grid has no values"
+        # The buffers of whole actions are gone with these.
+        names = BufferNames(program.cut, program.order.num_microbatches)
+        cutter = FragmentCutter(program.device, program.fragments)
+        transfers = _Transfers(program)
+        ranks = [_Writer(program, place, names, cutter, transfers).schedule() for place in range(len(program.ranks))]
+        actions = {name: each for name, each in program.actions.items() if isinstance(each, Reduction)}
+        return program.with_ranks(ranks, actions=actions, fragments=cutter.fragments, buffers=names.table)
+
+
+@dataclass
+class _Writer:
+    """Writes one rank."""
+
+    program: ScheduleProgram
+    place: int
+    names: BufferNames
+    cutter: FragmentCutter
+    transfers: _Transfers
+    # By microbatch the collectives that nobody waited for yet.
+    under_way: dict[int, set[Node]] = field(default_factory=dict[int, set[Node]])
+    # What a section of calls becomes, by what is under way before it, with what is then: alike for all microbatches.
+    sections: dict[object, tuple[tuple[Instruction, ...], frozenset[Node]]] = field(default_factory=dict)
+
+    @property
+    def cut(self) -> StageCut:
+        assert self.program.cut is not None
+        return self.program.cut
+
+    def schedule(self) -> Schedule:
+        schedule = self.program.ranks[self.place]
+        groups = [self.written(each) for each in schedule.instructions]
+        ahead = [instruction for stage in self.program.stages_of(self.place) for instruction in self.ahead(stage)]
+        groups[0] = [*ahead, *groups[0]]
+        written = schedule.regrouped(groups)
+        spans = tuple(each._replace(begin=each.begin + len(ahead)) if not each.begin else each for each in written.spans)
+        return replace(written, spans=spans).appended(self.finished())
+
+    def written(self, instruction: Instruction) -> list[Instruction]:
+        action = self.program.action_of(instruction)
+        if isinstance(action, Action):
+            return self.compute(action)
+        if isinstance(instruction, (Send, Receive)):
+            return self.transfer(instruction)
+        if isinstance(instruction, Wait):
+            return [instruction] if self.transfers.values(self.program.transfers[instruction.target]) else []
+        return [*self.handed_out(), instruction] if isinstance(instruction, Pause) else [instruction]
+
+    def ahead(self, stage: int) -> list[Instruction]:
+        """What the network reads of sums over all microbatches, and what follows from these alone."""
+        found: list[Instruction] = []
+        for number in range(self.program.order.num_microbatches):
+            rename, under_way = self.names.of_microbatch(number), set[Node]()
+            found += renamed(self.cutter.section(self.cut.ahead[stage], under_way), rename)
+            found += renamed(_all_waits(under_way), rename)
+            found += [Add(total.name, rename(buffer_of(source))) for source, total in self.cut.counted[stage]]
+        return [*found, *once_a_step(self.cut.once[stage], self.cutter, self.names)]
+
+    def compute(self, action: Action) -> list[Instruction]:
+        stage, kind, number = action
+        rename, nodes = self.names.of_microbatch(number), self.cut.actions[stage, kind]
+        under_way = self.under_way.setdefault(number, set())
+        found = list(self.section(stage, kind, nodes, under_way))
+        made = set(nodes)
+        parts = [part for part in dict.fromkeys(part for each in self.cut.sums for part in each.parts) if part in made]
+        found += waits_for([*parts, *(node for node in self.carried if node in made)], under_way)
+        adds = [Add(self.names.sum(buffer_of(part)), rename(buffer_of(part))) for part in parts]
+        return [*renamed(found, rename), *adds]
+
+    def section(self, stage: int, kind: Kind, nodes: tuple[Node, ...], under_way: set[Node]) -> tuple[Instruction, ...]:
+        key = stage, kind, frozenset(under_way)
+        if key not in self.sections:
+            after = set(under_way)
+            self.sections[key] = self.cutter.section(nodes, after), frozenset(after)
+        instructions, after = self.sections[key]
+        under_way.clear()
+        under_way.update(after)
+        return instructions
+
+    @property
+    def carried(self) -> list[Node]:
+        """The new values of the model's buffers, which the next microbatch starts from."""
+        return [node for output, node in self.cut.program.named_outputs() if output.kind == "buffer"]
+
+    def transfer(self, instruction: Send | Receive) -> list[Instruction]:
+        transfer = self.program.transfers[instruction.transfer]
+        rename, values = self.names.of_microbatch(transfer.microbatch), self.transfers.values(transfer)
+        if not values:
+            return []
+        waits = waits_for(values, self.under_way[transfer.microbatch]) if isinstance(instruction, Send) else []
+        return [*renamed(waits, rename), replace(instruction, buffers=tuple(rename(buffer_of(value)) for value in values))]
+
+    def handed_out(self) -> list[Instruction]:
+        """WAITs for what the caller gets at PAUSE."""
+        results = [node for output, node in self.cut.program.named_outputs() if output.kind != "gradient"]
+        return self.waited(results)
+
+    def finished(self) -> list[Instruction]:
+        """WAITs for all that is still under way, the results first."""
+        found = self.waited(self.cut.program.results)
+        for number, under_way in self.under_way.items():
+            found += renamed(_all_waits(under_way), self.names.of_microbatch(number))
+        return found
+
+    def waited(self, values: Iterable[Node]) -> list[Instruction]:
+        values = list(values)
+        found: list[Instruction] = []
+        for number, under_way in self.under_way.items():
+            found += renamed(waits_for(values, under_way), self.names.of_microbatch(number))
+        return found
+
+
+class _Transfers:
+    """What each transfer brings."""
+
+    def __init__(self, program: ScheduleProgram) -> None:
+        self.program = program
+        # By rank, where its actions stand.
+        self.positions = [
+            {action: position for position, each in enumerate(schedule.instructions) if (action := program.action_of(each))}
+            for schedule in program.ranks
+        ]
+        self.found: dict[Transfer, list[Node]] = {}
+
+    def values(self, transfer: Transfer) -> list[Node]:
+        """Its values, less what an earlier one brings: one rank may hold several stages that read a value."""
+        if transfer not in self.found:
+            self.found[transfer] = self._values(transfer)
+        return self.found[transfer]
+
+    def _values(self, transfer: Transfer) -> list[Node]:
+        assert self.program.cut is not None
+        holders = self.program.order.stages
+        rank = holders[transfer.target]
+        to_rank = {
+            Transfer(source, target, direction, transfer.microbatch): values
+            for (source, target, direction), values in self.program.cut.transfers.items()
+            if source == transfer.source and holders[target] == rank
+        }
+        before = [each for each in to_rank if self._read_at(rank, each) < self._read_at(rank, transfer)]
+        return [value for value in to_rank.get(transfer, ()) if not any(value in to_rank[each] for each in before)]
+
+    def _read_at(self, rank: int, transfer: Transfer) -> int:
+        """Where among its instructions `rank` reads what `transfer` brings."""
+        return next(self.positions[rank][action] for action in transfer.readers if action in self.positions[rank])
+
+
+def once_a_step(nodes: Iterable[Node], cutter: FragmentCutter, names: BufferNames) -> list[Instruction]:
+    """What computes calls that run once a step, complete at its end."""
+    under_way = set[Node]()
+    section = cutter.section(nodes, under_way)
+    return renamed([*section, *_all_waits(under_way)], names.of_step)
+
+
+def _all_waits(under_way: set[Node]) -> list[Instruction]:
+    """WAITs for all that is under way, in the order of the graph."""
+    launches = [node for node in next(iter(under_way)).graph.nodes if node in under_way] if under_way else []
+    under_way.clear()
+    assert all(is_launch(each) for each in launches)
+    return [Wait(each.name) for each in launches]
