@@ -18,6 +18,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
 from autopar.driver.compiled import Compiled
+from autopar.driver.decide_once import FromFirst
 from autopar.driver.garbage import collection_paused
 from autopar.driver.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.driver.options import BatchDims, Options
@@ -26,6 +27,7 @@ from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
 from autopar.graph.microbatches import has_estimates
 from autopar.ir.actions import PipelineSchedule
+from autopar.ir.fusion import KernelDecision
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.partition.whole_batch import Statistics
@@ -44,8 +46,7 @@ from autopar.passes.forward.key_random import KeyRandom, number_sites
 from autopar.passes.forward.unify_attention import UnifyAttention
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
 from autopar.passes.global_.choose_order import ChooseOrder
-from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
-from autopar.passes.global_.decide_once import DecideOnce, FromFirst
+from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.decompose_batch_norm import DecomposeBatchNorm
 from autopar.passes.global_.decompose_convolutions import DecomposeConvolutions
 from autopar.passes.global_.find_atoms import FindAtoms
@@ -55,7 +56,7 @@ from autopar.passes.global_.mark_pinned import MarkPinned
 from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
 from autopar.passes.global_.pad_atoms import PadAtoms
-from autopar.passes.global_.place_stages import PlaceStages, StageDecision
+from autopar.passes.global_.place_stages import PlaceStages
 from autopar.passes.global_.reduce_compared import SettleCompared
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
@@ -71,6 +72,7 @@ from autopar.passes.schedule.order_actions import OrderActions
 from autopar.passes.schedule.reduce_gradients import ReduceGradients
 from autopar.passes.schedule.write_actions import WriteActions
 from autopar.pipeline.order import chosen_schedule, pipeline_order
+from autopar.plans.decisions import ShardingDecision, StageDecision
 from autopar.plans.pins import freedom_of, without_batch
 from autopar.plans.plan import Pins, Plan, PlannedInput
 from autopar.plans.styles import UserPins, without_styles
@@ -190,9 +192,7 @@ def compile(
     return parallel
 
 
-def default_passes(
-    options: Options, training: bool, placements: Mapping[str, Placement] | None = None, from_first: FromFirst | None = None
-) -> tuple[Pass | DecidingPass, ...]:
+def default_passes(options: Options, training: bool, placements: Mapping[str, Placement] | None = None) -> tuple[Pass | DecidingPass, ...]:
     """The passes in order, each with the reason for its place. One that has nothing to do returns the program that it got."""
     cluster, budget, plan, own = options.cluster, options.budget, options.plan, options.microbatch_statistics
     choose = ChooseShardings(cluster, plan=plan, pins=options.pins, placements=placements, budget=budget, timeout=options.search_timeout)
@@ -221,8 +221,8 @@ def default_passes(
         FindAtoms(),  # needs the final views
         ChooseMicrobatches(options.is_number_asked, own, options.mixing),  # needs atoms, which follow the samples
         PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
-        RefineMesh(),  # needs atoms; the search needs the final axes
-        choose if from_first is None else DecideOnce(choose, from_first),  # real ranks: rank 0's plan for all
+        RefineMesh(plan),  # needs atoms; the search needs the final axes
+        choose,  # needs atoms, padding and the mesh: they say what can be split
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
         PlaceStages(cluster, budget, held, plan),  # needs shardings: what a stage costs follows from them
         ChooseOrder(options.is_order_free, cluster, budget),  # needs what the stages cost
@@ -273,9 +273,9 @@ def compile_call(
     """The compiler: from a model and inputs of global shape to the schedule that every rank runs."""
     history, start = History(), time.perf_counter()
     forward = _captured(model, mesh, CallInputs.of(args, kwargs), options, placements)
-    passes = default_passes(options, torch.is_grad_enabled(), placements, from_first)
+    passes = default_passes(options, torch.is_grad_enabled(), placements)
     try:
-        run_passes(forward, passes, (Checker(), Log(), history), time.perf_counter() - start)
+        run_passes(forward, passes, (Checker(), Log(), history), time.perf_counter() - start, from_first)
     except MicrobatchError as error:
         # A number that nobody asked for turned out to change what the model computes.
         if not error.found or options.is_number_asked or forward.order.num_ranks == 1:
@@ -304,8 +304,8 @@ def _captured(model: nn.Module, mesh: Mesh, inputs: CallInputs, options: Options
 def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     """What the passes left behind."""
     program, local, schedule = history.program(ChooseOrder), history.program(Lower), history.schedule(FreeBuffers)
-    decision, stages = history.decision(ChooseShardings.name), history.decision(PlaceStages)
-    kernels = next((step.decision.kernels for step in history.graph_steps if step.kind is ChooseKernels), {})
+    decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
+    kernels = next((step.decision.kernels for step in history.graph_steps if isinstance(step.decision, KernelDecision)), {})
     return Compiled(
         forward=history.program(KeyRandom),
         program=program,

@@ -76,7 +76,9 @@ def texts_of(parallel: ParallelModule) -> dict[str, str]:
 
 def held_bytes(parallel: ParallelModule) -> float:
     """What a rank holds by the search's own count, which a budget limits."""
-    return parallel.summary()["search"]["held_bytes"]
+    search = parallel.summary()["search"]
+    assert search is not None
+    return search["held_bytes"]
 
 
 def _module_lines(module: torch.nn.Module) -> Iterator[str]:

@@ -27,8 +27,9 @@ from autopar.frontend.capture import capture
 from autopar.ir.freedom import Freedom
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
-from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
+from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.mark_pinned import MarkPinned
+from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Pins
 from benchmarks.planning import COLUMN_BIAS, GPT2_MEDIUM, LINEAR_COLUMN, LINEAR_ROW, LLAMA_3_8B, VOCABULARY, WHOLE, Shape, default_dtype
 from benchmarks.reporting import print_table, write_json
@@ -119,7 +120,7 @@ def priced(shape: Shape, num_layers: int, plan: HandPlan, cluster: str) -> Shard
     passes, history = default_passes(options, True, None), History()
     program = traced(shape.name, num_layers).copy(freedom=plan.freedom)
     run_passes(program, passes[_place(passes, MarkPinned) : _place(passes, ChooseShardings) + 1], (history,))
-    return history.decision(ChooseShardings.name)
+    return history.decision(ChooseShardings)
 
 
 def measure(shape: Shape, num_layers: int, cluster: str) -> dict[str, Any]:

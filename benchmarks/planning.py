@@ -28,8 +28,9 @@ from autopar.driver.manager import History, run_passes
 from autopar.frontend.capture import capture
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
-from autopar.passes.global_.choose_shardings import ChooseShardings, ShardingDecision
+from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Pins
 from autopar.reports.summary import transfers
 from benchmarks.reporting import print_table, write_json

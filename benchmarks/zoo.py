@@ -24,6 +24,7 @@ from torch import nn
 
 import autopar
 from autopar import AutoparError, Cluster, virtual_mesh
+from autopar.reports.entries import Summary
 from tests.support.models import language, vision
 from tests.support.models.zoo import Case
 
@@ -88,7 +89,7 @@ def measured(name: str, model: nn.Module, batch: dict[str, Any], mesh: str, axes
     )
 
 
-def _large(summary: dict[str, Any]) -> tuple[str, ...]:
+def _large(summary: Summary) -> tuple[str, ...]:
     """Replicated ops that count, equal ones of several modules as one."""
     seconds: dict[str, float] = {}
     for entry in summary["replicated"]:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
+from autopar.cost.model import CostModel
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.program import Program
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.holders import holders_of
 from autopar.pipeline.schedule_program import ScheduleProgram
+from autopar.plans.decisions import ShardingDecision, StageDecision
+from autopar.plans.plan import Plan
+from autopar.plans.styles import UserPins
+
+# Pins as the user gives them → the program with its reshards and stages, and what was decided about it.
+DecideAgain = Callable[[UserPins | Plan | None], tuple[Program, ShardingDecision, StageDecision | None]]
 
 
 class _TensorLeaf:
@@ -38,8 +45,8 @@ class Step:
     name: str
     seconds: float
     program: Program
-    decision: Any = None
-    kind: type[Any] | None = None
+    decision: object = None
+    kind: type[object] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,8 @@ class ScheduleStep:
     name: str
     seconds: float
     program: ScheduleProgram
-    decision: Any = None
-    kind: type[Any] | None = None
+    decision: object = None
+    kind: type[object] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,27 +70,27 @@ class Compiled:
     local     LOCAL, one rank's program
     separated LOCAL, each microbatch with its own estimate of what several mix; None where nothing does
     schedule  what every rank executes
-    plan      `autopar.plans.plan.Plan`: the decisions with their reasons
+    plan      the decisions with their reasons
     steps     every pass that ran on a graph, in order; schedule_steps: those on the schedule, after them
     search    the result of the sharding search; None where a plan fixed every decision
-    cost      the `CostModel` that priced it
+    cost      what priced it
     decide_again  `pins -> (program, decision, stages)`: the search with other pins, from the program before them on
     keyed     a FORWARD program of `steps` with its draws keyed as those of `forward` are
-    stages    the `StageDecision`: where the forward is cut, and what each stage takes; None where one microbatch runs through one stage
+    stages    where the forward is cut, and what each stage takes; None where one microbatch runs through one stage
     """
 
     forward: Program
     program: Program
     local: Program
     schedule: ScheduleProgram
-    plan: Any = None
+    plan: Plan | None = None
     steps: tuple[Step, ...] = ()
-    search: Any = None
-    cost: Any = None
-    decide_again: Callable[[Any], tuple[Program, Any, Any]] | None = None
+    search: ShardingDecision | None = None
+    cost: CostModel | None = None
+    decide_again: DecideAgain | None = None
     separated: Program | None = None
     keyed: Callable[[Program], Program] | None = None
-    stages: Any = None
+    stages: StageDecision | None = None
     schedule_steps: tuple[ScheduleStep, ...] = ()
 
     @property

@@ -11,9 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 from autopar.driver.compiled import ScheduleStep, Step
+from autopar.driver.decide_once import FromFirst, SharedDecision, decide_once
 from autopar.errors import AutoparError
 from autopar.ir.printing import print_program
 from autopar.ir.program import Program
@@ -49,6 +50,15 @@ class DecidingPass(Protocol):
     def apply(self, program: Any, decision: Any) -> Program | ScheduleProgram: ...
 
 
+Decided = TypeVar("Decided", covariant=True)
+
+
+class Decides(Protocol[Decided]):
+    """A deciding pass, by what it decides."""
+
+    def decide(self, program: Program) -> Decided: ...
+
+
 # Called with the step after every pass, and before the first one with step 0, the program as it was captured.
 Observer = Callable[[Step | ScheduleStep], None]
 CAPTURE = "capture"
@@ -82,7 +92,7 @@ class History:
     def __call__(self, step: Step | ScheduleStep) -> None:
         self.steps.append(step)
 
-    def step(self, chosen: type[Any] | str) -> Step | ScheduleStep:
+    def step(self, chosen: type[object] | str) -> Step | ScheduleStep:
         """The last step of a pass, by its class or name. Raises `AutoparError` naming the passes that ran."""
         for step in reversed(self.steps):
             if chosen in (step.name, step.kind):
@@ -90,13 +100,13 @@ class History:
         name = chosen if isinstance(chosen, str) else chosen.__name__
         raise AutoparError(f"no pass {name!r} ran; these did: {', '.join(step.name for step in self.steps)}")
 
-    def program(self, chosen: type[Any] | str) -> Program:
+    def program(self, chosen: type[object] | str) -> Program:
         """The program after a pass."""
         program = self.step(chosen).program
         assert isinstance(program, Program), f"{chosen} writes a schedule"
         return program
 
-    def schedule(self, chosen: type[Any] | str) -> ScheduleProgram:
+    def schedule(self, chosen: type[object] | str) -> ScheduleProgram:
         """The schedule after a pass."""
         program = self.step(chosen).program
         assert isinstance(program, ScheduleProgram), f"{chosen} writes no schedule"
@@ -110,9 +120,9 @@ class History:
     def schedule_steps(self) -> tuple[ScheduleStep, ...]:
         return tuple(step for step in self.steps if isinstance(step, ScheduleStep))
 
-    def decision(self, chosen: type[Any] | str) -> Any:
-        """What a pass decided."""
-        return self.step(chosen).decision
+    def decision(self, chosen: type[Decides[Decided]]) -> Decided:
+        """What a pass decided, by its class."""
+        return cast("Decided", self.step(chosen).decision)
 
 
 @dataclass(frozen=True)
@@ -129,10 +139,14 @@ class Print:
 
 @dataclass(frozen=True)
 class PassManager:
-    """Ordered passes, and the observers called with the captured program (step 0) and after each pass (from step 1 on)."""
+    """Ordered passes, and the observers called with the captured program (step 0) and after each pass (from step 1 on).
+
+    On real ranks `from_first` brings what rank 0 decided; see `autopar.driver.decide_once`.
+    """
 
     passes: tuple[Pass | DecidingPass, ...]
     observers: tuple[Observer, ...] = ()
+    from_first: FromFirst | None = None
 
     def run(self, program: Any, seconds: float = 0.0) -> Any:
         """`program`, which took `seconds` to capture, after all passes.
@@ -143,7 +157,7 @@ class PassManager:
             observe(_step(0, CAPTURE, seconds, program))
         for number, chosen in enumerate(self.passes, 1):
             try:
-                step = _run_one(chosen, number, program)
+                step = self._run_one(chosen, number, program)
                 for observe in self.observers:
                     observe(step)
             except Exception as error:
@@ -152,26 +166,43 @@ class PassManager:
             program = step.program
         return program
 
+    def _run_one(self, chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram) -> Step | ScheduleStep:
+        start = time.perf_counter()
+        if isinstance(chosen, DecidingPass):
+            decision = self._decision(chosen, program)
+            result = chosen.apply(program, decision)
+        else:
+            decision, result = None, chosen.apply(program)
+        return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen))
 
-def _run_one(chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram) -> Step | ScheduleStep:
-    start = time.perf_counter()
-    if isinstance(chosen, DecidingPass):
-        decision = chosen.decide(program)
-        result = chosen.apply(program, decision)
-    else:
-        decision, result = None, chosen.apply(program)
-    return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen))
+    def _decision(self, chosen: DecidingPass, program: Program | ScheduleProgram) -> object:
+        if self.from_first is not None and isinstance(chosen, SharedDecision) and isinstance(program, Program):
+            return decide_once(chosen, program, self.from_first)
+        return chosen.decide(program)
 
 
-def _step(number: int, name: str, seconds: float, program: Program | ScheduleProgram, *rest: Any) -> Step | ScheduleStep:
+def _step(
+    number: int,
+    name: str,
+    seconds: float,
+    program: Program | ScheduleProgram,
+    decision: object = None,
+    kind: type[Pass | DecidingPass] | None = None,
+) -> Step | ScheduleStep:
     if isinstance(program, ScheduleProgram):
-        return ScheduleStep(number, name, seconds, program, *rest)
-    return Step(number, name, seconds, program, *rest)
+        return ScheduleStep(number, name, seconds, program, decision, kind)
+    return Step(number, name, seconds, program, decision, kind)
 
 
-def run_passes(program: Any, passes: Sequence[Pass | DecidingPass], observers: Sequence[Observer] = (), seconds: float = 0.0) -> Any:
+def run_passes(
+    program: Any,
+    passes: Sequence[Pass | DecidingPass],
+    observers: Sequence[Observer] = (),
+    seconds: float = 0.0,
+    from_first: FromFirst | None = None,
+) -> Any:
     """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `Step`.
 
-    A `Program` in, and a `ScheduleProgram` out where the passes go that far.
+    A `Program` in, and a `ScheduleProgram` out where the passes go that far. On real ranks `from_first` brings rank 0's decisions.
     """
-    return PassManager(tuple(passes), tuple(observers)).run(program, seconds)
+    return PassManager(tuple(passes), tuple(observers), from_first).run(program, seconds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TypedDict
 
 from autopar.cost.model import CostModel
 from autopar.driver.compiled import Compiled
@@ -66,21 +66,47 @@ class StepOnPaper:
         return self.simulation.step_seconds + self.update_seconds
 
 
-def pipeline_summary(compiled: Compiled, cost: CostModel) -> dict[str, Any]:
-    """The pipeline of `compiled` as a dict that goes to JSON.
+class StageSummary(TypedDict):
+    """One stage. Of a microbatch: seconds (forward, input gradient, weight gradient), saved_bytes, sent_bytes (forward, backward); once a
+    step: held_bytes (parameters, gradients, optimizer state), reduce_seconds.
 
-    schedule        the name of the order; num_microbatches
-    stages          of each stage, per microbatch: rank (its place along pp), first (its first op), seconds (forward, input gradient,
-                    weight gradient), saved_bytes, sent_bytes (forward, backward); once: held_bytes (parameters, gradients, optimizer
-                    state), reduce_seconds; live_microbatches (that it holds saved values of at most)
+    `rank` is its place along `pp`, `first` its first op; it holds saved values of at most `live_microbatches`.
+    """
+
+    rank: int
+    first: str
+    seconds: dict[str, float]
+    reduce_seconds: float
+    held_bytes: float
+    saved_bytes: float
+    live_microbatches: int
+    sent_bytes: dict[str, float]
+
+
+class PipelineSummary(TypedDict):
+    """A pipeline as a dict that goes to JSON.
+
+    schedule        the name of the order
     step_seconds    simulated, from the first start to the last end on any rank; update_seconds: the optimizer's, after that
     bubble          the share of that time that ranks idle, on average
     critical_path   what the end waits for, first to last
     peak_bytes      of each rank
     """
+
+    schedule: str
+    num_microbatches: int
+    stages: list[StageSummary]
+    step_seconds: float
+    update_seconds: float
+    bubble: float
+    critical_path: list[str]
+    peak_bytes: list[float]
+
+
+def pipeline_summary(compiled: Compiled, cost: CostModel) -> PipelineSummary:
     order, paper = compiled.order, StepOnPaper(compiled.program, cost, compiled.order)
     sent, live = crossing_bytes(Work(compiled.program), cost), live_microbatches(order)
-    stages: list[dict[str, Any]] = []
+    stages: list[StageSummary] = []
     for number, price in enumerate(paper.prices.stages):
         stages.append(
             {

@@ -3,25 +3,74 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypeAlias, TypedDict
 
 from autopar.ir.actions import PipelineSchedule, parse_schedule
 from autopar.ir.freedom import Freedom
-from autopar.ir.sharding import Dims, Sharding, Strategy
+from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy
+
+# What json.dumps takes; lists may be tuples.
+Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
 
 
-def from_sharding(sharding: Sharding) -> dict[str, Any]:
-    found: dict[str, Any] = {"splits": [list(split) for split in sharding.splits]}
+class ShardingEntry(TypedDict):
+    splits: list[list[str]]
+    unreduced: NotRequired[dict[str, ReductionKind]]
+
+
+class PlacementEntry(ShardingEntry):
+    dims: list[list[int]]
+    unpadded: NotRequired[list[list[int]]]
+
+
+class StrategyEntry(TypedDict):
+    operands: list[ShardingEntry]
+    results: list[ShardingEntry]
+    factors: NotRequired[dict[str, str]]
+    num_shards: NotRequired[int]
+
+
+class FreedomEntry(TypedDict, total=False):
+    batch: list[str]
+    free: list[str]
+    stored: bool
+
+
+class ScheduleEntry(TypedDict):
+    num_microbatches: int
+    text: list[str]
+    cuts: NotRequired[list[str]]
+
+
+class PlanEntry(TypedDict):
+    """What stands in the file of a plan; parts that earlier releases did not write need not be there."""
+
+    version: int
+    mesh: dict[str, int]
+    parameters: dict[str, PlacementEntry]
+    freedom: NotRequired[FreedomEntry]
+    pinned: NotRequired[list[str]]
+    fingerprint: NotRequired[str]
+    inputs: NotRequired[dict[str, PlacementEntry]]
+    strategies: NotRequired[dict[str, StrategyEntry]]
+    kernels: NotRequired[dict[str, str]]
+    schedule: NotRequired[ScheduleEntry | None]
+    reasons: NotRequired[dict[str, str]]
+
+
+def from_sharding(sharding: Sharding) -> dict[str, Json]:
+    found: dict[str, Json] = {"splits": [list(split) for split in sharding.splits]}
     if sharding.unreduced:
         found["unreduced"] = dict(sharding.unreduced)
     return found
 
 
-def to_sharding(entry: dict[str, Any]) -> Sharding:
+def to_sharding(entry: ShardingEntry) -> Sharding:
     return Sharding(tuple(tuple(split) for split in entry["splits"]), tuple(entry.get("unreduced", {}).items()))
 
 
-def to_freedom(entry: dict[str, Any]) -> Freedom:
+def to_freedom(entry: FreedomEntry) -> Freedom:
     return Freedom(tuple(entry.get("batch", ("dp",))), tuple(entry.get("free", ())), bool(entry.get("stored", False)))
 
 
@@ -29,17 +78,17 @@ def to_dims(entry: list[list[int]]) -> Dims:
     return tuple(tuple(dim) for dim in entry)
 
 
-def from_schedule(schedule: PipelineSchedule | None, cuts: tuple[str, ...]) -> dict[str, Any]:
+def from_schedule(schedule: PipelineSchedule | None, cuts: tuple[str, ...]) -> dict[str, Json]:
     if schedule is None:
         return {}
     return {"num_microbatches": schedule.num_microbatches, "text": str(schedule).splitlines(), "cuts": list(cuts)}
 
 
-def to_schedule(entry: dict[str, Any]) -> PipelineSchedule | None:
+def to_schedule(entry: ScheduleEntry | None) -> PipelineSchedule | None:
     return parse_schedule("\n".join(entry["text"])) if entry else None
 
 
-def from_strategy(strategy: Strategy) -> dict[str, Any]:
+def from_strategy(strategy: Strategy) -> dict[str, Json]:
     return {
         "operands": [from_sharding(sharding) for sharding in strategy.operands],
         "results": [from_sharding(sharding) for sharding in strategy.results],
@@ -48,12 +97,12 @@ def from_strategy(strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def to_strategy(entry: dict[str, Any]) -> Strategy:
-    shardings = [tuple(to_sharding(each) for each in entry[side]) for side in ("operands", "results")]
-    return Strategy(shardings[0], shardings[1], tuple(entry.get("factors", {}).items()), entry.get("num_shards", 1))
+def to_strategy(entry: StrategyEntry) -> Strategy:
+    operands, results = (tuple(map(to_sharding, entries)) for entries in (entry["operands"], entry["results"]))
+    return Strategy(operands, results, tuple(entry.get("factors", {}).items()), entry.get("num_shards", 1))
 
 
-def indented(content: dict[str, Any]) -> str:
+def indented(content: Mapping[str, Json]) -> str:
     """JSON with one line for each parameter and each strategy."""
     lines: list[str] = []
     for name, value in content.items():

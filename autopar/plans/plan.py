@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch.fx import Node
 
@@ -38,13 +38,16 @@ from autopar.ir.collectives import reshard
 from autopar.ir.freedom import Freedom
 from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import pinned
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, parent
 from autopar.ir.padding import Padding, carried_over
 from autopar.ir.printing import op_name, short_dtype
 from autopar.ir.program import Program, results_of
 from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.plans.diff import PlanDiff, changes
 from autopar.plans.json import (
+    Json,
+    PlacementEntry,
+    PlanEntry,
     from_schedule,
     from_sharding,
     from_strategy,
@@ -151,9 +154,8 @@ class Plan:
         return plan if stages is None else plan._with_stages(program, stages)
 
     def _with_stages(self, program: Program, decision: Staged) -> Plan:
-        keys = {node.name: key for node, key in node_keys(program, with_reshards=True).items()}
         reasons = {**self.reasons, **decision.reasons}
-        return replace(self, schedule=program.order, cuts=tuple(keys[name] for name in decision.cuts), reasons=reasons)
+        return replace(self, schedule=program.order, cuts=cut_keys(program, decision.cuts), reasons=reasons)
 
     def starts_on(self, program: Program, units: Sequence[Sequence[Node]], num_stages: int) -> tuple[int, ...] | None:
         """The first of `units`, the calls of a line, of each stage of the plan; None where it has none, or others than fit here.
@@ -177,6 +179,13 @@ class Plan:
         """The parameters' placements alone: what may be carried to another graph of the same model."""
         reasons = {name: why for name, why in self.reasons.items() if name in self.parameters}
         return Plan(self.mesh, self.parameters, reasons=reasons, freedom=self.freedom)
+
+    def refines(self, program: Program) -> bool:
+        """Whether it was made for the graph of `program`, on its mesh or on one with axes of it broken into sub-axes."""
+        whole = dict[str, int]()
+        for axis, size in self.mesh.axes:
+            whole[parent(axis)] = whole.get(parent(axis), 1) * size
+        return bool(self.strategies) and tuple(whole.items()) == program.mesh.axes and self.fingerprint == fingerprint(program)
 
     def fits(self, program: Program) -> bool:
         """Whether the node decisions are valid on `program`: same mesh, same graph. Says in the log why not."""
@@ -247,7 +256,11 @@ class Plan:
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back to an equal plan."""
-        content: dict[str, Any] = {
+        return indented(self.content())
+
+    def content(self) -> dict[str, Json]:
+        """As a JSON value."""
+        return {
             "version": VERSION,
             "mesh": dict(self.mesh.axes),
             "freedom": {"batch": self.freedom.batch, "free": self.freedom.flexible, "stored": self.freedom.shards_parameters},
@@ -260,7 +273,6 @@ class Plan:
             "schedule": from_schedule(self.schedule, self.cuts),
             "reasons": dict(self.reasons),
         }
-        return indented(content)
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -269,6 +281,11 @@ class Plan:
             content = json.loads(text)
         except json.JSONDecodeError as error:
             raise PlanError(f"the plan is no JSON: {error}") from error
+        return Plan.of_content(content)
+
+    @staticmethod
+    def of_content(content: PlanEntry) -> Plan:
+        """Read back what `content` gave, or an earlier release wrote. Raises `PlanError` for a value that is no plan."""
         version = content.get("version") if isinstance(content, dict) else None
         if version != VERSION:
             raise PlanError(f"the plan has version {version!r}, this release reads {VERSION}; compile anew and save that plan")
@@ -282,8 +299,8 @@ class Plan:
                 strategies={key: to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
                 fingerprint=content.get("fingerprint", ""),
                 kernels=dict(content.get("kernels", {}).items()),
-                schedule=to_schedule(content.get("schedule") or {}),
-                cuts=tuple((content.get("schedule") or {}).get("cuts", ())),
+                schedule=to_schedule(content.get("schedule")),
+                cuts=tuple(schedule.get("cuts", ())) if (schedule := content.get("schedule")) else (),
                 reasons=content.get("reasons", {}),
             )
         except (KeyError, TypeError, AttributeError, ValueError, ScheduleError) as error:
@@ -326,6 +343,12 @@ def node_keys(program: Program, with_reshards: bool = False) -> dict[Node, str]:
     return found
 
 
+def cut_keys(program: Program, cuts: Sequence[str]) -> tuple[str, ...]:
+    """The names in a plan of the nodes, by their names here, that stages begin with."""
+    keys = {node.name: key for node, key in node_keys(program, with_reshards=True).items()}
+    return tuple(keys[name] for name in cuts)
+
+
 def fingerprint(program: Program) -> str:
     """A hash of what is computed: ops, literals, operands, shapes, dtypes, atoms.
 
@@ -347,7 +370,7 @@ def fingerprint(program: Program) -> str:
     return digest.hexdigest()[:32]
 
 
-def _argument(value: Any, numbers: Mapping[Node, int]) -> str:
+def _argument(value: object, numbers: Mapping[Node, int]) -> str:
     """Arguments as text in which nodes are numbers."""
     if isinstance(value, Node):
         return f"%{numbers[value]}"
@@ -362,11 +385,11 @@ def _plain(dims: Dims) -> str:
     return Sharding.replicated(dims).describe(dims)
 
 
-def _from_placement(placement: PlannedInput) -> dict[str, Any]:
-    unpadded = {"unpadded": [list(dim) for dim in placement.padding.before]} if placement.padding else {}
-    return {"dims": [list(dim) for dim in placement.dims], **unpadded, **from_sharding(placement.sharding)}
+def _from_placement(placement: PlannedInput) -> dict[str, Json]:
+    unpadded: dict[str, Json] = {"unpadded": placement.padding.before} if placement.padding else {}
+    return {"dims": placement.dims, **unpadded, **from_sharding(placement.sharding)}
 
 
-def _to_placement(entry: dict[str, Any]) -> PlannedInput:
+def _to_placement(entry: PlacementEntry) -> PlannedInput:
     dims = to_dims(entry["dims"])
     return PlannedInput(dims, to_sharding(entry), Padding(to_dims(entry["unpadded"]), dims) if "unpadded" in entry else None)

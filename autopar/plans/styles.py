@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -154,7 +153,7 @@ def _output(style: ParallelStyle, axis: str) -> Pin:
     )
 
 
-def _layout(layouts: Sequence[Any], axis: str) -> Pin:
+def _layout(layouts: Sequence[object], axis: str) -> Pin:
     """One placement as a pin; the dims that it does not name are whole."""
     if len(layouts) != 1 or not isinstance(layouts[0], Placement):
         raise _Refusal(f"{len(layouts)} layouts; a pin speaks of one tensor on one axis")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from sympy import factorint
 from torch.fx import Node
@@ -25,25 +24,15 @@ from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.pattern import folded, pattern_of
 from autopar.ir.printing import op_name
 from autopar.ir.program import Input, Program, operands
-from autopar.ir.sharding import REDUCTION_KINDS, Dims, Sharding, Strategy
+from autopar.ir.sharding import REDUCTION_KINDS, Dims, Sharding
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.ops.lookup import rule_of
+from autopar.ops.rule import Label
 from autopar.partition.whole_batch import MicrobatchDecision
 from autopar.pipeline.report import pipeline_lines
 from autopar.reports.communication import sent
 from autopar.reports.search import search_lines
 from autopar.reports.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
-
-
-class NextStrategy(Protocol):
-    """The next-best strategy of a node and what it adds to a step, all `num_nodes` alike taking it."""
-
-    @property
-    def strategy(self) -> Strategy: ...
-    @property
-    def extra_seconds(self) -> float: ...
-    @property
-    def num_nodes(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -181,7 +170,7 @@ def _word(parameter: Node, axis: str) -> str:
     return "column" if kept else "row: partial sums"
 
 
-def _has(labels: Iterable[Any], factor: str) -> bool:
+def _has(labels: Iterable[Label], factor: str) -> bool:
     """Whether a factor (`m`, or atom `m.1` of it) is among the labels of a tensor."""
     names = {name for label in labels if label for name in (label if isinstance(label, tuple) else (label,))}
     return factor in names or factor.rsplit(".", 1)[0] in names
@@ -206,7 +195,7 @@ def alternative(compiled: Compiled, node: Node) -> Iterator[str]:
     """What the node could do instead and what that adds to a step, as far as a search knows."""
     if compiled.search is None:
         return
-    other: NextStrategy | None = compiled.search.runner_up(node.name)
+    other = compiled.search.runner_up(node.name)
     if other is None:
         yield "fixed by the plan" if _is_fixed(compiled, node) else "instead: nothing else is legal"
         return

@@ -9,35 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TypedDict
 
 from autopar.ir.units import in_bytes, in_seconds
-from autopar.partition.sharding_problem import ShardingProblem
-from autopar.partition.solver.search import Solution
+from autopar.plans.decisions import ShardingDecision
 
 _GIGABYTE = 1e9
 
 
-class Searched(Protocol):
-    """A decision of the sharding search."""
-
-    @property
-    def solution(self) -> Solution: ...
-    @property
-    def sharding_problem(self) -> ShardingProblem: ...
-    @property
-    def per(self) -> str:
-        """What seconds are counted by."""
-        ...
-
-    @property
-    def num_places(self) -> int:
-        """Along `pp`; they share what is held."""
-        ...
-
-
-def search_summary(decision: Searched | None) -> dict[str, Any] | None:
-    """As a JSON-able dict; None where nothing was searched. What has no limit is None.
+class SearchSummary(TypedDict):
+    """A decision of the search as a dict that goes to JSON. What has no limit is None.
 
     seconds          of a step (several microbatches: of one, through all stages), the optimizer's update included;
                      lower_bound_seconds: no plan takes less
@@ -46,8 +27,21 @@ def search_summary(decision: Searched | None) -> dict[str, Any] | None:
                      node for each class of equal ones) cannot be in a plan as good as this
     held_bytes       what counts against budget_bytes, of all places along `pp` together; seconds_per_byte: what a byte more would save
     """
-    if decision is None or not hasattr(decision, "solution"):
-        return None
+
+    seconds: float
+    lower_bound_seconds: float | None
+    gap: float | None
+    is_timed_out: bool
+    search_seconds: float
+    num_strategies: int
+    num_dominated: int
+    num_bounded: int
+    held_bytes: float
+    budget_bytes: float | None
+    seconds_per_byte: float
+
+
+def search_summary(decision: ShardingDecision) -> SearchSummary:
     found, capacity = decision.solution, decision.sharding_problem.problem.capacity_bytes
     return {
         "seconds": found.seconds,
@@ -64,12 +58,11 @@ def search_summary(decision: Searched | None) -> dict[str, Any] | None:
     }
 
 
-def search_lines(decision: Searched | None) -> Iterator[str]:
-    """What was proved and dropped, and memory."""
-    found = search_summary(decision)
-    if found is None:
+def search_lines(decision: ShardingDecision | None) -> Iterator[str]:
+    """What was proved and dropped, and memory; nothing where nothing was searched."""
+    if decision is None:
         return
-    assert decision is not None
+    found = search_summary(decision)
     dropped = f"dropped: {found['num_dominated']} strategies that others dominate, {found['num_bounded']} that the bound rules out"
     if _is_given(decision):
         yield "every op has one strategy, by the plan or because there is no other: nothing was searched"
@@ -86,7 +79,7 @@ def search_lines(decision: Searched | None) -> Iterator[str]:
         yield f"holds {in_bytes(found['held_bytes'])} of {budget}={in_bytes(found['budget_bytes'])}; {price}"
 
 
-def _is_given(decision: Searched) -> bool:
+def _is_given(decision: ShardingDecision) -> bool:
     """Whether the search had no op to decide upon. Inputs that no plan fixes (a batch, a buffer) follow from the ops."""
     return all(len(node.candidates) == 1 for node in decision.sharding_problem.problem.nodes if node.operands)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.fx import Node
 
@@ -30,26 +29,13 @@ from autopar.pipeline.priced import value_bytes
 from autopar.pipeline.report import pipeline_summary
 from autopar.pipeline.stage_work import Work
 from autopar.reports.communication import Traffic, sent, transfers
+from autopar.reports.entries import Inferred, Replicated, StepSeconds, Summary
 from autopar.reports.search import search_summary
 
 INFERRED = "inferred by probing"
 
 
-def summary(compiled: Compiled) -> dict[str, Any]:
-    """The costs of `compiled`.
-
-    flops_split    the model's matmul, convolution and attention FLOPs over the sum of those that all ranks execute
-    flops          both sums
-    replicated     ops that some axis does not split: what, over which axes, how many, seconds and bytes on a rank, and whose rule they
-                   have ("written", "inferred by probing", "none"); dearest first
-    inferred       ops that are split by a rule inferred by probing: what, where, how many
-    communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step; "pp" → "send" from stage
-                   to stage
-    memory         bytes of a rank: parameters, gradients, optimizer state, buffers, saved activations
-    seconds        of a step: compute, memory traffic, communication by axis, total; nothing overlapped
-    pipeline       its stages and its step, see `pipeline_summary`; None without stages and microbatches
-    search         how the plan was found, see `search_report`; None where nothing was searched
-    """
+def summary(compiled: Compiled) -> Summary:
     program, cost, places = compiled.program, cost_of(compiled), places_of(compiled)
     original, executed = flops(program)
     return {
@@ -62,7 +48,7 @@ def summary(compiled: Compiled) -> dict[str, Any]:
         "memory": memory(program, cost, compiled.order),
         "seconds": seconds(program, cost, places),
         "pipeline": None if compiled.order.is_single else pipeline_summary(compiled, cost),
-        "search": search_summary(compiled.search),
+        "search": None if compiled.search is None else search_summary(compiled.search),
     }
 
 
@@ -123,24 +109,18 @@ def _result_bytes(node: Node, cost: CostModel) -> Iterator[float]:
             yield cost.local_bytes(dims, value.dtype, sharding)
 
 
-def replicated(program: Program, cost: CostModel) -> list[dict[str, Any]]:
-    """Ops whose work some axis does not split, equal ones of repeated layers as one entry.
-
-    Among the axes `mb` says that every microbatch computes the same, `pp` that several stages do.
-    """
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+def replicated(program: Program, cost: CostModel) -> list[Replicated]:
+    """Ops whose work some axis does not split, equal ones of repeated layers as one entry, dearest first."""
+    found: dict[tuple[str | None, ...], Replicated] = {}
     work = Work(program)
     for node in calls(program):
         axes = _repeating_axes(node, work)
         if not axes or is_view(node):
             continue
         module = pattern_of(SOURCE[node].module) if node in SOURCE else ""
-        key = (op_name(node.target), module, PHASE.get(node), rule_kind(node), *axes)
-        entry = found.setdefault(
-            key,
-            {"op": key[0], "module": module, "phase": key[2], "rule": key[3], "axes": axes, "count": 0}
-            | {"seconds": 0.0, "bytes": 0.0, "flops": 0.0},
-        )
+        op, phase, rule = op_name(node.target), PHASE.get(node), rule_kind(node)
+        new = Replicated(op=op, module=module, phase=phase, rule=rule, axes=axes, count=0, seconds=0.0, bytes=0.0, flops=0.0)
+        entry = found.setdefault((op, module, phase, rule, *axes), new)
         entry["count"] += 1
         entry["seconds"] += cost.node(node, STRATEGY[node]).seconds * work.runs(node)
         entry["bytes"] += num_bytes(node, cost) * work.runs(node)
@@ -161,14 +141,14 @@ def rule_kind(node: Node) -> str:
     return "none" if rule is None else INFERRED if rule.inferred else "written"
 
 
-def inferred(program: Program) -> list[dict[str, Any]]:
+def inferred(program: Program) -> list[Inferred]:
     """Ops whose rules were found by running them, equal ones of repeated layers as one entry."""
     found: dict[tuple[str, str], int] = {}
     for node in calls(program):
         if rule_kind(node) == INFERRED:
             key = op_name(node.target), pattern_of(SOURCE[node].module) if node in SOURCE else ""
             found[key] = found.get(key, 0) + 1
-    return [{"op": op, "module": module, "count": count} for (op, module), count in found.items()]
+    return [Inferred(op=op, module=module, count=count) for (op, module), count in found.items()]
 
 
 def _communication(program: Program, cost: CostModel, places: Sequence[int]) -> dict[str, dict[str, dict[str, float]]]:
@@ -219,7 +199,7 @@ def seconds_of(node: Node, cost: CostModel) -> tuple[float, float]:
     return min(rate, price), price - min(rate, price)
 
 
-def seconds(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> dict[str, Any]:
+def seconds(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> StepSeconds:
     """Of one step on one rank, nothing overlapped: compute, memory traffic and launches, collectives by axis, their total.
 
     In a pipeline that of the slowest, which is then named: `rank` is its place along `pp`.
@@ -235,8 +215,10 @@ def seconds(program: Program, cost: CostModel, places: Sequence[int] = (0,)) -> 
         for stage in transfer.stages:
             ranks[places[stage]].add(transfer)
     slowest = max(ranks, key=lambda each: each.total)
-    found = {"compute": slowest.compute, "memory": slowest.traffic, "communication": slowest.sent, "total": slowest.total}
-    return found | ({"rank": ranks.index(slowest)} if len(ranks) > 1 else {})
+    found = StepSeconds(compute=slowest.compute, memory=slowest.traffic, communication=slowest.sent, total=slowest.total)
+    if len(ranks) > 1:
+        found["rank"] = ranks.index(slowest)
+    return found
 
 
 @dataclass

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError, PlanError, UnmatchedPinError
 from autopar.ir.program import Program
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.report import StepOnPaper
+from autopar.plans.decisions import ShardingDecision
 from autopar.plans.diff import PlanDiff
 from autopar.plans.plan import Plan
+from autopar.plans.styles import UserPins
 from autopar.reports.communication import sent
 from autopar.reports.summary import cost_of, memory, places_of, seconds
 
@@ -92,13 +93,13 @@ class WhatIf:
         yield f"what changes: {self.diff}"
 
 
-def what_if(compiled: Compiled, pins: Any) -> WhatIf:
+def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
     """The plan that `compile` would find with `pins` in place of those it was given: `{}` frees everything.
 
     Pins as in `compile`. Other calls that were captured before are not looked at. Raises `AutoparError` for a program that
     nobody searched, and `UnmatchedPinError` for a pin that names nothing; what else cannot be kept is an answer.
     """
-    if compiled.decide_again is None or compiled.search is None:
+    if compiled.decide_again is None or compiled.search is None or compiled.plan is None:
         raise AutoparError("this program was not made by autopar.compile: there is nothing to decide again")
     now = _prices(compiled.program, compiled.search, compiled)
     try:
@@ -112,7 +113,7 @@ def what_if(compiled: Compiled, pins: Any) -> WhatIf:
     return WhatIf(now, compiled.plan, _prices(program, decision, compiled), plan, diff=compiled.plan.diff(plan))
 
 
-def _prices(program: Program, decision: Any, compiled: Compiled) -> Prices:
+def _prices(program: Program, decision: ShardingDecision, compiled: Compiled) -> Prices:
     """Of several microbatches or stages a step takes what it takes on paper; else what the search says."""
     cost, places = cost_of(compiled), places_of(compiled)
     order = compiled.order
@@ -127,7 +128,7 @@ def _prices(program: Program, decision: Any, compiled: Compiled) -> Prices:
     return Prices(step_seconds, parts, memory(program, cost, order), communication)
 
 
-def _table(now: Mapping[str, float], then: Mapping[str, float], written: Any) -> Iterator[str]:
+def _table(now: Mapping[str, float], then: Mapping[str, float], written: Callable[[float], str]) -> Iterator[str]:
     """`saved activations  1.2 MB → 0.6 MB`, what is nothing before and after left out."""
     names = [name for name in dict.fromkeys((*now, *then)) if now.get(name) or then.get(name)]
     width = max(map(len, names), default=0)

@@ -216,7 +216,7 @@ def _ways(changes: Iterable[Node], program: Program, cost: CostModel) -> Iterato
 def _candidate(node: Node, compiled: Compiled) -> Candidate | None:
     """What the search knew of the strategy that `node` has."""
     decision = compiled.search
-    if decision is None or not hasattr(decision, "solution"):
+    if decision is None:
         return None
     index = decision.sharding_problem.index[node.name]
     return decision.sharding_problem.problem.nodes[index].candidates[decision.solution.picks[index]]
@@ -225,7 +225,7 @@ def _candidate(node: Node, compiled: Compiled) -> Candidate | None:
 def _considered(node: Node, compiled: Compiled) -> Iterator[str]:
     """How many ways of running an op there were, and which part of them was not worth looking at."""
     decision = compiled.search
-    if decision is None or not hasattr(decision, "solution"):
+    if decision is None:
         return
     solution = decision.solution
     group = solution.contracted.group_of[decision.sharding_problem.index[node.name]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -18,6 +18,7 @@ from autopar.kernels.attention import attention
 from autopar.kernels.attention_checks import KERNELS
 from autopar.kernels.attention_masks import Masks
 from autopar.kernels.gpu.attention_aten import why_not
+from autopar.plans.json import Json
 from autopar.plans.plan import Plan, node_keys
 
 logger = logging.getLogger("autopar")
@@ -64,8 +65,20 @@ class ChooseKernels:
                 node.kwargs = {**node.kwargs, "implementation": kernels[key]}
         return program
 
+    def written(self, program: Program, decision: KernelDecision) -> dict[str, Json]:
+        return {choice.key: (choice.kernel, choice.reason) for choice in decision.choices}
+
+    def read(self, program: Program, value: Mapping[str, Sequence[str]]) -> KernelDecision:
+        """The places in the source are found here."""
+        found: list[Choice] = []
+        for node, key in node_keys(program).items():
+            if node.target is attention:
+                kernel, reason = value[key] if key in value else self._kernel(node, key)
+                found.append(Choice(key, kernel, reason, _place(node)))
+        return KernelDecision(tuple(found))
+
     def _choice(self, node: Node, key: str) -> Choice:
-        return Choice(key, *self._kernel(node, key), place_of("attention", SOURCE.get(node) or Source(), node.name))
+        return Choice(key, *self._kernel(node, key), _place(node))
 
     def _kernel(self, node: Node, key: str) -> tuple[str, str]:
         """The kernel, and the reason."""
@@ -82,6 +95,10 @@ class ChooseKernels:
         if fastest is None:
             return "aten", f"nothing was measured on {self.device}; ours where torch has none for it"
         return fastest.kernel, str(fastest)
+
+
+def _place(node: Node) -> str:
+    return place_of("attention", SOURCE.get(node) or Source(), node.name)
 
 
 def _sums(node: Node) -> str | None:

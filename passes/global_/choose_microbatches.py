@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypedDict
 
 from autopar.errors import MicrobatchError
+from autopar.ir.keys import Source
 from autopar.ir.program import Program
-from autopar.partition.whole_batch import MicrobatchDecision, Mixing, Statistics, mixing, refusal, shown, undivided
+from autopar.partition.whole_batch import MicrobatchDecision, Mixing, Needed, Statistics, mixing, refusal, shown, undivided
 from autopar.pipeline.order import ordered_for, share_of
+from autopar.plans.json import Json
 
 logger = logging.getLogger("autopar")
+
+
+class WrittenMixing(TypedDict):
+    """A `Mixing` as JSON."""
+
+    node: str
+    op: str
+    needs: Needed
+    source: dict[str, Any] | None
+
+
+class WrittenNumber(TypedDict):
+    """A `MicrobatchDecision` as JSON."""
+
+    number: int
+    wanted: int
+    found: list[WrittenMixing]
 
 
 @dataclass(frozen=True)
@@ -57,3 +77,13 @@ class ChooseMicrobatches:
     def apply(self, program: Program, decision: MicrobatchDecision) -> Program:
         order = ordered_for(program.order, decision.number)
         return replace(program, mesh=program.mesh.with_microbatches(decision.number), order=order)
+
+    def written(self, program: Program, decision: MicrobatchDecision) -> dict[str, Json]:
+        return asdict(decision)
+
+    def read(self, program: Program, value: WrittenNumber) -> MicrobatchDecision:
+        found: list[Mixing] = []
+        for each in value["found"]:
+            source = each["source"]
+            found.append(Mixing(each["node"], each["op"], each["needs"], None if source is None else Source(**source)))
+        return MicrobatchDecision(value["number"], value["wanted"], tuple(found))

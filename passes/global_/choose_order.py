@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import TypedDict
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
-from autopar.ir.actions import PipelineSchedule
+from autopar.ir.actions import PipelineSchedule, parse_action
 from autopar.ir.program import Program
 from autopar.pipeline.order import best_order
+from autopar.plans.json import Json
+
+
+class WrittenOrder(TypedDict):
+    """A `PipelineSchedule` on its way to other ranks, its actions as they print."""
+
+    name: str
+    stages: list[int]
+    num_microbatches: int
+    orders: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -33,4 +44,12 @@ class ChooseOrder:
         return best_order(program, cost, program.order, self.budget.capacity_bytes)
 
     def apply(self, program: Program, decision: PipelineSchedule) -> Program:
-        return program if decision is program.order else replace(program, order=decision)
+        return program if decision == program.order else replace(program, order=decision)
+
+    def written(self, program: Program, decision: PipelineSchedule) -> dict[str, Json]:
+        orders = [[str(action) for action in row] for row in decision.orders]
+        return {"name": decision.name, "stages": decision.stages, "num_microbatches": decision.num_microbatches, "orders": orders}
+
+    def read(self, program: Program, value: WrittenOrder) -> PipelineSchedule:
+        orders = tuple(tuple(map(parse_action, row)) for row in value["orders"])
+        return PipelineSchedule(value["name"], tuple(value["stages"]), value["num_microbatches"], orders)

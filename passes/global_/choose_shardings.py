@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Protocol
 
 from torch.fx import Node
@@ -21,10 +20,12 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy, carried
 from autopar.ops.strategies import strategies_of
 from autopar.partition.conflicts import Situation, conflict
-from autopar.partition.penalties import FairRunnersUp, without_penalties
+from autopar.partition.penalties import without_penalties
 from autopar.partition.sharding_problem import ShardingProblem
 from autopar.partition.solver.folding import ROUNDS
 from autopar.partition.solver.search import Solution, search
+from autopar.plans.decisions import ShardingDecision
+from autopar.plans.json import Json, PlanEntry
 from autopar.plans.pins import resolve
 from autopar.plans.plan import Pins, Plan
 
@@ -41,69 +42,6 @@ class KnownSharding(Protocol):
     def dims(self) -> Dims: ...
     @property
     def sharding(self) -> Sharding: ...
-
-
-@dataclass(frozen=True)
-class RunnerUp:
-    """The next-best strategy of a node, and the seconds a step gains when all `num_nodes` nodes like it take it."""
-
-    strategy: Strategy
-    extra_seconds: float
-    num_nodes: int
-
-
-@dataclass(frozen=True)
-class ShardingDecision:
-    """A strategy for every input and call, by node name, what the step costs with them, and how that was found.
-
-    `cost_seconds` adds up one rank's ops, changes of sharding and optimizer update, without overlap. `fixed` names the nodes
-    that had been decided beforehand. Of `num_microbatches` seconds are those of one. Of a pipeline seconds and bytes are those
-    of one rank at each of its `num_places` together.
-    """
-
-    strategies: Mapping[str, Strategy]
-    reasons: Mapping[str, str]
-    solution: Solution
-    sharding_problem: ShardingProblem
-    fixed: frozenset[str] = frozenset()
-    num_microbatches: int = 1
-    num_places: int = 1
-
-    @property
-    def per(self) -> str:
-        """What seconds are counted by."""
-        return "a step" if self.num_microbatches == 1 else "a microbatch"
-
-    @property
-    def cost_seconds(self) -> float:
-        return self.solution.seconds
-
-    @property
-    def lower_bound_seconds(self) -> float:
-        return self.solution.lower_bound_seconds
-
-    @property
-    def gap(self) -> float:
-        return self.solution.gap
-
-    def runner_up(self, node: str) -> RunnerUp | None:
-        """What else the node named `node` could do, everything else as it is; None where it has no choice."""
-        index = self.sharding_problem.index[node]
-        found = self.solution.runner_up(index) if self.num_microbatches == 1 else self._apart.of(index)
-        return found and RunnerUp(self.sharding_problem.strategies[index][found.pick], found.extra_seconds, found.num_nodes)
-
-    @cached_property
-    def _apart(self) -> FairRunnersUp:
-        return FairRunnersUp(self.solution)
-
-    def __str__(self) -> str:
-        found = self.solution
-        known = f"at most {100 * found.gap:.2f} % above the best" if math.isfinite(found.gap) else "nothing proved of the best"
-        stopped = ", stopped by search_timeout" if found.is_timed_out else ""
-        return (
-            f"{len(self.strategies)} nodes in {found.num_classes} classes, {found.num_variables} variables: "
-            f"{1e3 * found.seconds:.3f} ms {self.per}, {known}, found in {found.search_seconds:.2f} s{stopped}"
-        )
 
 
 @dataclass(frozen=True)
@@ -159,6 +97,14 @@ class ChooseShardings:
                 STRATEGY[node] = decision.strategies[node.name]
                 SHARDING[node] = decision.strategies[node.name].results
         return program
+
+    def written(self, program: Program, decision: ShardingDecision) -> dict[str, Json]:
+        return Plan.of(self.apply(program, decision), decision).content()
+
+    def read(self, program: Program, value: PlanEntry) -> ShardingDecision:
+        """What the plan costs by this rank's own prices, and what else there was."""
+        plan = Plan.of_content(value)
+        return replace(replace(self, plan=plan, pins=None, placements=None).decide(program), reasons=plan.reasons)
 
     def _pinned(self, program: Program) -> tuple[dict[str, Strategy], dict[str, str]]:
         """Strategies fixed beforehand by node name, and why by parameter name or plan key."""

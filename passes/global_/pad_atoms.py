@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from autopar.ops.padded_ops import with_atoms
 from autopar.partition.pad_graph import covered, padded_program
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.refine_mesh import RefineMesh
+from autopar.plans.json import Json, to_dims
 
 logger = logging.getLogger("autopar")
 
@@ -91,11 +92,17 @@ class PadAtoms:
                 return program
         return result
 
+    def written(self, program: Program, decision: PaddingDecision) -> dict[str, Json]:
+        return {name: (each.before, each.after) for name, each in decision.paddings.items()}
+
+    def read(self, program: Program, value: Mapping[str, Sequence[list[list[int]]]]) -> PaddingDecision:
+        return PaddingDecision({name: Padding(to_dims(before), to_dims(after)) for name, (before, after) in value.items()})
+
 
 def _is_torch_chunk(root: Atom, classes: AtomClasses, program: Program) -> bool:
     """Whether the parts of all parameters padded in this class are those that `torch.chunk` cuts."""
     dims = [_dim_of(DIMS[atom[0]][0], atom[2]) for _, atom in _of_parameters(program) if classes.find(atom) == root]
-    return all(len(dim) == 1 for dim in dims) and RefineMesh().apply(program).mesh == program.mesh
+    return all(len(dim) == 1 for dim in dims) and RefineMesh().decide(program) == program.mesh
 
 
 def _splits(axis: str, program: Program) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any, TypedDict
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
@@ -16,48 +16,20 @@ from autopar.ir.program import Program
 from autopar.pipeline.assign import assign_stages
 from autopar.pipeline.holders import Held, starts_where
 from autopar.pipeline.order import live_microbatches
-from autopar.pipeline.placement import StagePlacement, place, placed_at
+from autopar.pipeline.placement import PlacedStage, StagePlacement, place, placed_at
 from autopar.pipeline.placement_problem import Devices
 from autopar.pipeline.placement_units import ProgramLine, line_of
-from autopar.plans.plan import Plan
+from autopar.plans.decisions import StageDecision
+from autopar.plans.json import Json
+from autopar.plans.plan import Plan, cut_keys
 
 
-@dataclass(frozen=True)
-class StageDecision:
-    """`stages` are by name of a forward node; those that every stage computes for itself have none.
+class WrittenStages(TypedDict):
+    """A `StageDecision` on its way to other ranks; `cuts` are as in a plan."""
 
-    `cuts` names the first op of each stage but the first, `reason` says who cut there, if cost did not. `place` gives the
-    placement with stages that begin at other units.
-    """
-
-    placement: StagePlacement
-    stages: Mapping[str, int]
-    cuts: tuple[str, ...] = ()
-    reason: str = ""
-    place: Callable[[tuple[int, ...]], StagePlacement] | None = field(default=None, repr=False, compare=False)
-
-    @cached_property
-    def next_best(self) -> StagePlacement | None:
-        """The best placement with one cut moved by one unit; None where none can be moved, or moving it does not fit."""
-        found: list[StagePlacement] = []
-        starts, num_units = self.placement.starts, len(self.placement.stage_of)
-        for stage in range(1, len(starts)):
-            for start in (starts[stage] - 1, starts[stage] + 1):
-                moved = (*starts[:stage], start, *starts[stage + 1 :], num_units)
-                if self.place is not None and moved[stage - 1] < start < moved[stage + 1]:
-                    found.append(self.place(moved[:-1]))
-        fitting = [each for each in found if all(stage.bytes <= stage.capacity_bytes for stage in each.stages)]
-        return min(fitting, key=lambda each: each.slowest_seconds, default=None)
-
-    @property
-    def reasons(self) -> dict[str, str]:
-        """By stage where it begins, and why there."""
-        slowest = f"by cost, the slowest stage {1e6 * self.placement.slowest_seconds:.1f} µs a microbatch"
-        stages = enumerate(self.placement.stages)
-        return {f"stage {number}": f"from {stage.first_name} on: {self.reason or slowest}" for number, stage in stages if number}
-
-    def __str__(self) -> str:
-        return str(self.placement)
+    cuts: list[str]
+    reason: str
+    stages: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -66,8 +38,7 @@ class PlaceStages:
 
     One microbatch through one stage needs no cut.
     Where `held` says which stages hold the parameters already, the cuts are those that leave them there; else they are those of
-    `plan`, if it has as many stages and every op that it cuts at is there. Without either they follow from program, `cluster`
-    and `budget` alone: real ranks, whose program has rank 0's shardings, all find the same.
+    `plan`, if it has as many stages and every op that it cuts at is there.
 
     Reads: PHASE, STRATEGY, SHARDING. Writes: STAGE of every call but those that each stage makes for itself.
     Ensures: activations flow to later stages, gradients to earlier ones.
@@ -108,6 +79,23 @@ class PlaceStages:
         for node, stage in assign_stages(program, forward, program.order.num_stages).items():
             STAGE[node] = stage
         return program
+
+    def written(self, program: Program, decision: StageDecision | None) -> dict[str, Json] | None:
+        if decision is None:
+            return None
+        stages = [asdict(stage) for stage in decision.placement.stages]
+        return {"cuts": cut_keys(program, decision.cuts), "reason": decision.reason, "stages": stages}
+
+    def read(self, program: Program, value: WrittenStages | None) -> StageDecision | None:
+        """Cut where rank 0 did, at what it takes there."""
+        if value is None:
+            return None
+        plan = Plan(program.mesh, schedule=program.order, cuts=tuple(value["cuts"]))
+        here = replace(self, held=None, plan=plan).decide(program)
+        placement = StagePlacement(tuple(PlacedStage(**stage) for stage in value["stages"]))
+        if here is None or here.placement.starts != placement.starts:
+            return here
+        return replace(here, placement=placement, reason=value["reason"])
 
     def _devices(self, cost: CostModel, order: PipelineSchedule) -> Devices:
         """What stages run on; those of one rank share its memory."""

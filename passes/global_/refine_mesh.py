@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.ir.keys import DIMS
-from autopar.ir.mesh import MICROBATCHES, parent
+from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.program import Program
+from autopar.plans.json import Json
+from autopar.plans.plan import Plan
 
 # What splits the batch, stages or time is no smaller than it is.
 _WHOLE = ("dp", "pp", MICROBATCHES)
@@ -18,21 +21,34 @@ class RefineMesh:
     """Break tp = 4 into 2 × 2 where a parameter has 2 key-value heads: two ranks split heads, two something else.
 
     Only the outermost atom of a parameter's dim that shares a factor with the axis is looked at: the inner ones
-    are reached anyway, and every sub-axis multiplies the strategies of an op. The axes of the batch stay whole.
+    are reached anyway, and every sub-axis multiplies the strategies of an op. The axes of the batch stay whole. A `plan` that was made
+    for this graph and these ranks says how it broke them.
 
     Reads: DIMS. Writes: the program's mesh. Ensures: the same ranks in the same order.
     """
 
+    plan: Plan | None = None
     name: str = "refine mesh"
 
-    def apply(self, program: Program) -> Program:
+    def decide(self, program: Program) -> Mesh:
+        if self.plan is not None and self.plan.refines(program):
+            return self.plan.mesh
         mesh = program.mesh
         for axis, size in program.mesh.axes:
             divisors = {found for found in _divisors(program, size) if 1 < found < size}
             if axis == parent(axis) and axis not in _WHOLE and divisors:  # an axis that an earlier capture refined stays as it is
                 part = max(divisors)
                 mesh = mesh.refine(axis, (part, size // part))
-        return replace(program, mesh=mesh)
+        return mesh
+
+    def apply(self, program: Program, decision: Mesh) -> Program:
+        return replace(program, mesh=decision)
+
+    def written(self, program: Program, decision: Mesh) -> dict[str, Json]:
+        return dict(decision.axes)
+
+    def read(self, program: Program, value: Mapping[str, int]) -> Mesh:
+        return Mesh(tuple(value.items()))
 
 
 def _divisors(program: Program, size: int) -> set[int]:

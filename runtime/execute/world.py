@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -312,13 +313,21 @@ def from_first(world: World, make: Callable[[], str]) -> str:
             text = make()
         except Exception as caught:  # whatever it is, the others wait for this rank's answer
             error = caught
-    told = f"found no plan: {error}" if isinstance(error, AutoparError) else f"failed: {type(error).__name__}: {error}"
-    text, problem = world.gather((text, error and told), "the plan of rank 0")[0]
+    text, told = world.gather((text, error and _told(error)), "the plan of rank 0")[0]
     if error is not None:
         raise error
-    if problem is not None:
-        raise PlanError(f"rank 0 {problem}")
+    if told is not None:
+        raise told
     return text
+
+
+def _told(error: Exception) -> AutoparError:
+    """What other ranks raise for an error of rank 0: of the same class where it is one of ours, with what else it holds."""
+    if not isinstance(error, AutoparError):
+        return PlanError(f"rank 0 failed: {type(error).__name__}: {error}")
+    told = copy.copy(error)
+    told.args = (f"rank 0 found no plan: {error}",)
+    return told
 
 
 def _dp_axes_beside(tangent: Input, mesh: Mesh) -> tuple[str, ...]:

@@ -7,6 +7,10 @@ from typing import Any
 import autopar.reports.inspect
 from autopar.driver.compiled import Compiled
 from autopar.errors import MeshError
+from autopar.plans.plan import Plan
+from autopar.plans.styles import UserPins
+from autopar.reports.entries import Summary
+from autopar.reports.what_if import WhatIf
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.verify.report import Report
 from autopar.runtime.verify.timeline import Timeline, timeline
@@ -24,14 +28,16 @@ class Inspected(ModuleState):
         return self._latest
 
     @property
-    def plan(self) -> Any:
+    def plan(self) -> Plan:
+        """The decisions of the latest call."""
+        assert self.compiled.plan is not None, "autopar.compile makes one"
         return self.compiled.plan
 
     def explain(self) -> str:
         """The decisions with their reasons, the cost split and the runner-up, as text."""
         return autopar.reports.inspect.explain(self.compiled)
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """What `explain` says, as a JSON-able dict."""
         return autopar.reports.inspect.summary(self.compiled)
 
@@ -39,7 +45,7 @@ class Inspected(ModuleState):
         """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
         return autopar.reports.inspect.why(self.compiled, pattern)
 
-    def what_if(self, pins: Any) -> Any:
+    def what_if(self, pins: UserPins | Plan | None) -> WhatIf:
         """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
         return autopar.reports.inspect.what_if(self.compiled, pins)
 

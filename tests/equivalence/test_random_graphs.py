@@ -124,7 +124,7 @@ def run_model(model: nn.Module, batch: dict[str, Tensor]) -> Values:
 
 
 def run_plan(reference: Reference, plan: RandomPlan, tally: Tally, is_checked: bool) -> None:
-    program = RefineMesh().apply(reference.program.copy(mesh=plan.mesh, freedom=plan.freedom))
+    program = run_passes(reference.program.copy(mesh=plan.mesh, freedom=plan.freedom), (RefineMesh(),))
     random = RandomShardings(plan.seed, plan.calm)
     decision = random.decide(program)
     local = run_passes(random.apply(program, decision), AFTER, (Checker(),) if is_checked else ())

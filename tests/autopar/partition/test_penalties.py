@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.cost.model import MIXING_SECONDS
 from autopar.partition.penalties import penalty_seconds
 from autopar.partition.solver.evaluation import Evaluation
-from autopar.passes.global_.choose_shardings import ShardingDecision
+from autopar.plans.decisions import ShardingDecision
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.support.captures import compiled
 

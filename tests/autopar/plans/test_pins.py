@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.driver.decide_once import decide_once
 from autopar.driver.manager import run_passes
 from autopar.errors import PlanError
 from autopar.frontend.capture import capture
@@ -19,7 +20,6 @@ from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.global_.choose_shardings import ChooseShardings
-from autopar.passes.global_.decide_once import DecideOnce
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.fold_no_ops import FoldNoOps
 from autopar.passes.global_.mark_pinned import MarkPinned
@@ -154,8 +154,8 @@ def test_other_ranks_take_the_pinned_strategies_of_the_first(captured: Program) 
         return texts[0]
 
     choose = ChooseShardings(pins=pins)
-    decided = DecideOnce(choose, first).decide(program)
-    other = DecideOnce(choose, lambda make: texts[0]).decide(program)
+    decided = decide_once(choose, program, first)
+    other = decide_once(choose, program, lambda make: texts[0])
     calls = [node.name for node in program.graph.nodes if node.op == "call_function"]
     assert [other.strategies[name] for name in calls] == [decided.strategies[name] for name in calls]
     assert len(other.fixed) > len(decided.fixed)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +29,9 @@ from autopar.ir.program import Form, Input, Output, Program, Signature
 from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import Sharding, Strategy
 from autopar.ir.units import in_bytes, in_seconds
+from autopar.partition.solver.assignment import Candidate, Choice, Problem
+from autopar.partition.solver.search import search
+from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Plan
 from autopar.reports.explain import indivisible
 from autopar.reports.inspect import diff, explain, print_program, print_schedule, summary, why
@@ -96,12 +101,14 @@ class Other:
     num_nodes: int = 1
 
 
-class Search:
+class Search(ShardingDecision):
     """A search that knows one alternative for `up`, and none for anything else."""
 
-    reasons = {"table": "pinned by the user", "h.0.up.weight": "next best [6@tp, 10]: 1.2 ms"}
-    fixed: frozenset[str] = frozenset()
-    per = "a step"
+    def __init__(self) -> None:
+        reasons = {"table": "pinned by the user", "h.0.up.weight": "next best [6@tp, 10]: 1.2 ms"}
+        problem = Problem((Choice("any", (), (Candidate((), ("a",), 0.0),)),), lambda value, source, target: 0.0)
+        asked = SimpleNamespace(problem=problem, strategies=[("a",)], index=defaultdict(int))
+        super().__init__({}, reasons, search(problem), asked)  # type: ignore[arg-type]
 
     def runner_up(self, node: str) -> Other | None:
         return Other(Strategy((), (ROW,)), 1.2e-3) if node.startswith("up") else None
@@ -124,9 +131,9 @@ def compiled(changed: Program | None = None, search: Search | None = None) -> Co
         replace(given, form=Form.LOCAL),
         whole(given.mesh, schedule),
         Plan.of(given, search),
-        steps,
-        search,
-        CostModel(Cluster.named("8xH100"), MESH),
+        steps=steps,
+        search=search,
+        cost=CostModel(Cluster.named("8xH100"), MESH),
     )
 
 

@@ -81,4 +81,4 @@ def test_the_summary_is_json() -> None:
     found = parallel_residual(search_timeout=0.0).summary()["search"]
     assert found == json.loads(json.dumps(found, allow_nan=False))
     assert found["is_timed_out"] and found["budget_bytes"] is None and found["num_strategies"] > 100
-    assert search_summary(None) is None and list(search_lines(None)) == []
+    assert list(search_lines(None)) == []

@@ -11,8 +11,9 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.program import Program
-from autopar.passes.global_.place_stages import PlaceStages, StageDecision
+from autopar.passes.global_.place_stages import PlaceStages
 from autopar.pipeline.placement_units import line_of
+from autopar.plans.decisions import StageDecision
 from autopar.plans.plan import Plan
 from tests.support.models.residual import interleaved_pipe, plain_pipe
 

@@ -16,14 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
-from autopar.errors import InputError, MeshError, PeerError, PlanError, ScheduleError
+from autopar.errors import InputError, MeshError, PeerError, ScheduleError
 from autopar.ir.instructions import Launch
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding, shape_of
 from autopar.runtime._torch import gathers_strided_shards
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.execute.virtual import collect
-from autopar.runtime.execute.world import DistributedWorld, from_first
+from autopar.runtime.execute.world import DistributedWorld
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.parameters import Placement, local_shard
 from autopar.runtime.module.placement import check_equal_models, refined_device_mesh, torch_can_gather, torch_can_gather_tensor, wrap
@@ -346,29 +346,6 @@ def weighs_its_own_loss() -> float:
 
 def test_tangents_of_a_whole_output_are_averaged_over_dp(gloo_ranks: Any) -> None:
     assert max(gloo_ranks.run(weighs_its_own_loss)) < 1e-6
-
-
-class OneOfTwo:
-    """A world of two ranks in turn: rank 1 is given what rank 0 brought."""
-
-    def __init__(self, rank: int, brought: list[Any]) -> None:
-        self.ranks, self.brought = (rank,), brought
-
-    def gather(self, value: Any, what: str = "") -> list[Any]:
-        self.brought.append(value)
-        return self.brought
-
-
-def test_any_failure_of_rank_0_reaches_the_other_ranks() -> None:
-    brought: list[Any] = []
-
-    def fail() -> str:
-        raise ZeroDivisionError("a solver's bug")
-
-    with pytest.raises(ZeroDivisionError):
-        from_first(OneOfTwo(0, brought), fail)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="rank 0 failed: ZeroDivisionError: a solver's bug"):
-        from_first(OneOfTwo(1, brought), fail)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fakes", [(0,), (1,), (0, 1)])

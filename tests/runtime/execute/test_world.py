@@ -1,0 +1,49 @@
+"""What ranks tell each other before they go on."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from autopar.errors import MicrobatchError, PlanError
+from autopar.runtime.execute.world import from_first
+
+
+class OneOfTwo:
+    """A world of two ranks in turn: rank 1 is given what rank 0 brought."""
+
+    def __init__(self, rank: int, brought: list[Any]) -> None:
+        self.ranks, self.brought = (rank,), brought
+
+    def gather(self, value: Any, what: str = "") -> list[Any]:
+        self.brought.append(value)
+        return self.brought
+
+
+def test_any_failure_of_rank_0_reaches_the_other_ranks() -> None:
+    brought: list[Any] = []
+
+    def fail() -> str:
+        raise ZeroDivisionError("a solver's bug")
+
+    with pytest.raises(ZeroDivisionError):
+        from_first(OneOfTwo(0, brought), fail)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="rank 0 failed: ZeroDivisionError: a solver's bug"):
+        from_first(OneOfTwo(1, brought), fail)  # type: ignore[arg-type]
+
+
+def test_a_refusal_of_rank_0_is_of_its_kind_on_the_other_ranks() -> None:
+    """They all try again with fewer microbatches, or none does."""
+    brought: list[Any] = []
+
+    def refuse() -> str:
+        raise MicrobatchError("4 would change what the model computes", ("a mean",))
+
+    for rank, text in ((0, "^4 would"), (1, "^rank 0 found no plan: 4 would")):
+        world = OneOfTwo(rank, brought)
+        with pytest.raises(MicrobatchError, match=text) as caught:
+            from_first(world, refuse)  # type: ignore[arg-type]
+        assert caught.value.found == ("a mean",)
+        brought = pickle.loads(pickle.dumps(brought))
