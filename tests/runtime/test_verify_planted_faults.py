@@ -135,7 +135,7 @@ def test_verify_names_faults_in_the_local_program(tiny: Compiled, plant: Callabl
     report = verified(replace(tiny, local=program))
     assert not report and report.first_difference is not None
     assert (report.first_difference.node, report.first_difference.made_by) == (name, "lower"), str(report)
-    assert "planting.py:" in report.first_difference.source
+    assert "compiled.py:" in report.first_difference.source
 
 
 class Classifier(nn.Module):
