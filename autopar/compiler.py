@@ -29,7 +29,7 @@ from autopar.graph.microbatches import has_estimates
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.fusion import KernelDecision
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
+from autopar.ir.program import Form, Program
 from autopar.partition.whole_batch import Statistics
 from autopar.passes.forward.choose_kernels import ChooseKernels
 from autopar.passes.forward.decompose_losses import DecomposeLosses
@@ -303,7 +303,7 @@ def _captured(model: nn.Module, mesh: Mesh, inputs: CallInputs, options: Options
 
 def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     """What the passes left behind."""
-    program, local, schedule = history.program(ChooseOrder), history.program(Lower), history.schedule(FreeBuffers)
+    program, local, schedule = history.last(Form.GLOBAL), history.program(Lower), history.schedule_steps[-1].program
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
     kernels = next((step.decision.kernels for step in history.graph_steps if isinstance(step.decision, KernelDecision)), {})
     return Compiled(

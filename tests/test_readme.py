@@ -60,3 +60,11 @@ def test_links_lead_somewhere() -> None:
     assert targets
     missing = [target for target in targets if not (ROOT / target).exists()]
     assert not missing, f"the README links to {missing}"
+
+
+def test_files_that_contributing_names_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:autopar|passes|runtime|kernels|tests|benchmarks|docs)/[\w./]+\.(?:py|md))`", text))
+    assert len(named) > 10
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing, f"CONTRIBUTING.md names {missing}"

@@ -17,7 +17,7 @@ from autopar.driver.compiled import ScheduleStep, Step
 from autopar.driver.decide_once import FromFirst, SharedDecision, decide_once
 from autopar.errors import AutoparError
 from autopar.ir.printing import print_program
-from autopar.ir.program import Program
+from autopar.ir.program import Form, Program
 from autopar.pipeline.schedule_program import ScheduleProgram
 
 logger = logging.getLogger("autopar")
@@ -111,6 +111,10 @@ class History:
         program = self.step(chosen).program
         assert isinstance(program, ScheduleProgram), f"{chosen} writes no schedule"
         return program
+
+    def last(self, form: Form) -> Program:
+        """The program after the last pass of a form."""
+        return next(step.program for step in reversed(self.graph_steps) if step.program.form is form)
 
     @property
     def graph_steps(self) -> tuple[Step, ...]:

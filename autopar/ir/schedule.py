@@ -117,6 +117,11 @@ class Schedule:
         spans = tuple(Span(each.action, starts[each.begin], starts[each.end]) for each in self.spans)
         return replace(self, instructions=tuple(chain.from_iterable(groups)), spans=spans)
 
+    def prepended(self, more: Sequence[Instruction]) -> Schedule:
+        """With `more` before the first instruction."""
+        spans = tuple(Span(each.action, each.begin + len(more), each.end + len(more)) for each in self.spans)
+        return replace(self, instructions=(*more, *self.instructions), spans=spans)
+
     def appended(self, more: Sequence[Instruction]) -> Schedule:
         """With `more` at the end, before a PAUSE that stands there."""
         end = len(self.instructions) - self.ends_with_pause

@@ -57,6 +57,10 @@ class BufferNames:
         """The buffer that adds up `value` over the microbatches, or over stages."""
         return self._named(f"{value}.sum", value, role="sum")
 
+    def counted(self, value: str) -> str:
+        """The name of a sum over the microbatches that is taken ahead."""
+        return self._named(value, value, role="sum")
+
     def of_input(self, item: Input, node: Node) -> tuple[str, ...]:
         """The buffers that an input is in: one a microbatch where it differs among them."""
         if self.num_microbatches > 1 and differs(item):

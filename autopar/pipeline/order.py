@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from autopar.cost.model import CostModel
 from autopar.errors import ScheduleError
-from autopar.ir.actions import PipelineSchedule
+from autopar.ir.actions import SINGLE, PipelineSchedule
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.pipeline.auto_schedule import auto_schedule
@@ -60,7 +60,8 @@ def pipeline_order(schedule: str | PipelineSchedule, mesh: Mesh) -> PipelineSche
     """
     num_ranks, number = mesh.size_of(mesh.parts("pp")), mesh.num_microbatches
     if isinstance(schedule, str):
-        return generate("1f1b" if schedule == "auto" else schedule, num_ranks, number)
+        order = generate("1f1b" if schedule == "auto" else schedule, num_ranks, number)
+        return SINGLE if num_ranks == number == 1 else order  # nothing to interleave
     if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, number):
         raise ScheduleError(
             f"the schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} microbatches; this call "

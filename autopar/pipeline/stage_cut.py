@@ -143,16 +143,8 @@ class _Cut:
         helpers = [each for call in after for each in call.all_input_nodes[1:] if each.op == "call_function"]
         ordered = [each for each in self.calls if each in set(after) | set(helpers)]
         parts = tuple(_parts(node))
-        stages = self._readers(output) or {stage_of(part) for part in parts}
+        stages = readers_of(self.program, output) or {stage_of(part) for part in parts}
         return Sum(output, node, parts, tuple(ordered), tuple(sorted(stages)))
-
-    def _readers(self, output: Output) -> set[int]:
-        """The stages that read the parameter of a gradient."""
-        if output.kind != "gradient":
-            return set()
-        inputs = self.program.named_inputs()
-        parameter = next(node for item, node in inputs if (item.kind, item.name) == ("parameter", output.name))
-        return {stage_of(user) for user in parameter.users if user.op == "call_function"}
 
     def _transfers(self, loop: list[Node]) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
         found: dict[tuple[int, int, Direction], dict[Node, None]] = {}
@@ -180,6 +172,14 @@ class _Cut:
             found[stage, "I"] = tuple(node for node in backward if node in waited)
             found[stage, "W"] = tuple(node for node in backward if node not in waited)
         return found
+
+
+def readers_of(program: Program, output: Output) -> set[int]:
+    """The stages that read the parameter of a gradient; of another output none."""
+    if output.kind != "gradient":
+        return set()
+    parameter = next(node for item, node in program.named_inputs() if (item.kind, item.name) == ("parameter", output.name))
+    return {stage_of(user) for user in parameter.users if user.op == "call_function"}
 
 
 def stage_of(node: Node) -> int:

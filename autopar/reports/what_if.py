@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.driver.compiled import Compiled
-from autopar.errors import AutoparError, PlanError, UnmatchedPinError
+from autopar.errors import AutoparError, PlanError, ScheduleError, UnmatchedPinError
 from autopar.ir.program import Program
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.report import StepOnPaper
@@ -106,7 +106,7 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
         program, decision, stages = compiled.decide_again(pins)
     except UnmatchedPinError:
         raise
-    except PlanError as refusal:
+    except (PlanError, ScheduleError) as refusal:
         return WhatIf(now, compiled.plan, refusal=str(refusal))
     # Pins choose no kernels.
     plan = replace(Plan.of(program, decision, stages), kernels=compiled.plan.kernels)
@@ -116,7 +116,7 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
 def _prices(program: Program, decision: ShardingDecision, compiled: Compiled) -> Prices:
     """Of several microbatches or stages a step takes what it takes on paper; else what the search says."""
     cost, places = cost_of(compiled), places_of(compiled)
-    order = compiled.order
+    order = program.order
     step_seconds = decision.cost_seconds if order.is_single else StepOnPaper(program, cost, order).seconds
     time = seconds(program, cost, places)
     communication: dict[str, float] = {}

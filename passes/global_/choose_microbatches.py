@@ -58,12 +58,13 @@ class ChooseMicrobatches:
         wanted = program.order.num_microbatches
         if wanted == 1:
             return MicrobatchDecision(1, 1)
-        found = self.seen or mixing(program, wanted) or (() if self.is_asked else undivided(program, wanted))
+        is_asked = self.is_asked or program.order.num_ranks == 1  # without a pipeline nobody runs several unasked
+        found = self.seen or mixing(program, wanted) or (() if is_asked else undivided(program, wanted))
         if not found or (self.statistics == "own" and all(each.has_estimate for each in found)):
             return MicrobatchDecision(wanted, wanted, found)
         number = 1 if self.seen else self._most(program)
-        if self.is_asked or self.statistics == "own":
-            raise MicrobatchError(refusal(wanted, number, found), () if self.is_asked else found)
+        if is_asked or self.statistics == "own":
+            raise MicrobatchError(refusal(wanted, number, found), () if is_asked else found)
         what = "%d microbatch%s instead of %d, which would change what the model computes: %s"
         logger.warning(what, number, "" if number == 1 else "es", wanted, "; ".join(shown(found)))
         return MicrobatchDecision(number, wanted, found)

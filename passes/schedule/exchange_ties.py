@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from autopar.graph.fragments import FragmentCutter, buffer_of
-from autopar.ir.instructions import Add, Instruction, Receive, Send, Wait
-from autopar.passes.schedule.reduce_gradients import finished, local_sums
+from autopar.ir.instructions import Add, Instruction, Receive, Send
 from autopar.pipeline.buffer_names import BufferNames
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.stage_cut import Sum, stage_of
+from autopar.pipeline.step_end import completed, finished, local_sums
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,3 @@ def _name(part: Node, peer: int) -> str:
 def _added(ties: list[Sum], names: BufferNames) -> list[Instruction]:
     pairs = dict.fromkeys((each.target, part) for each in ties for part in each.parts if part is not each.target)
     return [Add(names.sum(buffer_of(target)), names.sum(buffer_of(part))) for target, part in pairs]
-
-
-def completed(instructions: list[Instruction]) -> list[Instruction]:
-    """Transfers with WAITs for all of them behind the last, before what else there is."""
-    launched = [each for each in instructions if isinstance(each, (Send, Receive))]
-    others = [each for each in instructions if not isinstance(each, (Send, Receive))]
-    return [*launched, *(Wait(each.transfer) for each in launched), *others]

@@ -10,15 +10,14 @@ from torch.fx import Node
 
 from autopar.graph.fragments import buffer_of
 from autopar.ir.instructions import Instruction, Receive, Send
-from autopar.ir.keys import STAGE
 from autopar.ir.lifetimes import touched
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Output
 from autopar.ir.schedule import Schedule
-from autopar.passes.schedule.exchange_ties import completed
 from autopar.pipeline.buffer_names import BufferNames
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.stage_cut import StageCut
+from autopar.pipeline.stage_cut import StageCut, readers_of, stage_of
+from autopar.pipeline.step_end import completed
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,9 @@ class _Results:
     def owners(self, output: Output, node: Node) -> tuple[int, ...]:
         """The stages that hold a result."""
         found = next((each.stages for each in self.cut.sums if each.output is output), None)
-        return found or (STAGE.get(node) or 0,)
+        if found is None and node.op == "placeholder":  # a gradient that is the tangent itself
+            found = tuple(sorted(readers_of(self.cut.program, output)))
+        return found or (stage_of(node),)
 
     def buffers(self, output: Output, node: Node) -> tuple[str, ...]:
         """The buffers that a result is left in, one a microbatch where it is split over them."""

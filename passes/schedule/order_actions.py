@@ -49,7 +49,7 @@ def _paused(schedule: Schedule, signature: Signature, program: Program) -> Sched
     schedule = replace(schedule, signature=signature)
     if not program.signature.inputs_of("tangent"):
         return schedule
-    is_first = len(schedule.instructions) > 1 and program.order.is_single
     groups: list[list[Instruction]] = [[each] for each in schedule.instructions]
-    groups[0 if is_first else -1].append(Pause())
+    place = next(span.begin for span in schedule.spans) if program.order.is_single else -1  # behind its forward, or at the end
+    groups[place].append(Pause())
     return schedule.regrouped(groups)

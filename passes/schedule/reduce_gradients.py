@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -10,10 +9,9 @@ from torch.fx import Node
 from autopar.graph.fragments import FragmentCutter
 from autopar.ir.actions import Reduction
 from autopar.ir.instructions import Instruction
-from autopar.passes.schedule.write_actions import once_a_step
 from autopar.pipeline.buffer_names import BufferNames
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.stage_cut import Sum
+from autopar.pipeline.step_end import finished, local_sums
 
 
 @dataclass(frozen=True)
@@ -42,16 +40,3 @@ class ReduceGradients:
             late = [each for stage in waiting for each in finished(local_sums(program, stage), moved, cutter, names)]
             ranks.append(schedule.regrouped(groups).appended(late))
         return program.with_ranks(ranks, actions={}, fragments=cutter.fragments, buffers=names.table)
-
-
-def local_sums(program: ScheduleProgram, stage: int) -> list[Sum]:
-    """The sums that `stage` alone makes and wants."""
-    assert program.cut is not None
-    return [each for each in program.cut.sums if each.is_local and each.stages == (stage,)]
-
-
-def finished(sums: Iterable[Sum], moved: set[Node], cutter: FragmentCutter, names: BufferNames) -> list[Instruction]:
-    """What follows on `sums`, but for what has `moved` already: equal gradients of several parameters are one. `moved` grows."""
-    after = {node for each in sums for node in each.after} - moved
-    moved |= after
-    return once_a_step([node for node in names.cut.program.graph.nodes if node in after], cutter, names)

@@ -14,12 +14,12 @@ from torch.fx import Node
 
 from autopar.graph.fragments import FragmentCutter, buffer_of, waits_for
 from autopar.ir.actions import Action, Kind, Reduction, Transfer
-from autopar.ir.collectives import is_launch
 from autopar.ir.instructions import Add, Instruction, Pause, Receive, Send, Wait
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.buffer_names import BufferNames, renamed
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.stage_cut import StageCut
+from autopar.pipeline.step_end import all_waits, once_a_step
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,7 @@ class _Writer:
         schedule = self.program.ranks[self.place]
         groups = [self.written(each) for each in schedule.instructions]
         ahead = [instruction for stage in self.program.stages_of(self.place) for instruction in self.ahead(stage)]
-        groups[0] = [*ahead, *groups[0]]
-        written = schedule.regrouped(groups)
-        spans = tuple(each._replace(begin=each.begin + len(ahead)) if not each.begin else each for each in written.spans)
-        return replace(written, spans=spans).appended(self.finished())
+        return schedule.regrouped(groups).prepended(ahead).appended(self.finished())
 
     def written(self, instruction: Instruction) -> list[Instruction]:
         action = self.program.action_of(instruction)
@@ -90,8 +87,8 @@ class _Writer:
         for number in range(self.program.order.num_microbatches):
             rename, under_way = self.names.of_microbatch(number), set[Node]()
             found += renamed(self.cutter.section(self.cut.ahead[stage], under_way), rename)
-            found += renamed(_all_waits(under_way), rename)
-            found += [Add(total.name, rename(buffer_of(source))) for source, total in self.cut.counted[stage]]
+            found += renamed(all_waits(under_way), rename)
+            found += [Add(self.names.counted(total.name), rename(buffer_of(source))) for source, total in self.cut.counted[stage]]
         return [*found, *once_a_step(self.cut.once[stage], self.cutter, self.names)]
 
     def compute(self, action: Action) -> list[Instruction]:
@@ -137,7 +134,7 @@ class _Writer:
         """WAITs for all that is still under way, the results first."""
         found = self.waited(self.cut.program.results)
         for number, under_way in self.under_way.items():
-            found += renamed(_all_waits(under_way), self.names.of_microbatch(number))
+            found += renamed(all_waits(under_way), self.names.of_microbatch(number))
         return found
 
     def waited(self, values: Iterable[Node]) -> list[Instruction]:
@@ -181,18 +178,3 @@ class _Transfers:
     def _read_at(self, rank: int, transfer: Transfer) -> int:
         """Where among its instructions `rank` reads what `transfer` brings."""
         return next(self.positions[rank][action] for action in transfer.readers if action in self.positions[rank])
-
-
-def once_a_step(nodes: Iterable[Node], cutter: FragmentCutter, names: BufferNames) -> list[Instruction]:
-    """What computes calls that run once a step, complete at its end."""
-    under_way = set[Node]()
-    section = cutter.section(nodes, under_way)
-    return renamed([*section, *_all_waits(under_way)], names.of_step)
-
-
-def _all_waits(under_way: set[Node]) -> list[Instruction]:
-    """WAITs for all that is under way, in the order of the graph."""
-    launches = [node for node in next(iter(under_way)).graph.nodes if node in under_way] if under_way else []
-    under_way.clear()
-    assert all(is_launch(each) for each in launches)
-    return [Wait(each.name) for each in launches]

@@ -25,7 +25,7 @@ from autopar.runtime.module.outputs import refuse_detached
 class Call:
     """Runs the schedules of this process's ranks up to PAUSE (`forward`) and to their end (`backward`), once each.
 
-    Where nothing follows PAUSE the gradients are there already, those of the loss itself: `backward` scales them.
+    Of several microbatches or stages all has run at PAUSE, and the gradients are those of the loss itself: `backward` scales them.
 
     tensors  parameters and buffers of the model by name
     batch    the leaves of the call by flat index
@@ -50,7 +50,7 @@ class Call:
         self._shapes: dict[str, torch.Size] = {}
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
         self._everyones = compiled.schedules
-        self._is_over_at_pause = all(schedule.ends_with_pause for schedule in compiled.schedules)
+        self._is_over_at_pause = not compiled.order.is_single
         self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
 

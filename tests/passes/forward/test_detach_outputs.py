@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,8 +12,16 @@ from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from autopar.passes.forward.detach_outputs import DetachOutputs
 from autopar.passes.global_.trace_joint import TraceJoint
+from autopar.pipeline.schedules import generate
 from tests.support.models.layer import Layer, X, Y, of
 from tests.support.programs import assert_close, inputs_of, run_forward
+
+IN_TWO = generate("1f1b", 1, 2)
+
+
+def in_two(program: Program) -> Program:
+    """To run in two microbatches."""
+    return replace(program, order=IN_TWO)
 
 
 def both(layer: Layer, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -25,21 +35,22 @@ def tangents(program: Program) -> list[str]:
 
 def test_gradients_come_back_through_the_loss_alone() -> None:
     captured = of(both, X, Y, outputs="all")
-    detached = DetachOutputs().apply(captured)
+    assert DetachOutputs().apply(captured) is captured, "one microbatch through one stage"
+    detached = DetachOutputs().apply(in_two(captured))
     assert len(tangents(captured)) == 2 and tangents(detached) == [detached.signature.outputs_of("loss")[0].name]
     assert [item.requires_grad for item in detached.signature.outputs] == [item.kind == "loss" for item in detached.signature.outputs]
 
 
 def test_outputs_that_had_a_gradient_are_told_from_those_that_had_none() -> None:
     captured = of(lambda layer, x, y: {**both(layer, x, y), "same": y * 2, "best": layer.linear(x).argmax(-1)}, X, Y, outputs="all")
-    structure = {item.name: item.is_detached for item in DetachOutputs().apply(captured).signature.outputs}
+    structure = {item.name: item.is_detached for item in DetachOutputs().apply(in_two(captured)).signature.outputs}
     assert list(structure.values()) == [False, True, False, False]
 
 
 def test_values_are_what_they_were_and_gradients_those_of_the_loss() -> None:
     layer = Layer(both)
     inputs = inputs_of(of(both, X, Y), layer, (X, Y), {})
-    found = run_forward(DetachOutputs().apply(of(both, X, Y, outputs="all")), inputs)
+    found = run_forward(DetachOutputs().apply(in_two(of(both, X, Y, outputs="all"))), inputs)
     wanted = run_forward(of(both, X, Y), inputs)
     predicted = ("output", next(name for kind, name in found if kind == "output"))
     torch.testing.assert_close(found.pop(predicted), layer_of(inputs, X))
@@ -51,7 +62,7 @@ def layer_of(inputs: dict[tuple[str, str], Tensor], x: Tensor) -> Tensor:
 
 
 def test_a_model_without_a_loss_is_refused_in_training_only() -> None:
-    captured = of(lambda layer, x: layer.linear(x), X)
+    captured = in_two(of(lambda layer, x: layer.linear(x), X))
     with pytest.raises(CaptureError, match=r"needs a loss to start from, and this model returns none: let it return a scalar or .loss"):
         DetachOutputs(training=True).apply(captured)
     assert DetachOutputs(training=False).apply(captured) is captured
@@ -63,4 +74,4 @@ def test_two_scalars_are_named_where_one_loss_is_needed() -> None:
         r'returns 2 scalars \(outputs 0 and 2\), of which none is called loss: let it return \{"loss": \.\.\.\} or an object with \.loss'
     )
     with pytest.raises(CaptureError, match=expected):
-        DetachOutputs().apply(captured)
+        DetachOutputs().apply(in_two(captured))
