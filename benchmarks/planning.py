@@ -30,6 +30,7 @@ from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Pins
 from autopar.reports.summary import transfers
@@ -120,7 +121,9 @@ def traced(shape: Shape, num_layers: int, num_sequences: int = 1) -> Program:
 def planned(program: Program, tp: int, pins: Pins | None = None, cluster: str = CLUSTER, timeout: float | None = None) -> Planned:
     """Decide on `program` of `traced` for dp = 1, tp ranks."""
     history = History()
-    passes = _passes(cluster, pins, timeout)[_first_of_mesh(cluster) : -1]
+    passes = _passes(cluster, pins, timeout)
+    last = next(number for number, each in enumerate(passes) if isinstance(each, InsertReshards))
+    passes = passes[_first_of_mesh(cluster) : last + 1]
     result = run_passes(program.copy(mesh=virtual_mesh(dp=1, tp=tp)), passes, (history,))
     return Planned(result, history.decision(ChooseShardings), CostModel(Cluster.named(cluster), result.mesh))
 

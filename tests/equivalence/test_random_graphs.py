@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from autopar.checks.checker import Checker, check_schedules
+from autopar.checks.checker import Checker, check_schedule_program
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.manager import History, Pass, run_passes
@@ -30,7 +30,6 @@ from autopar.testing.random_shardings import RandomShardings
 from tests.support.models.random import RandomGraph
 from tests.support.models.random_calls import MAX_CALLS, random_graphs
 from tests.support.programs import Values, errors_of, forward_program, inputs_of, run_forward, run_schedule
-from tests.support.schedules import scheduled
 
 TOLERANCE = 1e-9
 # Cases of a number: graphs, and plans of each.
@@ -127,10 +126,9 @@ def run_plan(reference: Reference, plan: RandomPlan, tally: Tally, is_checked: b
     program = run_passes(reference.program.copy(mesh=plan.mesh, freedom=plan.freedom), (RefineMesh(),))
     random = RandomShardings(plan.seed, plan.calm)
     decision = random.decide(program)
-    local = run_passes(random.apply(program, decision), AFTER, (Checker(),) if is_checked else ())
-    schedule = scheduled(local).ranks[0]
-    check_schedules([schedule] * local.mesh.size, local.mesh)
-    errors = errors_of(run_schedule(schedule, local.mesh, reference.inputs), reference.wanted)
+    written = run_passes(random.apply(program, decision), AFTER, (Checker(),) if is_checked else ())
+    check_schedule_program(written)
+    errors = errors_of(run_schedule(written.ranks[0], program.mesh, reference.inputs), reference.wanted)
     tally.cases += 1
     tally.nodes += program.num_nodes
     tally.split += sum(decision[node.name].num_shards > 1 for node in program.graph.nodes if node.op == "call_function")

@@ -17,14 +17,13 @@ from torch.utils import _pytree as pytree
 from autopar.checks.checker import Checker
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
-from autopar.driver.manager import run_passes
+from autopar.driver.manager import History, run_passes
 from autopar.errors import AutoparError
 from autopar.ir.mesh import virtual_mesh
-from autopar.ir.program import Program
+from autopar.ir.program import Form, Program
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.testing.random_shardings import RandomShardings
 from tests.support.programs import Values, assert_close, forward_program, inputs_of, run_schedule
-from tests.support.schedules import scheduled
 from tests.support.sweep.ops import OPS
 from tests.support.sweep.rows import DIFFERENT, EQUAL, LAYERS, LOSSES, Computed
 
@@ -98,9 +97,11 @@ def found_by(name: str, sizes: str, seed: int | None) -> Values:
     model, inputs = module_of(name, sizes)
     passes = default_passes(Options(Cluster.ideal()), training=True)
     chosen = [RandomShardings(seed) if seed is not None and isinstance(each, ChooseShardings) else each for each in passes]
-    local = run_passes(forward_of(name, sizes), chosen, (Checker(),) if seed is None else ())
+    history = History()
+    schedule = run_passes(forward_of(name, sizes), chosen, (history, Checker()) if seed is None else (history,))
+    local = history.last(Form.LOCAL)
     values = inputs_of(local, model, inputs, {})
-    found = run_schedule(scheduled(local).ranks[0], local.mesh, values)
+    found = run_schedule(schedule.ranks[0], local.mesh, values)
     return {key: value for key, value in found.items() if key[0] in ("loss", "gradient")}
 
 

@@ -29,7 +29,7 @@ from autopar.ir.program import Form, Input, Output, Program, Signature
 from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import Sharding, Strategy
 from autopar.ir.units import in_bytes, in_seconds
-from autopar.partition.solver.assignment import Candidate, Choice, Problem
+from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem
 from autopar.partition.solver.search import search
 from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Plan
@@ -106,7 +106,7 @@ class Search(ShardingDecision):
 
     def __init__(self) -> None:
         reasons = {"table": "pinned by the user", "h.0.up.weight": "next best [6@tp, 10]: 1.2 ms"}
-        problem = Problem((Choice("any", (), (Candidate((), ("a",), 0.0),)),), lambda value, source, target: 0.0)
+        problem = Problem((AssignmentNode("any", (), (Candidate((), ("a",), 0.0),)),), lambda value, source, target: 0.0)
         asked = SimpleNamespace(problem=problem, strategies=[("a",)], index=defaultdict(int))
         super().__init__({}, reasons, search(problem), asked)  # type: ignore[arg-type]
 
