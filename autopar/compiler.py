@@ -200,13 +200,18 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         DetachOutputs(training),  # before the trace, as all here
-        *_fusions(options),  # before losses are decomposed, random ops keyed and attention unified: these take what is left
+        FuseCrossEntropy(options.fuses_losses),  # this and the next four before losses are decomposed, …
+        FuseProjection(budget.capacity_bytes),  # after its cross entropy
+        FuseGates(options.writes_rows),
+        FuseRotary(options.writes_rows),
+        FuseAttention(options.fuses_attention),  # … random ops keyed and attention unified: these take what is left
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
-        *((FuseNorms(),) if options.writes_rows else ()),  # after attention, whose forms it would hide
+        FuseNorms(is_asked=options.writes_rows),  # after attention, whose forms it would hide
         KeyRandom(),  # draws become a function of position: the same on any mesh
-        *((FuseDropout(),) if options.writes_rows else ()),  # after the keys, whose draws it repeats, and the norms, whose sums it leaves
-        *_choices(options),  # after the keys, which tell attention of its dropout; the backward is of the same kernel
+        FuseDropout(is_asked=options.writes_rows),  # after the keys, whose draws it repeats, and the norms, whose sums it leaves
+        # After the keys, which tell attention of its dropout; the backward is of the same kernel.
+        ChooseKernels.by(options.kernels, cluster.device.name, plan, options.chooses_kernels),
         # GLOBAL
         TraceJoint(training),
         DecomposeBatchNorm(),  # after the trace, for a backward in closed form: autograd's of the sums would take twice the ops
@@ -238,20 +243,6 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         HandOut(),  # needs all results
         FreeBuffers(),  # the last: what is added later is in use, too
     )
-
-
-def _fusions(options: Options) -> tuple[DecidingPass, ...]:
-    """The passes that write ops of our own, but for norms, by `kernels` and the device."""
-    if options.kernels == "off":
-        return ()
-    if options.kernels == "aten":
-        return (FuseAttention(),)
-    losses = (FuseCrossEntropy(), FuseProjection(options.budget.capacity_bytes))
-    return (*losses, *((FuseGates(), FuseRotary()) if options.writes_rows else ()), FuseAttention())
-
-
-def _choices(options: Options) -> tuple[DecidingPass, ...]:
-    return (ChooseKernels.by(options.kernels, options.cluster.device.name, options.plan),) if options.chooses_kernels else ()
 
 
 def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:

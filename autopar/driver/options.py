@@ -60,6 +60,16 @@ class Options:
         return self.num_microbatches is not None or isinstance(self.schedule, PipelineSchedule)
 
     @property
+    def fuses_attention(self) -> bool:
+        """Whether attention written in plain ops becomes an op of ours."""
+        return self.kernels != "off"
+
+    @property
+    def fuses_losses(self) -> bool:
+        """Whether cross entropy becomes an op of ours."""
+        return self.kernels not in ("off", "aten")
+
+    @property
     def writes_rows(self) -> bool:
         """Whether norms, gates, rotary embeddings and dropout become ops of ours: a CPU's compiler joins plain ops with others."""
         return self.kernels == "triton" or (self.kernels == "auto" and self.cluster.device.name != "cpu")

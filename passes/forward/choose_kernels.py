@@ -41,13 +41,16 @@ class ChooseKernels:
     kernels: str
     device: str
     planned: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_asked: bool = True
     name: str = "choose kernels"
 
     @staticmethod
-    def by(kernels: str, device: str, plan: Plan | None) -> ChooseKernels:
-        return ChooseKernels(kernels, device, {} if plan is None else plan.kernels)
+    def by(kernels: str, device: str, plan: Plan | None, is_asked: bool = True) -> ChooseKernels:
+        return ChooseKernels(kernels, device, {} if plan is None else plan.kernels, is_asked)
 
     def decide(self, program: Program) -> KernelDecision:
+        if not self.is_asked:
+            return KernelDecision(())
         wrong = {key: kernel for key, kernel in self.planned.items() if kernel not in KERNELS}
         if wrong:
             key, kernel = next(iter(wrong.items()))
@@ -59,6 +62,8 @@ class ChooseKernels:
         return KernelDecision(tuple(self._choice(node, keys[node]) for node in program.graph.nodes if node.target is attention))
 
     def apply(self, program: Program, decision: KernelDecision) -> Program:
+        if not decision.choices:
+            return program
         program, kernels = program.copy(), decision.kernels
         for node, key in node_keys(program).items():
             if key in kernels:

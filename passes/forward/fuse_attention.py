@@ -29,9 +29,12 @@ class FuseAttention:
     Ensures: what is decided to be fused is; a softmax that is left is no attention, or has its reason in the decision.
     """
 
+    is_asked: bool = True
     name: str = "fuse attention"
 
     def decide(self, program: Program) -> FusionDecision:
+        if not self.is_asked:
+            return FusionDecision(())
         constants, found, reached = Constants(program), list[FusionSite](), set[Node]()
         for node in program.graph.nodes:
             if node.op == "call_function" and is_contraction(node):

@@ -49,13 +49,18 @@ class FuseCrossEntropy:
     Ensures: what is decided to be fused is, with the shape and dtype that it had. A label that is no class and is not ignored gives NaN.
     """
 
+    is_asked: bool = True
     name: str = "fuse cross entropy"
 
     def decide(self, program: Program) -> FusionDecision:
+        if not self.is_asked:
+            return FusionDecision(())
         writers = writers_of(program.graph)
         return FusionDecision(tuple(_looked_at(node, writers) for node in program.graph.nodes if _is_candidate(node)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
+        if not decision.fused:
+            return program
         program = program.copy()
         for each in decision.fused:
             node = program.node(each.node)

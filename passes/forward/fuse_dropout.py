@@ -28,9 +28,12 @@ class FuseDropout:
         values in 16 bits the last rounding alone is left.
     """
 
+    is_asked: bool = True
     name: str = "fuse dropout"
 
     def decide(self, program: Program) -> FusionDecision:
+        if not self.is_asked:
+            return FusionDecision(())
         writers, taken, found = writers_of(program.graph), set[Node](), list[FusionSite]()
         for node in program.graph.nodes:
             site = site_at(node, "dropout", lambda each: match_dropout(each, writers))

@@ -29,9 +29,12 @@ class FuseGates:
         and gradients, up to rounding; of an activation in several 16-bit ops only the last rounding is left.
     """
 
+    is_asked: bool = True
     name: str = "fuse gates"
 
     def decide(self, program: Program) -> FusionDecision:
+        if not self.is_asked:
+            return FusionDecision(())
         constants, writers = Constants(program), writers_of(program.graph)
         nodes = [node for node in program.graph.nodes if node.op == "call_function"]
         found, taken = dict[Node, FusionSite](), set[Node]()

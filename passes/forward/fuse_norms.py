@@ -32,9 +32,12 @@ class FuseNorms:
     """
 
     across_modules: bool = False
+    is_asked: bool = True
     name: str = "fuse norms"
 
     def decide(self, program: Program) -> FusionDecision:
+        if not self.is_asked:
+            return FusionDecision(())
         constants, writers, sums = Constants(program), writers_of(program.graph), set[Node]()
         across = self.across_modules and not program.mesh.parts("pp")
 

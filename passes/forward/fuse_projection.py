@@ -48,11 +48,12 @@ class FuseProjection:
         return FusionDecision(tuple(self._looked_at(node, program.mesh, writers) for node in called))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
+        if not decision.fused:
+            return program
         program = program.copy()
         for each in decision.fused:
             _write(program.node(each.node))
-        if decision.fused:
-            program.graph.eliminate_dead_code()
+        program.graph.eliminate_dead_code()
         return program
 
     def _looked_at(self, node: Node, mesh: Mesh, writers: Sequence[Node]) -> FusionSite:

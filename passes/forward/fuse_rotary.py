@@ -29,9 +29,12 @@ class FuseRotary:
     Ensures: what is decided to be fused is, and a near miss has its reason in the decision.
     """
 
+    is_asked: bool = True
     name: str = "fuse rotary"
 
     def decide(self, program: Program) -> FusionDecision:
+        if not self.is_asked:
+            return FusionDecision(())
         constants, writers, trained = Constants(program), writers_of(program.graph), differentiable(program)
         found, taken = dict[Node, FusionSite](), set[Node]()
         # What is passed by a partial rotation joins it last.

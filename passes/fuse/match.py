@@ -93,10 +93,12 @@ def look_from_below(
 
 
 def rewritten(program: Program, sites: Iterable[FusionSite]) -> Program:
-    """A copy of `program` with ops of ours in the place of the forms found at `sites`, written in this order."""
-    rewriting, sites = Rewriting(program), tuple(sites)
+    """A copy of `program` with ops of ours in the place of the forms found at `sites`, written in this order; itself where none was."""
+    sites = tuple(sites)
+    if not sites:
+        return program
+    rewriting = Rewriting(program)
     for site in sites:
         rewriting.here(site.match).write(rewriting)
-    if sites:
-        rewriting.program.graph.eliminate_dead_code()
+    rewriting.program.graph.eliminate_dead_code()
     return rewriting.program
