@@ -124,14 +124,17 @@ class _Cut:
         return found
 
     def _sums(self) -> Iterator[Sum]:
-        """Of one microbatch there is no sum but where stages that share a parameter have parts of its gradient."""
-        for output, node in self.program.named_outputs():
-            if is_summed_later(_sharding(output)):
-                yield self._sum(output, node)
-            elif self.program.mesh.num_microbatches == 1 and output.kind == "gradient" and node.op == "call_function":
-                found = self._sum(output, node)
-                if not found.is_local:
-                    yield found
+        """Of one microbatch there is no sum but where several stages have parts of a gradient, or want it."""
+        if self.program.mesh.num_microbatches > 1:
+            yield from (self._sum(output, node) for output, node in self.program.named_outputs() if is_summed_later(_sharding(output)))
+            return
+        named = self.program.named_outputs()
+        gradients = [self._sum(output, node) for output, node in named if output.kind == "gradient" and node.op == "call_function"]
+        chosen = [each for each in gradients if not each.is_local]
+        # Equal gradients of several parameters are one: what is done to it once is done once for all of them.
+        while alike := [each for each in gradients if each not in chosen and any(_is_shared(each, other) for other in chosen)]:
+            chosen += alike
+        yield from (each for each in gradients if each in chosen)
 
     def _sum(self, output: Output, result: Node) -> Sum:
         after: list[Node] = []
@@ -192,6 +195,10 @@ def differs(item: Input) -> bool:
     if item.kind == "coordinate":
         return MICROBATCHES in item.name.split(",")
     return item.sharding is not None and MICROBATCHES in item.sharding.axes
+
+
+def _is_shared(one: Sum, other: Sum) -> bool:
+    return not {one.target, *one.after}.isdisjoint((other.target, *other.after))
 
 
 def _sharding(output: Output) -> Sharding:

@@ -123,8 +123,8 @@ def test_equal_gradients_of_two_parameters_are_reduced_once() -> None:
             return total.square().sum()
 
     mesh = Mesh((("pp", 2), ("dp", 2)))
-    for name in ("zb-v", "1f1b"):
-        found = schedules(generate(name, 2, 2), mesh, Branches())
+    for name, number in (("zb-v", 2), ("1f1b", 2), ("zb-v", 1), ("1f1b", 1)):
+        found = schedules(generate(name, 2, number), mesh, Branches())
         check_schedules([schedule for schedule in found for _ in range(2)], mesh)
         gradients = {name for schedule in found for kind, name in schedule.left if kind == "gradient"}
         assert len(gradients) == 10
