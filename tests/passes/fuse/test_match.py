@@ -64,10 +64,9 @@ def test_a_match_of_a_copy_has_the_copys_nodes_in_all_its_parts(two_norms: tuple
     assert {here.root, here.x, here.weight, *here.interior} <= nodes and here.x.name == found.x.name and here.eps == found.eps
 
 
-def test_nothing_found_is_a_copy_as_it_was(two_norms: tuple[Program, FusionDecision]) -> None:
+def test_where_nothing_is_found_the_program_is_the_one_that_was_given(two_norms: tuple[Program, FusionDecision]) -> None:
     program, _ = two_norms
-    after = rewritten(program, ())
-    assert after is not program and print_program(after) == print_program(program)
+    assert rewritten(program, ()) is program
     assert all(site_at(node, "norm", lambda _: None) is None for node in program.graph.nodes)
 
 
