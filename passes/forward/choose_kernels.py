@@ -19,7 +19,8 @@ from autopar.kernels.attention_checks import KERNELS
 from autopar.kernels.attention_masks import Masks
 from autopar.kernels.gpu.attention_aten import why_not
 from autopar.plans.json import Json
-from autopar.plans.plan import Plan, node_keys
+from autopar.plans.keys import node_keys
+from autopar.plans.plan import Plan
 
 logger = logging.getLogger("autopar")
 

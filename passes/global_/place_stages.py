@@ -21,7 +21,8 @@ from autopar.pipeline.placement_problem import Devices
 from autopar.pipeline.placement_units import ProgramLine, line_of
 from autopar.plans.decisions import StageDecision
 from autopar.plans.json import Json
-from autopar.plans.plan import Plan, cut_keys
+from autopar.plans.keys import cut_keys
+from autopar.plans.plan import Plan
 
 
 class WrittenStages(TypedDict):

@@ -11,25 +11,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.fx import Graph
 
-from autopar._torch import fake_mode
 from autopar.errors import PlanError
-from autopar.graph.emit import Emitter
-from autopar.ir.collectives import reshard
-from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
+from autopar.ir.keys import STRATEGY
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Form, Input, Output, Program, Signature
-from autopar.ir.sharding import Dims, Sharding, Strategy
+from autopar.ir.sharding import Sharding, Strategy
 from autopar.pipeline.schedules import generate
+from autopar.plans.keys import node_keys
 from autopar.plans.pins import resolve
-from autopar.plans.plan import Plan, PlannedInput, fingerprint, node_keys
+from autopar.plans.plan import Plan, PlannedInput
 from tests.support.models.residual import batch, piped
+from tests.support.planned import MESH, WEIGHT, program
 
 aten = torch.ops.aten
-MESH = Mesh((("dp", 2), ("tp", 2)))
-X, WEIGHT, PRODUCT = Sharding((("dp",), ("tp",))), Sharding((("tp",), (), ())), Sharding((("dp",), (), ()), (("tp", "sum"),))
-WHOLE = Sharding((("dp",), (), ()))
 
 
 @dataclass(frozen=True)
@@ -37,38 +31,6 @@ class Reasons:
     """A decision with nothing but its reasons."""
 
     reasons: dict[str, str]
-
-
-def program(width: int = 6, mesh: Mesh = MESH, prefix: str = "", with_reshard: bool = False) -> Program:
-    """relu(x @ weight), the weight's second dim of atoms 3 and width / 3."""
-    graph = Graph()
-    x, weight = graph.placeholder(f"{prefix}x"), graph.placeholder(f"{prefix}w")
-    with fake_mode():
-        x.meta["val"], weight.meta["val"] = torch.empty(8, 16), torch.empty(16, width)
-    output = graph.output(())
-    emit = Emitter(graph, output)
-    product = emit.call(aten.mm.default, x, weight)
-    second = emit.call(reshard, product, WHOLE) if with_reshard else product
-    relu = emit.call(aten.relu.default, second)
-    again = emit.call(aten.relu.default, relu)
-    output.args = ((again,),)
-    dims: dict[str, Dims] = {"x": ((8,), (16,)), "w": ((16,), (3, width // 3)), "product": ((8,), (3, width // 3))}
-    for node, key, sharding in (
-        (x, "x", X),
-        (weight, "w", WEIGHT),
-        *((each, "product", WHOLE) for each in (second, relu, again)),
-        (product, "product", PRODUCT),
-    ):
-        DIMS[node], SHARDING[node] = (dims[key],), (sharding,)
-    for node in (product, relu, again):
-        SOURCE[node], PHASE[node] = Source("model.py", 3, "", "h.0.fc"), "forward"
-        STRATEGY[node] = Strategy((WHOLE,), (WHOLE,), (("dp", "d0"),), 2)
-    STRATEGY[product] = Strategy((X, WEIGHT), (PRODUCT,), (("dp", "m"), ("tp", "k")), 4)
-    signature = Signature(
-        (Input("batch", "0", (8, 16), torch.float32), Input("parameter", "h.0.fc.weight", (16, width), torch.float32, True)),
-        (Output("output", "0", (8, width), torch.float32),),
-    )
-    return Program(graph, mesh, signature, Form.GLOBAL)
 
 
 def test_json_goes_there_and_back() -> None:
@@ -79,6 +41,10 @@ def test_json_goes_there_and_back() -> None:
         cuts=("forward h.0.fc aten.relu 0",),
     )
     assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_does_not_depend_on_reshards() -> None:
+    assert Plan.of(program(with_reshard=True)) == Plan.of(program())
 
 
 def test_json_reads_well() -> None:
@@ -114,22 +80,6 @@ def test_any_sharding_survives_json(axes: list[str], places: list[int], kind: st
     sharding = Sharding(tuple(splits), tuple(unreduced))  # type: ignore[arg-type]
     plan = Plan(MESH, {"w": PlannedInput(((8,), (8,)), sharding)}, strategies={"op": Strategy((sharding,), (sharding, sharding))})
     assert Plan.from_json(plan.to_json()) == plan
-
-
-def test_names_do_not_depend_on_node_names_nor_on_reshards() -> None:
-    keys = ["forward h.0.fc aten.mm 0", "forward h.0.fc aten.relu 0", "forward h.0.fc aten.relu 1"]
-    for each in (program(), program(prefix="other_"), program(with_reshard=True)):
-        assert list(node_keys(each).values()) == keys
-        assert fingerprint(each) == fingerprint(program())
-    assert Plan.of(program(with_reshard=True)) == Plan.of(program())
-
-
-def test_fingerprint_tells_graphs_apart() -> None:
-    other = program()
-    relu = other.node("relu_default")
-    relu.target = aten.neg.default
-    prints = {fingerprint(program()), fingerprint(program(width=12)), fingerprint(other)}
-    assert len(prints) == 3
 
 
 def test_a_plan_gives_its_graph_every_strategy() -> None:
@@ -269,13 +219,6 @@ def test_a_plan_with_a_broken_grid_is_refused() -> None:
     text = piped().plan.to_json().replace("rank 0 |", "rank zero |")
     with pytest.raises(PlanError, match="the plan is malformed: ScheduleError: line 2 should be"):
         Plan.from_json(text)
-
-
-def test_reshards_have_keys_where_they_are_asked_for() -> None:
-    one = program(with_reshard=True)
-    keys = node_keys(one, with_reshards=True)
-    assert set(keys.values()) - set(node_keys(one).values()) == {"forward - reshard 0"}
-    assert all(keys[node] == key for node, key in node_keys(one).items())
 
 
 def test_kernels_are_printed_and_differ() -> None:

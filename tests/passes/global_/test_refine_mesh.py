@@ -11,7 +11,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.sharding import Strategy
 from autopar.passes.global_.refine_mesh import RefineMesh
-from autopar.plans.plan import Plan, fingerprint
+from autopar.plans.keys import fingerprint
+from autopar.plans.plan import Plan
 from tests.support.graphs import traced, with_atoms
 
 aten = torch.ops.aten
