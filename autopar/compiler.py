@@ -57,7 +57,7 @@ from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
 from autopar.passes.global_.pad_atoms import PadAtoms
 from autopar.passes.global_.place_stages import PlaceStages
-from autopar.passes.global_.reduce_compared import SettleCompared
+from autopar.passes.global_.reduce_compared import ReduceCompared
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.global_.views_of_chunks import ViewsOfChunks
@@ -222,7 +222,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         MarkPinned(options.pinned_modules),  # before saving: what the backward reads of a pinned value is the pinned one
         MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
-        SettleCompared(),  # after merging, which may find more readers of a value
+        ReduceCompared(),  # after merging, which may find more readers of a value
         FindAtoms(),  # needs the final views
         ChooseMicrobatches(options.is_number_asked, own, options.mixing),  # needs atoms, which follow the samples
         PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes

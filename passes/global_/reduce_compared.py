@@ -29,7 +29,7 @@ _CARRY = WHOLE_VIEWS | {
 
 
 @dataclass(frozen=True)
-class SettleCompared:
+class ReduceCompared:
     """Give each value that is compared with another one a `settled` node, and let all read that.
 
     The backward of a maximum asks which elements equal it, a nucleus which are not below its last. Ranks that hold a value as
@@ -42,7 +42,7 @@ class SettleCompared:
     comparison of two tensors shows, or that of a difference with a number, is left as an unreduced sum.
     """
 
-    name: str = "settle compared"
+    name: str = "reduce compared"
 
     def apply(self, program: Program) -> Program:
         program = program.copy()

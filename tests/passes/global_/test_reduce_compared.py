@@ -20,7 +20,7 @@ from autopar.passes.global_.fold_no_ops import FoldNoOps
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
-from autopar.passes.global_.reduce_compared import SettleCompared
+from autopar.passes.global_.reduce_compared import ReduceCompared
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.local.lower import Lower
@@ -48,7 +48,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def prepared(model: nn.Module, kwargs: dict[str, torch.Tensor]) -> Program:
-    passes = (TraceJoint(), FoldNoOps(), MarkSaved(), MergeEqualCalls(), SettleCompared(), FindAtoms(), RefineMesh())
+    passes = (TraceJoint(), FoldNoOps(), MarkSaved(), MergeEqualCalls(), ReduceCompared(), FindAtoms(), RefineMesh())
     return run_passes(forward_program(model, kwargs, MESH), passes)
 
 
@@ -108,7 +108,7 @@ def test_what_is_settled_may_be_split_but_is_no_unreduced_sum() -> None:
 def test_comparisons_of_users_are_seen_through_views() -> None:
     x, w = torch.randn(8, 12), torch.randn(12, 6)
     traced_twice = traced(lambda x, w: (x @ w).view(4, 12) >= (x @ w).t().amax(), x, w)
-    program = run_passes(traced_twice, (MergeEqualCalls(), SettleCompared()))
+    program = run_passes(traced_twice, (MergeEqualCalls(), ReduceCompared()))
     (product,) = find(program, aten.mm.default)
     assert [user.target for user in product.users] == [settled]
 
@@ -116,4 +116,4 @@ def test_comparisons_of_users_are_seen_through_views() -> None:
 def test_integers_inputs_and_comparisons_with_numbers_are_left_alone() -> None:
     ids, x = torch.arange(6), torch.randn(6)
     program = traced(lambda ids, x: torch.where((ids + 1) == (ids * 2), x.sin(), x) + (x.cos() > 0) + (x == x), ids, x)
-    assert ops(SettleCompared().apply(program)) == ops(program)
+    assert ops(ReduceCompared().apply(program)) == ops(program)
