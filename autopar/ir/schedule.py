@@ -29,7 +29,7 @@ class Buffer(NamedTuple):
     type        shape and dtype on one rank; None where nothing says
     microbatch  which one's value it is; None for what there is one of in a step
     role        what it is to the step
-    memory      where it lies
+    memory      where it lies; all on the device today. A pass that offloads gives the target of its COPY another
     """
 
     value: str
@@ -44,12 +44,11 @@ class Fragment:
     """A piece of the LOCAL graph between two cuts, compiled once however often it runs.
 
     `module` takes its inputs in order and returns a tuple. `structure` is equal for two pieces exactly when one compiled form
-    serves both; `num_uses` counts the RUNs of it on all ranks.
+    serves both.
     """
 
     name: str
     module: GraphModule
-    num_uses: int = 1
     structure: str = ""
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autopar.ir.actions import Action, PipelineSchedule, Reduction, Transfer
 from autopar.ir.instructions import Instruction, Run
@@ -79,12 +78,20 @@ class ScheduleProgram:
         """What an instruction stands for that is not written out yet."""
         return self.actions.get(instruction.fragment) if isinstance(instruction, Run) else None
 
-    def with_ranks(self, ranks: Iterable[Schedule], **changes: Any) -> ScheduleProgram:
-        """With other schedules; all of them have the given `fragments` and `buffers`, by default those of this one."""
-        fragments, buffers = changes.pop("fragments", self.fragments), changes.pop("buffers", self.buffers)
-        return replace(self, ranks=tuple(replace(each, fragments=fragments, buffers=buffers) for each in ranks), **changes)
+    def with_ranks(
+        self,
+        ranks: Iterable[Schedule],
+        *,
+        fragments: Mapping[str, Fragment] | None = None,
+        buffers: Mapping[str, Buffer] | None = None,
+        actions: Mapping[str, Action | Reduction] | None = None,
+    ) -> ScheduleProgram:
+        """With other schedules, which share one table of fragments and one of buffers; what is not given stays as it is."""
+        fragments = self.fragments if fragments is None else fragments
+        buffers = self.buffers if buffers is None else buffers
+        rows = tuple(replace(each, fragments=fragments, buffers=buffers) for each in ranks)
+        return replace(self, ranks=rows, actions=self.actions if actions is None else actions)
 
-    def rewritten(self, write: Callable[[int, Instruction], Sequence[Instruction]], **changes: Any) -> ScheduleProgram:
+    def rewritten(self, write: Callable[[int, Instruction], Sequence[Instruction]]) -> ScheduleProgram:
         """With every instruction replaced by what `write` makes of it at its place along `pp`."""
-        ranks = [each.regrouped([write(place, one) for one in each.instructions]) for place, each in enumerate(self.ranks)]
-        return self.with_ranks(ranks, **changes)
+        return self.with_ranks(each.regrouped([write(place, one) for one in each.instructions]) for place, each in enumerate(self.ranks))

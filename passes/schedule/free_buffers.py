@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 
 from autopar.ir.instructions import Run
@@ -23,13 +22,12 @@ class FreeBuffers:
 
     def apply(self, program: ScheduleProgram) -> ScheduleProgram:
         runs = [each for schedule in program.ranks for each in schedule.instructions if isinstance(each, Run)]
-        counts = Counter(run.fragment for run in runs)
         names = {old: f"f{number}" for number, old in enumerate(dict.fromkeys(run.fragment for run in runs))}
-        fragments = {new: replace(program.fragments[old], name=new, num_uses=counts[old]) for old, new in names.items()}
+        fragments = {new: replace(program.fragments[old], name=new) for old, new in names.items()}
         ranks = []
         for schedule in program.ranks:
             instructions = [
                 replace(each, fragment=names[each.fragment]) if isinstance(each, Run) else each for each in schedule.instructions
             ]
             ranks.append(schedule.regrouped(with_frees(instructions, {*schedule.inputs, *schedule.outputs})))
-        return program.with_ranks(ranks, fragments=fragments, is_whole=True)
+        return replace(program.with_ranks(ranks, fragments=fragments), is_whole=True)

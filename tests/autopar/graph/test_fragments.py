@@ -186,12 +186,12 @@ def test_inference_has_no_pause() -> None:
     assert Pause() not in schedule.instructions
 
 
-def test_fragments_are_counted_and_take_what_they_are_given(schedules: list[Schedule]) -> None:
+def test_fragments_run_and_take_what_they_are_given(schedules: list[Schedule]) -> None:
     for schedule in schedules:
         runs = [instruction for instruction in schedule.instructions if isinstance(instruction, Run)]
         for name, fragment in schedule.fragments.items():
             uses = [run for run in runs if run.fragment == name]
-            assert len(uses) == fragment.num_uses > 0
+            assert uses
             num_inputs = len(fragment.module.graph.find_nodes(op="placeholder"))
             (results,) = fragment.module.graph.output_node().args
             for run in uses:
