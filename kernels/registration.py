@@ -65,8 +65,9 @@ class OpTraits:
     """What the compiler must know of an op of ours, beside its schema.
 
     rule        takes what the op takes, but the shape of each tensor in its place (None where there is none)
-    is_finite   what is linear in some arguments makes something finite of zeros in the others; so a padding of zeros stays zeros
-    keeps_zero  of the options: whether zeros give zeros
+    is_finite   the op is linear in some arguments, and what it multiplies them by is finite where the others are zero, so that padding with
+                zeros stays zero: silu(gate) · up is 0 where both are 0; x / y, linear in x, would be 0 / 0
+    keeps_zero  of the options: whether the op gives 0 where all arguments are 0: gelu(x + bias) does, sigmoid(x + bias) gives 0.5
     classes     the arguments that name classes, of a loss
     """
 

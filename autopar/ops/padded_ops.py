@@ -187,12 +187,13 @@ def keeps_clean(node: Node, space: Space, result: int, position: int, clean: Cal
 
 
 def _is_finite(node: Node) -> bool:
+    """Whether what multiplies the arguments in which the op is linear is finite where the others are zero: not of x / y."""
     traits = traits_of(node)
     return node.target in _FINITE or (traits is not None and traits.is_finite)
 
 
 def _keeps_zero(node: Node) -> bool:
-    """Whether zeros give zeros."""
+    """Whether the op gives 0 where all operands are 0: relu does, exp does not."""
     traits = traits_of(node)
     if traits is not None:
         return traits.keeps_zero(**node.kwargs)
