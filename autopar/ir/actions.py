@@ -233,10 +233,10 @@ def backward_kinds(orders: Iterable[Sequence[Action]]) -> dict[tuple[int, int], 
 def _columns(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...] | None:
     """The unit of time at which each action starts; None when the orders cannot be met."""
     kinds = backward_kinds(schedule.orders)
-    edges_of: dict[int, list[Edge]] = {}
+    edges_by_stage: dict[int, list[Edge]] = {}
     for edge in chain(schedule.num_stages):
-        edges_of.setdefault(edge.source, []).append(edge)
-        edges_of.setdefault(edge.target, []).append(edge)
+        edges_by_stage.setdefault(edge.source, []).append(edge)
+        edges_by_stage.setdefault(edge.target, []).append(edge)
     known = {action for order in schedule.orders for action in order}
     ends: dict[Action, int] = {}
     columns: list[list[int]] = [[] for _ in schedule.orders]
@@ -247,7 +247,7 @@ def _columns(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...] | None:
         for rank, order in enumerate(schedule.orders):
             while len(columns[rank]) < len(order):
                 action = order[len(columns[rank])]
-                wanted = [each for each in needs(action, edges_of.get(action.stage, ()), kinds) if each in known]
+                wanted = [each for each in needs(action, edges_by_stage.get(action.stage, ()), kinds) if each in known]
                 if not all(each in ends for each in wanted):
                     break
                 start = max([free[rank], *(ends[each] for each in wanted)])

@@ -12,7 +12,7 @@ from autopar.checks.buffers import place
 from autopar.checks.violation import Violation
 from autopar.ir.actions import Action, Edge, Kind, Reduction, Transfer
 from autopar.ir.instructions import Receive, Run, Send
-from autopar.pipeline.expand import edges_of, receives_of, run_of, sends_of
+from autopar.pipeline.expand import receives_of, run_of, sends_of, stage_edges
 from autopar.pipeline.schedule_program import ScheduleProgram
 
 # What must have run before, on the same stage and microbatch.
@@ -24,7 +24,7 @@ _RIVALS: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), 
 def check_actions(program: ScheduleProgram) -> list[Violation]:
     """Every violation in the actions, sends and reductions of the ranks of a grid. All stages lie on ranks that exist."""
     by_stage: dict[int, list[Edge]] = defaultdict(list)
-    for edge in edges_of(program):
+    for edge in stage_edges(program):
         by_stage[edge.source].append(edge)
         by_stage[edge.target].append(edge)
     return [violation for rank in range(len(program.ranks)) for violation in _Walk(program, rank, by_stage).check()]
@@ -97,7 +97,7 @@ class _Walk:
     def launch(self, each: Send | Receive) -> None:
         transfer = self.program.transfers.get(each.transfer)
         if transfer is None:
-            edges = ", ".join(f"{edge.source} to {edge.target}" for edge in edges_of(self.program))
+            edges = ", ".join(f"{edge.source} to {edge.target}" for edge in stage_edges(self.program))
             expected = f"stages {edges}, and gradients back; microbatches 0 to {self.num_microbatches - 1}"
             self.say(f"{each.transfer} is nothing that this pipeline has", expected, each.transfer)
             return

@@ -61,7 +61,7 @@ def expand(schedule: PipelineSchedule, edges: Sequence[Edge] | None = None, pref
     return ScheduleProgram(Mesh(((AXIS, schedule.num_ranks),)), schedule, tuple(ranks), {**actions, **reductions}, transfers)
 
 
-def edges_of(program: ScheduleProgram) -> tuple[Edge, ...]:
+def stage_edges(program: ScheduleProgram) -> tuple[Edge, ...]:
     """Which stage feeds which, told by the transfers; in the order that `expand` was given."""
     found: dict[tuple[int, int], bool] = {}
     for source, target, direction, _ in program.transfers.values():

@@ -17,10 +17,10 @@ def marked_grid(program: ScheduleProgram, found: Iterable[Violation]) -> str:
     for number, violation in enumerate(found, 1):
         for place in (grid_place(program, *each) for each in violation.instructions):
             marks[place] = f"{marks[place]}, {number}" if place in marks else f"ERROR {number}"
-    return order_of(program).grid(marks)
+    return executed_order(program).grid(marks)
 
 
-def order_of(program: ScheduleProgram) -> PipelineSchedule:
+def executed_order(program: ScheduleProgram) -> PipelineSchedule:
     """The actions that the ranks run, of a program edited by hand others than those of its order."""
     rows = (map(program.action_of, schedule.instructions) for schedule in program.ranks)
     return replace(program.order, orders=tuple(tuple(each for each in row if isinstance(each, Action)) for row in rows))

@@ -9,7 +9,7 @@ from autopar.ir.actions import Action, Edge, PipelineSchedule, Reduction, Transf
 from autopar.ir.instructions import Run, Send, Wait, parse
 from autopar.ir.schedule import Buffer, Span
 from autopar.pipeline.check import check_program
-from autopar.pipeline.expand import edges_of, expand, receives_of, run_of, sends_of
+from autopar.pipeline.expand import expand, receives_of, run_of, sends_of, stage_edges
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.schedules import GENERATORS, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_v
 from tests.support.faults.pipelines import Machine
@@ -72,7 +72,7 @@ def test_what_actions_give_and_take() -> None:
     assert not [*sends_of(Action(1, "W", 3), edges), *receives_of(Action(1, "W", 3), edges)]
     assert str(run_of(Action(1, "I", 3), ["2B3>1"], ["1B3>0"])) == "RUN 1I3 (2B3>1, 1F3.I, 1F3.W) -> (1B3>0)"
     assert str(run_of(Action(1, "W", 3), [], [])) == "RUN 1W3 (1F3.W) -> ()"
-    assert edges_of(expand(one_forward_one_backward(3, 1), edges)) == edges
+    assert stage_edges(expand(one_forward_one_backward(3, 1), edges)) == edges
 
 
 def test_a_stage_is_reduced_after_its_last_backward() -> None:

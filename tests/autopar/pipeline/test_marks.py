@@ -7,7 +7,7 @@ import pytest
 from autopar.checks.violation import Violation
 from autopar.ir.actions import Place
 from autopar.pipeline.expand import expand
-from autopar.pipeline.marks import grid_place, marked_grid, order_of
+from autopar.pipeline.marks import executed_order, grid_place, marked_grid
 from autopar.pipeline.schedules import one_forward_one_backward
 from tests.support.faults.pipelines import edited
 
@@ -34,9 +34,9 @@ def test_each_instruction_belongs_to_an_action(rank: int, text: str, expected: P
 
 
 def test_the_grid_shows_what_the_ranks_run() -> None:
-    assert order_of(PROGRAM) == PROGRAM.order
+    assert executed_order(PROGRAM) == PROGRAM.order
     without = edited(PROGRAM, 1, "drop RUN 1F1")
-    assert [str(action) for action in order_of(without).orders[1]] == ["1F0", "1B0", "1B1"]
+    assert [str(action) for action in executed_order(without).orders[1]] == ["1F0", "1B0", "1B1"]
 
 
 def test_a_violation_is_marked_at_all_its_instructions() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autopar.ir.actions import Action, parse_action
 from autopar.ir.instructions import Channel, Instruction, Receive, Run, Send, Wait, parse
-from autopar.pipeline.expand import edges_of, receives_of, sends_of
+from autopar.pipeline.expand import receives_of, sends_of, stage_edges
 from autopar.pipeline.schedule_program import ScheduleProgram
 
 
@@ -71,7 +71,7 @@ class Machine:
     """
 
     def __init__(self, program: ScheduleProgram, is_eager: bool = False) -> None:
-        self.program, self.edges = program, edges_of(program)
+        self.program, self.edges = program, stage_edges(program)
         self.rows = [schedule.instructions for schedule in program.ranks]
         # Sends are buffered: their WAITs pass at once.
         self.is_eager = is_eager
