@@ -14,7 +14,7 @@ from autopar.checks.program import Values, check_program
 from autopar.checks.schedule import check_schedule
 from autopar.checks.sharding import check_shardings
 from autopar.checks.violation import Violation, report
-from autopar.driver.compiled import ScheduleStep, Step
+from autopar.driver.compiled import PassRun, SchedulePassRun
 from autopar.errors import CheckError, ScheduleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.printing import print_program
@@ -52,9 +52,9 @@ class Checker:
     values: Values = field(default_factory=Values)
     origin: Program | None = None
 
-    def __call__(self, step: Step | ScheduleStep) -> None:
+    def __call__(self, step: PassRun | SchedulePassRun) -> None:
         title = f"after pass {step.number}, {step.name}" if step.number else "as captured"
-        if isinstance(step, ScheduleStep):
+        if isinstance(step, SchedulePassRun):
             check_schedule_program(step.program, title)
             return
         check(step.program, title, self.values, self.origin)

@@ -25,7 +25,7 @@ from autopar.ir.sharding import shape_of
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorMetadata:
     """All that an op's result depends on besides data, or that it yields: shape, strides, dtype, device."""
 
     shape: tuple[int, ...]
@@ -35,11 +35,11 @@ class Layout:
     offset: int = 0
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        offset = int(tensor.storage_offset())
-        return Layout(tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride()), tensor.dtype, str(tensor.device), offset)
+    def of(tensor: torch.Tensor) -> TensorMetadata:
+        shape, strides = tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride())
+        return TensorMetadata(shape, strides, tensor.dtype, str(tensor.device), int(tensor.storage_offset()))
 
-    def equals(self, other: Layout, strides: bool) -> bool:
+    def equals(self, other: TensorMetadata, strides: bool) -> bool:
         if (self.shape, self.dtype, self.device) != (other.shape, other.dtype, other.device):
             return False
         return not strides or 0 in self.shape or self._real_strides() == other._real_strides()
@@ -58,7 +58,7 @@ class Layout:
         return storage.as_strided(self.shape, self.strides, 0 if 0 in self.shape else self.offset)
 
 
-Outcome = tuple[Layout | None, ...] | str
+Outcome = tuple[TensorMetadata | None, ...] | str
 
 
 _MOST_KNOWN = 100_000
@@ -67,19 +67,19 @@ _known: dict[Any, Outcome] = {}
 
 @dataclass
 class Values:
-    """What ops yield for given operand layouts; equal calls (80 equal layers, the next pass, the next compile) run once.
+    """What ops yield for operands of given metadata; equal calls (80 equal layers, the next pass, the next compile) run once.
 
-    A call is known by its op, its literals, its operands' layouts and the default dtype, on which alone it depends: so all
+    A call is known by its op, its literals, the metadata of its operands and the default dtype, on which alone it depends: so all
     checkers share what is known.
     """
 
     known: dict[Any, Outcome] = field(default_factory=lambda: _known)
     mode: FakeTensorMode = field(default_factory=fake_mode)
-    tensors: dict[Layout, torch.Tensor] = field(default_factory=dict)
+    tensors: dict[TensorMetadata, torch.Tensor] = field(default_factory=dict)
     own: dict[Any, Outcome] = field(default_factory=dict)
 
     def of(self, node: Node) -> Outcome:
-        """The layouts of the results of `node` (None where one is no tensor), or why it cannot run."""
+        """The metadata of the results of `node` (None where one is no tensor), or why it cannot run."""
         key = (node.target, _key(node.args), _key(node.kwargs), torch.get_default_dtype())
         # A user's own function lives as long as its program: what it yields is for this checker alone.
         known = self.known if isinstance(node.target, OpOverload) else self.own
@@ -100,24 +100,24 @@ class Values:
         except Exception as error:  # any failure of the op is the finding
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         many = result if isinstance(result, (tuple, list)) else (result,)
-        return tuple(Layout.of(item) if isinstance(item, torch.Tensor) else None for item in many)
+        return tuple(TensorMetadata.of(item) if isinstance(item, torch.Tensor) else None for item in many)
 
     def _operand(self, node: Node) -> Any:
-        """A tensor of each layout serves every op that changes none."""
+        """One tensor of each shape, dtype, strides and device serves every op that changes none."""
         return _mapped(node.meta["val"], self._tensor)
 
     def _fresh_operand(self, node: Node) -> Any:
         return _mapped(node.meta["val"], self._new_tensor)
 
     def _tensor(self, like: torch.Tensor) -> torch.Tensor:
-        layout = Layout.of(like)
-        if layout not in self.tensors:
-            self.tensors[layout] = self._new_tensor(like)
-        return self.tensors[layout]
+        metadata = TensorMetadata.of(like)
+        if metadata not in self.tensors:
+            self.tensors[metadata] = self._new_tensor(like)
+        return self.tensors[metadata]
 
     def _new_tensor(self, like: torch.Tensor) -> torch.Tensor:
         with self.mode:
-            return Layout.of(like).tensor()
+            return TensorMetadata.of(like).tensor()
 
 
 def _mapped(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -125,11 +125,11 @@ def _mapped(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """A hashable stand-in for an argument; nodes count by the layouts of their values."""
+    """A hashable stand-in for an argument; nodes count by the metadata of their values."""
     if isinstance(value, Node):
         return _key(value.meta.get("val"))
     if isinstance(value, torch.Tensor):
-        return Layout.of(value)
+        return TensorMetadata.of(value)
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *(_key(item) for item in value))
     if isinstance(value, dict):
@@ -145,7 +145,7 @@ def check_program(program: Program, values: Values | None = None) -> list[Violat
     found = list(_graph(program))
     if found:
         return found
-    return [*_signature(program), *_layouts(program, values or Values()), *_atoms(program)]
+    return [*_signature(program), *_values(program, values or Values()), *_atoms(program)]
 
 
 def _graph(program: Program) -> Iterator[Violation]:
@@ -198,7 +198,7 @@ def _shape(item: Input | Output, program: Program) -> tuple[int, ...]:
     return item.shape if item.padding is None else shape_of(item.padding.after)
 
 
-def _layouts(program: Program, values: Values) -> Iterator[Violation]:
+def _values(program: Program, values: Values) -> Iterator[Violation]:
     # Composite ops of FORWARD choose strides by backend and grad mode, and the joint trace computes them anew.
     strides = program.form is not Form.FORWARD
     for node in program.graph.nodes:
@@ -208,7 +208,7 @@ def _layouts(program: Program, values: Values) -> Iterator[Violation]:
         if isinstance(outcome, str):
             yield Violation("the op does not run on its operands", at(node), got=outcome, fix="adapt its arguments to its operands' shapes")
             continue
-        claimed = tuple(None if result is None else Layout.of(result) for result in results_of(node))
+        claimed = tuple(None if result is None else TensorMetadata.of(result) for result in results_of(node))
         if not _all_equal(outcome, claimed, strides):
             yield Violation(
                 "the node's value is not what its op computes",
@@ -219,14 +219,14 @@ def _layouts(program: Program, values: Values) -> Iterator[Violation]:
             )
 
 
-def _all_equal(first: tuple[Layout | None, ...], second: tuple[Layout | None, ...], strides: bool) -> bool:
+def _all_equal(first: tuple[TensorMetadata | None, ...], second: tuple[TensorMetadata | None, ...], strides: bool) -> bool:
     if len(first) != len(second):
         return False
     return all(a is b if a is None or b is None else a.equals(b, strides) for a, b in zip(first, second, strict=True))
 
 
-def _describe(layouts: tuple[Layout | None, ...], strides: bool) -> str:
-    return ", ".join("no tensor" if layout is None else layout.describe(strides) for layout in layouts)
+def _describe(results: tuple[TensorMetadata | None, ...], strides: bool) -> str:
+    return ", ".join("no tensor" if each is None else each.describe(strides) for each in results)
 
 
 def _atoms(program: Program) -> Iterator[Violation]:

@@ -38,7 +38,7 @@ TENSOR: Final = _TensorLeaf()
 
 
 @dataclass(frozen=True)
-class Step:
+class PassRun:
     """One pass that ran: its place in the order, the program after it, what it decided (None for a plain rewrite), its class."""
 
     number: int
@@ -50,8 +50,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class ScheduleStep:
-    """A pass that ran on a schedule: as a `Step`."""
+class SchedulePassRun:
+    """A pass that ran on a schedule: as a `PassRun`."""
 
     number: int
     name: str
@@ -84,14 +84,14 @@ class Compiled:
     local: Program
     schedule: ScheduleProgram
     plan: Plan | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[PassRun, ...] = ()
     search: ShardingDecision | None = None
     cost: CostModel | None = None
     decide_again: DecideAgain | None = None
     separated: Program | None = None
     keyed: Callable[[Program], Program] | None = None
     stages: StageDecision | None = None
-    schedule_steps: tuple[ScheduleStep, ...] = ()
+    schedule_steps: tuple[SchedulePassRun, ...] = ()
 
     @property
     def order(self) -> PipelineSchedule:

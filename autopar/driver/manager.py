@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
-from autopar.driver.compiled import ScheduleStep, Step
+from autopar.driver.compiled import PassRun, SchedulePassRun
 from autopar.driver.decide_once import FromFirst, SharedDecision, decide_once
 from autopar.errors import AutoparError
 from autopar.ir.printing import print_program
@@ -60,7 +60,7 @@ class Decides(Protocol[Decided]):
 
 
 # Called with the step after every pass, and before the first one with step 0, the program as it was captured.
-Observer = Callable[[Step | ScheduleStep], None]
+Observer = Callable[[PassRun | SchedulePassRun], None]
 CAPTURE = "capture"
 
 
@@ -76,7 +76,7 @@ class Log:
     level: int = logging.INFO
     nodes: int = 0
 
-    def __call__(self, step: Step | ScheduleStep) -> None:
+    def __call__(self, step: PassRun | SchedulePassRun) -> None:
         count = step.program.num_nodes if isinstance(step.program, Program) else step.program.num_instructions
         what = "nodes" if isinstance(step.program, Program) else "instructions"
         logger.log(self.level, "%3d  %-24s %7.2f s   %d → %d %s", step.number, step.name, step.seconds, self.nodes, count, what)
@@ -87,12 +87,12 @@ class Log:
 class History:
     """Keeps every step: the program and the decision after each pass."""
 
-    steps: list[Step | ScheduleStep] = field(default_factory=list[Step | ScheduleStep])
+    steps: list[PassRun | SchedulePassRun] = field(default_factory=list[PassRun | SchedulePassRun])
 
-    def __call__(self, step: Step | ScheduleStep) -> None:
+    def __call__(self, step: PassRun | SchedulePassRun) -> None:
         self.steps.append(step)
 
-    def step(self, chosen: type[object] | str) -> Step | ScheduleStep:
+    def step(self, chosen: type[object] | str) -> PassRun | SchedulePassRun:
         """The last step of a pass, by its class or name. Raises `AutoparError` naming the passes that ran."""
         for step in reversed(self.steps):
             if chosen in (step.name, step.kind):
@@ -117,12 +117,12 @@ class History:
         return next(step.program for step in reversed(self.graph_steps) if step.program.form is form)
 
     @property
-    def graph_steps(self) -> tuple[Step, ...]:
-        return tuple(step for step in self.steps if isinstance(step, Step))
+    def graph_steps(self) -> tuple[PassRun, ...]:
+        return tuple(step for step in self.steps if isinstance(step, PassRun))
 
     @property
-    def schedule_steps(self) -> tuple[ScheduleStep, ...]:
-        return tuple(step for step in self.steps if isinstance(step, ScheduleStep))
+    def schedule_steps(self) -> tuple[SchedulePassRun, ...]:
+        return tuple(step for step in self.steps if isinstance(step, SchedulePassRun))
 
     def decision(self, chosen: type[Decides[Decided]]) -> Decided:
         """What a pass decided, by its class."""
@@ -136,7 +136,7 @@ class Print:
     after: frozenset[str] = frozenset()
     write: Callable[[str], None] = print
 
-    def __call__(self, step: Step | ScheduleStep) -> None:
+    def __call__(self, step: PassRun | SchedulePassRun) -> None:
         if not self.after or step.name in self.after:
             self.write(f"after pass {step.number}, {step.name}\n{text_of(step.program)}\n")
 
@@ -170,7 +170,7 @@ class PassManager:
             program = step.program
         return program
 
-    def _run_one(self, chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram) -> Step | ScheduleStep:
+    def _run_one(self, chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram) -> PassRun | SchedulePassRun:
         start = time.perf_counter()
         if isinstance(chosen, DecidingPass):
             decision = self._decision(chosen, program)
@@ -192,10 +192,10 @@ def _step(
     program: Program | ScheduleProgram,
     decision: object = None,
     kind: type[Pass | DecidingPass] | None = None,
-) -> Step | ScheduleStep:
+) -> PassRun | SchedulePassRun:
     if isinstance(program, ScheduleProgram):
-        return ScheduleStep(number, name, seconds, program, decision, kind)
-    return Step(number, name, seconds, program, decision, kind)
+        return SchedulePassRun(number, name, seconds, program, decision, kind)
+    return PassRun(number, name, seconds, program, decision, kind)
 
 
 def run_passes(
@@ -205,7 +205,7 @@ def run_passes(
     seconds: float = 0.0,
     from_first: FromFirst | None = None,
 ) -> Any:
-    """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `Step`.
+    """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `PassRun`.
 
     A `Program` in, and a `ScheduleProgram` out where the passes go that far. On real ranks `from_first` brings rank 0's decisions.
     """

@@ -66,7 +66,7 @@ class FusionDecision:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """The `kernel` of the attention `key` (`node_keys`) of a FORWARD program, and why; `place` is where the user wrote it."""
 
     key: str
@@ -82,7 +82,7 @@ class Choice:
 class KernelDecision:
     """A kernel for every attention, in the order of the program."""
 
-    choices: tuple[Choice, ...]
+    choices: tuple[KernelChoice, ...]
 
     @property
     def kernels(self) -> dict[str, str]:

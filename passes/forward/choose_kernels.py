@@ -11,7 +11,7 @@ from torch.fx import Node
 from autopar.cost.hardware.attention_rates import winner
 from autopar.errors import PlanError
 from autopar.graph.emit import tensor_of
-from autopar.ir.fusion import Choice, KernelDecision, place_of
+from autopar.ir.fusion import KernelChoice, KernelDecision, place_of
 from autopar.ir.keys import SOURCE, Source
 from autopar.ir.program import Program
 from autopar.kernels.attention import attention
@@ -76,15 +76,15 @@ class ChooseKernels:
 
     def read(self, program: Program, value: Mapping[str, Sequence[str]]) -> KernelDecision:
         """The places in the source are found here."""
-        found: list[Choice] = []
+        found: list[KernelChoice] = []
         for node, key in node_keys(program).items():
             if node.target is attention:
                 kernel, reason = value[key] if key in value else self._kernel(node, key)
-                found.append(Choice(key, kernel, reason, _place(node)))
+                found.append(KernelChoice(key, kernel, reason, _place(node)))
         return KernelDecision(tuple(found))
 
-    def _choice(self, node: Node, key: str) -> Choice:
-        return Choice(key, *self._kernel(node, key), _place(node))
+    def _choice(self, node: Node, key: str) -> KernelChoice:
+        return KernelChoice(key, *self._kernel(node, key), _place(node))
 
     def _kernel(self, node: Node, key: str) -> tuple[str, str]:
         """The kernel, and the reason."""

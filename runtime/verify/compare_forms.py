@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.driver.compiled import Compiled, Step
+from autopar.driver.compiled import Compiled, PassRun
 from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedule, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
@@ -238,7 +238,7 @@ class _Forms:
         name = steps[first].name
         return self._between(before, self._own(steps[first].program), name)
 
-    def _first_broken(self, steps: list[Step]) -> int:
+    def _first_broken(self, steps: list[PassRun]) -> int:
         low, high = -1, len(steps)
         while high - low > 1:
             middle = (low + high) // 2

@@ -77,7 +77,7 @@ class Attention(Match):
             "a bool mask": bool(self.masks.attends),
             "an added mask": bool(self.masks.added),
             "documents": self.masks.documents is not None,
-            "a scale by query": bool(self.scores.factors),
+            "a scale by query": bool(self.scores.tensor_scales),
             f"dropout {self.weights.dropout:g}": self.weights.dropout > 0.0,
         }
         return (*found, *(name for name, there in kinds.items() if there), *self.masks.conditions)
@@ -140,7 +140,7 @@ class Attention(Match):
 
     def _scaled(self, emit: Emitter, query: Node) -> Node:
         """The query times what scales the scores row by row."""
-        for factor in self.scores.factors:
+        for factor in self.scores.tensor_scales:
             value = emit.cast(factor.along(emit, self.heads.of_queries(self.inner), self.labels), self.dtype)
             query = emit.call(aten.div.Tensor if factor.divides else aten.mul.Tensor, query, value)
         return query

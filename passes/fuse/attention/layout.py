@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 Layout = tuple[tuple[int, ...], ...]
 # An op of one tensor and one argument, in a graph or on real values.
-Step = tuple[Callable[..., Any], list[int]]
+ViewCall = tuple[Callable[..., Any], list[int]]
 
 
 class Labels:
@@ -108,7 +108,7 @@ class Placed:
     def laid_out(self, emit: Emitter, wanted: Layout, labels: Labels) -> Node:
         """The value as `wanted`. Labels that it lacks are expanded."""
         node = self.node
-        for op, argument in _steps(tensor_of(node).shape, self.layout, wanted, labels):
+        for op, argument in _views_between(tensor_of(node).shape, self.layout, wanted, labels):
             node = emit.call(op, node, argument)
         return node
 
@@ -118,7 +118,7 @@ class Placed:
 
     def known_along(self, value: torch.Tensor, wanted: Layout, labels: Labels) -> torch.Tensor:
         """`value`, which is this one computed ahead, in the same way."""
-        for op, argument in _steps(value.shape, self.layout, broadcast_layout(self.layout, wanted, labels), labels):
+        for op, argument in _views_between(value.shape, self.layout, broadcast_layout(self.layout, wanted, labels), labels):
             value = op(value, argument)
         return value
 
@@ -145,15 +145,15 @@ def broadcast_layout(layout: Layout, wanted: Layout, labels: Labels) -> Layout:
     return tuple(dim if has & set(dim) else () for dim in labels.layout(wanted))
 
 
-def _steps(shape: Sequence[int], layout: Layout, wanted: Layout, labels: Labels) -> list[Step]:
+def _views_between(shape: Sequence[int], layout: Layout, wanted: Layout, labels: Labels) -> list[ViewCall]:
     """What brings a tensor of `shape` that carries `layout` to `wanted`."""
     layout, wanted = labels.layout(layout), labels.layout(wanted)
     has, order = flat(layout), flat(wanted)
     assert set(has) <= set(order), f"labels {layout} do not fit {wanted}"
-    found: list[Step] = []
+    found: list[ViewCall] = []
     current = list(shape)
 
-    def step(op: Callable[..., Any], argument: list[int], result: list[int]) -> None:
+    def add(op: Callable[..., Any], argument: list[int], result: list[int]) -> None:
         if result != current or op is aten.permute.default:
             found.append((op, argument))
             current[:] = result
@@ -163,16 +163,16 @@ def _steps(shape: Sequence[int], layout: Layout, wanted: Layout, labels: Labels)
     present = [label for label in order if label in has]
     if list(has) != present:
         sizes = [labels.size([label]) for label in has]
-        step(aten.reshape.default, sizes, sizes)
+        add(aten.reshape.default, sizes, sizes)
         permutation = [has.index(label) for label in present]
-        step(aten.permute.default, permutation, [sizes[at] for at in permutation])
+        add(aten.permute.default, permutation, [sizes[at] for at in permutation])
     single = [labels.size([label]) if label in has else 1 for label in order]
     whole = [labels.size([label]) for label in order]
     final = [labels.size(dim) for dim in wanted]
     if single != whole:
-        step(aten.reshape.default, single, single)
-        step(aten.expand.default, whole, whole)
-    step(aten.reshape.default, final, final)
+        add(aten.reshape.default, single, single)
+        add(aten.expand.default, whole, whole)
+    add(aten.reshape.default, final, final)
     return found
 
 

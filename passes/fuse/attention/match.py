@@ -148,7 +148,7 @@ def _check_uses(interior: set[Node], product: Node, after: set[Node]) -> None:
 
 def _check_masks(scores: Scores) -> None:
     """A mask made of the scores would have to be computed from scores that the op does not give."""
-    for part, what in (*((mask, "mask") for mask in scores.masks), *((factor, "scale") for factor in scores.factors)):
+    for part, what in (*((mask, "mask") for mask in scores.masks), *((factor, "scale") for factor in scores.tensor_scales)):
         if between(scores.product.node, part.node):
             raise NotFusible(f"the {what} depends on the scores")
 
@@ -161,7 +161,7 @@ def _check_writes(found: Attention) -> None:
     if not (writers := writers_of(found.root.graph)):
         return
     masks, kept = [mask.node for mask in found.scores.masks], found.masks.nodes()
-    read = {*(factor.node for factor in found.scores.factors), *masks, *kept}
+    read = {*(factor.node for factor in found.scores.tensor_scales), *masks, *kept}
     read |= set() if found.sink is None else {found.sink.node}
     operands = (*found.scores.product.node.all_input_nodes, *found.root.all_input_nodes)
     passed = {node for each in (found.query, found.key, found.value) for operand in operands for node in between(each.node, operand)}

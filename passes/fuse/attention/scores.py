@@ -33,7 +33,7 @@ class NotScores(NotFusible):
 
 
 @dataclass(frozen=True)
-class Factor(Placed):
+class TensorScale(Placed):
     """The product of queries and keys is multiplied (divided) by a tensor, which does not vary by key."""
 
     divides: bool
@@ -52,7 +52,7 @@ class Scores:
     keys: frozenset[int]
     soft_cap: float = 0.0
     is_shifted: bool = False
-    factors: list[Factor] = field(default_factory=list)
+    tensor_scales: list[TensorScale] = field(default_factory=list)
     masks: list[Scaled | Filled] = field(default_factory=list)
 
 
@@ -176,7 +176,7 @@ class _Walk:
                     raise NotFusible(f"the scores are scaled by a tensor after a {'mask' if scores.masks else 'soft cap'}")
                 if not scores.keys.isdisjoint(self._labels.resolved(flat(found))):
                     raise NotFusible("the scale varies by key")
-                scores.factors.append(Factor(other, found, divides))
+                scores.tensor_scales.append(TensorScale(other, found, divides))
 
             return scale
 

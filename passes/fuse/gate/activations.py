@@ -18,7 +18,7 @@ from autopar.graph.constants import Constants
 from autopar.ir.arguments import node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ops.traits import SUMS
-from autopar.passes.fuse.gate.products import Factor, Factors, Polynomial, Stage, factor_of, polynomial, products_of
+from autopar.passes.fuse.gate.products import Multiplicand, Polynomial, Product, Unscaled, multiplicand_of, polynomial, products_of
 from autopar.passes.fuse.reading import number_of, operand_pairs, widened
 
 aten = torch.ops.aten
@@ -47,21 +47,21 @@ class Activated:
     gate: Node
     number: float
     interior: frozenset[Node]
-    rest: tuple[Factor, ...] = ()
+    rest: tuple[Multiplicand, ...] = ()
     by_hand: bool = False
 
 
 def activation_at(node: Node, constants: Constants) -> Activated | None:
     """The activation whose value `node` is."""
-    factor = factor_of(node, constants)
+    factor = multiplicand_of(node, constants)
     found = named(factor, constants)
     if found is None and (product := next(products_of(factor.core.node, constants), None)) is not None:
-        product = Factors(product.items, factor.core.number * product.number, factor.core.passed | product.interior)
+        product = Product(product.items, factor.core.number * product.number, factor.core.passed | product.interior)
         found = next((each for each in by_hand(product, constants) if not each.rest), None)
     return found if found is not None and math.isclose(found.number, 1.0, rel_tol=_TOLERANCE) else None
 
 
-def named(factor: Factor, constants: Constants) -> Activated | None:
+def named(factor: Multiplicand, constants: Constants) -> Activated | None:
     """One factor that is an activation, or 1 / (1 + exp(-x))."""
     core = factor.core
     kind = _NAMED.get(core.node.target)
@@ -73,39 +73,41 @@ def named(factor: Factor, constants: Constants) -> Activated | None:
     return None if logistic is None else Activated("sigmoid", *logistic, by_hand=True)
 
 
-def by_hand(product: Factors, constants: Constants) -> Iterator[Activated]:
+def by_hand(product: Product, constants: Constants) -> Iterator[Activated]:
     """The activations that two factors of `product` make up together. Raises `NotFusible` for one that is nearly gelu."""
     for first in product.items:
         for second in product.items:
             if first is second or first.divides:
                 continue
             rest = tuple(item for item in product.items if item is not first and item is not second)
-            yield from _pair(first.stages, second, product, rest, constants)
+            yield from _pair(first.readings, second, product, rest, constants)
 
 
-def _pair(stages: Sequence[Stage], second: Factor, product: Factors, rest: tuple[Factor, ...], constants: Constants) -> Iterator[Activated]:
-    """x · h(x): `stages` are what x may be, `second` holds h."""
+def _pair(
+    readings: Sequence[Unscaled], second: Multiplicand, product: Product, rest: tuple[Multiplicand, ...], constants: Constants
+) -> Iterator[Activated]:
+    """x · h(x): `readings` are what x may be, `second` holds h."""
     gated = named(second, constants)
-    for stage in stages:
-        same = widened(stage.node)
-        interior = product.interior | stage.passed
+    for reading in readings:
+        same = widened(reading.node)
+        interior = product.interior | reading.passed
         if gated is not None and gated.kind == "sigmoid" and not same.isdisjoint(widened(gated.gate)):
-            number = product.number * stage.number * gated.number
-            yield Activated("silu", stage.node, number, interior | gated.interior, rest, by_hand=True)
+            number = product.number * reading.number * gated.number
+            yield Activated("silu", reading.node, number, interior | gated.interior, rest, by_hand=True)
             return
         found = None if second.divides else _one_plus(second.core, same, constants, bool(rest))
         if found is not None:
             kind, number, inside = found
-            number *= product.number * stage.number * second.core.number / 0.5
-            yield Activated(kind, stage.node, number, interior | second.core.passed | inside, rest, by_hand=True)
+            number *= product.number * reading.number * second.core.number / 0.5
+            yield Activated(kind, reading.node, number, interior | second.core.passed | inside, rest, by_hand=True)
             return
 
 
-def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozenset[Node]] | None:
+def _logistic(factor: Multiplicand, constants: Constants) -> tuple[Node, float, frozenset[Node]] | None:
     """x, the number and the nodes of number / (1 + exp(-x))."""
-    stage, interior = factor.core, factor.core.passed
-    number = 1.0 / stage.number if factor.divides and stage.number else stage.number
-    total = stage.node
+    reading, interior = factor.core, factor.core.passed
+    number = 1.0 / reading.number if factor.divides and reading.number else reading.number
+    total = reading.node
     if not factor.divides:
         if total.target is aten.reciprocal.default:
             total = total.args[0]
@@ -114,7 +116,7 @@ def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozen
             total = total.args[1]
         else:
             return None
-        interior |= {stage.node}
+        interior |= {reading.node}
     if not isinstance(total, Node) or total.target not in SUMS or total.kwargs:
         return None
     left, right = total.args[:2]
@@ -128,16 +130,16 @@ def _logistic(factor: Factor, constants: Constants) -> tuple[Node, float, frozen
     return node_at(negated, 0), number, interior | {total, exponential, negated}
 
 
-def _one_plus(stage: Stage, same: set[Node], constants: Constants, is_gate: bool) -> tuple[str, float, frozenset[Node]] | None:
-    """The activation, the number a and the nodes, where `stage` is a + a · h(x) and h what an activation by hand is made of."""
-    total = stage.node
+def _one_plus(reading: Unscaled, same: set[Node], constants: Constants, is_gate: bool) -> tuple[str, float, frozenset[Node]] | None:
+    """The activation, the number a and the nodes, where `reading` is a + a · h(x) and h what an activation by hand is made of."""
+    total = reading.node
     if total.target not in SUMS or total.kwargs:
         return None
     for number, other in operand_pairs(total):
         value = number_of(number, constants)
         if value is None or not isinstance(other, Node):
             continue
-        core = factor_of(other, constants).core
+        core = multiplicand_of(other, constants).core
         if core.node.target not in _WITHIN or value == 0.0 or not math.isclose(core.number, value, rel_tol=_TOLERANCE):
             continue
         kind, wanted = _WITHIN[core.node.target]

@@ -17,7 +17,7 @@ from autopar.ir.fusion import NotFusible
 from autopar.kernels.gated import bias_activation, gated
 from autopar.ops.traits import PRODUCTS, QUOTIENTS, SUMS, is_cast
 from autopar.passes.fuse.gate.activations import Activated, activation_at, by_hand, named
-from autopar.passes.fuse.gate.products import Factor, products_of
+from autopar.passes.fuse.gate.products import Multiplicand, products_of
 from autopar.passes.fuse.guards import check_interior, check_writes
 from autopar.passes.fuse.match import Match
 from autopar.passes.fuse.reading import is_tensor, narrowest, operand_pairs, rounded, widened, widest
@@ -184,5 +184,5 @@ def _refuse_others(product: Node, constants: Constants) -> None:
             raise NotFusible(f"{name} is none of silu, gelu, gelu_tanh, relu and sigmoid")
 
 
-def _is_whole(item: Factor, product: Node) -> bool:
+def _is_whole(item: Multiplicand, product: Node) -> bool:
     return tensor_of(item.node).shape == tensor_of(product).shape

@@ -23,7 +23,7 @@ Polynomial = dict[int, float]
 
 
 @dataclass(frozen=True)
-class Stage:
+class Unscaled:
     """A factor is `number` · `node`, by way of the nodes `passed`."""
 
     node: Node
@@ -32,42 +32,42 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Factor:
-    """`stages` of one factor of a product, from itself up to what is no product with a number; `divides` where it is divided by."""
+class Multiplicand:
+    """`readings` of one factor of a product, from itself up to what is no product with a number; `divides` where it is divided by."""
 
-    stages: tuple[Stage, ...]
+    readings: tuple[Unscaled, ...]
     divides: bool = False
 
     @property
     def node(self) -> Node:
-        return self.stages[0].node
+        return self.readings[0].node
 
     @property
-    def core(self) -> Stage:
-        return self.stages[-1]
+    def core(self) -> Unscaled:
+        return self.readings[-1]
 
 
 @dataclass(frozen=True)
-class Factors:
+class Product:
     """`number` · factors, by way of the nodes `interior`."""
 
-    items: tuple[Factor, ...]
+    items: tuple[Multiplicand, ...]
     number: float = 1.0
     interior: frozenset[Node] = frozenset()
 
 
-def factor_of(node: Node, constants: Constants, divides: bool = False) -> Factor:
+def multiplicand_of(node: Node, constants: Constants, divides: bool = False) -> Multiplicand:
     """`node` as one factor. Casts, negations and numbers on the way up are read past, and remembered."""
-    stages = [Stage(node)]
-    while (step := _past(stages[-1].node, constants)) is not None:
-        last = stages[-1]
-        stages.append(Stage(step[0], last.number * step[1], last.passed | {last.node}))
-    return Factor(tuple(stages), divides)
+    readings = [Unscaled(node)]
+    while (step := _past(readings[-1].node, constants)) is not None:
+        last = readings[-1]
+        readings.append(Unscaled(step[0], last.number * step[1], last.passed | {last.node}))
+    return Multiplicand(tuple(readings), divides)
 
 
-def products_of(node: Node, constants: Constants) -> Iterator[Factors]:
+def products_of(node: Node, constants: Constants) -> Iterator[Product]:
     """`node`, a product of two tensors, as two factors, then with the first and with the second taken apart once more."""
-    found = _split(Stage(node), constants)
+    found = _split(Unscaled(node), constants)
     if found is None:
         return
     yield found
@@ -75,19 +75,19 @@ def products_of(node: Node, constants: Constants) -> Iterator[Factors]:
         inner = _split(item.core, constants, item.divides)
         if inner is not None:
             items = (*found.items[:position], *inner.items, *found.items[position + 1 :])
-            yield Factors(items, inner.number, found.interior | inner.interior)
+            yield Product(items, inner.number, found.interior | inner.interior)
 
 
-def _split(stage: Stage, constants: Constants, divides: bool = False) -> Factors | None:
-    node = stage.node
+def _split(reading: Unscaled, constants: Constants, divides: bool = False) -> Product | None:
+    node = reading.node
     if node.target not in PRODUCTS and node.target not in QUOTIENTS:
         return None
     left, right = node.args[:2]
     if not (isinstance(left, Node) and isinstance(right, Node)) or any(number_of(each, constants) is not None for each in (left, right)):
         return None
-    second = factor_of(right, constants, divides != (node.target in QUOTIENTS))
-    number = 1.0 / stage.number if divides else stage.number
-    return Factors((factor_of(left, constants, divides), second), number, stage.passed | {node})
+    second = multiplicand_of(right, constants, divides != (node.target in QUOTIENTS))
+    number = 1.0 / reading.number if divides else reading.number
+    return Product((multiplicand_of(left, constants, divides), second), number, reading.passed | {node})
 
 
 def _past(node: Node, constants: Constants) -> tuple[Node, float] | None:

@@ -9,7 +9,7 @@ import torch
 
 from autopar._torch import fake_mode
 from autopar.checks.checker import Checker
-from autopar.driver.compiled import Step
+from autopar.driver.compiled import PassRun
 from autopar.errors import CheckError
 from autopar.graph.emit import Emitter
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, wait
@@ -146,8 +146,8 @@ def test_refuses_moving_partial_sums() -> None:
 
 def test_checker_compares_local_with_the_last_global_program() -> None:
     checker = Checker()
-    checker(Step(1, "insert reshards", 0.0, sharded()))
+    checker(PassRun(1, "insert reshards", 0.0, sharded()))
     broken = local()
     _bypassed(broken)
     with pytest.raises(CheckError, match="after pass 2, lower"):
-        checker(Step(2, "lower", 0.0, broken))
+        checker(PassRun(2, "lower", 0.0, broken))

@@ -11,7 +11,7 @@ from torch.fx import Graph
 
 from autopar._torch import fake_mode
 from autopar.checks.checker import Checker
-from autopar.driver.compiled import Step
+from autopar.driver.compiled import PassRun
 from autopar.driver.manager import DecidingPass, History, Log, Pass, Print, run_passes
 from autopar.errors import AutoparError, CheckError
 from autopar.graph.emit import Emitter
@@ -154,7 +154,7 @@ def test_observers_are_called_in_order_after_each_pass() -> None:
     seen: list[tuple[str, int]] = []
 
     def observer(name: str) -> object:
-        def observe(step: Step) -> None:
+        def observe(step: PassRun) -> None:
             seen.append((name, step.number))
 
         return observe

@@ -16,7 +16,7 @@ import autopar
 from autopar._torch import fake_mode
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
-from autopar.driver.compiled import Compiled, Step
+from autopar.driver.compiled import Compiled, PassRun
 from autopar.errors import AutoparError
 from autopar.graph.emit import Emitter
 from autopar.ir.collectives import reshard
@@ -124,7 +124,7 @@ def compiled(changed: Program | None = None, search: Search | None = None) -> Co
     earlier = given.copy()
     relu = earlier.node("relu_default")
     relu.target = aten.gelu.default
-    steps = (Step(1, "find atoms", 0.1, earlier), Step(2, "choose shardings", 0.2, given))
+    steps = (PassRun(1, "find atoms", 0.1, earlier), PassRun(2, "choose shardings", 0.2, given))
     return Compiled(
         given,
         given,
