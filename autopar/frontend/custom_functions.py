@@ -24,6 +24,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from autopar._torch import apply_custom_function, custom_functions_replaced
 from autopar.errors import CaptureError
+from autopar.ir.arguments import arguments
 
 Results = tuple[Tensor, ...]
 
@@ -77,7 +78,7 @@ def custom_functions_kept() -> Generator[None]:
 
 
 def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    results = forward.graph.output_node().args[0][0]  # type: ignore[index]
+    results = arguments(forward.graph.output_node())[0][0]
     leaves = list(results) if isinstance(results, (tuple, list)) else [results]
     if options.get("dirty_idx") or not all(isinstance(each, Tensor) for each in operands) or not all(isinstance(x, Node) for x in leaves):
         raise CaptureError(

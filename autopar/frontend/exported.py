@@ -25,7 +25,7 @@ from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
 from autopar.graph.differentiable import differentiable
 from autopar.graph.emit import replace
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
-from autopar.ir.arguments import node_at
+from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.keys import SOURCE, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
@@ -56,7 +56,7 @@ def forward_program(
     loss is leaf `loss_index` (None: there is none); `kept` are the leaves that the graph returns, all by default.
     Raises `CaptureError` for what has no place.
     """
-    graph, mapping = Graph(), dict[Node, Node]()
+    graph, mapping = Graph(), dict[Node, Any]()
     constants: dict[str, torch.Tensor] = {}
     inputs = _inputs(exported, trainable)
     for item, node in inputs:
@@ -106,7 +106,7 @@ def _placeholder(graph: Graph, item: Input) -> Node:
     return node
 
 
-def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) -> tuple[Any, ...]:
+def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Any]) -> tuple[Any, ...]:
     """Copy the calls of `module` into `graph`, regions under `no_grad` or a disabled autocast inlined; returns what it outputs."""
     for node in module.graph.nodes:
         if node.op == "output":
@@ -119,7 +119,7 @@ def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Node]) ->
             mapping[node] = _inline(module, node, graph, mapping)
             continue
         if node.target is operator.getitem and isinstance(mapping[node.args[0]], tuple):
-            mapping[node] = mapping[node.args[0]][node.args[1]]  # type: ignore[index]
+            mapping[node] = mapping[node_at(node, 0)][int_at(node, 1)]
             continue
         copied = graph.node_copy(node, lambda argument: mapping[argument])
         copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
@@ -137,9 +137,9 @@ def _on_cpu(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
-def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, Node]) -> Any:
+def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, Any]) -> Any:
     """The body of a region: what `no_grad` computes with is detached; a disabled autocast changes nothing here."""
-    name, args = str(call.target), list(call.args)
+    name, args = str(call.target), list(arguments(call))
     if name == "wrap_with_set_grad_enabled":
         detached, body, operands = not args[0], args[1], args[2:]
     elif name == "wrap_with_autocast" and not args[2]:
@@ -151,7 +151,7 @@ def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, N
         )
     assert isinstance(body, Node)
     region = getattr(module, str(body.target))
-    outer = [mapping[operand] for operand in operands]  # type: ignore[index]
+    outer = [mapping[operand] for operand in operands]
     # The operands rather than the results: what is written in place inside has no gradient either.
     own = [_detached(graph, operand) if detached else operand for operand in outer]
     results = _copy_calls(region, graph, dict(zip(region.graph.find_nodes(op="placeholder"), own, strict=True)))
@@ -190,7 +190,7 @@ def _region_source(module: GraphModule, args: list[Any]) -> Source:
 
 
 def _copy_outputs(
-    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Node], loss_index: int | None, kept: tuple[int, ...] | None
+    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Any], loss_index: int | None, kept: tuple[int, ...] | None
 ) -> tuple[Output, ...]:
     """Outputs of the graph; the loss, where there is one, is the leaf `loss_index` of the user's structure; `kept` as above."""
     outputs: list[Output] = []

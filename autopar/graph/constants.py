@@ -21,7 +21,7 @@ _MOST_ELEMENTS = 1 << 26
 _FILLS = {aten.full_like.default, aten.new_full.default, aten.zeros_like.default, aten.new_zeros.default, aten.ones_like.default,
           aten.new_ones.default, aten.full.default, aten.zeros.default, aten.ones.default}  # fmt: skip
 _ONES = {aten.ones_like.default, aten.new_ones.default, aten.ones.default}
-_FULL = {aten.full_like.default: 1, aten.new_full.default: 2, aten.full.default: 1}
+_FULL: dict[object, int] = {aten.full_like.default: 1, aten.new_full.default: 2, aten.full.default: 1}
 # They read memory that nobody wrote, or draw.
 _UNKNOWN = ("empty", "rand", "bernoulli", "dropout", "multinomial", "normal", "custom_function", "item", "_local_scalar")
 
@@ -107,7 +107,7 @@ class Constants:
         """One number in memory, whatever the shape."""
         value = node.meta["val"]
         fill: Any = 1 if node.target in _ONES else 0
-        if (position := _FULL.get(node.target)) is not None:  # type: ignore[arg-type]
+        if (position := _FULL.get(node.target)) is not None:
             fill = node.args[position]
         if isinstance(fill, Node):
             return None

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from autopar.ir.arguments import node_at
+from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.ir.instructions import Collective, Instruction, Launch, Run, Wait
 from autopar.ir.keys import SOURCE
@@ -128,11 +128,10 @@ def buffer_of(node: Node) -> str:
 
 
 def _launch(node: Node) -> Launch:
-    operand, axes = node.args[0], node.args[1]
-    assert isinstance(operand, Node)
-    kind = node.args[2] if node.target in (all_reduce, reduce_scatter) else "copy"
+    operand, axes, *options = arguments(node)
+    kind = options[0] if node.target in (all_reduce, reduce_scatter) else "copy"
     names: dict[object, Collective] = {all_reduce: "all_reduce", all_gather: "all_gather", reduce_scatter: "reduce_scatter"}
-    return Launch(names.get(node.target, "all_to_all"), kind, axes, buffer_of(operand), node.name)  # type: ignore[arg-type]
+    return Launch(names.get(node.target, "all_to_all"), kind, axes, buffer_of(operand), node.name)
 
 
 def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> str:

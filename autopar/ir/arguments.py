@@ -29,6 +29,13 @@ def float_at(call: Node, position: int) -> float:
     return float(value)
 
 
+def float_named(call: Node, name: str, default: float) -> float:
+    """The keyword argument `name`, a number; `default` where it is not given, or None."""
+    value = call.kwargs.get(name)
+    assert value is None or isinstance(value, (int, float)), f"{name} of {call.format_node()} is {value!r}"
+    return default if value is None else float(value)
+
+
 def list_at(call: Node, position: int) -> list[object]:
     """The argument at `position`, a list."""
     value = call.args[position]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 
+import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.arguments import int_at
@@ -153,8 +154,8 @@ def _solve(cuts: Cuts, graph: Graph) -> None:
             DIMS[node] = tuple(_dims(cuts, node, index, value) for index, value in enumerate(results_of(node)))
 
 
-def _dims(cuts: Cuts, node: Node, index: int, value: object) -> Dims:
-    return tuple(cuts.atoms((node, index, dim)) for dim in range(value.ndim)) if value is not None else ()  # type: ignore[attr-defined]
+def _dims(cuts: Cuts, node: Node, index: int, value: torch.Tensor | None) -> Dims:
+    return tuple(cuts.atoms((node, index, dim)) for dim in range(value.ndim)) if value is not None else ()
 
 
 def operand_result(node: Node, operand: Node) -> int:

@@ -94,9 +94,9 @@ def padded_call(node: Node, padded: tuple[Dims, ...], read: tuple[Node, ...], bu
 def _range(node: Node, size: int, builder: LocalBuilder) -> Node:
     """`size` numbers that go on from those of `node`."""
     place = _ARANGES[node.target]
-    args = list(node.args)
+    args = list(arguments(node))
     step = args[2] if len(args) > 2 else 1
-    args[place] = (args[0] if place else 0) + size * step  # type: ignore[operator]
+    args[place] = (args[0] if place else 0) + size * step
     return builder.call(node.target, *args, **node.kwargs)
 
 

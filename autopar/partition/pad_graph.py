@@ -166,8 +166,8 @@ class _Rewrite:
     def _copy(self, node: Node) -> None:
         """`node` on logical values. It is called anew where their strides are others now."""
         if node.target is operator.getitem:
-            producer = node.args[0]
-            read = (self.logical[producer] if producer in self.logical else self.padded[producer],)  # type: ignore[index]
+            producer = node_at(node, 0)
+            read = (self.logical[producer] if producer in self.logical else self.padded[producer],)
         else:
             read = tuple(self._as_logical(operand, node) for operand in operands(node))
         remaining = iter(read)

@@ -119,10 +119,10 @@ class _Builder:
             self._ahead = known_ahead(self.program)
             self._results = frozenset(node for output, node in self.program.named_outputs() if output.kind == "gradient")
         self.index = {node.name: number for number, node in enumerate(self._of_index)}
-        homes = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
+        homes: dict[tuple[str | None, str], Node] = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
         left: dict[Node, Node] = {}
         for output, node in self.program.named_outputs():
-            home = homes.get((HOMES.get(output.kind), output.name))  # type: ignore[arg-type]
+            home = homes.get((HOMES.get(output.kind), output.name))
             if home is not None:
                 left[home] = node
         for item, node in self.program.named_inputs():

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from autopar.graph.emit import Emitter, replace, tensor_of
 from autopar.graph.overwrites import memory_of, overwritten, writers_of, written_by
-from autopar.ir.arguments import int_at
+from autopar.ir.arguments import arguments, int_at
 from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
 from autopar.kernels.attention_reference import LOST_BELOW
@@ -206,7 +206,7 @@ def _gathered(emit: Emitter, node: Node) -> Node:
 
 
 def _indexed(emit: Emitter, node: Node) -> Node:
-    labels: Any = node.args[1][1]  # type: ignore[index]
+    labels = arguments(node)[1][1]
     # An index below 0 counts from the end.
     from_end = emit.call(aten.add.Tensor, labels, tensor_of(_logits(node)).shape[-1])
     return _log_probability(emit, node, emit.call(aten.where.self, emit.call(aten.lt.Scalar, labels, 0), from_end, labels))

@@ -74,9 +74,10 @@ def widened(node: Node) -> set[Node]:
 
 def rounded(node: Node) -> Node:
     """`node`, or the cast to fewer bits that alone reads it."""
-    user = next(iter(node.users), None)
-    alone = user is not None and len(node.users) == 1 and is_cast(user)
-    return user if alone and tensor_of(user).dtype.itemsize < tensor_of(node).dtype.itemsize else node  # type: ignore[arg-type, return-value]
+    for user in node.users if len(node.users) == 1 else ():
+        if is_cast(user) and tensor_of(user).dtype.itemsize < tensor_of(node).dtype.itemsize:
+            return user
+    return node
 
 
 def widest(*nodes: Node) -> torch.dtype:

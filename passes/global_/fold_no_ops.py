@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.graph.emit import Emitter
+from autopar.graph.emit import Emitter, tensor_of
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
@@ -131,7 +131,7 @@ def _index_as_view(program: Program, node: Node) -> Node | None:
     shape, result = tuple(x.meta["val"].shape), tuple(node.meta["val"].shape)
     if len(indices) > len(shape) or not all(isinstance(index, Node) for index in indices):
         return None
-    rank = max(index.meta["val"].ndim for index in indices)  # type: ignore[union-attr]
+    rank = max(tensor_of(index).ndim for index in indices)
     places = []
     for dim, index in enumerate(indices):
         assert isinstance(index, Node)

@@ -127,11 +127,11 @@ def _last_placeholder(value: Node) -> Node:
 
 def _with_signature(program: Program) -> Program:
     """Write dims and shardings into the signature: inputs as they were decided, outputs as the contract says."""
-    nodes = {(item.kind, item.name): node for item, node in program.named_inputs()}
+    nodes: dict[tuple[str | None, str], Node] = {(item.kind, item.name): node for item, node in program.named_inputs()}
     inputs = tuple(replace(item, dims=DIMS[node][0], sharding=SHARDING[node][0]) for item, node in program.named_inputs())
     outputs = []
     for output, node in program.named_outputs():
-        home = nodes.get((HOMES.get(output.kind), output.name))  # type: ignore[call-overload]
+        home = nodes.get((HOMES.get(output.kind), output.name))
         sharding = SHARDING[home][0] if home is not None else required_sharding(output, node, program)
         # What a buffer becomes is read by the next microbatch.
         if is_summed_later(SHARDING[node][0]) and output.kind != "buffer":

@@ -19,6 +19,7 @@ from autopar._torch import FakeTensorMode, describe_input, describe_output, fake
 from autopar.errors import CaptureError
 from autopar.graph.emit import Emitter
 from autopar.graph.overwrites import memory_of, sources_of, writers_of, written_by
+from autopar.ir.arguments import arguments
 from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.program import Form, Input, Output, Program
 from autopar.ir.source import set_sources
@@ -56,8 +57,8 @@ def trace_joint(program: Program, training: bool) -> Program:
     _refuse_draws(graph)
     _name_placeholders(graph, into, program)
     inputs = tuple(_input(descriptor, node, program) for descriptor, node in zip(into, graph.find_nodes(op="placeholder"), strict=True))
-    results = graph.output_node().args[0]
-    pairs = [(_output(d, program), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]  # type: ignore[arg-type]
+    results = arguments(graph.output_node())[0]
+    pairs = [(_output(d, program), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]
     graph.output_node().args = (tuple(node for _, node in pairs),)
     set_sources(graph, "model.")
     joint = Program(
@@ -255,12 +256,12 @@ def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Ten
     return _mean(x, None, False, dtype=dtype)
 
 
-def _new(value: float | None = None) -> Callable[..., torch.Tensor]:
+def _new(*default: float) -> Callable[..., torch.Tensor]:
     """`x.new_zeros(shape)` and its like without x, of which no more than dtype and device is asked: x would be gathered for that."""
 
     def new(x: torch.Tensor, size: list[int], *values: float, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
-        (filling,) = values or (value,)
-        return torch.full(size, filling, dtype=dtype or x.dtype, device=options.get("device") or x.device)  # type: ignore[arg-type]
+        (filling,) = values or default
+        return torch.full(size, filling, dtype=dtype or x.dtype, device=options.get("device") or x.device)
 
     return new
 

@@ -30,8 +30,8 @@ def layer_norm(node: Node) -> Rule:
 @rule(aten.native_layer_norm_backward.default)
 def layer_norm_backward(node: Node) -> Rule:
     """(gradient, input, shape, mean, deviation, weight?, bias?, mask) → (input, weight, bias) gradients, the latter two summed."""
-    gradient, x, shape, mean, deviation = node.args[:5]
-    num_normalised = len(shape)  # type: ignore[arg-type]
+    gradient, x, _, mean, deviation = node.args[:5]
+    num_normalised = len(list_at(node, 2))
     labels, affine = _outer(len(shape_of(x)), num_normalised), blocked(num_normalised)
     weight, bias = argument(node, 5, "weight"), argument(node, 6, "bias")
     pairs = [(gradient, labels), (x, labels), (mean, labels), (deviation, labels), (weight, affine), (bias, affine)]
@@ -49,8 +49,8 @@ def rms_norm(node: Node) -> Rule:
 @rule("aten._fused_rms_norm_backward.default")
 def rms_norm_backward(node: Node) -> Rule:
     """(gradient, input, shape, deviation, weight?, mask) → (input, weight) gradients."""
-    gradient, x, shape, deviation = node.args[:4]
-    num_normalised = len(shape)  # type: ignore[arg-type]
+    gradient, x, _, deviation = node.args[:4]
+    num_normalised = len(list_at(node, 2))
     labels, affine = _outer(len(shape_of(x)), num_normalised), blocked(num_normalised)
     pairs = [(gradient, labels), (x, labels), (deviation, labels), (argument(node, 4, "weight"), affine)]
     return Rule(aligned(node, pairs), _present(node, (labels, affine)), linear=(position_of(node, gradient),))

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import list_at, node_at
+from autopar.ir.arguments import float_named, list_at, node_at
 from autopar.ir.program import operands
 from autopar.passes.fuse.attention.layout import Labels, Layout
 
@@ -58,7 +58,7 @@ def contraction(node: Node, layout: Layout, labels: Labels) -> Contraction:
         tuple(carried[letter] if size > 1 else () for letter, size in zip(term, tensor_of(operand).shape, strict=True))
         for term, operand in ((first, left), (second, right))
     ]
-    scale, factor = (float(node.kwargs.get(name, 1.0)) for name in ("alpha", "beta"))  # type: ignore[arg-type]
+    scale, factor = float_named(node, "alpha", 1.0), float_named(node, "beta", 1.0)
     added = node_at(node, 0) if node.target is aten.baddbmm.default and factor != 0.0 else None
     return Contraction(node, left, right, sides[0], sides[1], tuple(contracted), scale, added, factor)
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import float_at, node_at
+from autopar.ir.arguments import float_at, float_named, node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ops.traits import CASTS, CHOICES, DIFFERENCES, FILLS, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast
 from autopar.passes.fuse.attention.conditions import Filled
@@ -186,7 +186,7 @@ class _Walk:
         if node.target not in (*SUMS, *DIFFERENCES):
             return []
         left, right = node.args[:2]
-        alpha = float(node.kwargs.get("alpha", 1))  # type: ignore[arg-type]
+        alpha = float_named(node, "alpha", 1.0)
         alpha = -alpha if node.target in DIFFERENCES else alpha
         # A number added to every score changes no softmax.
         if not isinstance(right, Node):

@@ -19,6 +19,7 @@ from torch.fx import Node
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.fusion import NotFusible
+from autopar.ops.rules.labels import argument
 from autopar.ops.traits import CASTS, COPIES, DIFFERENCES, EXPANSIONS, QUOTIENTS
 from autopar.passes.fuse.reading import is_tensor, operand_pairs
 
@@ -171,7 +172,7 @@ def _split(node: Node, split: Node) -> tuple[Node, int, int, int] | None:
     parts = split.meta["val"]
     if not isinstance(source, Node) or not isinstance(position, int):
         return None
-    dim = int(split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)) % tensor_of(source).dim()  # type: ignore[arg-type]
+    dim = int(argument(split, 2, "dim", 0)) % tensor_of(source).dim()
     start = sum(part.shape[dim] for part in parts[:position])
     return source, dim, start, tensor_of(node).shape[dim]
 
@@ -186,8 +187,8 @@ def _joined(node: Node, dim: int) -> tuple[Node, Node] | None:
     """The two values that stand beside each other along `dim`."""
     if node.target not in (aten.cat.default, aten.concat.default):
         return None
-    parts, along = arguments(node)[0], int_at(node, 1) if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or int(along) % tensor_of(node).dim() != dim:  # type: ignore[arg-type]
+    parts, along = arguments(node)[0], int(argument(node, 1, "dim", 0))
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or along % tensor_of(node).dim() != dim:
         return None
     first, second = parts
     assert isinstance(first, Node) and isinstance(second, Node)

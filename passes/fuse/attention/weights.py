@@ -77,7 +77,7 @@ def _note(node: Node, layout: Layout, weights: Weights, constants: Constants) ->
     elif node.target in _ZEROING:
         if constants.number(node.args[2]) != 0.0:
             raise NotFusible(f"probabilities are replaced by {node.args[2]}")
-        weights.zeroed.append(node.args[1])  # type: ignore[arg-type]
+        weights.zeroed.append(node_at(node, 1))
 
 
 def _nothing_like_weights(node: Node) -> Weights | None:

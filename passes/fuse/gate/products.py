@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import node_at
+from autopar.ir.arguments import float_named, node_at
 from autopar.ops.traits import DIFFERENCES, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast
 from autopar.passes.fuse.reading import is_alike, number_of, scaled
 
@@ -120,7 +120,7 @@ def _of_node(node: Node, variable: set[Node], constants: Constants, interior: se
     if node.target in NEGATIONS:
         return _times(of(node.args[0]), {0: -1.0})
     if node.target in SUMS or node.target in DIFFERENCES:
-        factor = float(node.kwargs.get("alpha", 1.0))  # type: ignore[arg-type]
+        factor = float_named(node, "alpha", 1.0)
         sign = factor if node.target in SUMS else -factor
         return _plus(of(node.args[0]), _times(of(node.args[1]), {0: sign}))
     if node.target in PRODUCTS:

@@ -14,6 +14,7 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, lay_out_anew, tensor_of
 from autopar.graph.overwrites import between, memory_of, overwritten, sources_of, writers_of, writes, written_by
+from autopar.ir.arguments import list_at, node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ir.keys import SOURCE, Source
 from autopar.kernels.normalisation import add_norm, norm
@@ -166,10 +167,9 @@ def _fits(found: Norm, total: Node, before: Node) -> bool:
 
 def _of_op(node: Node) -> tuple[Normalised, Node | None, Node]:
     """An op of ATen's: the norm, its bias, and the node that holds its value."""
-    x, shape = node.args[0], node.args[1]
-    assert isinstance(x, Node)
-    if len(shape) != 1:  # type: ignore[arg-type]
-        raise NotFusible(f"it runs over the last {len(shape)} dims")  # type: ignore[arg-type]
+    x, shape = node_at(node, 0), list_at(node, 1)
+    if len(shape) != 1:
+        raise NotFusible(f"it runs over the last {len(shape)} dims")
     if not tensor_of(x).is_floating_point():
         raise NotFusible(f"the value is of {tensor_of(x).dtype}")
     centred = node.target in _LAYER_NORMS

@@ -12,9 +12,10 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import node_at
+from autopar.ir.arguments import float_named, node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ops import traits
+from autopar.ops.rules.labels import argument
 from autopar.ops.traits import EXPANSIONS, is_cast, out_of_place, widens
 from autopar.passes.fuse.reading import name_of, number_of, operand_pairs, scaled
 
@@ -49,10 +50,10 @@ _TOLERANCE = 1e-12
 def stripped(node: Node) -> Node:
     """What `node` is a copy of in another float dtype, of float32 or wider than it was."""
     while is_cast(node) and (widens(node) or tensor_of(node).dtype in (torch.float32, torch.float64)):
-        operand = node.args[0]
+        operand = node_at(node, 0)
         if not tensor_of(operand).is_floating_point():
             break
-        node = operand  # type: ignore[assignment]
+        node = operand
     return node
 
 
@@ -61,8 +62,8 @@ def root_of(node: Node) -> Node | None:
     if node.target is aten.square.default or (node.target in POWERS and node.args[1] == 2):
         return node_at(node, 0)
     if node.target in PRODUCTS and all(isinstance(each, Node) for each in node.args[:2]):
-        left, right = node.args[:2]
-        return left if stripped(left) is stripped(right) else None  # type: ignore[arg-type, return-value]
+        left, right = node_at(node, 0), node_at(node, 1)
+        return left if stripped(left) is stripped(right) else None
     return None
 
 
@@ -91,7 +92,7 @@ def may_scale(value: Node, scale: Node, constants: Constants) -> bool:
 def _measured(node: Node) -> Node | None:
     """What a mean or sum of squares, a variance or a length is of."""
     if node.target in LENGTHS:
-        return node.args[0] if node.args[1:2] in ((), (None,), (2,)) else None  # type: ignore[return-value]
+        return node_at(node, 0) if node.args[1:2] in ((), (None,), (2,)) else None
     if node.target in (*VARIANCES, *DEVIATIONS):
         return node_at(node, 0)
     if node.target is operator.getitem:
@@ -202,13 +203,11 @@ class Reading:
 
     def _over_last(self, node: Node, keep: int | None = 2) -> Node:
         """The operand of a reduction, which must run over its last dim alone and keep it."""
-        value = node.args[0]
-        assert isinstance(value, Node)
+        value, dims = node_at(node, 0), argument(node, 1, "dim")
         num_dims = tensor_of(value).dim()
-        dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
         dims = list(range(num_dims)) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
-        if [dim % num_dims for dim in dims] != [num_dims - 1]:  # type: ignore[union-attr]
-            raise NotFusible(f"the mean runs over dims {list(dims)} of {num_dims}, not over the last alone")  # type: ignore[arg-type]
+        if [dim % num_dims for dim in dims] != [num_dims - 1]:
+            raise NotFusible(f"the mean runs over dims {list(dims)} of {num_dims}, not over the last alone")
         kept = bool(node.kwargs.get("keepdim", keep is not None and len(node.args) > keep and node.args[keep]))
         if num_dims > 1 and kept == self.opened:
             raise NotFusible("the mean does not keep its dim with size 1, so that it meets other rows")
@@ -252,8 +251,7 @@ def _is_row_by_row(expansion: Node) -> bool:
 def _correction(node: Node) -> float:
     """What a variance subtracts from the number of elements."""
     if str(node.target).endswith(".correction"):
-        correction = node.kwargs.get("correction")
-        return 1.0 if correction is None else float(correction)  # type: ignore[arg-type]
+        return float_named(node, "correction", 1.0)
     unbiased = node.args[2] if len(node.args) > 2 else node.kwargs.get("unbiased", True)
     if str(node.target).endswith(".default"):
         unbiased = node.args[1] if len(node.args) > 1 else True

@@ -20,13 +20,14 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import call_of, node_at
+from autopar.ir.arguments import call_of, float_named, node_at
 from autopar.ir.program import operands
+from autopar.ops.rules.labels import argument
 from autopar.ops.traits import COPIES, DIFFERENCES, NEGATIONS, PRODUCTS, RESHAPES, SUMS, is_cast
 
 aten = torch.ops.aten
 
-_SIGNS = dict.fromkeys(SUMS, 1.0) | dict.fromkeys(DIFFERENCES, -1.0)
+_SIGNS: dict[object, float] = {**dict.fromkeys(SUMS, 1.0), **dict.fromkeys(DIFFERENCES, -1.0)}
 _REGROUPED = (*RESHAPES, *COPIES, aten.view_as_complex.default, aten.view_as_real.default)
 # Ops that only move elements, and which of their arguments is the dim that they work on.
 _MOVED: dict[object, int] = {
@@ -116,7 +117,7 @@ class Elements:
         first, second = self.of(left), self.of(right)
         if first is None or second is None or first.shape != second.shape:
             return None
-        second = _scaled(second, _SIGNS[node.target] * float(node.kwargs.get("alpha", 1.0)))  # type: ignore[arg-type, index]
+        second = _scaled(second, _SIGNS[node.target] * float_named(node, "alpha", 1.0))
         return _array([one + other for one, other in zip(first.flat, second.flat, strict=True)], first.shape)
 
     def _product(self, node: Node) -> np.ndarray | None:
@@ -168,11 +169,10 @@ class Elements:
 
     def _works_inside(self, call: Node, num_dims: int) -> bool:
         """Whether the dims that `call` works on are inner ones."""
-        place = _MOVED[call.target]
-        dims = call.args[place] if len(call.args) > place else call.kwargs.get("dim", 0)
+        dims = argument(call, _MOVED[call.target], "dim", 0)
         num_dims += call.target is aten.stack.default
         listed = dims if isinstance(dims, (list, tuple)) else [dims]
-        return bool(listed) and all(int(dim) % num_dims >= len(self._outer) for dim in listed)  # type: ignore[arg-type]
+        return bool(listed) and all(int(dim) % num_dims >= len(self._outer) for dim in listed)
 
 
 def real_shape(node: Node) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.arguments import call_of, float_at, int_at, ints_at, list_at, node_at
+from autopar.ir.arguments import call_of, float_at, float_named, int_at, ints_at, list_at, node_at
 
 aten = torch.ops.aten
 
@@ -30,6 +30,15 @@ def test_arguments_are_what_they_are() -> None:
 def test_another_type_is_an_error_that_shows_the_call(read: Callable[[Node, int], object], position: int) -> None:
     with pytest.raises(AssertionError, match=rf"argument {position} of .*permute"):
         read(call(), position)
+
+
+def test_numbers_by_name_have_a_default() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    scaled = graph.call_function(aten.add.Tensor, (x, x), {"alpha": 2, "beta": None, "gamma": "sum"})
+    assert [float_named(scaled, name, 1.0) for name in ("alpha", "beta", "delta")] == [2.0, 1.0, 1.0]
+    with pytest.raises(AssertionError, match="gamma of .* is 'sum'"):
+        float_named(scaled, "gamma", 1.0)
 
 
 def test_a_list_of_other_things_is_no_list_of_numbers() -> None:
