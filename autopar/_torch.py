@@ -1,4 +1,4 @@
-"""Private torch API, all of the core's, behind names of our own."""
+"""All private PyTorch API that the compiler uses, behind functions of our own. The runtime's is in `runtime/_torch.py`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ __all__ = [
     "leaves_behind",
     "outside_fake_modes",
     "pytree",
+    "schema_of",
+    "writes_operands",
 ]
 
 # Where torch's own functions ask of values: (holder, name), or the classes. Dynamo refuses to look into `is_dependent`.
@@ -98,9 +100,20 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def schema_of(target: object) -> Any:
+    """The `FunctionSchema` of an op: its arguments and results, and which share memory; None for what is no op, as `operator.getitem`."""
+    return getattr(target, "_schema", None)
+
+
+def writes_operands(target: object) -> bool:
+    """Whether `target` is an op that writes into an operand."""
+    schema = schema_of(target)
+    return schema is not None and schema.is_mutable
+
+
 def gives_views(op: OpOverload) -> bool:
     """Whether a result of `op` shows the memory of an operand."""
-    return any(result.alias_info for result in op._schema.returns)
+    return any(result.alias_info for result in schema_of(op).returns)
 
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:

@@ -1,12 +1,14 @@
-"""Private torch API, all of the runtime's, behind names of our own. Works from torch 2.11 to 2.15."""
+"""All private PyTorch API that the runtime uses, behind functions of our own. Works with torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._dynamo import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import Placement, Shard, _dtensor_spec
@@ -27,13 +29,19 @@ __all__ = [
     "gathers_strided_shards",
     "hand_on_hooks",
     "has_distributed",
+    "has_forward_pre_hooks",
     "has_values",
     "is_fake_mode_active",
+    "metadata_of",
     "not_compiled",
     "paths_of",
     "reduce_scatter_flat",
+    "registered_names",
     "shard",
+    "share_contents",
     "unflatten",
+    "version_of",
+    "with_metadata",
 ]
 
 
@@ -48,6 +56,38 @@ def hand_on_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         hooks = getattr(old, name, None)
         if hooks:
             setattr(new, name, hooks)
+
+
+def share_contents(module: nn.Module, model: nn.Module) -> None:
+    """`module` gets the very dicts of `model`: each parameter, buffer, submodule and backward hook of one is the other's, now and later."""
+    module._parameters, module._buffers, module._modules = model._parameters, model._buffers, model._modules
+    module._non_persistent_buffers_set = model._non_persistent_buffers_set
+    module._backward_hooks, module._backward_pre_hooks = model._backward_hooks, model._backward_pre_hooks
+
+
+def registered_names(module: nn.Module) -> set[str]:
+    """The names of the parameters, buffers and submodules that `module` itself has, be they None."""
+    return {*module._parameters, *module._buffers, *module._modules}
+
+
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks)
+
+
+def metadata_of(state: Any) -> Any:
+    """What a state dict holds beside tensors, by path of the module: the versions of its format; empty of a plain dict."""
+    return getattr(state, "_metadata", OrderedDict())
+
+
+def with_metadata(state: Any, metadata: Any) -> Any:
+    """`state`, which holds `metadata` from now on."""
+    state._metadata = metadata
+    return state
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often `tensor` was written in place; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def has_values(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,20 @@ ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "runtime", "kernels")
 MAX_LINES = 400
 PRIVATE_TORCH_FILES = {"autopar/_torch.py", "runtime/_torch.py"}
+# Attributes of torch's own objects that its documentation does not name.
+PRIVATE_ATTRIBUTES = {
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_buffers",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_metadata",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_parameters",
+    "_schema",
+    "_version",
+}
 FRONT_DOOR = {"autopar/compiler.py", "autopar/__init__.py"}
 # Keys of node.meta that torch writes; ours are `Key` objects (autopar/ir/keys.py).
 TORCH_META_KEYS = {
@@ -166,9 +180,24 @@ def private_torch_uses(path: Path) -> list[str]:
     return [f"{name_of(path)}:{line} {module}" for line, module in sorted(uses)]
 
 
+def private_attributes(module: ast.Module) -> list[tuple[int, str]]:
+    """`op._schema` and `getattr(op, "_schema")`; an attribute of `self` is one of ours."""
+    found = [
+        (node.lineno, node.attr)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES and dotted(node.value) != "self"
+    ]
+    for node in ast.walk(module):
+        if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr"):
+            names = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
+            found += [(node.lineno, str(name)) for name in names if name in PRIVATE_ATTRIBUTES]
+    return found
+
+
 def test_private_torch_api_stays_in_the_adapters() -> None:
-    ours = sources("autopar", *LINKED, "examples", "benchmarks")
-    found = [use for path in ours if name_of(path) not in PRIVATE_TORCH_FILES for use in private_torch_uses(path)]
+    ours = [path for path in sources("autopar", *LINKED, "examples", "benchmarks") if name_of(path) not in PRIVATE_TORCH_FILES]
+    found = [use for path in ours for use in private_torch_uses(path)]
+    found += [f"{name_of(path)}:{line} {name}" for path in ours for line, name in private_attributes(tree(path))]
     assert not found, "\n".join(found)
 
 
@@ -240,6 +269,8 @@ def test_every_dependency_is_declared() -> None:
 def test_the_checks_see_what_they_look_for() -> None:
     bad = 'node.meta["ours"] = 1\nnode.meta.get("also_ours")\nif "third" in node.meta: pass\nnode.meta["val"]\nnode.meta[KEY]\n'
     assert string_meta_keys(ast.parse(bad)) == [(1, "ours"), (2, "also_ours"), (3, "third")]
+    private = 'op._schema\nself._buffers\ngetattr(op, "_version", 0)\nstate.metadata\n'
+    assert private_attributes(ast.parse(private)) == [(1, "_schema"), (3, "_version")]
     assert is_private_torch("torch._dynamo.backends") and is_private_torch("torch.fx._pytree")
     assert not is_private_torch("torch.fx.node") and not is_private_torch("numpy._core")
     assert import_cycle(networkx.DiGraph(["ab", "bc", "cb"])) == "b → c → b" and not import_cycle(networkx.DiGraph(["ab", "bc", "ac"]))

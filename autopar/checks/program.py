@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import FakeTensorMode, OpOverload, fake_mode, pytree
+from autopar._torch import FakeTensorMode, OpOverload, fake_mode, pytree, schema_of, writes_operands
 from autopar.checks.violation import Violation, at
 from autopar.graph.fake_calls import fake_call
 from autopar.ir.keys import DIMS
@@ -92,8 +92,8 @@ class Values:
         return found
 
     def _run(self, node: Node) -> Outcome:
-        schema = getattr(node.target, "_schema", None)
-        operand = self._operand if schema is not None and not schema.is_mutable else self._fresh_operand
+        leaves_operands = schema_of(node.target) is not None and not writes_operands(node.target)
+        operand = self._operand if leaves_operands else self._fresh_operand
         try:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
             result = fake_call(self.mode, node.target, args, kwargs)

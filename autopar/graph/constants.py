@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import pytree
+from autopar._torch import pytree, schema_of, writes_operands
 from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.graph.promote import default_float64, promote_tensor, promoted_dtype
 from autopar.ir.arguments import call_of
@@ -82,8 +82,7 @@ class Constants:
         value = node.meta.get("val")
         fits = node.target in _FILLS or (isinstance(value, torch.Tensor) and value.numel() <= _MOST_ELEMENTS)
         name = str(node.target)
-        schema = getattr(node.target, "_schema", None)
-        is_known = schema is not None and not schema.is_mutable and not any(word in name for word in _UNKNOWN)
+        is_known = schema_of(node.target) is not None and not writes_operands(node.target) and not any(word in name for word in _UNKNOWN)
         return fits and is_known and (not self._written or memory_of(node) not in self._written)
 
     def _evaluate(self, node: Node) -> torch.Tensor | None:

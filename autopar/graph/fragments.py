@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from autopar._torch import schema_of
 from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.ir.instructions import Collective, Instruction, Launch, Run, Wait
@@ -164,7 +165,7 @@ def _module(nodes: list[Node], inputs: list[Node], outputs: list[Node], device: 
 
 def _creates(node: Node) -> bool:
     """Whether `node` makes a tensor out of nothing, on the device that it names."""
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return "device" in node.kwargs or (
         not node.all_input_nodes and schema is not None and any(a.name == "device" for a in schema.arguments)
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from autopar._torch import schema_of, writes_operands
 from autopar.ir.arguments import node_at
 
 aten = torch.ops.aten
@@ -26,8 +27,7 @@ _DISJOINT = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_si
 
 def writes(node: Node) -> bool:
     """Whether `node` writes into an operand."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return writes_operands(node.target)
 
 
 def written_by(writer: Node) -> Node:
@@ -43,8 +43,7 @@ def writers_of(graph: Graph) -> tuple[Node, ...]:
 
 def gives_back(writer: Node) -> bool:
     """Whether `writer` writes into an operand and its one result is that operand."""
-    schema = getattr(writer.target, "_schema", None)
-    returns = () if schema is None or not schema.is_mutable else schema.returns
+    returns = schema_of(writer.target).returns if writes(writer) else ()
     return len(returns) == 1 and returns[0].alias_info is not None and returns[0].alias_info.is_write
 
 
@@ -115,5 +114,5 @@ def between(source: Node, value: Node) -> set[Node]:
 
 
 def _shows(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node.target)
     return schema is None or node.target in _MAY_SHOW or any(each.alias_info is not None for each in schema.returns)

@@ -1,7 +1,7 @@
-"""What ATen ops have in common, one table a trait: the spellings of a product, a cast, a view.
+"""Tables of ATen overloads that mean the same: all products, all casts, all views.
 
-They are of ops that export leaves, in-place ones among them; `out_of_place` leaves these out where a write ends what can be read.
-Tables that look alike and mean something else stay with their readers: what is linear in LOCAL graphs, where collectives are as well
+They list the ops that `torch.export` leaves in a graph, in-place ones included; `out_of_place` removes these, for readers that stop at a
+write. Tables that look alike and mean something else are where they are used: what is linear in LOCAL graphs, where collectives are as well
 (`autopar/graph/microbatches.py`), what may share memory (`autopar/graph/overwrites.py`), what costs nothing (`autopar/cost/model.py`).
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar._torch import writes_operands
 from autopar.graph.emit import tensor_of
 
 aten = torch.ops.aten
@@ -45,7 +46,7 @@ WHOLE_VIEWS = frozenset(
 
 def out_of_place(ops: Sequence[Any]) -> tuple[Any, ...]:
     """`ops` without those that write into their operand."""
-    return tuple(op for op in ops if not op._schema.is_mutable)
+    return tuple(op for op in ops if not writes_operands(op))
 
 
 def is_cast(node: Node) -> bool:

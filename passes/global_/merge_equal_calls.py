@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import OpOverload
+from autopar._torch import OpOverload, writes_operands
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import save
 from autopar.ir.program import Program
@@ -46,7 +46,7 @@ def _is_pure(node: Node) -> bool:
     target = node.target
     if target is operator.getitem or target is save:
         return True
-    return isinstance(target, OpOverload) and not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+    return isinstance(target, OpOverload) and not writes_operands(target) and torch.Tag.nondeterministic_seeded not in target.tags
 
 
 def _frozen(value: Any) -> Any:

@@ -16,7 +16,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.options import BatchDims
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
-from autopar.runtime._torch import Backend
+from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World, from_first
 from autopar.runtime.module.guard import ModelGuard
@@ -84,10 +84,7 @@ class CapturingModule(NamesOfModel):
     ) -> None:
         super().__init__()
         check_names(model, type(self), (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
-        # The very dicts of the model: every name, tie, hook and submodule is what it was.
-        self._parameters, self._buffers, self._modules = model._parameters, model._buffers, model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
-        self._backward_hooks, self._backward_pre_hooks = model._backward_hooks, model._backward_pre_hooks
+        share_contents(self, model)
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None

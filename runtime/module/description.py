@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from autopar.frontend.module_hooks import BACKWARD_HOOKS, FORWARD_HOOK_FLAGS, FORWARD_HOOKS
+from autopar.runtime._torch import version_of
 
 MAX_ITEMS = 2000  # of a container; a longer one (a vocabulary) is compared by identity
 MAX_VALUES = 20_000  # in containers and objects in all; what comes after them is compared by identity
@@ -85,7 +86,7 @@ class Watch:
         self._lengths = list(map(len, self._filled))
         self._values = list(chain.from_iterable(self._filled))
         self._tensors, self._forms = tensors, list(map(_form, tensors))
-        self._constants, self._versions = constants, list(map(_version, constants))
+        self._constants, self._versions = constants, list(map(version_of, constants))
         self.parameters = [each for each in tensors if isinstance(each, nn.Parameter)]
 
     def is_unchanged(self) -> bool:
@@ -95,7 +96,7 @@ class Watch:
             and all(map(is_, chain.from_iterable(self._filled), self._values))
             and list(map(type, self._modules)) == self._classes
             and list(map(_form, self._tensors)) == self._forms
-            and list(map(_version, self._constants)) == self._versions
+            and list(map(version_of, self._constants)) == self._versions
         )
 
 
@@ -123,11 +124,6 @@ def _words(entries: dict[str, Any], path: str) -> str:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.dtype)
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often it was written in place; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class _Walk:
@@ -219,7 +215,7 @@ class _Walk:
     def _constant(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """A tensor that is no buffer: its values are in the program."""
         self.constants.append(tensor)
-        return (Same(tensor), _version(tensor), *_form(tensor))
+        return (Same(tensor), version_of(tensor), *_form(tensor))
 
     def _contents(self, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, functools.partial):

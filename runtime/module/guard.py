@@ -31,7 +31,7 @@ class ModelGuard:
         self._states: list[dict[str, object]] = []
         self._watches: dict[int, Watch] = {}
         self._written: frozenset[str] = frozenset()
-        self._parameters: dict[str, ParameterForm] | None = None
+        self._parameter_forms: dict[str, ParameterForm] | None = None
         self._latest: _State | None = None
         self._captured = 0
 
@@ -42,8 +42,8 @@ class ModelGuard:
                 self._latest = _State(number, self._states[number], self._watches[number])
                 return number
         description = describe(self._model, self._written)
-        if self._parameters is not None:
-            _check_parameters(self._parameters, description.parameters)
+        if self._parameter_forms is not None:
+            _check_parameters(self._parameter_forms, description.parameters)
         known = (number for number, entries in enumerate(self._states) if entries == description.entries)
         self._latest = _State(next(known, len(self._states)), description.entries, description.watch)
         if self._latest.number < len(self._states):
@@ -67,12 +67,12 @@ class ModelGuard:
         description, self._captured = describe(self._model, self._written), self._latest.number
         self._states[self._captured : self._captured + 1] = [description.entries]
         self._watches = {self._captured: description.watch}
-        self._parameters = self._parameters or description.parameters
+        self._parameter_forms = self._parameter_forms or description.parameters
 
     def copied(self, model: nn.Module) -> ModelGuard:
         """A guard for a deep copy of the model, which knows the states that were captured here."""
         guard = ModelGuard(model)
-        guard._states, guard._written, guard._parameters = list(self._states), self._written, self._parameters
+        guard._states, guard._written, guard._parameter_forms = list(self._states), self._written, self._parameter_forms
         guard._captured = self._captured
         return guard
 

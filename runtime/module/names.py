@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError
+from autopar.runtime._torch import registered_names
 
 logger = logging.getLogger("autopar")
 
@@ -69,7 +70,7 @@ def check_names(model: nn.Module, own: type[nn.Module], attributes: Collection[s
 
     Another name that `own` has as well is logged: it stays the model's, and is reached through the model alone.
     """
-    taken = {**model._parameters, **model._buffers, **model._modules}
+    taken = registered_names(model)
     for name in attributes:
         if name in taken:
             raise AutoparError(

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import ArgumentError
+from autopar.runtime._torch import has_forward_pre_hooks
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -19,7 +20,7 @@ def check_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, 
 
     A forward that takes whatever it is given (a decorator does) is asked when it is captured.
     """
-    if model._forward_pre_hooks:  # they may pass on other arguments
+    if has_forward_pre_hooks(model):  # they may pass on other arguments
         return
     try:
         signature = inspect.signature(model.forward, follow_wrapped=False)

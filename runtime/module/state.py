@@ -13,19 +13,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanError
+from autopar.runtime._torch import metadata_of, with_metadata
 from autopar.runtime.execute.world import DistributedWorld, World
 from autopar.runtime.module.placement import like, torch_can_gather_tensor
 
 
 def with_random_state(state: Any, seed: int | None, step: int) -> Any:
     """`state` with seed and step in its metadata, where `nn.Module.load_state_dict` of a plain model does not mind them."""
-    state._metadata.setdefault("", {})["autopar"] = {"seed": seed, "step": step}
+    metadata_of(state).setdefault("", {})["autopar"] = {"seed": seed, "step": step}
     return state
 
 
 def random_state_of(state: Mapping[str, Any], seed: int | None, step: int) -> tuple[int | None, int]:
     """Seed and step that `state` carries, or the ones given."""
-    found = getattr(state, "_metadata", {}).get("", {}).get("autopar")
+    found = metadata_of(state).get("", {}).get("autopar")
     return (found["seed"], found["step"]) if found else (seed, step)
 
 
@@ -33,8 +34,7 @@ def full_state(state: Any, world: World, parameters: Mapping[str, torch.Tensor])
     """`state` (made with `keep_vars=True`) with every parameter whole and detached. Collective."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     full: dict[int, torch.Tensor] = {}
-    result: OrderedDict[str, Any] = OrderedDict()
-    result._metadata = getattr(state, "_metadata", OrderedDict())  # type: ignore[attr-defined]
+    result: OrderedDict[str, Any] = with_metadata(OrderedDict(), metadata_of(state))
     for key, value in state.items():
         if id(value) in names and id(value) not in full:
             is_placed = world.is_virtual or isinstance(value, DTensor) or value.is_meta

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import OpOverload
+from autopar._torch import OpOverload, writes_operands
 from autopar.ir.program import operands, results_of
 from autopar.ir.sharding import ReductionKind
 from autopar.ops.probing.isolated import isolated
@@ -66,7 +66,7 @@ def _may_be_tried(node: Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload) or target.namespace in _NAMESPACES:
         return False
-    if target._schema.is_mutable or any(tag in target.tags for tag in _REFUSED):
+    if writes_operands(target) or any(tag in target.tags for tag in _REFUSED):
         return False
     values = [value for source in operands(node) for value in results_of(source)] + list(results_of(node))
     one_each = all(len(results_of(source)) == 1 for source in operands(node))
