@@ -1,14 +1,14 @@
-"""Ranks that are alike: of each class one is proved, and stands for all.
+"""Which ranks run the same schedule up to a shift along the mesh: one rank of each such class is checked, on behalf of all.
 
-An axis is *uniform* when no rank's schedule changes along it and no SEND or RECV goes along it. Ranks that differ on uniform
-axes alone run one and the same list, in groups and channels that are the same but for a shift along these axes.
+An axis is *uniform* when all ranks along it have the same schedule, and no SEND or RECV goes along it. Ranks whose coordinates
+differ on uniform axes only are one class: they run the same instructions, in groups and channels shifted along these axes.
 
-That proves them all. Execution is confluent: a rank that advances never takes from another what it waits for, so whoever goes
-first, all get equally far. Let a whole class advance at once: what one of its ranks waits for is launched by a rank of another
-class, and by all others of that class for all others of the first; what a class waits for within itself is launched by all
-its ranks at the same moment. So ranks that are alike always stand at the same instruction, and those at coordinate 0 of the
-uniform axes, meeting among themselves, deadlock exactly when all ranks do. A collective over uniform axes alone is launched in
-one order by construction. Shapes depend on how many ranks a group has, and are proved with all of them.
+Why one rank of a class is enough: execution is confluent, since a rank that advances never takes away what another one waits
+for. The order in which ranks advance makes no difference, so let all ranks of a class advance together. What one of them waits
+for from another class is launched by all ranks of that class together, and so is there for all who wait; what it waits for from
+its own class is launched at the same moment. So ranks of a class are always at the same instruction, and the ranks at
+coordinate 0 of the uniform axes, taken alone, deadlock exactly when all ranks do. A collective over uniform axes alone is
+launched in one order by construction. Shapes depend on the sizes of groups, and are checked with groups of full size.
 """
 
 from __future__ import annotations

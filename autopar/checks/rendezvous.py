@@ -1,4 +1,4 @@
-"""What no rank can see alone of transfers: that each has a peer, that sends meet receives, that everybody gets to the end."""
+"""Checks that need the schedules of all ranks: each SEND has its RECV, both carry the same values, and no rank deadlocks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs passes, and what a compile leaves behind."""
+"""The pass manager, the options of a compile, and its result."""

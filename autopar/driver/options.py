@@ -1,4 +1,4 @@
-"""What the user asked of a compile."""
+"""The options of `autopar.compile`, as one value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward writes to its modules while it is traced (a cached mask, a counter) is undone: it would hold tensors of the trace."""
+"""Undoes what forward assigns to its modules while it is traced (a cached mask, a counter): the model would keep tensors of the trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of functions that a trace has filled: what they hold would outlive it."""
+"""Empties each `functools.lru_cache` in which a trace has left fake tensors, which later calls of the model would be given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stops a capture, in the user's words: what is wrong, where in their source, how to mend it; torch's own text comes last."""
+"""From an exception of `torch.export` to an error for users: what is wrong, where in their source, how to fix it; torch's text last."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What torch's own functions ask of values while a model is traced: assumed to hold, and asserted when the program runs.
+"""Checks of values inside PyTorch's own functions: assumed to hold while a model is traced, and asserted when the program runs.
 
-`torch.distributions` looks whether every scale is positive, `gaussian_nll_loss` whether every variance is. No branch of the model's
-hangs on that, so a trace need not stop there. While `library_checks_asserted` is entered, these functions have forms that say
-`holds(...)` in place of `if not ...: raise`; `autopar.frontend.value_checks` makes outputs of the program of these.
+`torch.distributions` checks that every scale is positive, `gaussian_nll_loss` that every variance is. No branch of the model depends on
+the answer, so a trace need not stop there. While `library_checks_asserted` is entered, these functions are replaced by versions that
+call `holds(...)` in place of `if not ...: raise`; `autopar.frontend.value_checks` turns these calls into outputs of the program.
 
-Left as they are, so that a model which calls them is still refused: what counts rejected draws (`VonMises.sample`), `Wishart`,
+Left as they are, so that a model which calls them is still refused: sampling by rejection (`VonMises.sample`), `Wishart`,
 the divergence of two binomials, tensors' own methods (`x.cov()`: write `torch.cov(x)`), and a function that was taken out of its
 module before (`from torch.nn.functional import gaussian_nll_loss`: write `F.gaussian_nll_loss`).
 """

@@ -1,4 +1,4 @@
-"""Operands of several dtypes that no kernel takes together: fake tensors let many pass, and the first real call would fail."""
+"""Refuses operands of dtypes that no kernel takes together (float32 times bfloat16): fake tensors let many pass, real ones would fail."""
 
 from __future__ import annotations
 

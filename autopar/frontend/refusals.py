@@ -1,4 +1,4 @@
-"""What a capture would silently get wrong: refused, or warned of where it need not matter."""
+"""Models that a capture would get wrong without an error: refused, or warned of where the difference need not matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a model as the trace sees it, where it will not run otherwise."""
+"""Runs a model with `torch.compiler.is_compiling()` true, as in a trace, if it fails without."""
 
 from __future__ import annotations
 

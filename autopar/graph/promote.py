@@ -1,7 +1,7 @@
-"""The same program in float64, and the original model made to compute in float64 alike.
+"""Promotion to float64, of a program and of the original model alike, to tell mistakes from rounding.
 
 Models cast to float32 inside whatever their weights are (logits, norms, rotary angles), so two programs that compute
-the same agree to 1e-7 only. Promoted, the very same graph differs by rounding of float64: what is left is a mistake.
+the same agree to 1e-7 only. Promoted, the very same graph differs by rounding of float64: any larger difference is a mistake.
 """
 
 from __future__ import annotations

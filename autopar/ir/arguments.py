@@ -1,4 +1,4 @@
-"""The arguments of a call, in the types they are known to have: a graph gives all of them the same one."""
+"""Typed access to the arguments of a call: torch.fx gives all of them the same broad type, ops say what they take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What passes say of ops of our own: of every place where they looked, fused or not and why, and which kernel runs it, and why."""
+"""Reports of the fusing passes: each place where one of our ops could stand, whether it does or why not, and which kernel runs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The typed slots of `node.meta` that belong to autopar. There are no other keys of ours."""
+"""The typed keys under which autopar stores values in `node.meta`. It uses no others."""
 
 from __future__ import annotations
 

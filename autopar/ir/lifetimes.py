@@ -1,4 +1,4 @@
-"""How long buffers of a schedule are in use."""
+"""The lifetimes of the buffers of a schedule: the last instruction that uses each, behind which it is freed."""
 
 from __future__ import annotations
 

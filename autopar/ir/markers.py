@@ -1,4 +1,4 @@
-"""Identities in a GLOBAL graph whose only purpose is a sharding of their own; nothing of them is left in a LOCAL one."""
+"""Identity ops of a GLOBAL graph, so that a value can have another sharding from there on. Lowering to LOCAL removes them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 def save(x: torch.Tensor) -> torch.Tensor:
-    """x, held from here until the backward has read it."""
+    """x, in the sharding in which it is kept in memory until the backward has read it."""
     return x
 
 
 def pinned(x: torch.Tensor) -> torch.Tensor:
-    """x, lying here as the user pinned it."""
+    """x, in the sharding that the user pinned the output of a module to."""
     return x
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
-    """x with its sums over ranks done: the same bits for all who read it, however they want it split."""
+    """x, no longer a partial sum: reduced over ranks once, so that all readers see the same bits, however they want it split."""
     return x
 
 

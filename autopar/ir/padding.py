@@ -1,4 +1,4 @@
-"""Sizes that do not divide: a value with some of its atoms grown, zeros where it has no elements.
+"""Padding of sizes that a mesh axis does not divide: some atoms of a value are enlarged, and what is added is zero.
 
 A vocabulary of 97 on tp = 4 is stored as 100 words, 25 a rank: the last rank holds 22 words and 3 rows of zeros.
 """

@@ -1,1 +1,1 @@
-"""What ops are to the sharder: rules, atoms, strategies, local forms."""
+"""How ops can be sharded: rules, atoms, strategies, and the op that one rank runs."""

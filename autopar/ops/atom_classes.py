@@ -1,4 +1,4 @@
-"""Atoms that walk together through a graph: what splits one of them splits all, and what pads one pads all."""
+"""Classes of atoms that ops index together: an axis that splits one atom of a class can split all, padding one pads all."""
 
 from __future__ import annotations
 

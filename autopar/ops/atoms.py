@@ -1,7 +1,7 @@
 """Atoms: the pieces of every dim that some op of the graph tells apart.
 
 A merged `B * S` dim, or a fused qkv dim of (3, heads, head dim), cannot be split by dims. So each dim
-keeps a set of *cuts*: inner strides at which some view, somewhere, breaks it. Ops join dims that walk together
+keeps a set of *cuts*: inner strides at which some view, somewhere, breaks it. Ops join dims that they index together
 (equal labels in their rule), views translate cuts between the dims they merge and break. Propagated to a
 fixpoint, the cuts of a dim are its atoms, and every view is the identity on atoms.
 """

@@ -1,6 +1,6 @@
 """The rule of a node: the one registered for its op, or else one found by running it.
 
-Apart from `autopar.ops.rule`, which rules and the prober import to say what a rule is.
+A module of its own, because the rules and the probing, which it imports, import `autopar.ops.rule` themselves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An op on padded operands, in a GLOBAL graph; and the ways between a value and its padded form."""
+"""How each op runs on padded operands, and how values are padded and cut to size again, as nodes of a GLOBAL graph."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an op is to the sharder: its iteration space, and where it is linear.
+"""Sharding rules: the iteration space of an op, as einsum-like labels of dims, and the operands in which it is linear.
 
 A rule labels every dim of every operand and result, as einsum does: `mm` is "mk,kn->mn". Dims
-with equal labels walk together, so they share atoms and may be split together. A result that
+with equal labels are one index of the op, so they share atoms and may be split together. A result that
 lacks a label which an operand has is reduced over it: splitting the label leaves that result
 unreduced. An operand that lacks a label is needed whole. `None` marks a dim that cannot be split
 (or has size 1). A dim may carry several labels, major first: the query heads of grouped attention

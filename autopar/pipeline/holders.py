@@ -1,4 +1,4 @@
-"""The stages that hold each parameter, and the cuts that leave it with them: what the first capture placed stays."""
+"""Which stages hold each parameter, and which cuts into stages leave all parameters where the first capture placed them."""
 
 from __future__ import annotations
 

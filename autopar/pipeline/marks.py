@@ -1,4 +1,4 @@
-"""Where in the grid of actions an instruction stands, so that what is wrong with it can be marked there."""
+"""From instructions to cells of the printed grid of actions, so that errors can be marked there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step in its last form: what every rank executes.
+"""The last form of a program: the instructions of every rank for one training step.
 
 Passes of `passes/schedule/` write it, first whole actions at a time, then the fragments, collectives and transfers of each:
 

@@ -1,4 +1,4 @@
-"""What is done once a step: what follows on sums, and transfers that are complete at once."""
+"""Instructions that run once a step, not for each microbatch: what is computed from complete sums, and blocking transfers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What was decided, as data: written, read, compared; what the user fixes beforehand."""
+"""Plans: all decisions of a compile as data that is saved, loaded and compared; pins, which fix some of them beforehand."""

@@ -1,4 +1,4 @@
-"""What `summary` is made of: dicts that go to JSON."""
+"""The typed dicts that `summary` returns."""
 
 from __future__ import annotations
 

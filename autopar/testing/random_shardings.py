@@ -1,4 +1,4 @@
-"""A random legal strategy at every node: the fuzzer of everything after the search."""
+"""Picks a random legal strategy for every node, so that tests reach lowerings that no search would choose."""
 
 from __future__ import annotations
 

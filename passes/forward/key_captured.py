@@ -1,4 +1,4 @@
-"""The program as it was captured, its draws keyed and nothing else rewritten: what `verify` compares with where something is drawn."""
+"""The captured program with its random ops keyed and nothing else rewritten: what `verify` compares with if the model has dropout."""
 
 from __future__ import annotations
 

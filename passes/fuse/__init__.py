@@ -1,6 +1,6 @@
-"""The forms in which users write what one op of ours computes: a folder for each kind of op, and what all of them share.
+"""Pattern matching for fusions: a folder for each op of ours, with the ways in which models write it in plain ops, and what they share.
 
-reading.py  a value up to casts and numbers, and the pairs in which an op of two may be read
-guards.py   what must hold around a form: nobody else reads what is between, and no memory is written meanwhile
-match.py    a form that was found, and how passes look for forms and write ops in their place
+reading.py  reads a value past casts and factors, and the operands of a commutative op both ways round
+guards.py   when a match may be replaced: nothing else reads what is inside, and no memory is written in between
+match.py    a match, the search for matches, and the op that replaces one
 """

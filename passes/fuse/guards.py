@@ -1,4 +1,4 @@
-"""What must hold wherever one op takes the place of several: nobody else reads what is between, and no memory is written meanwhile."""
+"""When one op may replace several: nothing else reads the values inside, and no operand is written in place in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A form that was found, and the one way in which passes look for forms and write ops in their place."""
+"""A pattern that was matched in a graph, the search for matches, and the op that replaces one: the same for all fusing passes."""
 
 from __future__ import annotations
 

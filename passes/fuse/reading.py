@@ -1,4 +1,4 @@
-"""What the readers of all forms share: a value up to casts and numbers, and the pairs in which an op of two may be read."""
+"""Shared by all pattern matchers: reading a value past casts and factors, and the operands of a commutative op both ways round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules that the user pinned give becomes nodes, so that each can be held to its sharding."""
+"""A `pinned` node behind each output of a module that the user pinned, which the search then keeps in that sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backward reads of the forward becomes nodes, so that it can be decided upon: in which sharding is it held?"""
+"""A `save` node behind each forward value that the backward reads, so that the search decides in which sharding it is kept."""
 
 from __future__ import annotations
 

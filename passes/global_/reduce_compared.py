@@ -36,7 +36,7 @@ class ReduceCompared:
     a sum add it up in one order for an all-reduce and in another for a reduce-scatter: the last bits differ, and of one reader's
     elements none would equal the other's maximum. Settled, a sum is reduced once; what readers want else is cut or gathered.
 
-    Settled is what was made, not what was then moved, picked or copied: both sides may be made of it.
+    The node stands where the value was computed, before it was moved, indexed or copied: both sides may be made from it.
 
     Reads: PHASE. Writes: `settled` nodes with PHASE, SOURCE. Ensures: values are unchanged; no floating-point value that a
     comparison of two tensors shows, or that of a difference with a number, is left as an unreduced sum.

@@ -1,4 +1,4 @@
-"""An axis larger than the atom it meets is broken into sub-axes, so that part of it can still split that atom."""
+"""A mesh axis that is larger than an atom becomes several sub-axes, so that one of them can split the atom."""
 
 from __future__ import annotations
 

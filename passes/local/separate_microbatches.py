@@ -1,4 +1,4 @@
-"""A LOCAL program in which microbatches meet only before the first and after the last of them."""
+"""Replaces reductions over microbatches inside the step, so that each microbatch can run without the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results have their places, and what every rank hands to its caller is there on all of them."""
+"""Says where each result of the step lies, and sends losses, outputs and changed buffers to the ranks that lack them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done once a step to sums over the microbatches that one stage makes and wants: gradients are reduced over the replicas."""
+"""After the last backward of a stage, its gradients, summed over the microbatches, are reduced over the replicas."""
 
 from __future__ import annotations
 

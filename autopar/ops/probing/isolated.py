@@ -1,4 +1,4 @@
-"""Runs what may crash: in a forked copy of this process, whose end is the worst that can happen."""
+"""Runs a function in a forked child, so that a crash or an endless loop of a kernel ends the child and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rules of our own ops, which stand as plain labels beside their kernels (`autopar/kernels/registration.py`)."""
+"""Sharding rules of our own ops, from the labels that are registered with their kernels (`autopar/kernels/registration.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pointwise ops: every dim of the result walks with the dims it is broadcast from.
+"""Pointwise ops: every dim of the result has the label of the operands' dims that are broadcast to it.
 
 All overloads that torch tags `pointwise` have the rule; the tables say where an op is linear.
 """

@@ -1,7 +1,7 @@
-"""Between two assignments of a folded problem, of which one fits into memory: equal layers decided one by one.
+"""Mixes two assignments of a folded problem, a fast one and one that fits into memory, by deciding equal layers one by one.
 
-Where every layer saves a value or none does, memory moves in leaps. The assignments differ in some nodes; those that hang
-together (a layer's, say) change together, and as many of these parts are changed as fit.
+As long as every layer saves a value or none does, memory changes in large steps. The assignments differ in some nodes; those that
+are connected (of one layer, say) change together, and as many of these parts are changed as fit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One attention as the op takes it, and the op in its place."""
+"""One matched attention: the operands and options of `autopar.attention`, and the call that replaces it."""
 
 from __future__ import annotations
 

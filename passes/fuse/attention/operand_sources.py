@@ -1,4 +1,4 @@
-"""What queries, keys and values were before they were laid out, repeated, scaled by a number or made wider."""
+"""Queries, keys and values before views, `repeat_kv`, a scale by a number or a cast to a wider dtype."""
 
 from __future__ import annotations
 

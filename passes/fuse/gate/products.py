@@ -1,4 +1,4 @@
-"""What a product is made of: numbers and factors, and of one factor the polynomial of its operand that it holds."""
+"""Takes products apart into numbers and tensors, and reads one tensor as a polynomial of another (x + 0.044715 x³)."""
 
 from __future__ import annotations
 
