@@ -1,1 +1,1 @@
-"""Seconds and bytes, and the hardware that they are of."""
+"""The cost model, in seconds and bytes, and the hardware that it is given."""

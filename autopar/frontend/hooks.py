@@ -1,6 +1,6 @@
 """Hooks that forward registers on gradients: `hidden.register_hook(lambda gradient: gradient * 2)`.
 
-`torch.export` drops them, and gradients would silently be others. So while a model is exported each hook stands in the graph as a
+`torch.export` drops them, and gradients would silently be wrong. So while a model is exported each hook stands in the graph as a
 custom function: forward the identity, backward what the hook computes. `hooks_placed` then has all readers of the tensor
 read through it, those before the hook as well: a hook sees the whole gradient of its tensor.
 

@@ -2,7 +2,7 @@
 
 Many of ATen's kernels read an operand, mostly a gradient, a statistic or an index, as if it were contiguous without looking, and
 answer wrongly where it is not: the backward ops of weight norm, layer norm, group norm and 3-d pools, bags of embeddings, attention
-on CPU. Collectives and slices leave parts laid out otherwise than the whole was, so what the original never met, a rank may.
+on CPU. After collectives and slices a part may have other strides than the whole, so that a rank meets strides the model never had.
 """
 
 from __future__ import annotations

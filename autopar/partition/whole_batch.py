@@ -1,4 +1,4 @@
-"""What needs the whole batch at once: where microbatches, one after another, would come to something else than the model.
+"""Finds what needs the whole batch at once: run microbatch by microbatch, it would compute something else than the model does.
 
 Every value of a GLOBAL program is followed along the axis of the microbatches alone, by the rules that the search goes by. A
 microbatch can have it
@@ -9,8 +9,8 @@ microbatch can have it
     affine     such a sum, and with it what all have alike (a loss and a penalty on the weights). Of a loss or a gradient that is the
                mean over the microbatches of what each makes of its own samples, and so of whatever is linear in it
 
-and all of it at once where it is known ahead, from the inputs alone (a count of tokens). An op that reads none of its operands in
-a way that it can be had *mixes* microbatches: the root of a mean, the statistics of a batch norm, a sort over samples. So does a
+and all of it at once where it is known ahead, from the inputs alone (a count of tokens). An op whose result a microbatch
+can have in none of these ways *mixes* microbatches: the root of a mean, the statistics of a batch norm, a sort over samples. So does a
 buffer to which more is done than adding sums over the samples.
 """
 

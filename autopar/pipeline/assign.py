@@ -1,8 +1,8 @@
 """From the stages of the forward to those of every node: a backward node runs where its forward partner ran.
 
-Partners share autograd's sequence number. What it says wrongly is mended along the data: gradients flow from later stages
-to earlier ones, and the sum of two of them is taken where both have arrived. What the backward makes anew of saved values
-(views, for the most part) descends from no gradient and holds none back: it is made where it is read.
+Partners share autograd's sequence number. Where that is misleading, the data flow corrects it: gradients flow from later stages
+to earlier ones, and two of them are added on the stage where both have arrived. Backward ops that do not depend on a gradient
+(views of saved values, for the most part) run on the stage that reads them.
 
     stage 0   f0 ── f1 ──┐                     ┌─► b1 ── b0
                          ▼                     │

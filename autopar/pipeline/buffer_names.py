@@ -1,4 +1,4 @@
-"""What values of a LOCAL program are called in a schedule, where there is one of each microbatch, and what the names stand for.
+"""Names of buffers in a schedule: one for each value of the LOCAL program and each microbatch; and what a name stands for.
 
 h@2          a value of microbatch 2; where there is one microbatch, h
 tokens       what there is one of in a step: parameters, what is known ahead, what is done to sums

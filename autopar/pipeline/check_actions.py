@@ -1,7 +1,6 @@
-"""What one rank of a pipeline must do, whatever becomes of its buffers: which actions, sends and reductions, and in which order.
+"""Checks of what each rank of a pipeline runs: which actions, in which order, with which sends, receives and reductions.
 
-That values are there when they are read, that sends meet receives and that everybody gets to the end is proved of pipelines as
-of any schedule, by `autopar.checks.schedule`.
+Buffers, the pairing of sends with receives, and freedom from deadlock are checked as of any schedule, by `autopar.checks.schedule`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The line of units that a program is: what can be placed on stages, priced, with the nodes that each unit stands for.
+"""A program as a line of units, the smallest pieces that can be placed on stages, each with its costs and its nodes.
 
 A unit is a forward op with its backward. Ops of the forward that autograd knows by one sequence number (a product and its bias)
 are one unit, since their backward is one. Which unit a backward node belongs to is what `assign_stages` says, with units for

@@ -1,4 +1,4 @@
-"""The dicts of `torch.distributed.tensor.parallel.parallelize_module` as pins.
+"""Pins from the dicts of styles that `torch.distributed.tensor.parallel.parallelize_module` takes.
 
     pins={"model.layers.*.mlp.up_proj": ColwiseParallel(),
           "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),

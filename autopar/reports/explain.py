@@ -1,4 +1,4 @@
-"""The decisions of a compile in the user's words: what is split, how, what else was possible, what it costs.
+"""The text of `explain`: what is split and how, what else was possible, and what each costs.
 
 parameters on dp=2 × tp=2
   transformer.h.*.mlp.c_fc.weight [1024, 4096@tp]   split dim 1 over tp (column)   × 24

@@ -1,4 +1,4 @@
-"""Why one thing is as it is: its sharding, what it costs, how values come and go, what else it could be at which price.
+"""The text of `why`: the sharding of one op or parameter, its costs, the reshards around it, and the alternatives with their prices.
 
 model.layers.*.mlp.down_proj forward aten.mm [(8@dp, 512), 64@tp] × [64@tp, 32] → [(8@dp, 512), 32] sum@tp   dp:m.0 tp:k   × 2
     takes 31 µs: compute 28 µs, memory traffic and launch 3 µs; split over 4 of 4 ranks

@@ -2,9 +2,9 @@
 
 A factor is claimed only when every way to cut it, down to single elements, contiguous or with strides, gives the parts of the
 whole result (or addends, or a maximum of it): for every set of values, every reading of the literals, and once more on larger
-operands. An operand is cut only where it must be: what is true of it whole is not claimed of its parts, be a dim of it as long as the
-others or not. What draws random numbers, writes into its operands, keeps a state, or fails on small values has no rule: it runs
-replicated. Linearity is never inferred: no number of samples tells `min(x, 1e9)` from `x`.
+operands. An operand is cut only if it must be: where the parts of the result come out right with the whole operand, it stays whole, even
+if one of its dims has the size of those that are cut. What draws random numbers, writes into its operands, keeps a state, or fails on
+small values has no rule: it runs replicated. Linearity is never inferred: no number of samples tells `min(x, 1e9)` from `x`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs of one op on concrete values, whole and in parts: what `autopar.ops.probing.probe` judges by.
+"""Runs one op on concrete values, whole and in parts, for `autopar.ops.probing.probe` to compare.
 
 Dims that have one size in the graph get one small size here, other sizes other ones, all divisible by 2 and 3. Literals that
 look like sizes are read in several ways, and each reading under which the op runs is a trial: a literal may be a size, a bound

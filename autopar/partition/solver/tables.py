@@ -1,4 +1,4 @@
-"""A folded assignment problem as arrays: costs by candidate, and for every value who must be in which state.
+"""A folded assignment problem as arrays: the cost of each candidate, and of each value the states in which it is given and needed.
 
 States of a value are numbered; a candidate is known by the numbers of the states that it gives and needs. What a change
 of state costs is a matrix [given, needed], made once for all values of equal `price_class` and states.

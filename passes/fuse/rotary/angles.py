@@ -1,4 +1,4 @@
-"""Cosines and sines as the op takes them: [..., R], one a turned element."""
+"""Cosines and sines in the shape that the op takes: [..., R], one for each rotated element."""
 
 from __future__ import annotations
 
