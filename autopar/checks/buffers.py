@@ -14,14 +14,14 @@ from autopar.ir.schedule import Schedule, TensorType
 
 
 def check_buffers(
-    rank: int, schedule: Schedule, mesh: Mesh, actions: Container[str] = frozenset(), is_whole: bool = True
+    rank: int, schedule: Schedule, mesh: Mesh, actions: Container[str] = frozenset(), is_executable: bool = True
 ) -> list[Violation]:
     """Every violation that shows on `rank` alone; `autopar.checks.schedule` lists the invariants.
 
-    `actions` are what RUN may name besides fragments. Of a schedule that is not whole results may be missing, buffers may stay,
-    and may have no sizes.
+    `actions` are what RUN may name besides fragments. Buffers may stay in a schedule that is not executable yet, and where none has
+    a size, as in a grid, none needs one.
     """
-    return _Walk(rank, schedule, mesh, actions, is_whole).run()
+    return _Walk(rank, schedule, mesh, actions, is_executable).run()
 
 
 def place(rank: int, number: int, instruction: Instruction) -> str:
@@ -38,9 +38,10 @@ def describe(layout: TensorType) -> str:
 class _Walk:
     """One rank's schedule from the first instruction to the last, with the buffers that are there."""
 
-    def __init__(self, rank: int, schedule: Schedule, mesh: Mesh, actions: Container[str], is_whole: bool) -> None:
+    def __init__(self, rank: int, schedule: Schedule, mesh: Mesh, actions: Container[str], is_executable: bool) -> None:
         self.rank, self.schedule, self.mesh = rank, schedule, mesh
-        self.actions, self.is_whole = actions, is_whole
+        self.actions, self.is_executable = actions, is_executable
+        self.has_sizes = is_executable or any(each.type for each in schedule.buffers.values())
         inputs = schedule.signature.inputs
         pauses = not schedule.ends_with_pause and any(isinstance(each, Pause) for each in schedule.instructions)
         self.late = {name for item, name in zip(inputs, schedule.inputs, strict=True) if pauses and item.kind == "tangent"}
@@ -176,7 +177,7 @@ class _Walk:
             self.write(name)
             self.alive.discard(name)
             self.arriving[name] = instruction.transfer
-            if self.is_whole and self.schedule.type_of(name) is None:
+            if self.has_sizes and self.schedule.type_of(name) is None:
                 self.say(
                     f"nothing says how large buffer {name} is", "its shape and dtype", "neither", "put them into the schedule's buffers"
                 )
@@ -241,7 +242,7 @@ class _Walk:
 
     def _present(self, *kinds: str) -> None:
         for item, name in zip(self.schedule.signature.outputs, self.schedule.outputs, strict=True):
-            if item.kind not in kinds or not self.is_whole:
+            if item.kind not in kinds:
                 continue
             # Whoever has it now may keep it.
             self.closed.setdefault(name, self.number)
@@ -258,7 +259,7 @@ class _Walk:
             what = f"the collective into {name}" if isinstance(flight, Launch) else f"the {_noun(flight)} {name}"
             self.say(f"{what} is never waited for", f"one WAIT for each {_word(flight)}", "none", f"add WAIT {name}")
         left = self.alive - set(self.schedule.inputs) - set(self.schedule.outputs)
-        if left and self.is_whole:
+        if left and self.is_executable:
             self.say("buffers are never freed", got=", ".join(sorted(left)), fix="free each after its last use")
 
 

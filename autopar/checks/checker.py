@@ -20,6 +20,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.printing import print_program
 from autopar.ir.program import Form, Program
 from autopar.ir.schedule import Schedule
+from autopar.pipeline.check import check_program as check_schedule_so_far
 from autopar.pipeline.schedule_program import ScheduleProgram
 
 
@@ -47,15 +48,19 @@ def check(program: Program, title: str = "check", values: Values | None = None, 
 
 @dataclass
 class Checker:
-    """The check as an observer of passes. It remembers what ops yield, and the last GLOBAL program for the LOCAL ones that follow."""
+    """The check as an observer of passes. It remembers what ops yield, the last GLOBAL program for the LOCAL ones that follow, and the
+    schedule that it proved last: a pass may have had nothing to do."""
 
     values: Values = field(default_factory=Values)
     origin: Program | None = None
+    proved: ScheduleProgram | None = None
 
     def __call__(self, step: PassRun | SchedulePassRun) -> None:
         title = f"after pass {step.number}, {step.name}" if step.number else "as captured"
         if isinstance(step, SchedulePassRun):
-            check_schedule_program(step.program, title)
+            if step.program is not self.proved:
+                check_schedule_program(step.program, title)
+            self.proved = step.program
             return
         check(step.program, title, self.values, self.origin)
         if step.program.form is Form.GLOBAL:
@@ -65,17 +70,19 @@ class Checker:
 def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh, title: str = "") -> None:
     """Raise `ScheduleError` naming everything that would go wrong when the ranks of `mesh` run `schedules`, one for each."""
     by_rank = schedules if isinstance(schedules, Mapping) else dict(enumerate(schedules))
-    found = check_schedule(by_rank, mesh)
+    _refuse(check_schedule(by_rank, mesh), by_rank, mesh, title)
+
+
+def check_schedule_program(program: ScheduleProgram, title: str = "") -> None:
+    """Raise `ScheduleError` naming everything that would go wrong with what is written of a schedule so far."""
+    _refuse(check_schedule_so_far(program), dict(enumerate(program.ranks)), program.mesh, title)
+
+
+def _refuse(found: Sequence[Violation], schedules: Mapping[int, Schedule], mesh: Mesh, title: str) -> None:
     if found:
         error = ScheduleError(report(found, f"schedule on {mesh}{title and f', {title}'}"))
-        first = by_rank[min(by_rank)] if by_rank else None
+        first = schedules[min(schedules)] if schedules else None
         if first is not None:
             numbered = enumerate(str(first).splitlines())
             error.add_note("\n".join(f"{number:5}  {line}" for number, line in numbered))
         raise error
-
-
-def check_schedule_program(program: ScheduleProgram, title: str = "") -> None:
-    """Raise `ScheduleError` when the ranks could not run a program that is whole to its end."""
-    if program.is_whole:
-        check_schedules([program.schedule_of(rank) for rank in range(program.mesh.size)], program.mesh, title)

@@ -30,18 +30,18 @@ from autopar.ir.schedule import Schedule
 
 
 def check_schedule(
-    schedules: Mapping[int, Schedule], mesh: Mesh, actions: Container[str] = frozenset(), is_whole: bool = True
+    schedules: Mapping[int, Schedule], mesh: Mesh, actions: Container[str] = frozenset(), is_executable: bool = True
 ) -> list[Violation]:
     """Every violation in the schedules, one per rank of `mesh`; a schedule that several ranks share is walked once.
 
-    `actions` are what RUN may name besides fragments; what schedules that are not whole may lack is said at `check_buffers`.
+    `actions` are what RUN may name besides fragments; what schedules may lack that are not executable yet is said at `check_buffers`.
     """
     found: list[Violation] = []
     walked: set[int] = set()
     for rank, schedule in sorted(schedules.items()):
         if id(schedule) not in walked:
             walked.add(id(schedule))
-            found += check_buffers(rank, schedule, mesh, actions, is_whole)
+            found += check_buffers(rank, schedule, mesh, actions, is_executable)
     missing = [rank for rank in range(mesh.size) if rank not in schedules]
     if missing:
         return [*found, Violation("ranks without a schedule", got=str(missing), fix=f"one schedule for each of {mesh.size} ranks")]

@@ -67,6 +67,11 @@ class BufferNames:
             return tuple(self._named(f"{node.name}@{number}", node.name, number) for number in range(self.num_microbatches))
         return (self._named(node.name, node.name),)
 
+    @property
+    def inputs(self) -> list[tuple[Input, str]]:
+        """The inputs of the program with the buffers that they are in."""
+        return [(item, name) for item, node in self._program.named_inputs() for name in self.of_input(item, node)]
+
     def _named(self, name: str, value: str, microbatch: int | None = None, role: Role | None = None) -> str:
         if name not in self.table:
             self.table[name] = Buffer(value, self._types.get(value), microbatch, role or self._roles.get(value, "value"))

@@ -1,5 +1,6 @@
-"""The proof of a pipeline before it runs, over the instructions of all ranks together.
+"""The proof of a program of schedules, whatever passes are still to come, over the instructions of all ranks together.
 
+while actions are whole, as in a grid for ever:
 on each rank   every action of its stages runs once for each microbatch, and nothing else: F, then B, or I and W
                F before the backward, I before W
                what an action makes for another rank is sent, what is received is read, by the rank that holds the stage
@@ -21,10 +22,9 @@ from autopar.checks.schedule import check_schedule
 from autopar.checks.violation import Violation, report
 from autopar.errors import ScheduleError
 from autopar.ir.actions import Edge, PipelineSchedule
-from autopar.ir.mesh import Mesh
 from autopar.pipeline.check_actions import check_actions
 from autopar.pipeline.cost import PipelineCost, grid_memory
-from autopar.pipeline.expand import AXIS, expand
+from autopar.pipeline.expand import expand
 from autopar.pipeline.marks import marked_grid
 from autopar.pipeline.schedule_program import ScheduleProgram
 
@@ -55,22 +55,30 @@ def check_pipeline(
 
 
 def check_program(program: ScheduleProgram, cost: PipelineCost | None = None, budget_bytes: Limit = None) -> list[Violation]:
-    """Every violation in the instructions of all ranks of a grid."""
+    """Every violation in the instructions of all ranks, of a grid or of a program that a pass has written.
+
+    Until the program is executable nothing is said of buffers that stay, nor of results as long as they have no places.
+    """
     if budget_bytes is not None and cost is None:
         raise ScheduleError("a budget in bytes needs prices that say what actions hold: pass cost=")
     num_ranks, stages = len(program.ranks), program.order.stages
-    if not all(0 <= rank < num_ranks for rank in stages):
+    if program.has_whole_actions and not all(0 <= rank < num_ranks for rank in stages):
         got = f"stages on ranks {' '.join(map(str, stages))}"
         return [Violation("a stage lies on a rank that is not there", expected=f"ranks 0 to {num_ranks - 1}", got=got)]
-    found = check_actions(program)
+    found = check_actions(program) if program.has_whole_actions and _has_backward(program) else []
     # Of an instruction that is wrong in itself what follows for its buffers is not told as well.
     named = {each for violation in found for each in violation.instructions}
-    others = check_schedule(dict(enumerate(program.ranks)), Mesh(((AXIS, num_ranks),)), program.actions, is_whole=False)
-    found += [each for each in others if not named.issuperset(each.instructions)]
+    schedules = {rank: program.schedule_of(rank) for rank in range(program.mesh.size)}
+    others = check_schedule(schedules, program.mesh, program.actions, program.is_executable)
+    found += [each for each in others if not each.instructions or not named.issuperset(each.instructions)]
     # What a faulty program holds says nothing.
     if cost is not None and budget_bytes is not None and not found:
         found += _check_memory(program, cost, budget_bytes)
     return found
+
+
+def _has_backward(program: ScheduleProgram) -> bool:
+    return program.cut is None or bool(program.cut.program.signature.outputs_of("gradient"))
 
 
 def _check_memory(program: ScheduleProgram, cost: PipelineCost, budget_bytes: float | Sequence[float]) -> Iterator[Violation]:

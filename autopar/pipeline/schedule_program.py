@@ -28,14 +28,14 @@ from autopar.pipeline.stage_cut import StageCut
 class ScheduleProgram:
     """The instructions of every rank. Passes never change one that they were given: they return another.
 
-    mesh       the ranks
-    order      which stage runs which microbatch when
-    ranks      what the ranks at each place along `pp` execute; all that share a place run the same
-    actions    what RUN means before actions are written out, by the name that it gives
-    transfers  what goes from stage to stage, by the name of its SEND and RECV; between stages of one rank it has none
-    cut        the LOCAL program in pieces: what each action computes, what is summed and sent; None of a grid without a graph
-    device     the type of device that fragments create tensors on ("cuda": the current one)
-    is_whole   whether ranks can run it: results have their places, and buffers are freed
+    mesh           the ranks
+    order          which stage runs which microbatch when
+    ranks          what the ranks at each place along `pp` execute; all that share a place run the same
+    actions        what RUN means before actions are written out, by the name that it gives
+    transfers      what goes from stage to stage, by the name of its SEND and RECV; between stages of one rank it has none
+    cut            the LOCAL program in pieces: what each action computes, what is summed and sent; None of a grid without a graph
+    device         the type of device that fragments create tensors on ("cuda": the current one)
+    is_executable  whether ranks can run it: results have their places, and buffers are freed
     """
 
     mesh: Mesh
@@ -45,7 +45,7 @@ class ScheduleProgram:
     transfers: Mapping[str, Transfer] = field(default_factory=dict[str, Transfer])
     cut: StageCut | None = None
     device: str = "cpu"
-    is_whole: bool = False
+    is_executable: bool = False
 
     def __str__(self) -> str:
         blocks = [
@@ -61,6 +61,11 @@ class ScheduleProgram:
     @property
     def fragments(self) -> Mapping[str, Fragment]:
         return self.ranks[0].fragments
+
+    @property
+    def has_whole_actions(self) -> bool:
+        """Whether some action of the pipeline is not written out yet; of a grid none ever is."""
+        return any(isinstance(each, Action) for each in self.actions.values()) or (self.cut is None and not self.is_executable)
 
     @property
     def num_instructions(self) -> int:

@@ -30,4 +30,4 @@ class FreeBuffers:
                 replace(each, fragment=names[each.fragment]) if isinstance(each, Run) else each for each in schedule.instructions
             ]
             ranks.append(schedule.regrouped(with_frees(instructions, {*schedule.inputs, *schedule.outputs})))
-        return replace(program.with_ranks(ranks, fragments=fragments), is_whole=True)
+        return replace(program.with_ranks(ranks, fragments=fragments), is_executable=True)

@@ -24,7 +24,8 @@ from autopar.pipeline.step_end import completed
 class HandOut:
     """Send what the caller gets, and the new values of the model's buffers, to the ranks along `pp` that lack them.
 
-    Reads: a `ScheduleProgram` in which all sums are complete. Writes: transfers at the end, the inputs and outputs of each rank.
+    Reads: a `ScheduleProgram` in which all sums are complete. Writes: transfers at the end, of the inputs those that each rank
+    reads, its outputs.
     Ensures: losses, outputs, checks and buffers are on every rank, gradients where the stages are that hold their parameters.
     """
 
@@ -112,8 +113,7 @@ class _Results:
         read = _touched(schedule) | {name for _, name in outputs}
         brought = {name for each in schedule.instructions if isinstance(each, Receive) for name in each.buffers}
         is_all = self.program.order.is_single  # a caller may hand in what nothing reads
-        fed = [(item, name) for item, node in program.named_inputs() for name in self.names.of_input(item, node)]
-        inputs = [(item, name) for item, name in fed if is_all or name in read - brought]
+        inputs = [(item, name) for item, name in self.names.inputs if is_all or name in read - brought]
         signature = replace(program.signature, inputs=tuple(item for item, _ in inputs), outputs=tuple(output for output, _ in outputs))
         return replace(schedule, inputs=tuple(name for _, name in inputs), outputs=tuple(name for _, name in outputs), signature=signature)
 

@@ -29,7 +29,9 @@ class WriteActions:
     What the network reads of sums over the microbatches is computed ahead of the first action. A collective is waited for just
     before its first reader, be that in a later action of its microbatch.
 
-    Reads: a `ScheduleProgram` of actions. Writes: fragments, collectives, sums, the buffers of transfers, spans.
+    Every rank has all inputs: which of them it reads is known when all is written.
+
+    Reads: a `ScheduleProgram` of actions. Writes: fragments, collectives, sums, the buffers of transfers, spans, inputs.
     Ensures: no action is left but the reductions of gradients; nothing is under way at the end of a rank.
     """
 
@@ -69,6 +71,8 @@ class _Writer:
         schedule = self.program.ranks[self.place]
         groups = [self.written(each) for each in schedule.instructions]
         ahead = [instruction for stage in self.program.stages_of(self.place) for instruction in self.ahead(stage)]
+        signature = replace(schedule.signature, inputs=tuple(item for item, _ in self.names.inputs))
+        schedule = replace(schedule, inputs=tuple(name for _, name in self.names.inputs), signature=signature)
         return schedule.regrouped(groups).prepended(ahead).appended(self.finished())
 
     def written(self, instruction: Instruction) -> list[Instruction]:

@@ -50,7 +50,7 @@ def retyped(schedule: Schedule, types: Mapping[str, TensorType]) -> Schedule:
 
 def whole(mesh: Mesh, *schedules: Schedule) -> ScheduleProgram:
     """What the ranks at each place along `pp` execute, as a program."""
-    return ScheduleProgram(mesh.ranks, SINGLE, schedules, is_whole=True)
+    return ScheduleProgram(mesh.ranks, SINGLE, schedules, is_executable=True)
 
 
 def scheduled(local: Program, device: str = "cpu") -> ScheduleProgram:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph
 
+import autopar.checks.checker
 from autopar._torch import fake_mode
-from autopar.checks.checker import check, violations
+from autopar.checks.checker import Checker, check, violations
 from autopar.checks.program import Values
-from autopar.errors import CheckError
+from autopar.compiler import default_passes
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.manager import run_passes
+from autopar.driver.options import Options
+from autopar.errors import CheckError, ScheduleError
 from autopar.graph.emit import Emitter
+from autopar.ir.instructions import Instruction, Launch, Receive, Run, Wait
 from autopar.ir.keys import DIMS, SHARDING, STRATEGY
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Output, Program
+from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import Sharding, Strategy
+from autopar.pipeline.schedule_program import ScheduleProgram
 from tests.support.faults.programs import PRODUCT, WHOLE, local, messages, sharded
+from tests.support.programs import passed
 
 aten = torch.ops.aten
 
@@ -264,3 +275,108 @@ def test_check_collects_all_and_attaches_the_program() -> None:
     with pytest.raises(CheckError, match="after pass 3: 2 violations") as caught:
         check(program, "after pass 3")
     assert "GLOBAL program on dp=2 × tp=2" in caught.value.__notes__[0]
+
+
+# --- schedules, after every pass that writes one ---
+
+
+class Chain(nn.Module):
+    """Layers, of which the last reads what the first made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = torch.tanh(layer(x))
+        return (x * first).square().sum()
+
+
+@dataclass(frozen=True)
+class Edit:
+    change: Callable[[int, Schedule], Schedule]
+    name: str = "edit"
+
+    def apply(self, program: ScheduleProgram) -> ScheduleProgram:
+        return program.with_ranks(self.change(place, each) for place, each in enumerate(program.ranks))
+
+
+@cache
+def _lowered() -> Program:
+    return passed(Chain(), (torch.randn(16, 4),), None, Mesh((("pp", 2), ("dp", 2))), 4)
+
+
+def _edited_after(name: str, change: Callable[[int, Schedule], Schedule]) -> None:
+    passes = default_passes(Options(Cluster.ideal()), training=True)
+    names = [each.name for each in passes]
+    first, chosen = names.index("order actions"), names.index(name) + 1
+    run_passes(_lowered(), (*passes[first:chosen], Edit(change), *passes[chosen:]), (Checker(),))
+
+
+def _without(schedule: Schedule, dropped: Instruction) -> Schedule:
+    return schedule.regrouped([[] if each is dropped else [each] for each in schedule.instructions])
+
+
+def _drop_a_receive(place: int, schedule: Schedule) -> Schedule:
+    receives = [each for each in schedule.instructions if isinstance(each, Receive)]
+    return _without(schedule, receives[-1]) if place else schedule
+
+
+def _reduce_over_stages(place: int, schedule: Schedule, kinds: Sequence[str] = ("sum", "max")) -> Schedule:
+    launches = [Launch("all_reduce", kind, ("pp",), schedule.inputs[0], f"{kind}_over_stages") for kind in kinds]
+    return schedule.appended([*launches, *(Wait(each.target) for each in launches)])
+
+
+def _swap_two_collectives(place: int, schedule: Schedule) -> Schedule:
+    return _reduce_over_stages(place, schedule, ("max", "sum") if place else ("sum", "max"))
+
+
+def _read_too_early(place: int, schedule: Schedule) -> Schedule:
+    runs = [each for each in schedule.instructions if isinstance(each, Run)]
+    made = {name for each in runs for name in each.outputs}
+    late = next(each for each in runs if made.intersection(each.inputs))
+    return _without(schedule, late).prepended([late]) if place else schedule
+
+
+def _skip_a_backward(place: int, schedule: Schedule) -> Schedule:
+    backward = next(each for each in schedule.instructions if isinstance(each, Run) and each.fragment == "0B2") if not place else None
+    return _without(schedule, backward) if backward else schedule
+
+
+@pytest.mark.parametrize("name", ["write actions", "reduce gradients", "exchange ties", "hand out"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop_a_receive, "nobody receives this"),
+        (_swap_two_collectives, "two ranks of a group launch different collectives"),
+        (_read_too_early, "is read before anything wrote it"),
+    ],
+)
+def test_a_faulty_schedule_is_refused_right_after_the_pass_that_wrote_it(
+    name: str, change: Callable[[int, Schedule], Schedule], message: str
+) -> None:
+    with pytest.raises(ScheduleError, match=rf"after pass \d+, edit: (.|\n)*{message}") as caught:
+        _edited_after(name, change)
+    assert any(note.endswith(f"edit: {Edit(change)!r}") for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize(("change", "message"), [(_drop_a_receive, "nobody receives this"), (_skip_a_backward, "0B2 never runs")])
+def test_so_is_one_of_whole_actions(change: Callable[[int, Schedule], Schedule], message: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"after pass \d+, edit: (.|\n)*{message}"):
+        _edited_after("order actions", change)
+
+
+def test_a_sound_edit_of_a_schedule_passes() -> None:
+    for name in ("write actions", "reduce gradients"):
+        _edited_after(name, _reduce_over_stages)
+
+
+def test_a_schedule_that_a_pass_leaves_as_it_is_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    proved: list[str] = []
+    monkeypatch.setattr(autopar.checks.checker, "check_schedule_program", lambda program, title: proved.append(title))
+    _edited_after("write actions", lambda place, schedule: schedule)
+    assert [title.partition(", ")[2] for title in proved] == [
+        "order actions", "write actions", "edit", "reduce gradients", "hand out", "free buffers",
+    ]  # fmt: skip

@@ -54,7 +54,7 @@ def test_names_say_what_they_stand_for_in_tables() -> None:
     assert program.buffers["2F1.I"] == program.buffers["2F1.W"] == Buffer("2F", microbatch=1, role="saved")
     used = {name for schedule in program.ranks for each in schedule.instructions if isinstance(each, Run) for name in each.outputs}
     assert used == program.buffers.keys()
-    assert program.order == zb_v(2, 2) and str(program.mesh) == "pp=2" and not program.is_whole
+    assert program.order == zb_v(2, 2) and str(program.mesh) == "pp=2" and not program.is_executable
 
 
 def test_every_action_is_a_span() -> None:
