@@ -18,7 +18,8 @@ from autopar.ir.instructions import Instruction, Launch, Run, Wait
 from autopar.ir.program import Input, Program
 from autopar.ir.schedule import Buffer, Role, TensorType
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.stage_cut import StageCut, differs
+from autopar.pipeline.stage_cut import StageCut
+from autopar.pipeline.stage_rules import differs
 
 Rename = Callable[[str], str]
 

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from autopar.cost.model import CostModel
+from autopar.cost.model import CostModel, is_view
 from autopar.ir.actions import Direction, Edge
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import DIMS, SHARDING, STRATEGY
+from autopar.ir.markers import MARKERS
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.reshard import steps
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
+from autopar.pipeline.stage_rules import operand_of
 from autopar.pipeline.stage_work import Work
 
 
@@ -54,6 +56,36 @@ def crossing_bytes(work: Work, cost: CostModel) -> dict[tuple[int, int, Directio
     return {ends: sum(value_bytes(node, cost) for node in nodes) for ends, nodes in work.crossing.items()}
 
 
+def saved_values(work: Work, stage: int, without: frozenset[Node] = frozenset()) -> tuple[Node, ...]:
+    """The forward's values that the backward of a stage reads, its own or what came in; those that only calls of `without` read left
+    out."""
+    found: dict[Node, None] = {}
+    for node, phase in work.calls_at(stage):
+        for operand in node.all_input_nodes if phase == "backward" and node not in without else ():
+            value = _unmarked(operand)
+            if value in work.stages and value not in work.once and _is_kept(value, stage, work):
+                found[value] = None
+    return tuple(found)
+
+
+def _is_kept(node: Node, stage: int, work: Work) -> bool:
+    """Whether what the backward of a stage reads is there since the forward. A view of an input needs no memory."""
+    phases = work.stages[node]
+    return phases.get(stage, next(iter(phases.values()))) == "forward" and not _shows_input(node)
+
+
+def _unmarked(node: Node) -> Node:
+    while node.target in MARKERS:
+        node = operand_of(node)
+    return node
+
+
+def _shows_input(node: Node) -> bool:
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
+
+
 @dataclass
 class _Pricing:
     program: Program
@@ -75,7 +107,7 @@ class _Pricing:
             kind = "F" if phase == "forward" else "I" if node in waited else "W"
             seconds[kind] += self.seconds(node) / speed
             working = max(working, self.working_bytes(node))
-        once = [node for node in self.work.once if stage in self.work.stages[node]]
+        once = [node for node in self.work.calls if node in self.work.once and stage in self.work.stages[node]]
         latency, seconds_per_byte = self.cost.send()
         ties = [(value_bytes(tie.part, self.cost), len(tie.targets)) for tie in self.work.ties if tie.source == stage]
         exchanged = sum(number * (latency + seconds_per_byte * size) for size, number in ties)
@@ -84,8 +116,8 @@ class _Pricing:
             input_gradient_seconds=seconds["I"],
             weight_gradient_seconds=seconds["W"],
             reduce_seconds=sum(self.seconds(node) / speed for node in once) + exchanged,
-            saved_bytes=sum(value_bytes(node, self.cost) for node in self.work.saved(stage)),
-            weight_saved_bytes=sum(value_bytes(node, self.cost) for node in self.work.saved(stage, without=waited)),
+            saved_bytes=sum(value_bytes(node, self.cost) for node in saved_values(self.work, stage)),
+            weight_saved_bytes=sum(value_bytes(node, self.cost) for node in saved_values(self.work, stage, without=waited)),
             working_bytes=working,
             held_bytes=self.held_bytes(stage),
         )

@@ -11,7 +11,7 @@ from autopar.ir.collectives import is_launch
 from autopar.ir.instructions import Instruction, Receive, Send, Wait
 from autopar.pipeline.buffer_names import BufferNames, renamed
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.stage_cut import Sum
+from autopar.pipeline.stage_work import Sum
 
 
 def once_a_step(nodes: Iterable[Node], cutter: FragmentCutter, names: BufferNames) -> list[Instruction]:

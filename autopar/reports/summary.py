@@ -25,7 +25,7 @@ from autopar.ir.program import Program, operands, results_of
 from autopar.ir.sharding import REDUCTION_KINDS, Strategy
 from autopar.ops.lookup import rule_of
 from autopar.pipeline.order import live_microbatches
-from autopar.pipeline.priced import value_bytes
+from autopar.pipeline.priced import saved_values, value_bytes
 from autopar.pipeline.report import pipeline_summary
 from autopar.pipeline.stage_work import Work
 from autopar.reports.communication import Traffic, sent, transfers
@@ -170,7 +170,7 @@ def memory(program: Program, cost: CostModel, order: PipelineSchedule = SINGLE) 
     found: list[dict[str, float]] = []
     for rank in range(order.num_ranks):
         stages = [stage for stage, place in enumerate(order.stages) if place == rank]
-        saved_bytes = sum(live[stage] * value_bytes(node, cost) for stage in stages for node in work.saved(stage))
+        saved_bytes = sum(live[stage] * value_bytes(node, cost) for stage in stages for node in saved_values(work, stage))
         found.append(_held(program, cost, frozenset(stages)) | {"saved_activations": saved_bytes})
     return max(found, key=lambda each: sum(each.values()))
 

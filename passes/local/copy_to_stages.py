@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
-from autopar.graph.microbatches import is_summed_later
-from autopar.ir.arguments import node_at
-from autopar.ir.keys import PHASE, SHARDING, STAGE
+from autopar.ir.keys import PHASE, STAGE, Phase
 from autopar.ir.program import Form, Program
-from autopar.ops.traits import WHOLE_VIEWS
-
-aten = torch.ops.aten
+from autopar.pipeline.stage_rules import stages_of_calls
 
 
 @dataclass(frozen=True)
@@ -33,42 +29,24 @@ class CopyToStages:
         if not any(node in STAGE for node in program.graph.nodes):
             return program  # nobody cut it into stages
         program = program.copy()
-        for node in reversed(list(program.graph.nodes)):
-            if node.op == "call_function" and (node not in STAGE or _is_view(node)):
-                _place(node)
+        for node, stages in stages_of_calls(program).items():
+            _place(node, stages)
         program.graph.lint()
         return program
 
 
-def _is_view(node: Node) -> bool:
-    """Whether `node` is a view that may be made anew. One of a parameter's gradient stays: its sum is sent, once a step."""
-    is_gradient = node in SHARDING and any(is_summed_later(each) for each in SHARDING[node])
-    return node.target in WHOLE_VIEWS and not is_gradient and node_at(node, 0).op == "call_function"
-
-
-def _place(node: Node) -> None:
-    """`node` for its own stage, or the first that reads it, and a copy for each other one that does. What only the caller reads is
-    the first stage's."""
+def _place(node: Node, stages: Mapping[int, Phase]) -> None:
+    """`node` for its own stage, or the first that computes it, and a copy for each other one; all that read it are placed."""
     own = STAGE.get(node)
-    readers: dict[int, list[Node]] = {}
-    for user in node.users:
-        stage = STAGE.get(user)  # none where the caller reads it
-        readers.setdefault(stage if stage is not None else own or 0, []).append(user)
-    first = own if own is not None else min(readers, default=0)
-    for stage in sorted(set(readers) - {first}):
+    first = own if own is not None else min(stages)
+    for stage in sorted(stages.keys() - {first}):
         with node.graph.inserting_after(node):
             copy = node.graph.node_copy(node)
         copy.name = f"{node.name}_stage{stage}"
-        for user in readers[stage]:
+        for user in [user for user in node.users if (STAGE.get(user) if user.op == "call_function" else own or 0) == stage]:
             user.replace_input_with(node, copy)
-        _settle(copy, stage)
+        STAGE[copy], PHASE[copy] = stage, stages[stage]
     if own is None:
-        _settle(node, first)
+        STAGE[node], PHASE[node] = first, stages[first]
     elif not node.users:
         node.graph.erase_node(node)
-
-
-def _settle(node: Node, stage: int) -> None:
-    STAGE[node] = stage
-    phases = {PHASE.get(user) for user in node.users if user.op == "call_function"}
-    PHASE[node] = "forward" if "forward" in phases or not phases else "backward"

@@ -10,7 +10,8 @@ from autopar.graph.fragments import FragmentCutter, buffer_of
 from autopar.ir.instructions import Add, Instruction, Receive, Send
 from autopar.pipeline.buffer_names import BufferNames
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.stage_cut import Sum, stage_of
+from autopar.pipeline.stage_rules import stage_of
+from autopar.pipeline.stage_work import Sum
 from autopar.pipeline.step_end import completed, finished, local_sums
 
 

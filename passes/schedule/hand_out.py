@@ -16,7 +16,9 @@ from autopar.ir.program import Output
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.buffer_names import BufferNames
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.stage_cut import StageCut, readers_of, stage_of
+from autopar.pipeline.stage_cut import StageCut
+from autopar.pipeline.stage_rules import stage_of
+from autopar.pipeline.stage_work import Work
 from autopar.pipeline.step_end import completed
 
 
@@ -54,7 +56,7 @@ class _Results:
         """The stages that hold a result."""
         found = next((each.stages for each in self.cut.sums if each.output is output), None)
         if found is None and node.op == "placeholder":  # a gradient that is the tangent itself
-            found = tuple(sorted(readers_of(self.cut.program, output)))
+            found = tuple(sorted(Work(self.cut.program).holding(output)))
         return found or (stage_of(node),)
 
     def buffers(self, output: Output, node: Node) -> tuple[str, ...]:

@@ -1,0 +1,163 @@
+"""What a call means in a pipeline: who computes it, what only moves elements, what is added up where, what follows from what.
+
+Each rule holds of the nodes of a GLOBAL program with its reshards and of those of the LOCAL one that it becomes: where the one has a
+reshard, the other has launches, waits, slices and copies. Prices are read off the first (`stage_work`), schedules off the second
+(`stage_cut`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.microbatches import is_summed_later, known_ahead
+from autopar.ir.actions import Direction
+from autopar.ir.collectives import LAUNCHES, is_launch, reshard, wait
+from autopar.ir.keys import PHASE, SHARDING, STAGE, Phase
+from autopar.ir.markers import MARKERS
+from autopar.ir.mesh import MICROBATCHES
+from autopar.ir.program import Input, Program
+from autopar.ops.traits import WHOLE_VIEWS
+
+aten = torch.ops.aten
+
+# By call the stages that compute it, and when each does.
+Stages = Mapping[Node, Mapping[int, Phase]]
+
+# Ops that only move the elements of their first operand, or add them up over ranks: they may as well be done to a sum as to its parts.
+MOVES = WHOLE_VIEWS | {aten.clone.default, aten.slice.Tensor, aten.index_select.default, reshard, wait, *LAUNCHES}
+
+
+def stages_of_calls(program: Program) -> dict[Node, dict[int, Phase]]:
+    """A call with a STAGE runs there. One without runs on every stage that reads it, in the forward where a forward call of that stage
+    reads it; so does a view of what another stage sends, since a value and its views are sent once. What only the caller reads is the
+    first stage's. A program that nobody placed is one stage."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    is_placed = any(node in STAGE for node in calls)
+    found: dict[Node, dict[int, Phase]] = {}
+    for node in reversed(calls):
+        own = STAGE.get(node) if is_placed else 0
+        if own is None or (is_placed and _goes_with_readers(node)):
+            found[node] = _of_readers(node, own, found)
+        else:
+            found[node] = {own: PHASE.get(node) or "forward"}
+    return found
+
+
+def _of_readers(node: Node, own: int | None, known: Stages) -> dict[int, Phase]:
+    found: dict[int, Phase] = {}
+    for user in node.users:
+        for stage, phase in known[user].items() if user in known else ():
+            found[stage] = "forward" if phase == "forward" else found.get(stage, phase)
+    if not found or any(user.op == "output" for user in node.users):
+        found.setdefault(own or 0, "forward")
+    if own in found:
+        found[own] = PHASE.get(node) or "forward"
+    return dict(sorted(found.items()))
+
+
+def _goes_with_readers(node: Node) -> bool:
+    """Whether `node` shows a value that may be shown anew. A view of a parameter's gradient stays: its sum is sent, once a step."""
+    is_gradient = node in SHARDING and any(is_summed_later(each) for each in SHARDING[node])
+    return (node.target in MARKERS or (node.target in WHOLE_VIEWS and not is_gradient)) and operand_of(node).op == "call_function"
+
+
+def direction_of(value: Node, source: int, target: int, stages: Stages) -> Direction:
+    """The way that a value takes from stage to stage."""
+    if source < target:
+        assert stages[value][source] == "forward", f"stage {target} reads {value} against the pipeline"
+        return "F"
+    return "B"
+
+
+def counts(node: Node) -> bool:
+    """Whether a call adds something up over the microbatches before they are through."""
+    if node.target is reshard:
+        before, after = SHARDING[operand_of(node)][0], SHARDING[node][0]
+        return any(axis == MICROBATCHES for axis, _ in before.unreduced) and MICROBATCHES not in after.axes
+    return is_launch(node) and node.args[1] == (MICROBATCHES,)
+
+
+def follows_counts(program: Program) -> frozenset[Node]:
+    """The sums over the microbatches that are known ahead, and all that follows from them and from what does not change with the
+    microbatch: calls that run once a step."""
+    ahead, found = known_ahead(program), set[Node]()
+    changing = {node for item, node in program.named_inputs() if differs(item)}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node in ahead and not changing.intersection(node.all_input_nodes):
+            calls = [each for each in node.all_input_nodes if each.op == "call_function"]
+            if counts(node) or (calls and all(each in found for each in calls)):
+                found.add(node)
+    return frozenset(found)
+
+
+def differs(item: Input) -> bool:
+    """Whether an input differs from microbatch to microbatch."""
+    if item.kind == "coordinate":
+        return MICROBATCHES in item.name.split(",")
+    return item.sharding is not None and MICROBATCHES in item.sharding.axes
+
+
+def way_to(result: Node) -> list[Node]:
+    """The calls from a result back that only move what one call makes, each read by the next alone; none where the result is that call."""
+    found: list[Node] = []
+    while _is_moved(result):
+        found.append(result)
+        result = operand_of(result)
+    return found
+
+
+def _is_moved(node: Node) -> bool:
+    return node.target in MOVES and not _joins_otherwise(node) and len(node.users) == 1 and operand_of(node).op == "call_function"
+
+
+def _joins_otherwise(node: Node) -> bool:
+    """Whether a call joins what ranks have by something else than a sum: a maximum of sums is no sum of maxima."""
+    if node.target is reshard:
+        joined = set(SHARDING[operand_of(node)][0].unreduced).difference(SHARDING[node][0].unreduced)
+        return any(kind != "sum" for _, kind in joined)
+    return is_launch(node) and node.args[-1] == "max"
+
+
+def addends(node: Node) -> Iterator[Node]:
+    """What of different stages an addition of gradients, and additions that it reads, add up; `node` itself where it is none: each addend
+    is summed over the microbatches first, so that the additions are left out."""
+    if _joins_stages(node):
+        for source in node.all_input_nodes:
+            yield from addends(source)
+    else:
+        yield node
+
+
+def _joins_stages(node: Node) -> bool:
+    sources = node.all_input_nodes
+    if node.target is not aten.add.Tensor or len(sources) != 2 or len(node.users) != 1:
+        return False
+    is_tie = len({STAGE.get(each) for each in sources} - {None}) > 1
+    return is_tie and all(each.op == "call_function" and PHASE.get(each) == "backward" for each in sources)
+
+
+def ancestors(nodes: Iterable[Node], stop: frozenset[Node] = frozenset(), within: frozenset[Node] | None = None) -> set[Node]:
+    """`nodes` and every call that they descend from, no further than `stop`, and through those `within` alone where these are given."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op == "call_function" and (within is None or node in within):
+            found.add(node)
+            stack += [] if node in stop else node.all_input_nodes
+    return found
+
+
+def stage_of(node: Node) -> int:
+    """The stage of a call that has one; the only one where nobody placed any."""
+    return STAGE.get(node) or 0
+
+
+def operand_of(node: Node) -> Node:
+    """The first operand."""
+    operand = node.args[0]
+    assert isinstance(operand, Node), f"{node} has no operand"
+    return operand
