@@ -121,22 +121,22 @@ def _joins_otherwise(node: Node) -> bool:
     return is_launch(node) and node.args[-1] == "max"
 
 
-def addends(node: Node) -> Iterator[Node]:
+def addends(node: Node, stages: Stages) -> Iterator[Node]:
     """What of different stages an addition of gradients, and additions that it reads, add up; `node` itself where it is none: each addend
     is summed over the microbatches first, so that the additions are left out."""
-    if _joins_stages(node):
+    if _joins_stages(node, stages):
         for source in node.all_input_nodes:
-            yield from addends(source)
+            yield from addends(source, stages)
     else:
         yield node
 
 
-def _joins_stages(node: Node) -> bool:
+def _joins_stages(node: Node, stages: Stages) -> bool:
     sources = node.all_input_nodes
     if node.target is not aten.add.Tensor or len(sources) != 2 or len(node.users) != 1:
         return False
-    is_tie = len({STAGE.get(each) for each in sources} - {None}) > 1
-    return is_tie and all(each.op == "call_function" and PHASE.get(each) == "backward" for each in sources)
+    are_gradients = all(each.op == "call_function" and PHASE.get(each) == "backward" for each in sources)
+    return are_gradients and stages[sources[0]].keys().isdisjoint(stages[sources[1]])
 
 
 def ancestors(nodes: Iterable[Node], stop: frozenset[Node] = frozenset(), within: frozenset[Node] | None = None) -> set[Node]:

@@ -139,7 +139,7 @@ class Work:
         target = operand_of(way[-1]) if way else result
         # With whatever else the calls on the way read: a rank's index.
         after = {each for call in way for each in (call, *call.all_input_nodes[1:]) if each.op == "call_function"}
-        parts = tuple(rules.addends(target))
+        parts = tuple(rules.addends(target, self.stages))
         stages = self.holding(output) or {stage_of(part) for part in parts}
         return Sum(output, target, parts, tuple(node for node in self.calls if node in after), tuple(sorted(stages)))
 

@@ -2,49 +2,94 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 
+import pytest
+from torch.fx import Node
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.model import CostModel
 from autopar.ir.keys import ORIGIN, STAGE
-from autopar.ir.program import Program
-from autopar.pipeline.stage_cut import cut_stages
+from autopar.pipeline.priced import crossing_bytes
+from autopar.pipeline.stage_cut import StageCut
 from autopar.pipeline.stage_work import Work
 from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.captures import compiled
+from tests.support.models.language import ZOO
 from tests.support.models.residual import interleaved_pipe, parallel_residual, piped, plain_pipe, tied_pipe
 
-PIPES = {"plain": plain_pipe, "interleaved": interleaved_pipe, "one batch": lambda: piped(num_microbatches=1)}
+
+def zoo_pipe(name: str, num_microbatches: int = 4) -> ParallelModule:
+    case = ZOO[name]()
+    return compiled(case.model, {"pp": 2, "dp": 2}, case.batch, num_microbatches=num_microbatches)
 
 
-def last(parallel: ParallelModule) -> Program:
-    return next(step.program for step in parallel.compiled.steps if step.name == "copy to stages")
+PIPES: dict[str, Callable[[], ParallelModule]] = {
+    "plain": plain_pipe,
+    "interleaved": interleaved_pipe,
+    "tied": tied_pipe,
+    "one batch": lambda: piped(num_microbatches=1),
+    "tied, one batch": partial(zoo_pipe, "gpt2", 1),
+    **{name: partial(zoo_pipe, name) for name in ("gpt2", "t5", "bert", "albert")},
+}
+TIED = ("tied", "tied, one batch", "gpt2", "t5", "bert", "albert")
+
+
+@cache
+def both(kind: str) -> tuple[Work, StageCut]:
+    """What the GLOBAL program says by which a pipeline is priced, and the pieces of the LOCAL one that are run."""
+    found = PIPES[kind]().compiled
+    assert found.schedule.cut is not None
+    return Work(found.program), found.schedule.cut
+
+
+def origins(nodes: Iterable[Node]) -> set[str]:
+    """The GLOBAL calls that LOCAL ones give the values of, but for reshards: these may end in a view, which whoever reads it makes."""
+    return {ORIGIN[node] for node in nodes if node in ORIGIN and not ORIGIN[node].startswith("reshard")}
+
+
+def lowered(nodes: Iterable[Node], cut: StageCut) -> set[str]:
+    """The names of GLOBAL calls of which the LOCAL program has something: markers leave nothing."""
+    left = origins(node for node in cut.program.graph.nodes if node.op == "call_function")
+    return {node.name for node in nodes} & left
 
 
 @pytest.mark.parametrize("kind", PIPES)
 def test_stages_compute_what_their_actions_do(kind: str) -> None:
-    compiled = PIPES[kind]().compiled
-    work, cut = Work(compiled.program), cut_stages(last(PIPES[kind]()), compiled.order.num_stages)
-    for stage in range(compiled.order.num_stages):
-        for action, is_forward in (("F", True), ("B", False)):
-            ran = {ORIGIN[node] for node in cut.actions[stage, action] if node in ORIGIN}
-            said = {node.name for node in work.calls if node not in work.once and work.stages[node].get(stage) == _phase(is_forward)}
-            # What is computed ahead, and what lowering leaves out, is no action.
-            assert ran <= said, ran - said
-        waited = {ORIGIN[node] for node in cut.actions[stage, "I"] if node in ORIGIN}
-        assert waited == {node.name for node in work.waited_for(stage)}.intersection(waited)
-        rest = {ORIGIN[node] for node in cut.actions[stage, "W"] if node in ORIGIN} - waited
-        assert not rest.intersection(node.name for node in work.waited_for(stage))
-
-
-def _phase(is_forward: bool) -> str:
-    return "forward" if is_forward else "backward"
+    work, cut = both(kind)
+    for stage in range(cut.num_stages):
+        calls, waited = list(work.calls_at(stage)), work.waited_for(stage)
+        backward = {node for node, phase in calls if phase == "backward"}
+        forward = [node for node, phase in calls if phase == "forward"]
+        # What is computed ahead is computed for every microbatch, too.
+        assert lowered(forward, cut) == origins([*cut.actions[stage, "F"], *cut.ahead[stage]])
+        assert lowered(backward & waited, cut) == origins(cut.actions[stage, "I"])
+        assert lowered(backward - waited, cut) == origins(cut.actions[stage, "W"])
 
 
 @pytest.mark.parametrize("kind", PIPES)
-def test_values_cross_where_they_are_sent(kind: str) -> None:
-    compiled = PIPES[kind]().compiled
-    sent = cut_stages(last(PIPES[kind]()), compiled.order.num_stages).transfers
-    assert {ends: len(nodes) for ends, nodes in Work(compiled.program).crossing.items()} == {
-        ends: len(nodes) for ends, nodes in sent.items()
-    }
+def test_values_cross_where_they_are_sent_and_are_as_large(kind: str) -> None:
+    work, cut = both(kind)
+    sent = {ends: sum(node.meta["val"].nbytes for node in nodes) for ends, nodes in cut.transfers.items()}
+    assert sent and crossing_bytes(work, CostModel(Cluster.ideal(), work.program.mesh)) == sent
+    assert {ends: len(nodes) for ends, nodes in work.crossing.items()} == {ends: len(nodes) for ends, nodes in cut.transfers.items()}
+
+
+@pytest.mark.parametrize("kind", PIPES)
+def test_what_runs_once_is_what_no_action_has(kind: str) -> None:
+    work, cut = both(kind)
+    inside = {node for nodes in (*cut.actions.values(), *cut.ahead.values()) for node in nodes}
+    calls = {node for node in cut.program.graph.nodes if node.op == "call_function"}
+    assert lowered(work.once, cut) == origins(calls - inside)
+
+
+@pytest.mark.parametrize("kind", PIPES)
+def test_stages_exchange_the_sums_that_several_want(kind: str) -> None:
+    work, cut = both(kind)
+    exchanged = {(ORIGIN[tie.part], tie.source, tie.targets) for each in cut.sums for tie in each.ties}
+    assert {(tie.part.name, tie.source, tie.targets) for tie in work.ties} == exchanged
+    assert bool(exchanged) == (kind in TIED)
 
 
 def test_what_runs_once_is_what_is_done_to_sums() -> None:
