@@ -64,12 +64,13 @@ def _goes_with_readers(node: Node) -> bool:
     return (node.target in MARKERS or (node.target in WHOLE_VIEWS and not is_gradient)) and operand_of(node).op == "call_function"
 
 
-def direction_of(value: Node, source: int, target: int, stages: Stages) -> Direction:
-    """The way that a value takes from stage to stage."""
-    if source < target:
-        assert stages[value][source] == "forward", f"stage {target} reads {value} against the pipeline"
-        return "F"
-    return "B"
+def direction_of(value: Node, reader: Node, target: int, stages: Stages) -> Direction:
+    """The way that a value takes from its stage to stage `target`, where `reader` reads it: activations go forward, gradients back."""
+    source = STAGE[value]
+    is_forward = source < target and stages[value][source] == "forward"
+    is_back = source > target and stages[reader][target] == "backward"
+    assert is_forward or is_back, f"{reader} reads {value} against the pipeline"
+    return "F" if is_forward else "B"
 
 
 def counts(node: Node) -> bool:
@@ -115,6 +116,8 @@ def _is_moved(node: Node) -> bool:
 
 def _joins_otherwise(node: Node) -> bool:
     """Whether a call joins what ranks have by something else than a sum: a maximum of sums is no sum of maxima."""
+    if node.target is wait:
+        return _joins_otherwise(operand_of(node))
     if node.target is reshard:
         joined = set(SHARDING[operand_of(node)][0].unreduced).difference(SHARDING[node][0].unreduced)
         return any(kind != "sum" for _, kind in joined)

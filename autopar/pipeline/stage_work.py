@@ -99,10 +99,9 @@ class Work:
         for node in self.calls:
             for operand in node.all_input_nodes if node not in self.once else ():
                 if operand in STAGE and operand not in self.once:
-                    source = STAGE[operand]
                     for stage in sorted(self.stages[node].keys() - self.stages[operand]):
-                        way = rules.direction_of(operand, source, stage, self.stages)
-                        found.setdefault((source, stage, way), {})[operand] = None
+                        way = rules.direction_of(operand, node, stage, self.stages)
+                        found.setdefault((STAGE[operand], stage, way), {})[operand] = None
         return {ends: tuple(values) for ends, values in found.items()}
 
     def waited_for(self, stage: int) -> frozenset[Node]:
