@@ -1,6 +1,6 @@
-"""The proof of a program of schedules, whatever passes are still to come, over the instructions of all ranks together.
+"""The proof of the schedules of all ranks together: of a grid, or of what passes have written so far.
 
-while actions are whole, as in a grid for ever:
+Of actions that are not written out
 on each rank   every action of its stages runs once for each microbatch, and nothing else: F, then B, or I and W
                F before the backward, I before W
                what an action makes for another rank is sent, what is received is read, by the rank that holds the stage

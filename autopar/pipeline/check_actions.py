@@ -33,6 +33,7 @@ class _Walk:
     def __init__(self, program: ScheduleProgram, rank: int, by_stage: defaultdict[int, list[Edge]]) -> None:
         self.program, self.rank, self.row = program, rank, program.ranks[rank].instructions
         self.holders, self.stages = program.order.stages, program.stages_of(rank)
+        self.named = program.first_at(rank)
         self.num_microbatches, self.by_stage = program.order.num_microbatches, by_stage
         # Where each was seen first.
         self.ran: dict[Action, int] = {}
@@ -44,8 +45,8 @@ class _Walk:
 
     def say(self, what: str, expected: str = "", got: str = "", fix: str = "", position: int | None = None) -> None:
         number = self.position if position is None else position
-        where = place(self.rank, number, self.row[number]) if number < len(self.row) else f"rank {self.rank}, at the end"
-        self.found.append(Violation(what, where, expected, got, fix, instructions=((self.rank, number),)))
+        where = place(self.named, number, self.row[number]) if number < len(self.row) else f"rank {self.named}, at the end"
+        self.found.append(Violation(what, where, expected, got, fix, instructions=((self.named, number),)))
 
     def tell(self, position: int) -> str:
         return f"instruction {position}: {self.row[position]}"

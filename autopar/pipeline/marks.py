@@ -28,14 +28,14 @@ def executed_order(program: ScheduleProgram) -> PipelineSchedule:
 
 def grid_place(program: ScheduleProgram, rank: int, number: int) -> Place:
     """The action that an instruction belongs to: a receive to its reader, a send to its maker, a WAIT to what it holds up."""
-    row = program.ranks[rank].instructions
+    place, row = program.place_of(rank), program.schedule_of(rank).instructions
     runs = [(at, action) for at, each in enumerate(row) if isinstance(action := program.action_of(each), Action)]
     before = sum(at < number for at, _ in runs)
     instruction = row[number] if number < len(row) else None
     if isinstance(instruction, Receive) and instruction.transfer in program.transfers:
         readers = program.transfers[instruction.transfer].readers
-        return Place(rank, next((count for count, (_, action) in enumerate(runs) if action in readers), before))
-    return Place(rank, before - 1 if _follows(program, instruction) and before else before)
+        return Place(place, next((count for count, (_, action) in enumerate(runs) if action in readers), before))
+    return Place(place, before - 1 if _follows(program, instruction) and before else before)
 
 
 def _follows(program: ScheduleProgram, instruction: Instruction | None) -> bool:

@@ -73,7 +73,15 @@ class ScheduleProgram:
 
     def schedule_of(self, rank: int) -> Schedule:
         """What a rank of the mesh executes."""
-        return self.ranks[self.mesh.index(rank, self.mesh.parts("pp"))]
+        return self.ranks[self.place_of(rank)]
+
+    def place_of(self, rank: int) -> int:
+        """Where along `pp` a rank of the mesh is."""
+        return self.mesh.index(rank, self.mesh.parts("pp"))
+
+    def first_at(self, place: int) -> int:
+        """The first rank of the mesh at a place along `pp`: errors name it for all that are there."""
+        return next(rank for rank in range(self.mesh.size) if self.place_of(rank) == place)
 
     def stages_of(self, place: int) -> list[int]:
         """The stages that the ranks at a place along `pp` hold."""

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 from autopar.ir.actions import PipelineSchedule, parse_schedule
+from autopar.ir.mesh import Mesh
 from autopar.pipeline.check_actions import check_actions
 from autopar.pipeline.expand import expand
+from autopar.pipeline.marks import marked_grid
 from autopar.pipeline.schedules import one_forward_one_backward, zb_v
 from tests.support.faults.pipelines import edited
 
@@ -74,3 +76,11 @@ def test_an_action_that_reads_or_sends_other_buffers_is_named() -> None:
         "0F0>1 carries something else than its value",
     ]
     assert found[0].expected == "RUN 0F0 () -> (0F0>1, 0F0.I, 0F0.W)" and found[1].got == "(0F0.W)"
+
+
+def test_of_several_ranks_at_a_place_the_first_is_named() -> None:
+    program = edited(expand(one_forward_one_backward(2, 2)), 1, "drop RUN 1B1")
+    program = replace(program, mesh=Mesh((("pp", 2), ("dp", 2))))
+    violation = next(each for each in check_actions(program) if each.what == "1B1 never runs")
+    assert violation.where == "rank 2, at the end" and violation.instructions == ((2, len(program.ranks[1].instructions)),)
+    assert "ERROR 1" in marked_grid(program, [violation]).splitlines()[-1], "below the row of the second place"
