@@ -13,29 +13,14 @@ from autopar.ir.program import Program
 from autopar.kernels.normalisation import norm
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.pipeline.assign import assign_stages, copied
+from tests.support.models.masked import MaskedLayers, tied
 from tests.support.programs import calls, passed
 
 aten = torch.ops.aten
 
 
-class Tied(nn.Module):
-    """Two layers between an embedding and its transpose, and a mask that both layers read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(6, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        mask = (ids > 2).unsqueeze(-1)
-        x = self.symbols(ids)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x)) * mask
-        return (x @ self.symbols.weight.t()).square().sum()
-
-
 def program(model: nn.Module | None = None, *args: Tensor) -> Program:
-    return passed(model or Tied(), args or (torch.randint(0, 6, (4, 3)),), InsertReshards)
+    return passed(model or MaskedLayers(tied), args or (torch.randint(0, 6, (4, 3)),), InsertReshards)
 
 
 def products(found: Program) -> list[Node]:

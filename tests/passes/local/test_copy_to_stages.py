@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
 from torch.fx import Node
 
 from autopar.ir.collectives import is_launch
@@ -12,30 +11,15 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.local.copy_to_stages import CopyToStages
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
+from tests.support.models.masked import MaskedLayers, over_count
 from tests.support.programs import PP2, calls, passed
 
 aten = torch.ops.aten
 
 
-class Masked(nn.Module):
-    """Both layers read a mask of the ids; the loss is over their count."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(6, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, ids: Tensor) -> Tensor:
-        mask = (ids > 2).unsqueeze(-1)
-        x = self.symbols(ids)
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x)) * mask
-        return x.square().sum() / mask.sum()
-
-
 def programs(mesh: Mesh = PP2) -> tuple[Program, Program]:
     """Before and after."""
-    before = passed(Masked(), (torch.randint(0, 6, (8, 3)),), SeparateMicrobatches, mesh)
+    before = passed(MaskedLayers(over_count), (torch.randint(0, 6, (8, 3)),), SeparateMicrobatches, mesh)
     return before, CopyToStages().apply(before)
 
 
