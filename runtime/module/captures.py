@@ -46,6 +46,8 @@ _PRIVATE_NAMES = (
 )
 
 Capture = Callable[..., Compiled]
+# The parallel module of a copy of the model, in the same world.
+ForCopy = Callable[[nn.Module, World], Any]
 CallKey = tuple[Any, ...]
 
 
@@ -81,6 +83,7 @@ class CapturingModule(NamesOfModel):
         timeout: float | None = None,
         num_microbatches: int | None = None,
         world: World | None = None,
+        for_copy: ForCopy | None = None,
     ) -> None:
         super().__init__()
         check_names(model, type(self), (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
@@ -93,7 +96,7 @@ class CapturingModule(NamesOfModel):
         self._captures: dict[CallKey, Captured] = {}
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
-        self._guard = ModelGuard(model)
+        self._guard, self._for_copy = ModelGuard(model), for_copy
         self.__dict__["_model"] = model  # the last: names that come after it are the model's
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.driver.compiled import Compiled
-from autopar.driver.options import BatchDims
 from autopar.errors import AutoparError, MeshError
-from autopar.ir.mesh import Mesh
-from autopar.runtime._torch import Backend, not_compiled
+from autopar.runtime._torch import not_compiled
 from autopar.runtime.execute.call import Call, differentiate
 from autopar.runtime.execute.random_key import random_key
-from autopar.runtime.execute.world import World
-from autopar.runtime.module.captures import Capture, Captured
+from autopar.runtime.module.captures import Captured
 from autopar.runtime.module.copies import check_copy, share_captures
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_replicas
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
-
-ForCopy = Callable[[nn.Module, World], "ParallelModule"]
 
 
 class ParallelModule(Inspected):
@@ -60,35 +52,6 @@ class ParallelModule(Inspected):
     `MeshError`, `PeerError` for a rank that does not answer, and what `autopar.compile` raises when it captures. `loss.backward()`
     raises `BackwardError` for a second backward of one call, or through an output that has none.
     """
-
-    _for_copy: ForCopy | None = None
-
-    def __init__(
-        self,
-        model: nn.Module,
-        mesh: Mesh,
-        *,
-        capture: Capture,
-        backend: str | Backend = "inductor",
-        device_mesh: DeviceMesh | None = None,
-        batch_dims: BatchDims = None,
-        timeout: float | None = None,
-        num_microbatches: int | None = None,
-        world: World | None = None,
-        for_copy: ForCopy | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            mesh,
-            capture=capture,
-            backend=backend,
-            device_mesh=device_mesh,
-            batch_dims=batch_dims,
-            timeout=timeout,
-            num_microbatches=num_microbatches,
-            world=world,
-        )
-        self._for_copy = for_copy
 
     # ---- the call
 
@@ -134,7 +97,7 @@ class ParallelModule(Inspected):
             raise MeshError("this parallel module was not made by autopar.compile; copy the model and compile the copy")
         if not self._world.is_virtual:
             check_copy(self)
-        copied = self._for_copy(copy.deepcopy(self._model, memo), self._world)
+        copied: ParallelModule = self._for_copy(copy.deepcopy(self._model, memo), self._world)
         memo[id(self)] = copied
         share_captures(self, copied, memo)
         return copied
