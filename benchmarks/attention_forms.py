@@ -32,8 +32,9 @@ from tests.support.forms import (
     attention_masks,
     attention_near_misses,
 )
-from tests.support.forms.attention import FORMS, NEAR_MISSES, AttentionForm
+from tests.support.forms.attention import ATTENTIONS
 from tests.support.forms.inductor_attention import fault_of_inductor, inductor_matches
+from tests.support.forms.suite import Form
 
 NEAR = "near misses"
 # By the file that a form is written in; a near miss may be in any.
@@ -49,7 +50,7 @@ DTYPES = (torch.float32, torch.float16)
 # What every pattern matcher knows: where Inductor's does not match it, this script is at fault.
 PLAIN = "divided"
 MODES = {"training": True, "inference": False}
-Question = Callable[[AttentionForm, torch.dtype, bool], bool]
+Question = Callable[[Form, torch.dtype, bool], bool]
 
 
 @dataclass(frozen=True)
@@ -66,33 +67,31 @@ class Outcome:
     faults: dict[str, str]
 
 
-def outcome(form: AttentionForm) -> Outcome:
-    group, dtypes = (NEAR, DTYPES[:1]) if form.reason else (GROUPS[form.compute.__module__], DTYPES)
+def outcome(form: Form) -> Outcome:
+    group, dtypes = (NEAR, DTYPES[:1]) if form.name in ATTENTIONS.near_misses else (GROUPS[form.compute.__module__], DTYPES)
     ours, inductor = asked(fuses, form, dtypes, all), asked(matches, form, dtypes, any)
     inputs = inputs_of(form, torch.float32)
     faults = {mode: fault_of_inductor(form.module().float(), inputs, MODES[mode]) for mode in MODES if inductor[mode]}
     return Outcome(form.name, group, ours, inductor, faults)
 
 
-def asked(
-    question: Question, form: AttentionForm, dtypes: Sequence[torch.dtype], combine: Callable[[Iterable[bool]], bool]
-) -> dict[str, bool]:
+def asked(question: Question, form: Form, dtypes: Sequence[torch.dtype], combine: Callable[[Iterable[bool]], bool]) -> dict[str, bool]:
     return {mode: combine([question(form, dtype, training) for dtype in dtypes]) for mode, training in MODES.items()}
 
 
-def fuses(form: AttentionForm, dtype: torch.dtype, training: bool) -> bool:
+def fuses(form: Form, dtype: torch.dtype, training: bool) -> bool:
     """Whether our pass makes the form one op."""
     module = form.module().to(dtype).train(training).requires_grad_(training)
     program = capture(module, inputs_of(form, dtype), {}, virtual_mesh(dp=1), outputs="all")
     return bool(FuseAttention().decide(program).fused)
 
 
-def matches(form: AttentionForm, dtype: torch.dtype, training: bool) -> bool:
+def matches(form: Form, dtype: torch.dtype, training: bool) -> bool:
     """Whether one of Inductor's patterns matches the form; not, where torch.compile cannot take it at all."""
     return bool(inductor_matches(form.module().to(dtype), inputs_of(form, dtype), training))
 
 
-def inputs_of(form: AttentionForm, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs_of(form: Form, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return tuple(value.to(dtype) if value.is_floating_point() else value for value in form.inputs())
 
 
@@ -179,10 +178,10 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="write the tables to this file")
     parser.add_argument("--json", type=Path, help="write every outcome to this file")
     options = parser.parse_args()
-    every = {**FORMS, **NEAR_MISSES}
+    every = ATTENTIONS.forms | ATTENTIONS.near_misses
     if unknown := [name for name in options.forms or () if name not in every]:
         parser.error(f"no form {unknown[0]!r}; there are {', '.join(every)}")
-    if not matches(FORMS[PLAIN], torch.float32, MODES["training"]):
+    if not matches(ATTENTIONS.forms[PLAIN], torch.float32, MODES["training"]):
         parser.exit(1, f"Inductor's patterns do not match {PLAIN!r}: its matches are not counted as this script thinks\n")
     found: list[Outcome] = []
     for form in [every[name] for name in options.forms or every]:

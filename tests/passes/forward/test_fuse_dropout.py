@@ -1,10 +1,8 @@
-"""Ways to add what is dropped become one op, with the same masks, outputs and gradients; near misses stay, each with its reason."""
+"""Dropout and the sums that read it: what is left of them, dtypes, ranks. Every way to write one: `tests/passes/fuse/test_forms.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,13 +15,9 @@ from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.compiled import Compiled
 from autopar.driver.manager import History, run_passes
-from autopar.frontend.capture import capture
-from autopar.graph.promote import default_float64, promote
-from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import save
 from autopar.ir.mesh import Mesh, virtual_mesh
-from autopar.ir.program import Program
 from autopar.kernels.dropout import add_dropout, dropout
 from autopar.kernels.normalisation import add_norm
 from autopar.passes.forward.fuse_dropout import FuseDropout
@@ -34,11 +28,10 @@ from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.local.lower import Lower
-from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.testing.random_shardings import RandomShardings
-from tests.support.forms.dropout import FORMS, NEAR_MISSES, B, DropoutForm, Dropping, N, S
-from tests.support.forms.suite import MESH, Suite, results, targets, values_of
+from tests.support.forms.dropout import DROPOUTS, B, N, S
+from tests.support.forms.suite import Computing, fused, targets, values_of
 from tests.support.models.zoo import ZOO
 from tests.support.programs import forward_program
 
@@ -46,94 +39,8 @@ aten = torch.ops.aten
 OURS = (add_dropout, dropout)
 
 
-@dataclass(frozen=True)
-class Run:
-    """All forms as one program: what was found of each, and its results before and after, exactly and in a dtype of their own."""
-
-    found: dict[str, list[FusionSite]]
-    exact: dict[str, list[Tensor]]
-    exact_after: dict[str, list[Tensor]]
-    own: dict[str, list[Tensor]]
-    own_after: dict[str, list[Tensor]]
-
-
-def keyed(module: nn.Module, *passes: Any) -> Program:
-    return run_passes(capture(module, (), {}, MESH, outputs="all"), (*passes, KeyRandom()))
-
-
-def fused(module: nn.Module, *passes: Any) -> tuple[FusionDecision, Program]:
-    program = keyed(module, *passes)
-    decision = FuseDropout().decide(program)
-    return decision, FuseDropout().apply(program, decision)
-
-
-def by_form(decision: FusionDecision, forms: Sequence[DropoutForm]) -> dict[str, list[FusionSite]]:
-    found: dict[str, list[FusionSite]] = {form.name: [] for form in forms}
-    for each in decision.found:
-        found[forms[int(each.source.module.removeprefix("suite_"))].name].append(each)
-    return found
-
-
-@cache
-def ran(dtype: torch.dtype) -> Run:
-    forms = list(FORMS.values())
-    module = Suite(forms).to(dtype)
-    captured = capture(module, (), {}, MESH, outputs="all")
-    program = KeyRandom().apply(captured)
-    decision = FuseDropout().decide(program)
-    values = [*values_of(captured, module), torch.tensor(random_key(7, 0))]
-    wide = [value.double() if value.is_floating_point() else value for value in values]
-    pair = (program, FuseDropout().apply(program, decision))
-    with default_float64():
-        exact, exact_after = (results(promote(each), wide, True, list(FORMS)) for each in pair)
-    own, own_after = (results(each, values, True, list(FORMS)) for each in pair)
-    return Run(by_form(decision, forms), exact, exact_after, own, own_after)
-
-
-@pytest.mark.parametrize("name", list(FORMS))
-def test_every_form_is_one_op_and_computes_the_same_bit_for_bit(name: str) -> None:
-    run = ran(torch.float32)
-    found = run.found[name]
-    assert [each.fused for each in found] == [True] * len(FORMS[name].finds), found
-    for each, part in zip(found, FORMS[name].finds, strict=True):
-        assert part in str(each) and str(each).startswith("dropout at dropout.py:")
-    assert (run.exact[name][0] != 0).any()
-    for one, other in zip(run.exact_after[name], run.exact[name], strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("name", list(FORMS))
-def test_every_form_keeps_its_accuracy_in_sixteen_bits(name: str) -> None:
-    """At most twice the error of the form itself in bfloat16."""
-    run = ran(torch.bfloat16)
-    assert all(each.fused for each in run.found[name]), run.found[name]
-    for position, true in enumerate(run.exact[name]):
-        got, own = run.own_after[name][position], run.own[name][position]
-        assert got.dtype == own.dtype
-        error, allowed = ((each.double() - true).abs().max().item() for each in (got, own))
-        assert error <= 2 * allowed + 4e-3 * true.abs().max().item()
-
-
-@pytest.mark.parametrize("name", list(NEAR_MISSES))
-def test_near_misses_stay_and_say_why(name: str) -> None:
-    found = near_misses()[name]
-    assert len(found) == 1 and not found[0].fused, found
-    text = str(found[0])
-    assert text.startswith("dropout at dropout.py:") and text.endswith(f" not fused: {NEAR_MISSES[name].finds[0]}")
-
-
-@cache
-def near_misses() -> dict[str, list[FusionSite]]:
-    forms = list(NEAR_MISSES.values())
-    program = keyed(Suite(forms))
-    decision = FuseDropout().decide(program)
-    after = FuseDropout().apply(program, decision)
-    assert not decision.fused and targets(after) == targets(program)
-    return by_form(decision, forms)
-
-
 def test_nothing_is_left_of_what_is_fused() -> None:
-    decision, after = fused(FORMS["residual first"].module())
+    _, decision, after = fused(FuseDropout(), DROPOUTS.forms["residual first"].module(), (), KeyRandom())
     sizes = [tuple(node.meta["val"].shape) for node in after.graph.nodes if node.op == "call_function"]
     assert len(decision.fused) == 1 and targets(after).count(add_dropout) == 1
     # The op, and what both operands are made of; of positions only those of rows and of columns.
@@ -152,7 +59,7 @@ def test_nothing_is_left_of_what_is_fused() -> None:
     ],
 )
 def test_the_sum_is_taken_in_the_dtype_in_which_it_was(name: str, x: torch.dtype, residual: torch.dtype, out: torch.dtype) -> None:
-    _, after = fused(FORMS[name].module().bfloat16())
+    _, _, after = fused(FuseDropout(), DROPOUTS.forms[name].module().bfloat16(), (), KeyRandom())
     call = next(node for node in after.graph.nodes if node.target is add_dropout)
     assert [each.meta["val"].dtype for each in (*call.args[:2], call)] == [x, residual, out]
     assert [user.op for user in call.users] == ["output"]
@@ -163,14 +70,14 @@ def test_more_positions_than_32_bits_count_have_words_of_each_row() -> None:
         x, residual = (each.expand(2**20, 2**14) for each in (m.x, m.residual))
         return (residual + F.dropout(x, 0.25))[:1]
 
-    decision, after = fused(Dropping(compute, {"x": (1, 2**14), "residual": (1, 2**14)}))
+    _, decision, after = fused(FuseDropout(), Computing(compute, {"x": (1, 2**14), "residual": (1, 2**14)}), (), KeyRandom())
     call = next(node for node in after.graph.nodes if node.target is add_dropout)
     assert len(decision.fused) == 1
     assert [tuple(each.meta["val"].shape) for each in call.args[2:]] == [(2**20, 1), (2**20, 1), (2**14,)]
 
 
 def test_the_backward_draws_again_and_holds_no_mask() -> None:
-    _, after = fused(FORMS["residual first"].module())
+    _, _, after = fused(FuseDropout(), DROPOUTS.forms["residual first"].module(), (), KeyRandom())
     joint = run_passes(after, (TraceJoint(True), MarkSaved()))
     saved = [node.meta["val"] for node in joint.graph.nodes if node.target is save]
     assert targets(joint).count(dropout) == 1
@@ -183,7 +90,7 @@ def test_nothing_is_said_of_other_sums() -> None:
         kept = m.residual + F.dropout(m.x, 0.5, training=False) + F.dropout(m.x, 0.0)
         return kept * F.dropout(m.x, 0.5) + m.x * (torch.rand_like(m.x) < 0.5) * 2.0 + m.x * (m.residual < 3) * 2.0 + 1.0
 
-    decision, _ = fused(Dropping(compute, {"x": (B, S, N), "residual": (B, S, N)}))
+    _, decision, _ = fused(FuseDropout(), Computing(compute, {"x": (B, S, N), "residual": (B, S, N)}), (), KeyRandom())
     assert not decision.found and str(decision) == "nothing to fuse"
 
 
@@ -202,12 +109,10 @@ class Normalised(nn.Module):
 
 def test_a_sum_that_a_norm_takes_stays_there_and_its_dropout_draws_in_the_op() -> None:
     module = Normalised()
-    program = keyed(module, FuseNorms())
-    decision = FuseDropout().decide(program)
-    after = FuseDropout().apply(program, decision)
+    program, decision, after = fused(FuseDropout(), module, (), FuseNorms(), KeyRandom())
     assert [str(each).split(" fused: ")[1] for each in decision.found] == ["p = 0.25; its sum is normalised by an op", "p = 0.5"]
     assert [target for target in targets(after) if target in (add_norm, add_dropout, dropout)] == [dropout, add_norm, add_dropout]
-    values = [*values_of(capture(module, (), {}, MESH, outputs="all"), module), torch.tensor(random_key(7, 0))]
+    values = values_of(program, module)
     for one, other in zip(after.module()(*values), program.module()(*values), strict=True):
         assert torch.equal(one, other)
 

@@ -1,21 +1,22 @@
 """Ways in which people write attention, one small module each, and the near misses.
 
 Every form computes from a query [2, 4, 6, 8], a key and a value [2, 4, 7, 8], unless it says others, and from a batch of
-inputs, such as a mask. `AttentionForm.module` makes the model, `inputs` the batch.
+inputs, such as a mask.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-Shape = tuple[int, ...]
+from tests.support.forms.suite import Catalogue, Form, Inputs, Shape
+
 B, H, S, T, D = 2, 4, 6, 7, 8
 QUERY, KEY = (B, H, S, D), (B, H, T, D)
 SQUARE = {"query": (B, H, S, D), "key": (B, H, S, D)}
@@ -23,66 +24,21 @@ SQUARE = {"query": (B, H, S, D), "key": (B, H, S, D)}
 LOWEST = torch.finfo(torch.bfloat16).min
 
 
-class Operands:
-    """What a form computes from: a tensor by name, computed from a parameter of its shape, as a projection would."""
-
-    def __init__(self, values: dict[str, Tensor], triangle: Tensor, training: bool) -> None:
-        self.training, self.triangle = training, triangle
-        for name, value in values.items():
-            setattr(self, name, value)
-
-
-class Attending(nn.Module):
-    """`compute(operands, *inputs)`."""
-
-    def __init__(self, compute: Callable[..., Any], shapes: dict[str, Shape]) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterDict(
-            {name: nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64)) for name, shape in shapes.items()}
-        )
-        self.register_buffer("triangle", torch.ones(16, 16, dtype=torch.float64).tril())
-        self.compute = compute
-
-    def forward(self, *inputs: Tensor) -> Any:
-        values = {name: weight.asinh() for name, weight in self.weights.items()}
-        return self.compute(Operands(values, self.triangle, self.training), *inputs)
-
-
-@dataclass(frozen=True)
-class AttentionForm:
-    """A way to write attention. `reason` is a part of what the pass says of a near miss, empty where it is to match."""
-
-    name: str
-    compute: Callable[..., Any]
-    shapes: dict[str, Shape]
-    inputs: Callable[[], tuple[Tensor, ...]] = field(default=tuple)
-    reason: str = ""
-
-    def module(self) -> nn.Module:
-        return Attending(self.compute, self.shapes)
-
-
-FORMS: dict[str, AttentionForm] = {}
-NEAR_MISSES: dict[str, AttentionForm] = {}
+ATTENTIONS = Catalogue()
+TRIANGLE = {"triangle": torch.ones(16, 16, dtype=torch.float64).tril()}
 
 
 def form(
-    name: str,
-    *,
-    inputs: Callable[[], tuple[Tensor, ...]] = tuple,
-    reason: str = "",
-    **shapes: Shape,
+    name: str, *, inputs: Callable[[], Inputs] = tuple, reason: str = "", **shapes: Shape
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the function as a form, or, with a reason, as a near miss."""
-    whole = {"query": QUERY, "key": KEY}
-    whole |= {"value": shapes.get("key", KEY)} | shapes
+    whole = {"query": QUERY, "key": KEY} | {"value": shapes.get("key", KEY)} | shapes
+    return ATTENTIONS.adds(name, whole, (re.escape(reason),), bool(reason), inputs=inputs, tables=TRIANGLE)
 
-    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
-        (NEAR_MISSES if reason else FORMS)[name] = AttentionForm(name, compute, whole, inputs, reason)
-        return compute
 
-    return register
+def attending(compute: Callable[..., Any], **shapes: Shape) -> Form:
+    """One more that is not in the table, of the usual shapes where it says no others."""
+    return Form("", compute, shapes or {"query": QUERY, "key": KEY, "value": KEY})
 
 
 def padding() -> tuple[Tensor, ...]:

@@ -1,72 +1,31 @@
 """Ways in which people add what they drop out, one small module each, and the near misses.
 
-Every form adds dropout of `x` to `residual`, both [2, 5, 8], unless it says other shapes. `DropoutForm.module` makes the model.
+Every form adds dropout of `x` to `residual`, both [2, 5, 8], unless it says other shapes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-Shape = tuple[int, ...]
+from tests.support.forms.suite import Catalogue, Shape
+
 B, S, N = 2, 5, 8
 P = 0.25
 
 
-class Given:
-    """What a form computes from: values fresh in memory, of parameters of their shapes."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
-
-
-class Dropping(nn.Module):
-    """`compute(given)`."""
-
-    def __init__(self, compute: Callable[..., Any], shapes: dict[str, Shape]) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterDict(
-            {name: nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64)) for name, shape in shapes.items()}
-        )
-        self.compute = compute
-
-    def forward(self) -> Any:
-        return self.compute(Given({name: weight.asinh() for name, weight in self.weights.items()}))
-
-
-@dataclass(frozen=True)
-class DropoutForm:
-    """A way to write a dropout and a sum. `finds` are parts of what the pass says of each; of a near miss, its reason."""
-
-    name: str
-    compute: Callable[..., Any]
-    shapes: dict[str, Shape]
-    finds: tuple[str, ...]
-
-    def module(self) -> nn.Module:
-        return Dropping(self.compute, self.shapes)
-
-
-FORMS: dict[str, DropoutForm] = {}
-NEAR_MISSES: dict[str, DropoutForm] = {}
+DROPOUTS = Catalogue()
 
 
 def form(name: str, *finds: str, reason: str = "", **shapes: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the function as a form, or, with a reason, as a near miss."""
-    whole = {"x": (B, S, N), "residual": (B, S, N)} | shapes
-
-    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
-        (NEAR_MISSES if reason else FORMS)[name] = DropoutForm(name, compute, whole, (reason,) if reason else finds or ("p = 0.25",))
-        return compute
-
-    return register
+    """Registers the function as a form, with what is said of each dropout of it, or, with a reason, as a near miss."""
+    says = (f"{re.escape(reason)}$",) if reason else finds or ("p = 0.25",)
+    return DROPOUTS.adds(name, {"x": (B, S, N), "residual": (B, S, N)} | shapes, says, bool(reason))
 
 
 @form("residual first")

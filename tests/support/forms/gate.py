@@ -1,74 +1,33 @@
 """Ways in which people write gated activations and biased ones, one small module each, and the near misses.
 
 Every form computes from a gate and an up [2, 5, 8], each a linear layer of an input, unless it says other shapes.
-`GateForm.module` makes the model.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-Shape = tuple[int, ...]
+from tests.support.forms.suite import Catalogue, Shape
+
 B, S, N = 2, 5, 8
 
 
-class Operands:
-    """What a form computes from: a tensor by name, fresh in memory, of a parameter of its shape."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
-
-
-class Gating(nn.Module):
-    """`compute(operands)`."""
-
-    def __init__(self, compute: Callable[..., Any], shapes: dict[str, Shape]) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterDict(
-            {name: nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64)) for name, shape in shapes.items()}
-        )
-        self.compute = compute
-
-    def forward(self) -> Any:
-        return self.compute(Operands({name: weight.asinh() for name, weight in self.weights.items()}))
-
-
-@dataclass(frozen=True)
-class GateForm:
-    """A way to write `kind`: "silu gate" or "relu bias". `reason` is a part of what is said of a near miss, empty for a match."""
-
-    name: str
-    kind: str
-    compute: Callable[..., Any]
-    shapes: dict[str, Shape]
-    reason: str = ""
-
-    def module(self) -> nn.Module:
-        return Gating(self.compute, self.shapes)
-
-
-FORMS: dict[str, GateForm] = {}
-NEAR_MISSES: dict[str, GateForm] = {}
+GATES = Catalogue()
 
 
 def form(name: str, kind: str = "", *, reason: str = "", **shapes: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the function as a form of `kind`, or, with a reason, as a near miss."""
-    whole = {"gate": (B, S, N), "up": (B, S, N)} | shapes
-
-    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
-        (NEAR_MISSES if reason else FORMS)[name] = GateForm(name, kind, compute, whole, reason)
-        return compute
-
-    return register
+    """Registers the function as a form of `kind`, "silu gate" or "relu bias", or, with a reason, as a near miss."""
+    activation, _, what = kind.partition(" ")
+    found = rf"^{'biased activation' if what == 'bias' else what} at .* fused: {activation}\b"
+    says = re.escape(reason) if reason else found
+    return GATES.adds(name, {"gate": (B, S, N), "up": (B, S, N)} | shapes, (says,), bool(reason))
 
 
 # The five, by name.

@@ -1,79 +1,35 @@
 """Ways in which people write norms, one small module each.
 
-Every form computes from x and a residual [2, 5, 8], a weight and a bias [8], unless it says other shapes. `NormForm.module` makes
-the model. The near misses are in `tests/support/forms/norm_near_misses.py`.
+Every form computes from x and a residual [2, 5, 8], a weight and a bias [8], unless it says other shapes. The near misses are in
+`tests/support/forms/norm_near_misses.py`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-Shape = tuple[int, ...]
+from tests.support.forms.suite import Catalogue, Shape
+
 B, S, N = 2, 5, 8
 EPS = 1e-5
 
 
-class Operands:
-    """What a form computes from: a tensor by name, fresh in memory, of a parameter of its shape."""
-
-    def __init__(self, values: dict[str, Tensor]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
-
-
-class Norming(nn.Module):
-    """`compute(operands)`."""
-
-    def __init__(self, compute: Callable[..., Any], shapes: dict[str, Shape]) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterDict(
-            {name: nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64)) for name, shape in shapes.items()}
-        )
-        self.compute = compute
-
-    def forward(self) -> Any:
-        return self.compute(Operands({name: weight.asinh() for name, weight in self.weights.items()}))
-
-
-@dataclass(frozen=True)
-class NormForm:
-    """A way to write a norm. `says` are parts of the conditions, or of the reason of a near miss; `inside`: with the residual."""
-
-    name: str
-    compute: Callable[..., Any]
-    shapes: dict[str, Shape]
-    says: str
-    inside: bool = False
-
-    def module(self) -> nn.Module:
-        return Norming(self.compute, self.shapes)
-
-
-FORMS: dict[str, NormForm] = {}
-NEAR_MISSES: dict[str, NormForm] = {}
+NORMS = Catalogue()
 
 
 def form(
-    name: str, says: str = "RMS norm, with a weight", *, reason: str = "", inside: bool = False, **shapes: Shape
+    name: str, finds: str = "RMS norm, with a weight", *, reason: str = "", inside: bool = False, **shapes: Shape
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the function as a form, or, with a reason, as a near miss."""
+    """Registers the function as a form, of which the pass says `finds`, or, with a reason, as a near miss; `inside`: with the residual."""
+    found = ".*".join(finds.split(", ")) + ("; residual added inside$" if inside else "$")
     whole = {"x": (B, S, N), "residual": (B, S, N), "weight": (N,), "bias": (N,)} | shapes
-
-    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
-        # An operand that the form does not read has no gradient.
-        names = compute.__code__.co_names
-        shapes = {key: shape for key, shape in whole.items() if key in names}
-        (NEAR_MISSES if reason else FORMS)[name] = NormForm(name, compute, shapes, reason or says, inside)
-        return compute
-
-    return register
+    return NORMS.adds(name, whole, (re.escape(reason) if reason else found,), bool(reason))
 
 
 # RMS norms, as models write them.

@@ -1,75 +1,44 @@
 """Ways in which people write rotary embeddings, one small module each, and the near misses.
 
-Every form turns heads [2, 4, 5, 8] by angles [1, 5, 8] of the positions, unless it says other shapes. `RotaryForm.module` makes the model.
+Every form turns heads [2, 4, 5, 8] by angles [1, 5, 8] of the positions, unless it says other shapes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-Shape = tuple[int, ...]
+from tests.support.forms.suite import Catalogue, Form, Shape
+
 B, H, S, D, R = 2, 4, 5, 8, 4
 
 
-class Heads:
-    """What a form computes from: `x`, fresh in memory, of a parameter of its shape, and other parameters; cosines and sines."""
-
-    def __init__(self, values: dict[str, Tensor], angles: Tensor) -> None:
-        self.angles, self.cos, self.sin = angles, angles.cos(), angles.sin()
-        for name, value in values.items():
-            setattr(self, name, value)
-
-
-class Turning(nn.Module):
-    """`compute(heads)`."""
-
-    def __init__(self, compute: Callable[..., Any], angles: Shape, shapes: dict[str, Shape]) -> None:
-        super().__init__()
-        draw = torch.Generator().manual_seed(0)
-        self.weights = nn.ParameterDict(
-            {name: nn.Parameter(torch.randn(shape, generator=draw, dtype=torch.float64)) for name, shape in shapes.items()}
-        )
-        self.register_buffer("angles", torch.randn(angles, generator=draw, dtype=torch.float64))
-        self.compute = compute
-
-    def forward(self) -> Any:
-        return self.compute(Heads({name: weight.asinh() for name, weight in self.weights.items()}, self.angles))
-
-
-@dataclass(frozen=True)
-class RotaryForm:
-    """A way to write a rotation. `finds` is a part of what the pass says of it; of a near miss, its reason."""
-
-    name: str
-    compute: Callable[..., Any]
-    angles: Shape
-    shapes: dict[str, Shape]
-    finds: str
-
-    def module(self) -> nn.Module:
-        return Turning(self.compute, self.angles, self.shapes)
-
-
-FORMS: dict[str, RotaryForm] = {}
-NEAR_MISSES: dict[str, RotaryForm] = {}
+ROTATIONS = Catalogue()
 
 
 def form(
     name: str, finds: str = "", *, angles: Shape = (1, S, D), reason: str = "", **shapes: Shape
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the function as a form, or, with a reason, as a near miss."""
-    whole = {"x": (B, H, S, D)} | shapes
+    says, tables = re.escape(reason or finds), {"angles": drawn(angles)}
+    return ROTATIONS.adds(name, {"x": (B, H, S, D)} | shapes, (says,), bool(reason), tables=tables, derive=of_angles)
 
-    def register(compute: Callable[..., Any]) -> Callable[..., Any]:
-        (NEAR_MISSES if reason else FORMS)[name] = RotaryForm(name, compute, angles, whole, reason or finds)
-        return compute
 
-    return register
+def turning(compute: Callable[..., Any], shapes: dict[str, Shape]) -> Form:
+    """One more, by angles [1, 5, 8], that is not in the table."""
+    return Form("", compute, shapes, tables={"angles": drawn((1, S, D))}, derive=of_angles)
+
+
+def drawn(shape: Shape) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def of_angles(m: Any) -> None:
+    m.cos, m.sin = m.angles.cos(), m.angles.sin()
 
 
 def rotate_half(x: Tensor) -> Tensor:
