@@ -11,7 +11,8 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import node_at
-from autopar.ops.traits import NEGATIONS, PRODUCTS, QUOTIENTS, is_cast, widens
+from autopar.ops.rules.labels import argument
+from autopar.ops.traits import DIFFERENCES, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast, widens
 
 
 def is_tensor(value: object) -> bool:
@@ -28,6 +29,20 @@ def operand_pairs(node: Node) -> tuple[tuple[Any, Any], ...]:
     """The first two arguments, and the other way round where it makes no difference."""
     left, right = node.args[:2]
     return ((left, right),) if node.target in QUOTIENTS else ((left, right), (right, left))
+
+
+def addends(node: Node) -> tuple[Any, Any, float] | None:
+    """a, b and the factor of every sum and difference, a + factor · b; None for other nodes."""
+    if node.target not in (*SUMS, *DIFFERENCES):
+        return None
+    factor = float(argument(node, 2, "alpha", 1.0))
+    return node.args[0], node.args[1], -factor if node.target in DIFFERENCES else factor
+
+
+def summands(node: Node) -> tuple[tuple[Any, Any], ...]:
+    """(a, b) and (b, a) of every plain sum a + b."""
+    found = addends(node)
+    return ((found[0], found[1]), (found[1], found[0])) if found is not None and found[2] == 1.0 else ()
 
 
 def number_of(value: Any, constants: Constants) -> float | None:

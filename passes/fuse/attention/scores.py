@@ -11,14 +11,14 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import float_at, float_named, node_at
+from autopar.ir.arguments import float_at, node_at
 from autopar.ir.fusion import NotFusible
-from autopar.ops.traits import CASTS, CHOICES, DIFFERENCES, FILLS, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast
+from autopar.ops.traits import CASTS, CHOICES, FILLS, NEGATIONS, PRODUCTS, QUOTIENTS, is_cast
 from autopar.passes.fuse.attention.conditions import Filled
 from autopar.passes.fuse.attention.contractions import Contraction, contraction, is_contraction
 from autopar.passes.fuse.attention.layout import Labels, Layout, Placed, Scaled, above, broadcast_to, flat
 from autopar.passes.fuse.attention.softmax import softmax_at
-from autopar.passes.fuse.reading import name_of, scaled
+from autopar.passes.fuse.reading import addends, name_of, scaled
 
 aten = torch.ops.aten
 
@@ -183,11 +183,9 @@ class _Walk:
         return [(left, factor, scaled_by(right)), (right, factor, scaled_by(left))]
 
     def _summed(self, node: Node, layout: Layout, factor: float) -> list[Reading]:
-        if node.target not in (*SUMS, *DIFFERENCES):
+        if (found := addends(node)) is None:
             return []
-        left, right = node.args[:2]
-        alpha = float_named(node, "alpha", 1.0)
-        alpha = -alpha if node.target in DIFFERENCES else alpha
+        left, right, alpha = found
         # A number added to every score changes no softmax.
         if not isinstance(right, Node):
             return [(left, factor, _shift)]
@@ -197,8 +195,8 @@ class _Walk:
         def plus(other: Node, weight: float) -> Callable[[Scores], None]:
             return lambda scores: scores.masks.insert(0, self._added(other, layout, weight))
 
-        found: list[Reading] = [(left, factor, plus(right, factor * alpha))]
-        return found if alpha != 1.0 else [*found, (right, factor, plus(left, factor))]
+        readings: list[Reading] = [(left, factor, plus(right, factor * alpha))]
+        return readings if alpha != 1.0 else [*readings, (right, factor, plus(left, factor))]
 
     def _filled(self, node: Node, layout: Layout, factor: float) -> list[Reading]:
         if node.target in FILLS:

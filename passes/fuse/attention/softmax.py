@@ -20,8 +20,8 @@ from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ops.rules.labels import argument
-from autopar.ops.traits import CASTS, COPIES, DIFFERENCES, EXPANSIONS, QUOTIENTS
-from autopar.passes.fuse.reading import is_tensor, operand_pairs
+from autopar.ops.traits import CASTS, COPIES, EXPANSIONS, QUOTIENTS
+from autopar.passes.fuse.reading import addends, is_tensor, operand_pairs
 
 aten = torch.ops.aten
 
@@ -87,8 +87,9 @@ def sunk_softmax_at(node: Node) -> Softmax | None:
 
 def _made(node: Node, scores: Any, dim: Any, spelled: str) -> Softmax:
     dim %= tensor_of(scores).dim()
-    if scores.target in DIFFERENCES and isinstance(scores.args[1], Node) and _is_shift(scores.args[1], scores.args[0], dim):
-        scores = scores.args[0]
+    shifted = addends(scores)
+    if shifted is not None and isinstance(shifted[1], Node) and _is_shift(shifted[1], shifted[0], dim):
+        scores = shifted[0]
     return Softmax(node, scores, dim, spelled, tensor_of(node).dtype)
 
 
@@ -102,12 +103,9 @@ def _exponential(node: Node) -> Softmax | None:
     assert isinstance(inner, Node)
     if inner.target in _LOG_OPS:
         return _made(node, inner.args[0], inner.args[1], "exp of a log-softmax")
-    if inner.target not in DIFFERENCES or not isinstance(inner.args[1], Node):
-        return None
-    dim = _reduced(inner.args[1], {aten.logsumexp.default}, inner.args[0])
-    if dim is None:
-        return None
-    return _made(node, inner.args[0], dim, "exp of scores − logsumexp")
+    scores, total, factor = addends(inner) or (None, None, None)
+    dim = _reduced(total, {aten.logsumexp.default}, scores) if factor == -1.0 and isinstance(total, Node) else None
+    return None if dim is None else _made(node, scores, dim, "exp of scores − logsumexp")
 
 
 def _quotient(node: Node, exponential: Node, total: Any) -> Softmax:

@@ -13,10 +13,12 @@ from autopar.graph.overwrites import is_last_reader, memory_of, writes
 from autopar.ir.fusion import NotFusible
 from autopar.kernels.dropout import add_dropout, dropout
 from autopar.kernels.normalisation import add_norm
+from autopar.ops.rules.labels import argument
 from autopar.ops.traits import COPIES, RESHAPES, SUMS, is_cast, widens
 from autopar.passes.fuse.dropout.draw import Draw, read_mask
 from autopar.passes.fuse.guards import check_operands
 from autopar.passes.fuse.match import Match
+from autopar.passes.fuse.reading import summands
 
 aten = torch.ops.aten
 
@@ -100,8 +102,8 @@ def _added(root: Node, operand: Node, residual: Node, writers: Sequence[Node]) -
     if found is None:
         return None
     x, draw, scale, inside = found
-    if root.kwargs.get("alpha", 1) != 1:
-        raise NotFusible(f"the sum has a factor, alpha={root.kwargs['alpha']}")
+    if not summands(root):
+        raise NotFusible(f"the sum has a factor, alpha={argument(root, 2, 'alpha')}")
     shapes = [list(tensor_of(each).shape) for each in (residual, operand)]
     if shapes[0] != shapes[1]:
         raise NotFusible(f"one is broadcast: the residual is {shapes[0]}, what is dropped {shapes[1]}")

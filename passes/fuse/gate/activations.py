@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -17,9 +18,9 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.ir.arguments import node_at
 from autopar.ir.fusion import NotFusible
-from autopar.ops.traits import SUMS
+from autopar.ops.traits import NEGATIONS, QUOTIENTS
 from autopar.passes.fuse.gate.products import Multiplicand, Polynomial, Product, Unscaled, multiplicand_of, polynomial, products_of
-from autopar.passes.fuse.reading import number_of, operand_pairs, widened
+from autopar.passes.fuse.reading import number_of, summands, widened
 
 aten = torch.ops.aten
 
@@ -107,35 +108,25 @@ def _logistic(factor: Multiplicand, constants: Constants) -> tuple[Node, float, 
     """x, the number and the nodes of number / (1 + exp(-x))."""
     reading, interior = factor.core, factor.core.passed
     number = 1.0 / reading.number if factor.divides and reading.number else reading.number
-    total = reading.node
+    total: Any = reading.node
     if not factor.divides:
-        if total.target is aten.reciprocal.default:
-            total = total.args[0]
-        elif total.target in (aten.div.Tensor, aten.true_divide.Tensor) and (above := number_of(total.args[0], constants)) is not None:
-            number *= above
-            total = total.args[1]
-        else:
+        above = (
+            1.0 if total.target is aten.reciprocal.default else number_of(total.args[0], constants) if total.target in QUOTIENTS else None
+        )
+        if above is None:
             return None
-        interior |= {reading.node}
-    if not isinstance(total, Node) or total.target not in SUMS or total.kwargs:
-        return None
-    left, right = total.args[:2]
-    one, exponential = (left, right) if number_of(left, constants) == 1.0 else (right, left)
-    if number_of(one, constants) != 1.0 or not isinstance(exponential, Node) or exponential.target is not aten.exp.default:
-        return None
-    negated = exponential.args[0]
-    assert isinstance(negated, Node)
-    if negated.target is not aten.neg.default:
-        return None
-    return node_at(negated, 0), number, interior | {total, exponential, negated}
+        number, total, interior = number * above, total.args[total.target in QUOTIENTS], interior | {total}
+    for one, exponential in summands(total) if isinstance(total, Node) else ():
+        if number_of(one, constants) == 1.0 and isinstance(exponential, Node) and exponential.target is aten.exp.default:
+            negated = node_at(exponential, 0)
+            if negated.target in NEGATIONS:
+                return node_at(negated, 0), number, interior | {total, exponential, negated}
+    return None
 
 
 def _one_plus(reading: Unscaled, same: set[Node], constants: Constants, is_gate: bool) -> tuple[str, float, frozenset[Node]] | None:
     """The activation, the number a and the nodes, where `reading` is a + a · h(x) and h what an activation by hand is made of."""
-    total = reading.node
-    if total.target not in SUMS or total.kwargs:
-        return None
-    for number, other in operand_pairs(total):
+    for number, other in summands(reading.node):
         value = number_of(number, constants)
         if value is None or not isinstance(other, Node):
             continue
@@ -143,7 +134,7 @@ def _one_plus(reading: Unscaled, same: set[Node], constants: Constants, is_gate:
         if core.node.target not in _WITHIN or value == 0.0 or not math.isclose(core.number, value, rel_tol=_TOLERANCE):
             continue
         kind, wanted = _WITHIN[core.node.target]
-        interior = {total, core.node, *core.passed}
+        interior = {reading.node, core.node, *core.passed}
         found = polynomial(core.node.args[0], same, constants, interior)
         if found is None:
             continue

@@ -15,12 +15,12 @@ from autopar.graph.overwrites import writes
 from autopar.ir.arguments import int_at
 from autopar.ir.fusion import NotFusible
 from autopar.kernels.gated import bias_activation, gated
-from autopar.ops.traits import PRODUCTS, QUOTIENTS, SUMS, is_cast
+from autopar.ops.traits import PRODUCTS, QUOTIENTS, is_cast
 from autopar.passes.fuse.gate.activations import Activated, activation_at, by_hand, named
 from autopar.passes.fuse.gate.products import Multiplicand, products_of
 from autopar.passes.fuse.guards import check_interior, check_writes
 from autopar.passes.fuse.match import Match
-from autopar.passes.fuse.reading import is_tensor, narrowest, operand_pairs, rounded, widened, widest
+from autopar.passes.fuse.reading import is_tensor, narrowest, rounded, summands, widened, widest
 
 aten = torch.ops.aten
 
@@ -120,12 +120,10 @@ def match_bias(node: Node, constants: Constants, writers: Sequence[Node]) -> Bia
 
 def _bias_of(total: Node) -> tuple[Node, Node] | None:
     """x [..., N] and the bias, N elements along the last dim."""
-    if total.target not in SUMS or total.kwargs.get("alpha", 1) != 1:
-        return None
-    if not all(isinstance(each, Node) and tensor_of(each).is_floating_point() for each in total.args[:2]):
+    if not all(is_tensor(each) and tensor_of(each).is_floating_point() for each in total.args[:2]):
         return None
     # What is written into is x.
-    for x, bias in operand_pairs(total)[: 1 if writes(total) else 2]:
+    for x, bias in summands(total)[: 1 if writes(total) else 2]:
         whole, shape = tensor_of(x).shape, tensor_of(bias).shape
         rows = len(whole) > 1 and whole == tensor_of(total).shape and whole[-1] > 1 and tensor_of(x).numel() > whole[-1]
         if rows and len(shape) <= len(whole) and shape[-1:] == whole[-1:] and tensor_of(bias).numel() == whole[-1]:

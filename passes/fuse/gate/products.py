@@ -11,9 +11,9 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import float_named, node_at
-from autopar.ops.traits import DIFFERENCES, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast
-from autopar.passes.fuse.reading import is_alike, number_of, scaled
+from autopar.ir.arguments import node_at
+from autopar.ops.traits import NEGATIONS, PRODUCTS, QUOTIENTS, is_cast
+from autopar.passes.fuse.reading import addends, is_alike, number_of, scaled
 
 aten = torch.ops.aten
 
@@ -119,10 +119,8 @@ def _of_node(node: Node, variable: set[Node], constants: Constants, interior: se
         return of(node.args[0])
     if node.target in NEGATIONS:
         return _times(of(node.args[0]), {0: -1.0})
-    if node.target in SUMS or node.target in DIFFERENCES:
-        factor = float_named(node, "alpha", 1.0)
-        sign = factor if node.target in SUMS else -factor
-        return _plus(of(node.args[0]), _times(of(node.args[1]), {0: sign}))
+    if (sum_of := addends(node)) is not None:
+        return _plus(of(sum_of[0]), _times(of(sum_of[1]), {0: sum_of[2]}))
     if node.target in PRODUCTS:
         return _times(of(node.args[0]), of(node.args[1]))
     if node.target in QUOTIENTS:

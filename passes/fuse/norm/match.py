@@ -24,7 +24,7 @@ from autopar.passes.fuse.guards import check_operands, readers_of
 from autopar.passes.fuse.match import Match, Rewriting
 from autopar.passes.fuse.norm.by_hand import Normalised, is_affine, normalised_at
 from autopar.passes.fuse.norm.moments import PRODUCTS, SUMS, stripped
-from autopar.passes.fuse.reading import is_tensor, narrowest, widest
+from autopar.passes.fuse.reading import is_tensor, narrowest, operand_pairs, summands, widest
 
 aten = torch.ops.aten
 
@@ -132,7 +132,7 @@ def residual_of(found: Norm, writers: Sequence[Node]) -> Residual | None:
     is read before that, right behind the sum.
     """
     total = found.x
-    if total.target is not aten.add.Tensor or total.kwargs.get("alpha", 1) != 1 or found.dtype != tensor_of(total).dtype:
+    if total.target is not aten.add.Tensor or not summands(total) or found.dtype != tensor_of(total).dtype:
         return None
     left, right = total.args[:2]
     if not isinstance(left, Node) or not isinstance(right, Node) or not (_is_alike(left, total) and _is_alike(right, total)):
@@ -224,10 +224,9 @@ def _only_user(node: Node) -> Node | None:
 
 def _affine(user: Node, node: Node, x: Node) -> Node | None:
     """The other operand of a product or a sum, where it has one number a column."""
-    if user.target not in (*PRODUCTS, *SUMS) or user.kwargs.get("alpha", 1) != 1:
-        return None
-    others: list[Any] = [each for each in user.args[:2] if each is not node]
-    return others[0] if len(others) == 1 and is_tensor(others[0]) and is_affine(others[0], x) else None
+    pairs = operand_pairs(user) if user.target in PRODUCTS else summands(user) if user.target in SUMS else ()
+    others = [other for value, other in pairs if value is node is not other]
+    return others[0] if others and is_tensor(others[0]) and is_affine(others[0], x) else None
 
 
 def _row(emit: Emitter, item: Node, columns: int) -> Node:

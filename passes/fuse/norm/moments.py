@@ -17,7 +17,7 @@ from autopar.ir.fusion import NotFusible
 from autopar.ops import traits
 from autopar.ops.rules.labels import argument
 from autopar.ops.traits import EXPANSIONS, is_cast, out_of_place, widens
-from autopar.passes.fuse.reading import name_of, number_of, operand_pairs, scaled
+from autopar.passes.fuse.reading import addends, name_of, number_of, operand_pairs, scaled, summands
 
 aten = torch.ops.aten
 
@@ -158,9 +158,9 @@ class Reading:
             raise NotFusible("the mean of squares has a floor instead of an eps that is added")
         if node.target not in SUMS:
             return node, 0.0
-        for value, eps in operand_pairs(node):
+        for value, eps in summands(node):
             number = self._number(eps)
-            if number is not None and isinstance(value, Node) and node.kwargs.get("alpha", 1) == 1:
+            if number is not None and isinstance(value, Node):
                 if not number >= 0.0:
                     raise NotFusible(f"eps is {number}")
                 return self.through(value), number
@@ -223,10 +223,11 @@ class Reading:
     def centred(self, node: Node) -> Node | None:
         """x where `node` is x minus its mean over the last dim."""
         node = stripped(node)
-        if node.target not in _DIFFERENCES or node.kwargs.get("alpha", 1) != 1 or not all(isinstance(each, Node) for each in node.args[:2]):
+        x, mean, factor = addends(node) or (None, None, None)
+        if node.target not in _DIFFERENCES or factor != -1.0 or not isinstance(x, Node) or not isinstance(mean, Node):
             return None
-        x, inner = stripped(node_at(node, 0)), Reading(self.constants)
-        mean = inner.through(node.args[1])
+        x, inner = stripped(x), Reading(self.constants)
+        mean = inner.through(mean)
         try:
             found = inner.paired(mean) or inner.mean(mean)
         except NotFusible:

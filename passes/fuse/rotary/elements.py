@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,14 +21,14 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import call_of, float_named, node_at
+from autopar.ir.arguments import call_of, node_at
 from autopar.ir.program import operands
 from autopar.ops.rules.labels import argument
 from autopar.ops.traits import COPIES, DIFFERENCES, NEGATIONS, PRODUCTS, RESHAPES, SUMS, is_cast
+from autopar.passes.fuse.reading import addends
 
 aten = torch.ops.aten
 
-_SIGNS: dict[object, float] = {**dict.fromkeys(SUMS, 1.0), **dict.fromkeys(DIFFERENCES, -1.0)}
 _REGROUPED = (*RESHAPES, *COPIES, aten.view_as_complex.default, aten.view_as_real.default)
 # Ops that only move elements, and which of their arguments is the dim that they work on.
 _MOVED: dict[object, int] = {
@@ -36,7 +37,7 @@ _MOVED: dict[object, int] = {
 }  # fmt: skip
 # Of these, and of what only regroups, memory is shared: whoever else reads them costs nothing.
 SHOWN = frozenset({*_REGROUPED, *_MOVED, operator.getitem} - {aten.cat.default, aten.stack.default, aten.flip.default, aten.roll.default})
-_KNOWN = frozenset({*_SIGNS, *PRODUCTS, *NEGATIONS, *_REGROUPED, *_MOVED})
+_KNOWN = frozenset({*SUMS, *DIFFERENCES, *PRODUCTS, *NEGATIONS, *_REGROUPED, *_MOVED})
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class Elements:
         return self._depends[node]
 
     def _of(self, node: Node) -> np.ndarray | None:
-        if node.target in _SIGNS:
-            return self._sum(node)
+        if (found := addends(node)) is not None:
+            return self._sum(*found)
         if node.target in PRODUCTS:
             return self._product(node)
         if node.target in _MOVED or node.target is operator.getitem:
@@ -110,15 +111,13 @@ class Elements:
         keeps_outer = shape[: len(self._outer)] == self._outer and len(shape) > len(self._outer)
         return found.reshape(shape[len(self._outer) :]) if keeps_outer else None
 
-    def _sum(self, node: Node) -> np.ndarray | None:
-        left, right = node.args[:2]
+    def _sum(self, left: Any, right: Any, factor: float) -> np.ndarray | None:
         if not isinstance(left, Node) or not isinstance(right, Node):
             return None
         first, second = self.of(left), self.of(right)
         if first is None or second is None or first.shape != second.shape:
             return None
-        second = _scaled(second, _SIGNS[node.target] * float_named(node, "alpha", 1.0))
-        return _array([one + other for one, other in zip(first.flat, second.flat, strict=True)], first.shape)
+        return _array([one + other for one, other in zip(first.flat, _scaled(second, factor).flat, strict=True)], first.shape)
 
     def _product(self, node: Node) -> np.ndarray | None:
         left, right = node.args[:2]
