@@ -34,7 +34,9 @@ def test_unequal_dtypes_are_cast_to_the_wider() -> None:
 def test_nothing_is_said_of_other_products() -> None:
     def compute(m: Any) -> Tensor:
         gate = silu(m.gate) * 2.0
-        return (gate * gate.new_ones(())) + m.gate * m.up + m.up / m.gate + torch.sigmoid(m.up) * 0.5 + m.up.long() * 2
+        four = 0.5 * m.gate * aten.add.Scalar(torch.erf(m.gate / 2**0.5), 1.0, 4.0) * m.up
+        five = m.up / aten.add.Scalar(torch.exp(-m.gate), 1.0, 5.0)
+        return (gate * gate.new_ones(())) + m.gate * m.up + m.up / m.gate + torch.sigmoid(m.up) * 0.5 + m.up.long() * 2 + four + five
 
     _, decision, _ = fused(FuseGates(), Computing(compute, {"gate": (2, 8), "up": (2, 8)}))
     assert not decision.found and str(decision) == "nothing to fuse"

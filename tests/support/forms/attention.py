@@ -189,3 +189,51 @@ def _(m: Any) -> Tensor:
     """Keys stand in front of queries; the softmax runs over them."""
     scores = m.key @ m.query.transpose(-2, -1) / math.sqrt(D)
     return scores.softmax(dim=-2).transpose(-2, -1) @ m.value
+
+
+# In place, and by names that torch has beside the usual ones.
+
+
+@form("negated in place")
+def _(m: Any) -> Tensor:
+    return ((-m.query) @ m.key.mT).neg_().softmax(-1) @ m.value
+
+
+@form("multiplied and divided by other names")
+def _(m: Any) -> Tensor:
+    query = torch.multiply(m.query, 0.5)
+    return torch.true_divide(query @ torch.divide(m.key, 2.0).mT, math.sqrt(D)).softmax(-1) @ m.value
+
+
+@form("queries scaled in place")
+def _(m: Any) -> Tensor:
+    return (m.query.mul_(0.5) @ m.key.mT).softmax(-1) @ m.value
+
+
+@form("exponentials over their sum, by other names")
+def _(m: Any) -> Tensor:
+    scores = m.query @ m.key.mT
+    powers = torch.subtract(scores, torch.broadcast_to(scores.amax(-1, keepdim=True), scores.shape)).exp()
+    return torch.divide(powers, torch.broadcast_to(powers.sum(-1, keepdim=True), powers.shape)) @ m.value
+
+
+@form("exp of scores less logsumexp, by another name")
+def _(m: Any) -> Tensor:
+    scores = m.query @ m.key.mT
+    return torch.subtract(scores, scores.logsumexp(-1, keepdim=True)).exp() @ m.value
+
+
+@form("a bias subtracted by name", bias=(H, S, T))
+def _(m: Any) -> Tensor:
+    return torch.subtract(m.query @ m.key.mT, m.bias, alpha=0.5).softmax(-1) @ m.value
+
+
+@form("in the shape of something else")
+def _(m: Any) -> Tensor:
+    key = m.key.reshape(B * H, T, D)
+    return torch.bmm((m.query.reshape(B * H, S, D) @ key.mT).softmax(-1), m.value.view_as(m.key).reshape_as(key)).view_as(m.query)
+
+
+@form("a dim of one element squeezed")
+def _(m: Any) -> Tensor:
+    return ((m.query.unsqueeze(2) @ m.key.unsqueeze(2).mT).squeeze((2,)).softmax(-1) @ m.value).contiguous()

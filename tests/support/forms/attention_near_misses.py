@@ -247,3 +247,41 @@ def _(m: Any) -> Tensor:
     weights = scores_of(m).softmax(-1)
     hard = F.one_hot(weights.argmax(-1), T).to(weights.dtype)
     return (hard - weights.detach() + weights) @ m.value
+
+
+@form("negated in place and read", reason="the scores are used elsewhere too")
+def _(m: Any) -> tuple[Tensor, Tensor]:
+    product = m.query @ m.key.mT
+    return product.neg_().softmax(-1) @ m.value, product.exp()
+
+
+@form("negated in place, seen in another shape", reason="the scores are used elsewhere too")
+def _(m: Any) -> tuple[Tensor, Tensor]:
+    product = m.query @ m.key.mT
+    seen = product.view_as(product)
+    return product.neg_().softmax(-1) @ m.value, seen.exp()
+
+
+@form("keys negated in place between", reason="writes into an operand in place")
+def _(m: Any) -> Tensor:
+    scores = m.query @ m.key.mT
+    m.key.squeeze((0,)).neg_()
+    return scores.softmax(-1) @ m.value + m.key.sum()
+
+
+@form("a part of the scores subtracted", reason="the mask depends on the scores")
+def _(m: Any) -> Tensor:
+    product = m.query @ m.key.mT
+    return torch.subtract(product, product.tanh().mean(-2, keepdim=True)).softmax(-1) @ m.value
+
+
+@form("over the sum of columns, broadcast", reason="the softmax runs over another dim")
+def _(m: Any) -> Tensor:
+    powers = (m.query @ m.key.mT).exp()
+    return torch.divide(powers, torch.broadcast_to(powers.sum(-2, keepdim=True), powers.shape)) @ m.value
+
+
+@form("exp of scores less twice logsumexp", reason="the weights are exp of the scores, not a softmax")
+def _(m: Any) -> Tensor:
+    scores = m.query @ m.key.mT
+    return torch.subtract(scores, scores.logsumexp(-1, keepdim=True), alpha=2).exp() @ m.value

@@ -149,6 +149,21 @@ def _(m: Any) -> Tensor:
     return second + F.dropout(second.tanh(), P)
 
 
+@form("in the shape of the residual", "through a view", x=(B * S, N))
+def _(m: Any) -> Tensor:
+    return m.residual + F.dropout(m.x, P).view_as(m.residual)
+
+
+@form("reshaped as the residual", "through a view", x=(B, S, 2, N // 2))
+def _(m: Any) -> Tensor:
+    return F.dropout(m.x, P).reshape_as(m.residual) + m.residual
+
+
+@form("by another name of its own", "through a view")
+def _(m: Any) -> Tensor:
+    return m.residual + torch.ops.aten.alias.default(F.dropout(m.x, P))
+
+
 @form("dropped and read", reason="the dropped value is read elsewhere, too")
 def _(m: Any) -> Tensor:
     dropped = F.dropout(m.x, P)
@@ -230,3 +245,16 @@ def _(m: Any) -> Tensor:
     dropped = F.dropout(hidden, P)
     hidden *= 2
     return (m.residual + dropped) * hidden
+
+
+@form("in the shape of the residual, and read", reason="the dropped value is read elsewhere, too", x=(B * S, N))
+def _(m: Any) -> tuple[Tensor, Tensor]:
+    dropped = F.dropout(m.x, P).view_as(m.residual)
+    return m.residual + dropped, dropped.exp()
+
+
+@form("by another name, and overwritten", reason="aten.mul_.Tensor writes into an operand in place, in front of the sum")
+def _(m: Any) -> Tensor:
+    dropped = F.dropout(m.x, P)
+    torch.ops.aten.alias.default(m.residual).mul_(2.0)
+    return m.residual + dropped

@@ -20,6 +20,7 @@ B, S, N = 2, 5, 8
 
 
 GATES = Catalogue()
+aten = torch.ops.aten
 
 
 def form(name: str, kind: str = "", *, reason: str = "", **shapes: Shape) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -331,3 +332,33 @@ def _(m: Any) -> Tensor:
 @form("bias in float32", "gelu bias", bias=(N,))
 def _(m: Any) -> Tensor:
     return F.gelu((m.gate + m.bias).float()).to(m.gate.dtype)
+
+
+# In place, and by names that torch has beside the usual ones.
+
+
+@form("gelu by erf, one added in place", "gelu gate")
+def _(m: Any) -> Tensor:
+    return 0.5 * m.gate * aten.add_.Scalar(torch.erf(m.gate / math.sqrt(2.0)), 1.0) * m.up
+
+
+@form("gelu by tanh and subtract", "gelu_tanh gate")
+def _(m: Any) -> Tensor:
+    inner = torch.subtract(m.gate, m.gate.pow(3), alpha=-0.044715)
+    return m.gate * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * inner)) * 0.5 * m.up
+
+
+@form("gelu by tanh and a difference with a factor", "gelu_tanh gate")
+def _(m: Any) -> Tensor:
+    inner = m.gate * aten.sub.Scalar(0.044715 * m.gate.square(), 0.5, -2.0)
+    return m.gate * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * inner)) * 0.5 * m.up
+
+
+@form("activation negated in place", "silu gate")
+def _(m: Any) -> Tensor:
+    return F.silu(m.gate).neg_() * m.up
+
+
+@form("multiplied and divided by other names", "sigmoid gate")
+def _(m: Any) -> Tensor:
+    return torch.multiply(torch.divide(torch.sigmoid(m.gate), 4.0), m.up)

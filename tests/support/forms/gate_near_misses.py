@@ -131,3 +131,35 @@ def _(m: Any) -> tuple[Tensor, Tensor]:
     total = m.gate + m.bias
     inner = torch.erf(total / math.sqrt(2))
     return 0.5 * total * (1 + inner), inner
+
+
+@form("one added in place to what is read again", reason="its activation is used elsewhere")
+def _(m: Any) -> Tensor:
+    inner = torch.erf(m.gate / math.sqrt(2.0))
+    return 0.5 * m.gate * torch.ops.aten.add_.Scalar(inner, 1.0) * m.up + inner
+
+
+@form("one added in place to what a view shows", reason="its activation is used elsewhere")
+def _(m: Any) -> Tensor:
+    inner = torch.erf(m.gate / math.sqrt(2.0))
+    seen = inner.flatten()
+    return 0.5 * m.gate * torch.ops.aten.add_.Scalar(inner, 1.0) * m.up + seen.view(B, S, N)
+
+
+@form("subtract, of the other sign", reason="its activation is not gelu_tanh")
+def _(m: Any) -> Tensor:
+    inner = torch.subtract(m.gate, m.gate.pow(3), alpha=0.044715)
+    return m.gate * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * inner)) * 0.5 * m.up
+
+
+@form("activation negated in place and read", reason="its activation is used elsewhere")
+def _(m: Any) -> Tensor:
+    activated = F.silu(m.gate)
+    return activated.neg_() * m.up + activated
+
+
+@form("the gate negated in place", reason="neg_.default writes into an operand in place")
+def _(m: Any) -> Tensor:
+    activated = torch.sigmoid(m.gate)
+    m.gate.neg_()
+    return activated * m.up + m.gate

@@ -165,6 +165,18 @@ def _(m: Any) -> Tensor:
     return m.x * m.x.square().mean(-1, keepdim=True).rsqrt() * m.weight
 
 
+@form("the root broadcast")
+def _(m: Any) -> Tensor:
+    scale = torch.rsqrt(m.x.square().mean(-1, keepdim=True) + EPS)
+    return m.x * torch.broadcast_to(scale, m.x.shape) * m.weight
+
+
+@form("centred by subtract, over the root by divide", "layer norm, with a weight")
+def _(m: Any) -> Tensor:
+    centred = torch.subtract(m.x, m.x.mean(-1, keepdim=True))
+    return torch.multiply(torch.divide(centred, torch.sqrt(centred.square().mean(-1, keepdim=True) + EPS)), m.weight)
+
+
 @form("F.rms_norm")
 def _(m: Any) -> Tensor:
     return F.rms_norm(m.x, (N,), m.weight, EPS)

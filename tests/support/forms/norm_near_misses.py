@@ -157,3 +157,19 @@ def _(m: Any) -> Tensor:
 def _(m: Any) -> Tensor:
     out, mean, _ = torch.native_layer_norm(m.x, (N,), m.weight, m.bias, EPS)
     return out + mean
+
+
+@form("the root broadcast to other rows", reason="the root goes through broadcast_to", x=(N, N))
+def _(m: Any) -> Tensor:
+    return m.x * torch.broadcast_to(torch.rsqrt(m.x.square().mean(-1) + EPS), m.x.shape)
+
+
+@form("half of the mean subtracted", reason="another value than is scaled")
+def _(m: Any) -> Tensor:
+    centred = torch.subtract(m.x, m.x.mean(-1, keepdim=True), alpha=0.5)
+    return centred * torch.rsqrt((m.x - m.x.mean(-1, keepdim=True)).square().mean(-1, keepdim=True) + EPS)
+
+
+@form("eps several times over", reason="not known before the program runs")
+def _(m: Any) -> Tensor:
+    return m.x * torch.rsqrt(torch.ops.aten.add.Scalar(m.x.square().mean(-1, keepdim=True), EPS, 3.0))

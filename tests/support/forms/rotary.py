@@ -198,6 +198,35 @@ def _(m: Any) -> Tensor:
     return m.x * m.cos[..., D : 2 * D] + rotate_half(m.x) * m.sin[..., :D]
 
 
+@form("a half negated in place", HALVES)
+def _(m: Any) -> Tensor:
+    first, second = m.x.chunk(2, -1)
+    return m.x * m.cos + torch.cat((second.clone().neg_(), first), -1) * m.sin
+
+
+@form("in the shape of x", PAIRS)
+def _(m: Any) -> Tensor:
+    first, second = m.x.view(B, H, S, D // 2, 2).unbind(-1)
+    return m.x * m.cos + torch.stack((-second, first), -1).view_as(m.x) * m.sin
+
+
+@form("in the shape of something else", HALVES, y=(B, H, S, 2, D // 2))
+def _(m: Any) -> Tensor:
+    first, second = m.x.reshape_as(m.y).unbind(-2)
+    return m.x * m.cos + torch.cat((-second, first), -1) * m.sin
+
+
+@form("a dim of one element squeezed", HALVES)
+def _(m: Any) -> Tensor:
+    return m.x * m.cos + rotate_half(m.x.unsqueeze(-2)).squeeze((-2,)) * m.sin
+
+
+@form("halves subtracted by name", HALVES, angles=(1, S, D // 2))
+def _(m: Any) -> Tensor:
+    first, second = torch.chunk(m.x, 2, dim=-1)
+    return torch.cat((torch.subtract(first * m.cos, second * m.sin), second * m.cos + first * m.sin), dim=-1)
+
+
 # Near misses.
 
 
@@ -269,3 +298,29 @@ def _(m: Any) -> Tensor:
     kept, turned = m.x * m.cos, rotate_half(m.x) * m.sin
     m.x.add_(1)
     return kept + turned + m.x
+
+
+@form("a half of x negated in place", reason="neg_.default writes in place into a value that is read elsewhere, too")
+def _(m: Any) -> Tensor:
+    first, second = m.x[..., : D // 2], m.x[..., D // 2 :]
+    return torch.cat((second.neg_(), first), -1) * m.sin + m.x * m.cos
+
+
+@form("overwritten between, in another shape", reason="writes into an operand in place")
+def _(m: Any) -> Tensor:
+    kept, turned = m.x * m.cos, rotate_half(m.x) * m.sin
+    m.x.flatten().view_as(m.x).add_(1)
+    return kept + turned + m.x
+
+
+@form("overwritten between, squeezed", reason="writes into an operand in place")
+def _(m: Any) -> Tensor:
+    kept, turned = m.x * m.cos, rotate_half(m.x.unsqueeze(-2)).squeeze((-2,)) * m.sin
+    m.x.unsqueeze(-2).squeeze((-2,)).add_(1)
+    return kept + turned + m.x
+
+
+@form("halves subtracted by name, both", reason="the signs of its terms make no rotation", angles=(1, S, D // 2))
+def _(m: Any) -> Tensor:
+    first, second = torch.chunk(m.x, 2, dim=-1)
+    return torch.cat((torch.subtract(first * m.cos, second * m.sin), torch.subtract(second * m.cos, first * m.sin)), dim=-1)
