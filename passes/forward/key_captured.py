@@ -22,7 +22,7 @@ def key_captured(program: Program) -> Program:
     program = program.copy()
     for node in list(program.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)):
         call = AttentionCall.of(node)
-        if call.dropout > 0.0:
+        if call.dropout_p > 0.0:
             for user in node.users:  # the layout is another
                 user.target = aten.reshape.default if user.target is aten.view.default else user.target
             replace(node, plain_attention(Emitter(program.graph, before=node), call))

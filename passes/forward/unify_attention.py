@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.differentiable import differentiable
-from autopar.graph.emit import Emitter, replace, tensor_of
+from autopar.graph.emit import Emitter, tensor_of
+from autopar.graph.emit import replace as replace_node
 from autopar.graph.overwrites import memory_of, overwritten, sources_of, writers_of, written_by
 from autopar.ir.keys import SITE, Site
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
@@ -48,50 +49,37 @@ class UnifyAttention:
         for node in list(program.graph.nodes):
             if node.target is aten.scaled_dot_product_attention.default:
                 emit, call = Emitter(program.graph, before=node), AttentionCall.of(node)
-                fused = call.mask not in trained and _has_groups(call)
+                fused = call.attn_mask not in trained and _has_groups(call)
                 # What a mask says is read from what made it: nothing of that may have been written since.
-                said = _Said.by(emit, call, constants, node, writers, _has_heads_for(program.mesh, call)) if fused else _Said(call.mask)
+                said = (
+                    _Said.by(emit, call, constants, node, writers, _has_heads_for(program.mesh, call)) if fused else _Said(call.attn_mask)
+                )
                 _reshape_views(node)
                 by = _fused(emit, call, said) if fused else plain_attention(emit, call)
                 # The op keeps its output for the backward.
                 is_written = any(memory_of(written_by(writer)) is node for writer in writers)
-                replace(node, emit.call(aten.clone.default, by) if is_written else by)
+                replace_node(node, emit.call(aten.clone.default, by) if is_written else by)
         return program
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of a `scaled_dot_product_attention`, and where it draws."""
+    """Where a `scaled_dot_product_attention` draws, and its arguments, by torch's names."""
 
+    site: Site | None
     query: Node
     key: Node
     value: Node
-    mask: Node | None
-    dropout: float
-    is_causal: bool
-    scale: float
-    is_grouped: bool
-    site: Site | None
+    attn_mask: Node | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
     @staticmethod
     def of(node: Node) -> AttentionCall:
-        return AttentionCall._of(SITE.get(node), *node.args, **node.kwargs)  # type: ignore[arg-type]
-
-    @staticmethod
-    def _of(
-        site: Site | None,
-        query: Node,
-        key: Node,
-        value: Node,
-        attn_mask: Node | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> AttentionCall:
-        scale = 1.0 / math.sqrt(tensor_of(query).shape[-1]) if scale is None else scale
-        return AttentionCall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, site)
+        found = AttentionCall(SITE.get(node), *node.args, **node.kwargs)  # type: ignore[arg-type]
+        return found if found.scale is not None else replace(found, scale=1.0 / math.sqrt(tensor_of(found.query).shape[-1]))
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -109,7 +97,7 @@ def _has_groups(call: AttentionCall) -> bool:
     """Whether query heads map onto key heads in equal runs, and key and value have the same heads."""
     query, key, value = call.shapes
     same = key[-3] == value[-3]
-    return same and (query[-3] == key[-3] or key[-3] == 1 or (call.is_grouped and query[-3] % key[-3] == 0))
+    return same and (query[-3] == key[-3] or key[-3] == 1 or (call.enable_gqa and query[-3] % key[-3] == 0))
 
 
 def _has_heads_for(mesh: Mesh, call: AttentionCall) -> bool:
@@ -130,19 +118,19 @@ class _Said:
     @staticmethod
     def by(emit: Emitter, call: AttentionCall, constants: Constants, node: Node, writers: Sequence[Node], may_flag: bool) -> _Said:
         """What the mask of the call at `node` says; with flags where it `may_flag` them."""
-        if call.mask is None:
+        if call.attn_mask is None:
             return _Said(None)
         labels, num_dims = Labels(), tensor_of(call.query).ndim
         dims = labels.of_shape((*call.batch, *call.shapes[0][-3:-1], call.shapes[1][-2]))
         scores = (flat(dims[:-3]), *dims[-3:])
         # Without heads, masks have none either.
-        layout = broadcast_to((*dims[:-3], *dims[-2:]) if num_dims == 3 else dims, tensor_of(call.mask).shape)
-        found = meaning_of_one(call.mask, layout, scores, labels, constants)
+        layout = broadcast_to((*dims[:-3], *dims[-2:]) if num_dims == 3 else dims, tensor_of(call.attn_mask).shape)
+        found = meaning_of_one(call.attn_mask, layout, scores, labels, constants)
         flags = found.is_causal or found.window > 0
         is_plain = not (flags or found.documents) and bool(found.attends or found.added) or (flags and not may_flag)
-        read = sources_of([call.mask])
+        read = sources_of([call.attn_mask])
         if is_plain or overwritten({*read, *found.nodes()}, node, writers, own=read) is not None:
-            return _Said(_merged_mask(emit, call.mask, num_dims, call.batch))
+            return _Said(_merged_mask(emit, call.attn_mask, num_dims, call.batch))
         assert not found.added, "an added mask is a flag, or what was given"
         documents = (None, None) if found.documents is None else found.documents.laid_out(emit, scores, labels)
         return _Said(attended(emit, found.attends, scores, labels), found.is_causal, found.window, documents)
@@ -152,7 +140,7 @@ def _fused(emit: Emitter, call: AttentionCall, said: _Said) -> Node:
     batch = call.batch
     operands = [_merged(emit, node, shape, batch) for node, shape in zip((call.query, call.key, call.value), call.shapes, strict=True)]
     options = {"is_causal": call.is_causal or said.is_causal, "scale": call.scale, "soft_cap": 0.0, "window": said.window}
-    result = call_attention(emit, operands, said.mask, said.documents, call.dropout, **options)
+    result = call_attention(emit, operands, said.mask, said.documents, call.dropout_p, **options)
     _note_site(result, call)
     out = emit.call(operator.getitem, result, 0)
     shape = torch.broadcast_shapes(*(tensor_of(node).shape[:-3] for node in (call.query, call.key, call.value)))
@@ -197,16 +185,16 @@ def plain_attention(emit: Emitter, call: AttentionCall) -> Node:
     dtype = tensor_of(call.query).dtype
     exact = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     query, key, value = (emit.cast(node, exact) for node in (call.query, call.key, call.value))
-    if call.is_grouped:
+    if call.enable_gqa:
         num_heads = tensor_of(query).shape[-3]
         key, value = (_repeated(emit, node, num_heads) for node in (key, value))
     query = emit.call(aten.mul.Tensor, query, call.scale)
     scores = emit.call(aten.matmul.default, query, emit.call(aten.transpose.int, key, -2, -1))
-    for mask in (call.mask, _causal_mask(emit, tensor_of(scores)) if call.is_causal else None):
+    for mask in (call.attn_mask, _causal_mask(emit, tensor_of(scores)) if call.is_causal else None):
         scores = _masked(emit, scores, mask)
     probabilities = emit.call(aten._safe_softmax.default, scores, -1)
-    if call.dropout > 0.0:
-        probabilities = emit.call(aten.dropout.default, probabilities, call.dropout, True)
+    if call.dropout_p > 0.0:
+        probabilities = emit.call(aten.dropout.default, probabilities, call.dropout_p, True)
         _note_site(probabilities, call)
     return emit.cast(emit.call(aten.matmul.default, probabilities, value), dtype)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch.fx import Node
@@ -23,6 +23,7 @@ from torch.fx import Node
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.ir.arguments import arguments, int_at, node_at
+from autopar.ops.rules.labels import argument
 from autopar.ops.traits import CASTS, CHOICES, COPIES, FILLS, PRODUCTS, is_cast, out_of_place
 from autopar.passes.fuse.attention.layout import Labels, Layout, Placed, Scaled, above, broadcast_to, flat
 from autopar.passes.fuse.reading import is_tensor, operand_pairs
@@ -236,26 +237,21 @@ def _ungathered(node: Node, layout: Layout, constants: Constants) -> tuple[Node,
 
 def _counted(ids: Node, constants: Constants) -> Node | None:
     """The positions of which `ids` count the restarts: cumsum(diff(positions, prepend=…) != 1), along the last dim."""
+    found = [ids]
     for target in (aten.cumsum.default, aten.ne.Scalar, aten.diff.default):
         # Fewer bits count around: other documents would get the same number, and positions would not rise.
-        if ids.target is not target or tensor_of(ids).dtype not in (torch.bool, torch.int32, torch.int64):
+        if found[-1].target is not target or tensor_of(found[-1]).dtype not in (torch.bool, torch.int32, torch.int64):
             return None
-        last = tensor_of(ids).dim() - 1
-        if target is aten.cumsum.default and int_at(ids, 1) % (last + 1) != last:
-            return None
-        if target is aten.ne.Scalar and ids.args[1] != 1:
-            return None
-        if target is aten.diff.default:
-            return _counted_in(ids)
-        ids = node_at(ids, 0)
-    return None
-
-
-def _counted_in(diff: Node) -> Node | None:
-    defaults: tuple[Any, ...] = (1, -1, None, None)
-    source, count, dim, prepended, appended = (*arguments(diff), *defaults[len(diff.args) - 1 :])[:5]
-    assert isinstance(source, Node)
-    num_dims = tensor_of(source).dim()
+        found.append(node_at(found[-1], 0))
+    total, unequal, diff, source = found
+    count, dim, prepended, appended = (
+        argument(diff, 1, "n", 1),
+        argument(diff, 2, "dim", -1),
+        argument(diff, 3, "prepend"),
+        argument(diff, 4, "append"),
+    )
+    last = tensor_of(source).dim() - 1
     # What stands before the first position only sets with which id the first document starts.
-    fits = count == 1 and int(dim) % num_dims == num_dims - 1 and isinstance(prepended, Node) and appended is None
-    return source if fits and tensor_of(diff).shape == tensor_of(source).shape else None
+    fits = count == unequal.args[1] == 1 and isinstance(prepended, Node) and appended is None
+    along = all(int(each) % (last + 1) == last for each in (int_at(total, 1), dim))
+    return source if fits and along and tensor_of(diff).shape == tensor_of(source).shape else None

@@ -22,13 +22,14 @@ _IN_PLACE = (aten.mul_.Tensor, aten.div_.Tensor)
 
 @dataclass(frozen=True)
 class Normalised:
-    """`node` = x / sqrt(mean(x²) + eps), or of x − mean(x); times `weight` [N] where it stood inside."""
+    """`node` = x / sqrt(mean(x²) + eps), or of x − mean(x); times `weight` [N], plus `bias` [N]."""
 
     node: Node
     x: Node
     centred: bool
     eps: float
     weight: Node | None = None
+    bias: Node | None = None
 
 
 def normalised_at(node: Node, constants: Constants) -> Normalised | None:

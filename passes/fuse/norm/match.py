@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -96,32 +96,20 @@ class Residual:
     before: Node
 
 
-@dataclass
-class _Tail:
-    """What follows a norm: the furthest node that the op can give, and what it takes in on the way."""
-
-    end: Node
-    weight: Node | None
-    bias: Node | None
-
-
 def match_norm(node: Node, constants: Constants, writers: Sequence[Node]) -> Norm | None:
     """The norm whose value, before any weight that follows, is `node`; None where there is nothing like one. Raises `NotFusible`."""
     if node.op != "call_function":
         return None
-    bias, value = None, node
-    if node.target in _LAYER_NORMS or node.target is aten.rms_norm.default:
-        found, bias, value = _of_op(node)
-    else:
-        found = normalised_at(node, constants)
+    is_op = node.target in _LAYER_NORMS or node.target is aten.rms_norm.default
+    found = _of_op(node) if is_op else normalised_at(node, constants)
     if found is None:
         return None
-    tail = _tail(value, found, bias)
-    weight, bias = (None if item is None else narrowest(item) for item in (tail.weight, tail.bias))
+    found = _with_tail(found)
+    weight, bias = (None if item is None else narrowest(item) for item in (found.weight, found.bias))
     # A weight may be computed from x, too.
-    outside = {found.x, tail.end, *sources_of(item for item in (weight, bias) if item is not None)}
-    result = Norm(tail.end, frozenset(between(found.x, tail.end) - outside), node, found.x, weight, bias, found.eps, found.centred)
-    check_operands((found.x, *result.affine()), tail.end, writers, "between where it is made and the norm")
+    outside = {found.x, found.node, *sources_of(item for item in (weight, bias) if item is not None)}
+    result = Norm(found.node, frozenset(between(found.x, found.node) - outside), node, found.x, weight, bias, found.eps, found.centred)
+    check_operands((found.x, *result.affine()), found.node, writers, "between where it is made and the norm")
     return result
 
 
@@ -165,8 +153,8 @@ def _fits(found: Norm, total: Node, before: Node) -> bool:
     return not any(reader < before for reader in total.users if reader not in gone) and all(item < before for item in found.affine())
 
 
-def _of_op(node: Node) -> tuple[Normalised, Node | None, Node]:
-    """An op of ATen's: the norm, its bias, and the node that holds its value."""
+def _of_op(node: Node) -> Normalised:
+    """An op of ATen's."""
     x, shape = node_at(node, 0), list_at(node, 1)
     if len(shape) != 1:
         raise NotFusible(f"it runs over the last {len(shape)} dims")
@@ -183,7 +171,7 @@ def _of_op(node: Node) -> tuple[Normalised, Node | None, Node]:
         if [user.args[1] for user in read] != [0]:
             raise NotFusible("its mean or its deviation is read")
         value = read[0]
-    return Normalised(value, stripped(x), centred, eps, weight), bias, value
+    return Normalised(value, stripped(x), centred, eps, weight, bias)
 
 
 @cache
@@ -195,26 +183,22 @@ def default_eps(dtype: torch.dtype) -> float:
     return min(candidates, key=lambda eps: abs(small / (small**2 + eps) ** 0.5 - got))
 
 
-def _tail(value: Node, found: Normalised, bias: Node | None) -> _Tail:
-    """Casts, one weight and one bias below `value`, as long as nothing else reads what is between."""
-    tail, passed = _Tail(value, found.weight, bias), [value]
-    while (user := _only_user(passed[-1])) is not None:
-        node = passed[-1]
+def _with_tail(found: Normalised) -> Normalised:
+    """`found` with casts, one weight and one bias below it, as long as nothing else reads what is between."""
+    node = found.node
+    while (user := _only_user(node)) is not None:
+        item = _affine(user, node, found.x) if found.bias is None else None
         if is_cast(user):
             # What is made wider stays so only where it is then weighed: a rounded value that is widened is read as it is.
-            tail.end = tail.end if widest(node, user) == tensor_of(user).dtype else user
-        elif tail.bias is None and (item := _affine(user, node, found.x)) is not None:
-            if user.target in PRODUCTS and tail.weight is None:
-                tail.weight = item
-            elif user.target in SUMS:
-                tail.bias = item
-            else:
-                break
-            tail.end = user
+            found = found if widest(node, user) == tensor_of(user).dtype else replace(found, node=user)
+        elif item is not None and user.target in SUMS:
+            found = replace(found, node=user, bias=item)
+        elif item is not None and found.weight is None:
+            found = replace(found, node=user, weight=item)
         else:
             break
-        passed.append(user)
-    return tail
+        node = user
+    return found
 
 
 def _only_user(node: Node) -> Node | None:
