@@ -12,14 +12,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.polynomial import Polynomial
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.ir.arguments import node_at
 from autopar.ir.fusion import NotFusible
 from autopar.ops.traits import NEGATIONS, QUOTIENTS
-from autopar.passes.fuse.gate.products import Multiplicand, Polynomial, Product, Unscaled, multiplicand_of, polynomial, products_of
+from autopar.passes.fuse.gate.products import Multiplicand, Product, Unscaled, multiplicand_of, polynomial, products_of
 from autopar.passes.fuse.reading import number_of, summands, widened
 
 aten = torch.ops.aten
@@ -32,9 +34,9 @@ _NAMED: dict[object, str] = {
 _GELUS = (aten.gelu.default, aten.gelu_.default)
 # Functions of which an activation by hand is made: the activation, and what they take of its operand.
 _WITHIN: dict[object, tuple[str, Polynomial]] = {
-    aten.erf.default: ("gelu", {1: math.sqrt(0.5)}),
-    aten.special_erf.default: ("gelu", {1: math.sqrt(0.5)}),
-    aten.tanh.default: ("gelu_tanh", {1: math.sqrt(2 / math.pi), 3: 0.044715 * math.sqrt(2 / math.pi)}),
+    aten.erf.default: ("gelu", Polynomial((0.0, math.sqrt(0.5)))),
+    aten.special_erf.default: ("gelu", Polynomial((0.0, math.sqrt(0.5)))),
+    aten.tanh.default: ("gelu_tanh", math.sqrt(2 / math.pi) * Polynomial((0.0, 1.0, 0.0, 0.044715))),
 }
 # Coefficients that are this near mean the same: they are written with ten digits.
 _TOLERANCE = 1e-10
@@ -140,14 +142,14 @@ def _one_plus(reading: Unscaled, same: set[Node], constants: Constants, is_gate:
             continue
         if _is_near(found, wanted):
             return kind, value, frozenset(interior)
-        if is_gate and found.keys() == wanted.keys():
+        if is_gate and np.array_equal(found.coef != 0.0, wanted.coef != 0.0):
             raise NotFusible(f"its activation is not {kind}: {_written(found)} stands where {kind} has {_written(wanted)}")
     return None
 
 
 def _is_near(found: Polynomial, wanted: Polynomial) -> bool:
-    return found.keys() == wanted.keys() and all(math.isclose(found[degree], value, rel_tol=_TOLERANCE) for degree, value in wanted.items())
+    return found.degree() == wanted.degree() and np.allclose(found.coef, wanted.coef, rtol=_TOLERANCE, atol=0.0)
 
 
 def _written(terms: Polynomial) -> str:
-    return " + ".join(f"{value:.12g} x^{degree}" for degree, value in sorted(terms.items()))
+    return " + ".join(f"{value:.12g} x^{degree}" for degree, value in enumerate(terms.coef) if value != 0.0)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from numpy.polynomial import Polynomial
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import node_at
-from autopar.ops.traits import NEGATIONS, PRODUCTS, QUOTIENTS, is_cast
+from autopar.ops.traits import DIFFERENCES, NEGATIONS, PRODUCTS, QUOTIENTS, SUMS, is_cast
 from autopar.passes.fuse.reading import addends, is_alike, number_of, scaled
 
 aten = torch.ops.aten
 
+_POWERS = (aten.square.default, aten.pow.Tensor_Scalar, aten.pow_.Scalar)
 _MOST_DEGREES = 4
-# Coefficients by degree.
-Polynomial = dict[int, float]
 
 
 @dataclass(frozen=True)
@@ -101,59 +102,32 @@ def _past(node: Node, constants: Constants) -> tuple[Node, float] | None:
 def polynomial(value: Any, variable: set[Node], constants: Constants, interior: set[Node]) -> Polynomial | None:
     """`value` in terms of the nodes `variable`, which all hold the same. `interior` gets the nodes between."""
     if isinstance(value, Node) and value in variable:
-        return {1: 1.0}
+        return Polynomial((0.0, 1.0))
     if not isinstance(value, Node) or tensor_of(value).numel() == 1:
         number = constants.number(value)
-        return None if number is None else {0: number}
-    found = _of_node(value, variable, constants, interior)
-    if found is not None:
-        interior.add(value)
-    return found
+        return None if number is None or not math.isfinite(number) else Polynomial((number,))
+    found = _of_node(value, lambda operand: polynomial(operand, variable, constants, interior), constants)
+    if found is None or found.degree() > _MOST_DEGREES:
+        return None
+    interior.add(value)
+    return found.trim()
 
 
-def _of_node(node: Node, variable: set[Node], constants: Constants, interior: set[Node]) -> Polynomial | None:
-    def of(value: Any) -> Polynomial | None:
-        return polynomial(value, variable, constants, interior)
-
+def _of_node(node: Node, of: Callable[[Any], Polynomial | None], constants: Constants) -> Polynomial | None:
     if is_cast(node):
         return of(node.args[0])
     if node.target in NEGATIONS:
-        return _times(of(node.args[0]), {0: -1.0})
-    if (sum_of := addends(node)) is not None:
-        return _plus(of(sum_of[0]), _times(of(sum_of[1]), {0: sum_of[2]}))
-    if node.target in PRODUCTS:
-        return _times(of(node.args[0]), of(node.args[1]))
+        found = of(node.args[0])
+        return None if found is None else -found
+    if node.target in _POWERS:
+        found, exponent = of(node.args[0]), 2.0 if node.target is aten.square.default else constants.number(node.args[1])
+        return None if found is None or exponent is None or exponent not in range(1, _MOST_DEGREES + 1) else found ** int(exponent)
+    if node.target not in (*SUMS, *DIFFERENCES, *PRODUCTS, *QUOTIENTS):
+        return None
+    left, right, factor = addends(node) or (*node.args[:2], None)
+    first, second = of(left), of(right)
+    if first is None or second is None:
+        return None
     if node.target in QUOTIENTS:
-        under = of(node.args[1])
-        return _times(of(node.args[0]), {0: 1.0 / under[0]}) if under is not None and set(under) == {0} and under[0] else None
-    if node.target is aten.square.default:
-        return _power(of(node.args[0]), 2)
-    if node.target in (aten.pow.Tensor_Scalar, aten.pow_.Scalar):
-        return _power(of(node.args[0]), constants.number(node.args[1]))
-    return None
-
-
-def _plus(left: Polynomial | None, right: Polynomial | None) -> Polynomial | None:
-    if left is None or right is None:
-        return None
-    found = {degree: left.get(degree, 0.0) + right.get(degree, 0.0) for degree in left.keys() | right.keys()}
-    return {degree: value for degree, value in found.items() if value != 0.0}
-
-
-def _times(left: Polynomial | None, right: Polynomial | None) -> Polynomial | None:
-    if left is None or right is None or max([0, *left]) + max([0, *right]) > _MOST_DEGREES:
-        return None
-    found: Polynomial = {}
-    for one, first in left.items():
-        for other, second in right.items():
-            found[one + other] = found.get(one + other, 0.0) + first * second
-    return found
-
-
-def _power(base: Polynomial | None, exponent: float | None) -> Polynomial | None:
-    if exponent is None or exponent != int(exponent) or not 1 <= exponent <= _MOST_DEGREES:
-        return None
-    found: Polynomial | None = {0: 1.0}
-    for _ in range(int(exponent)):
-        found = _times(found, base)
-    return found
+        return first / second.coef[0] if second.degree() == 0 and second.coef[0] else None
+    return first * second if factor is None else first + second * factor
