@@ -10,7 +10,7 @@ from autopar.graph.overwrites import writers_of
 from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
 from autopar.passes.fuse.dropout.match import match_dropout
-from autopar.passes.fuse.match import rewritten, site_at
+from autopar.passes.fuse.match import look_at, rewritten
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,9 @@ class FuseDropout:
     def decide(self, program: Program) -> FusionDecision:
         if not self.is_asked:
             return FusionDecision(())
-        writers, taken, found = writers_of(program.graph), set[Node](), list[FusionSite]()
-        for node in program.graph.nodes:
-            site = site_at(node, "dropout", lambda each: match_dropout(each, writers))
-            made_of = set[Node]() if site is None or site.match is None else site.match.interior
-            if site is not None and taken.isdisjoint(made_of):
-                found.append(site)
-                taken |= made_of
-        return FusionDecision(tuple(found))
+        writers, found = writers_of(program.graph), dict[Node, FusionSite]()
+        look_at(program.graph.nodes, "dropout", lambda node: match_dropout(node, writers), found, set())
+        return FusionDecision(tuple(found.values()))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:
         return rewritten(program, decision.fused)

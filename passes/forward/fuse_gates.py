@@ -11,7 +11,7 @@ from autopar.graph.overwrites import writers_of
 from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
 from autopar.passes.fuse.gate.match import match_bias, match_gate
-from autopar.passes.fuse.match import look_from_below, rewritten
+from autopar.passes.fuse.match import look_at, rewritten
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class FuseGates:
         nodes = [node for node in program.graph.nodes if node.op == "call_function"]
         found, taken = dict[Node, FusionSite](), set[Node]()
         # Gates before biases, which are left of their activations.
-        look_from_below(nodes, "gate", lambda node: match_gate(node, constants, writers), found, taken)
-        look_from_below(nodes, "biased activation", lambda node: match_bias(node, constants, writers), found, taken)
+        look_at(reversed(nodes), "gate", lambda node: match_gate(node, constants, writers), found, taken)
+        look_at(reversed(nodes), "biased activation", lambda node: match_bias(node, constants, writers), found, taken)
         return FusionDecision(tuple(found[node] for node in nodes if node in found))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:

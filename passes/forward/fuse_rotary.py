@@ -11,7 +11,7 @@ from autopar.graph.differentiable import differentiable
 from autopar.graph.overwrites import writers_of
 from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
-from autopar.passes.fuse.match import look_from_below, rewritten
+from autopar.passes.fuse.match import look_at, rewritten
 from autopar.passes.fuse.rotary.elements import is_understood
 from autopar.passes.fuse.rotary.match import match_rotary
 
@@ -38,7 +38,8 @@ class FuseRotary:
         constants, writers, trained = Constants(program), writers_of(program.graph), differentiable(program)
         found, taken = dict[Node, FusionSite](), set[Node]()
         # What is passed by a partial rotation joins it last.
-        look_from_below(program.graph.nodes, "rotary embedding", lambda node: match_rotary(node, constants, writers, trained), found, taken)
+        nodes = reversed(program.graph.nodes)
+        look_at(nodes, "rotary embedding", lambda node: match_rotary(node, constants, writers, trained), found, taken)
         return FusionDecision(tuple(found[node] for node in program.graph.nodes if node in found and not _is_part(node, found)))
 
     def apply(self, program: Program, decision: FusionDecision) -> Program:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.fx import Node
 
@@ -13,6 +13,9 @@ from autopar.graph.emit import Emitter, lay_out_anew, tensor_of
 from autopar.graph.emit import replace as replace_node
 from autopar.ir.fusion import FusionSite, NotFusible
 from autopar.ir.program import Program
+
+Reading = TypeVar("Reading")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,22 @@ class Rewriting:
         return value
 
 
+def first_match(readings: Iterable[Reading], match: Callable[[Reading], Found | None]) -> Found | None:
+    """What `match` makes of the first of `readings` that is a form. Raises `NotFusible`, the first, where none is."""
+    reason: NotFusible | None = None
+    for reading in readings:
+        try:
+            found = match(reading)
+        except NotFusible as refused:
+            reason = reason or refused
+            continue
+        if found is not None:
+            return found
+    if reason is not None:
+        raise reason
+    return None
+
+
 def site_at(node: Node, what: str, match: Callable[[Node], Match | None], at_root: bool = False) -> FusionSite | None:
     """What `match` says of `node`: a form (`at_root`: that is named after its root), why it is nearly one, or nothing."""
     try:
@@ -79,11 +98,11 @@ def site_at(node: Node, what: str, match: Callable[[Node], Match | None], at_roo
     return None if found is None else FusionSite.at(found.root if at_root else node, what, found.conditions(), match=found)
 
 
-def look_from_below(
+def look_at(
     nodes: Iterable[Node], what: str, match: Callable[[Node], Match | None], found: dict[Node, FusionSite], taken: set[Node]
 ) -> None:
-    """Add to `found` what there is to say of `nodes`, last first: a form takes all that it can, and `taken` nodes belong to no other."""
-    for node in reversed(tuple(nodes)):
+    """Add to `found` what there is to say of `nodes`, one after another: a form takes all that it can, `taken` nodes belong to no other."""
+    for node in nodes:
         site = None if node in taken else site_at(node, what, match)
         made_of = set[Node]() if site is None or site.match is None else site.match.interior | {site.match.root}
         if site is not None and taken.isdisjoint(made_of):

@@ -244,12 +244,8 @@ def _counted(ids: Node, constants: Constants) -> Node | None:
             return None
         found.append(node_at(found[-1], 0))
     total, unequal, diff, source = found
-    count, dim, prepended, appended = (
-        argument(diff, 1, "n", 1),
-        argument(diff, 2, "dim", -1),
-        argument(diff, 3, "prepend"),
-        argument(diff, 4, "append"),
-    )
+    count, dim = argument(diff, 1, "n", 1), argument(diff, 2, "dim", -1)
+    prepended, appended = argument(diff, 3, "prepend"), argument(diff, 4, "append")
     last = tensor_of(source).dim() - 1
     # What stands before the first position only sets with which id the first document starts.
     fits = count == unequal.args[1] == 1 and isinstance(prepended, Node) and appended is None

@@ -17,7 +17,7 @@ from autopar.ops.rules.labels import argument
 from autopar.ops.traits import COPIES, RESHAPES, SUMS, is_cast, widens
 from autopar.passes.fuse.dropout.draw import Draw, read_mask
 from autopar.passes.fuse.guards import check_operands
-from autopar.passes.fuse.match import Match
+from autopar.passes.fuse.match import Match, first_match
 from autopar.passes.fuse.reading import summands
 
 aten = torch.ops.aten
@@ -69,18 +69,7 @@ def _match_sum(root: Node, writers: Sequence[Node]) -> Dropped | None:
     left, right = root.args[:2]
     if not isinstance(left, Node) or not isinstance(right, Node):
         return None
-    refused: NotFusible | None = None
-    for operand, residual in ((right, left), (left, right)):
-        try:
-            found = _added(root, operand, residual, writers)
-        except NotFusible as reason:
-            refused = refused or reason
-            continue
-        if found is not None:
-            return found
-    if refused is not None:
-        raise refused
-    return None
+    return first_match(((right, left), (left, right)), lambda operands: _added(root, *operands, writers))
 
 
 def _match_alone(root: Node, writers: Sequence[Node]) -> Dropped | None:

@@ -19,7 +19,7 @@ from autopar.ops.traits import PRODUCTS, QUOTIENTS, is_cast
 from autopar.passes.fuse.gate.activations import Activated, activation_at, by_hand, named
 from autopar.passes.fuse.gate.products import Multiplicand, products_of
 from autopar.passes.fuse.guards import check_interior, check_writes
-from autopar.passes.fuse.match import Match
+from autopar.passes.fuse.match import Match, first_match
 from autopar.passes.fuse.reading import is_tensor, narrowest, rounded, summands, widened, widest
 
 aten = torch.ops.aten
@@ -89,16 +89,10 @@ def match_gate(product: Node, constants: Constants, writers: Sequence[Node]) -> 
         return None
     if not is_tensor(product) or tensor_of(product).numel() == 1:
         return None
-    reason: NotFusible | None = None
-    for found in _readings(product, constants):
-        try:
-            return _gate(product, found, writers)
-        except NotFusible as refused:
-            reason = reason or refused
-    if reason is not None:
-        raise reason
-    _refuse_others(product, constants)
-    return None
+    found = first_match(_readings(product, constants), lambda each: _gate(product, each, writers))
+    if found is None:
+        _refuse_others(product, constants)
+    return found
 
 
 def match_bias(node: Node, constants: Constants, writers: Sequence[Node]) -> Biased | None:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from autopar.frontend.capture import capture
-from autopar.ir.fusion import FusionDecision, FusionSite
+from autopar.ir.fusion import FusionDecision, FusionSite, NotFusible
 from autopar.ir.printing import print_program
 from autopar.ir.program import Program
 from autopar.kernels.gated import gated
 from autopar.kernels.normalisation import norm
 from autopar.passes.forward.fuse_gates import FuseGates
 from autopar.passes.forward.fuse_norms import FuseNorms
-from autopar.passes.fuse.match import Rewriting, rewritten, site_at
+from autopar.passes.fuse.match import Rewriting, first_match, rewritten, site_at
 from tests.support.forms.suite import MESH, targets
 
 
@@ -83,3 +83,14 @@ def test_a_gate_that_is_gated_is_two() -> None:
     program = capture(Gates(), (), {}, MESH, outputs="all")
     decision = FuseGates().decide(program)
     assert len(decision.fused) == 2 and targets(FuseGates().apply(program, decision)).count(gated) == 2
+
+
+def test_the_first_form_wins_and_the_first_reason_where_there_is_none() -> None:
+    def match(reading: int) -> str | None:
+        if reading < 0:
+            raise NotFusible(f"{reading} is below zero")
+        return f"{reading}" if reading else None
+
+    assert first_match((-1, 0, 3, 4), match) == "3" and first_match((0, 0), match) is None
+    with pytest.raises(NotFusible, match="-1 is below zero"):
+        first_match((0, -1, -2), match)
