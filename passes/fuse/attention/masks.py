@@ -157,18 +157,14 @@ class _Reader:
                 rest: list[Scaled | Filled] = [
                     each for each in parts[:position] + parts[position + 1 :] if not self._is_triangle(each, found)
                 ]
-                if self._are_one(documents):
+                ids = {self.constants.number(node) for node in documents.nodes()}
+                if len(ids) == 1 and None not in ids:  # positions that nobody gave restart nowhere
                     found.documents = None
                     return rest
                 found.conditions.append("integer ids are compared, of rows and of keys")
                 found.may_be_empty = not reaches_itself(documents, self.wanted, self.labels)
                 return rest
         return [mask]
-
-    def _are_one(self, documents: Documents) -> bool:
-        """Whether all rows and keys are known to have the same id: positions that nobody gave restart nowhere."""
-        rows, keys = (self.constants.number(node) for node in documents.nodes())
-        return rows is not None and rows == keys
 
     def _conjunction(self, mask: Filled) -> list[Filled]:
         """Masks all of which say together what `mask` says."""

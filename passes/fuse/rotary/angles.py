@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch.fx import Node
 
@@ -65,15 +67,10 @@ class Angles:
 
     def _parts(self) -> tuple[tuple[int, ...], str] | None:
         """Indices in even steps, and how they are repeated."""
-        half = len(self.indices) // 2
-        ways = ((self.indices, ""), (self.indices[:half], "halves"), (self.indices[::2], "pairs"))
-        repeated = {
-            "": lambda once: once,
-            "halves": lambda once: once * 2,
-            "pairs": lambda once: tuple(each for each in once for _ in range(2)),
-        }
-        for once, joined in ways:
-            steps = {after - before for before, after in zip(once, once[1:], strict=False)}
-            if repeated[joined](once) == self.indices and (not steps or (len(steps) == 1 and min(steps) > 0)):
+        half, of_pairs = self.indices[: len(self.indices) // 2], self.indices[::2]
+        ways = ((self.indices, self.indices, ""), (half, half * 2, "halves"), (of_pairs, np.repeat(of_pairs, 2), "pairs"))
+        for once, repeated, joined in ways:
+            steps = {after - before for before, after in pairwise(once)}
+            if tuple(repeated) == self.indices and (not steps or (len(steps) == 1 and min(steps) > 0)):
                 return once, joined
         return None
