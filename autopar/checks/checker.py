@@ -48,23 +48,34 @@ def check(program: Program, title: str = "check", values: Values | None = None, 
 
 @dataclass
 class Checker:
-    """The check as an observer of passes. It remembers what ops yield, the last GLOBAL program for the LOCAL ones that follow, and the
-    schedule that it proved last: a pass may have had nothing to do."""
+    """The check as an observer of passes. It remembers what ops yield, the last GLOBAL program for the LOCAL ones that follow, and what
+    it proved last: a pass may have had nothing to do."""
 
     values: Values = field(default_factory=Values)
     origin: Program | None = None
-    proved: ScheduleProgram | None = None
+    proved: Program | ScheduleProgram | None = None
+    marks: tuple[int, ...] = ()
 
     def __call__(self, step: PassRun | SchedulePassRun) -> None:
         title = f"after pass {step.number}, {step.name}" if step.number else "as captured"
-        if isinstance(step, SchedulePassRun):
-            if step.program is not self.proved:
-                check_schedule_program(step.program, title)
-            self.proved = step.program
+        marks = _marks(step.program) if isinstance(step.program, Program) else ()
+        if step.program is self.proved and marks == self.marks:
             return
-        check(step.program, title, self.values, self.origin)
-        if step.program.form is Form.GLOBAL:
-            self.origin = step.program
+        if isinstance(step, SchedulePassRun):
+            check_schedule_program(step.program, title)
+        else:
+            check(step.program, title, self.values, self.origin)
+            if step.program.form is Form.GLOBAL:
+                self.origin = step.program
+        self.proved, self.marks = step.program, marks
+
+
+def _marks(program: Program) -> tuple[int, ...]:
+    """What changes when somebody edits the graph in place, against the rules: which objects its nodes are made of."""
+    found: list[int] = []
+    for node in program.graph.nodes:
+        found += (id(node), id(node.target), id(node.args), id(node.kwargs), *map(id, node.meta.values()))
+    return tuple(found)
 
 
 def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh, title: str = "") -> None:

@@ -99,6 +99,26 @@ def test_refuses_a_program(damage: Callable[[Program], None], expected: str) -> 
     assert "fix:" in text or "expected:" in text or "got:" in text
 
 
+def test_a_pass_that_returns_what_it_got_is_not_checked_again_unless_it_changed_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Same:
+        damage: Callable[[Program], None] = lambda program: None
+        name: str = "same"
+
+        def apply(self, program: Program) -> Program:
+            self.damage(program)
+            return program
+
+    looked = list[object]()
+    real = autopar.checks.checker.violations
+    monkeypatch.setattr(autopar.checks.checker, "violations", lambda program, *rest: looked.append(program) or real(program, *rest))
+    run_passes(sharded(), (Same(), Same()), (Checker(),))
+    assert len(looked) == 1
+    for damage in (_wrong_shape, _cannot_run, _missing_sharding):
+        with pytest.raises(CheckError, match="after pass 2, same"):
+            run_passes(sharded(), (Same(), Same(damage)), (Checker(),))
+
+
 def test_refuses_a_signature_that_does_not_fit() -> None:
     program = sharded()
     wrong = replace(program.signature.inputs[0], shape=(8, 15))
