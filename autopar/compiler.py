@@ -65,6 +65,7 @@ from autopar.passes.global_.views_of_strides import ViewsOfStrides
 from autopar.passes.local.copy_to_stages import CopyToStages
 from autopar.passes.local.lower import Lower
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
+from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.exchange_ties import ExchangeTies
 from autopar.passes.schedule.free_buffers import FreeBuffers
 from autopar.passes.schedule.hand_out import HandOut
@@ -241,6 +242,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         ReduceGradients(),  # after the last backward of a stage
         ExchangeTies(),  # needs the sums of all stages
         HandOut(),  # needs all results
+        BucketCollectives(cluster, plan.buckets if plan is not None else None),  # after all collectives are written
         FreeBuffers(),  # the last: what is added later is in use, too
     )
 
@@ -303,7 +305,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
         local=local,
         separated=history.program(SeparateMicrobatches) if has_estimates(local) else None,
         schedule=schedule,
-        plan=replace(Plan.of(program, decision, stages), kernels=kernels),
+        plan=replace(Plan.of(program, decision, stages), kernels=kernels, buckets=history.decision(BucketCollectives).bytes),
         steps=history.graph_steps,
         schedule_steps=history.schedule_steps,
         search=decision,

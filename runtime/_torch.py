@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import Placement, Shard, _dtensor_spec
+from torch.distributed.tensor import DTensor, Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -147,6 +147,22 @@ def gathers_strided_shards() -> bool:
 
 def has_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of `tensor`, off autograd's tape: `to_local` puts it there, which takes as long as a small op."""
+    return tensor._local_tensor
+
+
+def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
+    """`local`, of the shape and dtype of this rank's part of `parameter`, as a DTensor that lies as it does: `from_local` without its
+    checks, for what is made anew at every step."""
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many tensors and storages share the memory of `tensor`, this question included."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -24,9 +24,14 @@ def check_buffers(
     return _Walk(rank, schedule, mesh, actions, is_executable).run()
 
 
+# So many characters of an instruction are in an error: a fragment may have hundreds of operands.
+LONGEST = 300
+
+
 def place(rank: int, number: int, instruction: Instruction) -> str:
     """An instruction as errors name it."""
-    return f"rank {rank}, instruction {number}: {instruction}"
+    text = str(instruction)
+    return f"rank {rank}, instruction {number}: {text if len(text) <= LONGEST else text[:LONGEST] + ' …'}"
 
 
 def describe(layout: TensorType) -> str:
@@ -141,19 +146,33 @@ class _Walk:
             self.lent[buffer].remove(name)
 
     def launch(self, instruction: Launch) -> None:
-        self.read(instruction.source)
-        self.write(instruction.target)
-        self.fly(instruction.target, instruction)
-        self.alive.discard(instruction.target)
-        self.arriving[instruction.target] = instruction.target
-        self.lent[instruction.source].append(instruction.target)
+        for name in instruction.sources:
+            self.read(name)
+        for name in instruction.targets:
+            self.write(name)
+        self.fly(instruction.name, instruction)
+        for name in instruction.targets:
+            self.alive.discard(name)
+            self.arriving[name] = instruction.name
+        for name in instruction.sources:
+            self.lent[name].append(instruction.name)
+        self._check_bucket(instruction)
         unknown = [axis for axis in instruction.axes if axis not in self.mesh.names]
         if unknown:
             self.say(f"unknown axis {unknown[0]!r}", f"axes of the mesh ({self.mesh})", ",".join(instruction.axes))
             return
-        source, target = (self.schedule.type_of(name) for name in (instruction.source, instruction.target))
-        if source is not None and target is not None:
-            self._check_result(instruction, source, target)
+        for names in zip(instruction.sources, instruction.targets, strict=False):
+            source, target = map(self.schedule.type_of, names)
+            if source is not None and target is not None:
+                self._check_result(instruction, source, target)
+
+    def _check_bucket(self, instruction: Launch) -> None:
+        sources, targets = len(instruction.sources), len(instruction.targets)
+        if sources != targets:
+            self.say("a collective has one target for each source", str(sources), str(targets), "name as many targets as sources")
+        dtypes = {short_dtype(found[1]): name for name in instruction.sources if (found := self.schedule.type_of(name)) is not None}
+        if len(dtypes) > 1:
+            self.say("a bucket is of one dtype", " or ".join(dtypes), ", ".join(dtypes.values()), "put them into a bucket each")
 
     def _check_result(self, instruction: Launch, source: TensorType, target: TensorType) -> None:
         size = self.mesh.size_of(instruction.axes)
@@ -286,14 +305,14 @@ def _noun(flight: Launch | Send | Receive) -> str:
 def _targets(flight: Launch | Send | Receive) -> tuple[str, ...]:
     """What `flight` fills."""
     if isinstance(flight, Launch):
-        return (flight.target,)
+        return flight.targets
     return flight.buffers if isinstance(flight, Receive) else ()
 
 
 def _sources(flight: Launch | Send | Receive) -> tuple[str, ...]:
     """What `flight` reads."""
     if isinstance(flight, Launch):
-        return (flight.source,)
+        return flight.sources
     return flight.buffers if isinstance(flight, Send) else ()
 
 

@@ -89,7 +89,7 @@ def _track(rank: int, alike: Alike) -> _Track:
 
     for number, each in enumerate(alike.schedules[rank].instructions):
         if isinstance(each, Launch):
-            names[each.target] = launch(number, "collective", *group(each.axes))
+            names[each.name] = launch(number, "collective", *group(each.axes))
         elif isinstance(each, (Send, Receive)):
             names[each.transfer] = launch(number, "transfer", channel(isinstance(each, Send), each.axis, each.peer))
         elif isinstance(each, Pause):

@@ -99,7 +99,7 @@ def _stops(alike: Alike) -> dict[int, list[_Stop]]:
     for rank, schedule in alike.schedules.items():
         for number, each in enumerate(schedule.instructions):
             if isinstance(each, Launch):
-                terms = each.collective, each.kind, each.axes, schedule.type_of(each.source)
+                terms = each.collective, each.kind, each.axes, tuple(map(schedule.type_of, each.sources))
                 stops[rank].append(_Stop(number, each, members(rank, each.axes), along(each.axes), terms))
             elif isinstance(each, Pause):
                 stops[rank].append(_Stop(number, each, everybody, (), None))
@@ -114,8 +114,9 @@ def _meet(stop: _Stop, other: _Stop) -> bool:
 
 def _differs(rank: int, stop: _Stop, member: int, other: _Stop, schedules: Mapping[int, Schedule]) -> Violation:
     def tell(where: int, what: _Stop) -> str:
-        layout = schedules[where].type_of(what.instruction.source) if isinstance(what.instruction, Launch) else None
-        return place(where, what.number, what.instruction) + (f" of {describe(layout)}" if layout else "")
+        sources = what.instruction.sources if isinstance(what.instruction, Launch) else ()
+        types = [describe(found) for name in sources if (found := schedules[where].type_of(name))]
+        return place(where, what.number, what.instruction) + (f" of {', '.join(types)}" if types else "")
 
     fix = "all members of a group launch the same collective, kind, shape and dtype"
     expected, got, here = tell(rank, stop), tell(member, other), ((rank, stop.number), (member, other.number))

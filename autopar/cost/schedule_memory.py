@@ -137,7 +137,7 @@ class _Walk:
         elif isinstance(instruction, Wait):
             self.arrive(self.launched.pop(instruction.target, ()))
         elif isinstance(instruction, Launch):
-            self.launched[instruction.target] = (instruction.target,)
+            self.launched[instruction.name] = instruction.targets
         elif isinstance(instruction, Receive):
             if self.sizes.arrival == "launch":
                 self.arrive(instruction.buffers)

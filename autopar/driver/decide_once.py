@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from autopar.ir.program import Program
+from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.plans.json import Json
 
 # Called on every rank with a function that makes a text; returns on all what it made on rank 0, where alone it is called.
@@ -29,13 +30,13 @@ class SharedDecision(Protocol):
     fusion takes, what is saved) every rank finds for itself, in parallel: ranks have one graph, or nothing they do fits together.
     """
 
-    def decide(self, program: Program) -> Any: ...
+    def decide(self, program: Any) -> Any: ...
 
-    def written(self, program: Program, decision: Any) -> Json:
+    def written(self, program: Any, decision: Any) -> Json:
         """`decision` in words that mean the same on another rank: names of parameters and of inputs, `node_keys`, numbers."""
         ...
 
-    def read(self, program: Program, value: Any) -> Any:
+    def read(self, program: Any, value: Any) -> Any:
         """The decision that `written` gave as `value`, after a way through JSON, about this rank's own program.
 
         A value that does not fit the program is no error here, where other ranks would wait in vain for this one; its schedule is
@@ -44,7 +45,7 @@ class SharedDecision(Protocol):
         ...
 
 
-def decide_once(chosen: SharedDecision, program: Program, from_first: FromFirst) -> Any:
+def decide_once(chosen: SharedDecision, program: Program | ScheduleProgram, from_first: FromFirst) -> Any:
     """Rank 0's decision about `program`. Collective; raises rank 0's error on every rank."""
     found: list[Any] = []
 

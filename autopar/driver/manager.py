@@ -56,7 +56,7 @@ Decided = TypeVar("Decided", covariant=True)
 class Decides(Protocol[Decided]):
     """A deciding pass, by what it decides."""
 
-    def decide(self, program: Program) -> Decided: ...
+    def decide(self, program: Any) -> Decided: ...
 
 
 # Called with the step after every pass, and before the first one with step 0, the program as it was captured.
@@ -180,7 +180,7 @@ class PassManager:
         return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen))
 
     def _decision(self, chosen: DecidingPass, program: Program | ScheduleProgram) -> object:
-        if self.from_first is not None and isinstance(chosen, SharedDecision) and isinstance(program, Program):
+        if self.from_first is not None and isinstance(chosen, SharedDecision):
             return decide_once(chosen, program, self.from_first)
         return chosen.decide(program)
 

@@ -55,6 +55,11 @@ class FragmentCutter:
         section.cut()
         return tuple(section.instructions)
 
+    def at_once(self, nodes: list[Node], under_way: set[Node]) -> tuple[Instruction, ...]:
+        """The same in one fragment, behind all that it waits for; there are no collectives among `nodes`."""
+        waits = waits_for([operand for node in nodes for operand in node.all_input_nodes], under_way)
+        return (*waits, self.run(nodes)) if nodes else ()
+
     def run(self, nodes: list[Node]) -> Run:
         inside = set(nodes)
         inputs = list(dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside))
@@ -132,7 +137,7 @@ def _launch(node: Node) -> Launch:
     operand, axes, *options = arguments(node)
     kind = options[0] if node.target in (all_reduce, reduce_scatter) else "copy"
     names: dict[object, Collective] = {all_reduce: "all_reduce", all_gather: "all_gather", reduce_scatter: "reduce_scatter"}
-    return Launch(names.get(node.target, "all_to_all"), kind, axes, buffer_of(operand), node.name)
+    return Launch(names.get(node.target, "all_to_all"), kind, axes, (buffer_of(operand),), (node.name,))
 
 
 def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> str:

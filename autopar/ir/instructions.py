@@ -2,6 +2,7 @@
 
 RUN f3 (h_1, p_fc_weight) -> (h_2)          compute: a fragment of the LOCAL graph
 LAUNCH all_reduce sum tp (h_2) -> h_3       start a collective over the ranks along `tp`
+LAUNCH all_reduce sum dp (g_w, g_b) -> (w, b)   a bucket: several at once
 SEND 0F2>1 pp=1 (h_3@2, mask@2)             start sending to the rank at coordinate 1 of `pp`, else placed as this one
 RECV 0F2>1 pp=0 (h_3@2, mask@2)             start receiving from the rank at coordinate 0 of `pp`
 WAIT h_3                                    block until what was launched under this name is complete
@@ -43,6 +44,8 @@ class Run:
 class Launch:
     """Start a collective on the group of `n` ranks along `axes` (the first axis major), in index order.
 
+    Of several buffers of one dtype, a bucket, each comes out as it would alone; WAIT names the first of the `targets`.
+
     all_reduce      x → x of the same shape; `kind` is "sum" or "max"
     all_gather      x → [n, *x.shape], entry i from rank i of the group
     reduce_scatter  [n, *shape] → shape: the sum over ranks of their entry `own index`
@@ -52,11 +55,17 @@ class Launch:
     collective: Collective
     kind: Literal["sum", "max", "copy"]
     axes: tuple[str, ...]
-    source: str
-    target: str
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What WAIT calls it."""
+        return self.targets[0]
 
     def __str__(self) -> str:
-        return f"LAUNCH {self.collective} {self.kind} {','.join(self.axes)} ({self.source}) -> {self.target}"
+        targets = self.name if len(self.targets) == 1 else f"({', '.join(self.targets)})"
+        return f"LAUNCH {self.collective} {self.kind} {','.join(self.axes)} ({', '.join(self.sources)}) -> {targets}"
 
 
 @dataclass(frozen=True)
@@ -163,8 +172,8 @@ _FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Instruction]]] = {
         lambda fragment, inputs, outputs: Run(fragment, _names(inputs), _names(outputs)),
     ),
     "LAUNCH": (
-        re.compile(r"LAUNCH (all_reduce|all_gather|reduce_scatter|all_to_all) (sum|max|copy) (\S+) \((\S+)\) -> (\S+)$"),
-        lambda collective, kind, axes, source, target: Launch(collective, kind, tuple(axes.split(",")), source, target),
+        re.compile(r"LAUNCH (all_reduce|all_gather|reduce_scatter|all_to_all) (sum|max|copy) (\S+) \((.+?)\) -> \(?(.+?)\)?$"),
+        lambda collective, kind, axes, sources, targets: Launch(collective, kind, tuple(axes.split(",")), _names(sources), _names(targets)),
     ),
     "SEND": (
         re.compile(r"SEND (\S+) (\S+)=(\d+) \((.*?)\)$"),

@@ -12,7 +12,7 @@ def touched(instruction: Instruction) -> tuple[str, ...]:
     if isinstance(instruction, Run):
         return instruction.inputs + instruction.outputs
     if isinstance(instruction, Launch):
-        return (instruction.source, instruction.target)
+        return instruction.sources + instruction.targets
     if isinstance(instruction, (Send, Receive)):
         return instruction.buffers
     if isinstance(instruction, Add):
@@ -29,7 +29,7 @@ def with_frees(instructions: Sequence[Instruction], kept: Collection[str]) -> li
     under_way: dict[str, tuple[str, ...]] = {}
     for position, instruction in enumerate(instructions):
         if isinstance(instruction, Launch):
-            under_way[instruction.target] = (instruction.source, instruction.target)
+            under_way[instruction.name] = instruction.sources + instruction.targets
         elif isinstance(instruction, (Send, Receive)):
             under_way[instruction.transfer] = instruction.buffers
         names = under_way[instruction.target] if isinstance(instruction, Wait) else touched(instruction)

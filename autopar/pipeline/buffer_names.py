@@ -8,7 +8,7 @@ w_grad.sum   what the microbatches, or several stages, add up
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from torch.fx import Node
@@ -113,7 +113,6 @@ def _renamed(instruction: Instruction, rename: Rename) -> Instruction:
     if isinstance(instruction, Run):
         return Run(instruction.fragment, tuple(map(rename, instruction.inputs)), tuple(map(rename, instruction.outputs)))
     if isinstance(instruction, Launch):
-        source, target = rename(instruction.source), rename(instruction.target)
-        return Launch(instruction.collective, instruction.kind, instruction.axes, source, target)
+        return replace(instruction, sources=tuple(map(rename, instruction.sources)), targets=tuple(map(rename, instruction.targets)))
     assert isinstance(instruction, Wait), instruction
     return Wait(rename(instruction.target))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.ir.sharding import Strategy
+from autopar.ir.units import in_bytes
 from autopar.partition.penalties import FairRunnersUp
 from autopar.partition.sharding_problem import ShardingProblem
 from autopar.partition.solver.search import Solution
@@ -113,3 +114,13 @@ class StageDecision:
 
     def __str__(self) -> str:
         return str(self.placement)
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """By the axes of collectives ("dp", or "dp,cp") how many bytes those that go together may have in all."""
+
+    bytes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        return "; ".join(f"over {axes} up to {in_bytes(size)}" for axes, size in self.bytes.items()) or "nothing to join"

@@ -51,6 +51,7 @@ class PlanEntry(TypedDict):
     parameters: dict[str, PlacementEntry]
     freedom: NotRequired[FreedomEntry]
     pinned: NotRequired[list[str]]
+    buckets: NotRequired[dict[str, int]]
     fingerprint: NotRequired[str]
     inputs: NotRequired[dict[str, PlacementEntry]]
     strategies: NotRequired[dict[str, StrategyEntry]]

@@ -10,6 +10,7 @@
       "inputs": {"batch 0": {…}},
       "strategies": {"forward h.0.fc aten.mm 0": {"operands": […], "results": […], "factors": {"dp": "m", "tp": "n"}, "num_shards": 4}},
       "kernels": {},
+      "buckets": {"dp": 26214400},
       "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
       "reasons": {"h.0.fc.weight": "split dim 1 over tp (column)"}
     }
@@ -115,6 +116,7 @@ class Plan:
     cuts         the first op of each stage but the first, by `node_keys`, reshards included
     reasons      why, in words, by parameter name or node key
     freedom      which axes were let split the batch, and whether its axes were let split parameters
+    buckets      by the axes of collectives ("dp") the most bytes of those that go together
     pinned       the modules whose outputs were pinned: the graph has a node for each
     """
 
@@ -129,6 +131,7 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
     freedom: Freedom = Freedom()
     pinned: tuple[str, ...] = ()
+    buckets: Mapping[str, int] = field(default_factory=dict[str, int])
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None, stages: Staged | None = None) -> Plan:
@@ -268,6 +271,7 @@ class Plan:
             "inputs": {name: _from_placement(placement) for name, placement in self.inputs.items()},
             "strategies": {key: from_strategy(strategy) for key, strategy in self.strategies.items()},
             "kernels": dict(self.kernels),
+            "buckets": dict(self.buckets),
             "schedule": from_schedule(self.schedule, self.cuts),
             "reasons": dict(self.reasons),
         }
@@ -297,6 +301,7 @@ class Plan:
                 strategies={key: to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
                 fingerprint=content.get("fingerprint", ""),
                 kernels=dict(content.get("kernels", {}).items()),
+                buckets={axes: int(size) for axes, size in content.get("buckets", {}).items()},
                 schedule=to_schedule(content.get("schedule")),
                 cuts=tuple(schedule.get("cuts", ())) if (schedule := content.get("schedule")) else (),
                 reasons=content.get("reasons", {}),

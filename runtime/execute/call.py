@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import BackwardError, ValueCheckError
-from autopar.graph.microbatches import summed
-from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import Schedule
+from autopar.runtime._torch import local_part
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
+from autopar.runtime.execute.places import ResultPlaces, buffers_of
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Parts, RankParts, World, local_of
 from autopar.runtime.module.outputs import refuse_detached
@@ -31,6 +30,7 @@ class Call:
     batch    the leaves of the call by flat index
     key      what all random draws of this call descend from
     device   where coordinates and keys are made
+    places   where results are, if that was found before
     """
 
     def __init__(
@@ -42,6 +42,7 @@ class Call:
         batch: Sequence[Any],
         key: int,
         device: torch.device,
+        places: ResultPlaces | None = None,
     ) -> None:
         self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
         self.signature = compiled.local.signature
@@ -49,7 +50,7 @@ class Call:
         self._batch, self._key, self._device = batch, key, device
         self._shapes: dict[str, torch.Size] = {}
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
-        self._everyones = compiled.schedules
+        self._places = places or ResultPlaces(compiled, world.ranks)
         self._is_over_at_pause = not compiled.order.is_single
         self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
@@ -104,7 +105,7 @@ class Call:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
         self._run()
-        owned = _Owned(tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state))
+        owned = _Owned(self._transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
         found = {}
         for item in self.signature.outputs_of("gradient"):
             held = self.held(item)
@@ -136,15 +137,11 @@ class Call:
 
         In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
         """
-        item = replace(item, sharding=item.sharding and summed(item.sharding))
-        names = next(_buffers_of(item, schedule) for schedule in self._everyones if _buffers_of(item, schedule))
-        one_stage = self.mesh.without("pp") if len(names) > 1 else self.mesh.without("pp", MICROBATCHES)
+        found = self._places.of(item)
         parts: Parts = {}
-        for rank, schedule in self.schedules.items():
-            place = self.mesh.ranks.project(rank, one_stage.ranks) * len(names)
-            for number, name in enumerate(_buffers_of(item, schedule)):
-                parts.setdefault(place + number, self.states[rank].buffers[name])
-        return RankParts(parts, item, one_stage)
+        for place, rank, name in found.buffers:
+            parts.setdefault(place, self.states[rank].buffers[name])
+        return RankParts(parts, found.item, found.mesh)
 
     def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:
         return [state.buffers[name] for name in self.schedules[rank].inputs if name in state.buffers]
@@ -167,7 +164,7 @@ class Call:
         """`parts` are by rank, and by microbatch where there are several."""
         each = self.mesh.num_microbatches
         for rank, schedule in self.schedules.items():
-            for name in _buffers_of(item, schedule):
+            for name in buffers_of(item, schedule):
                 self.states[rank].buffers[name] = parts[rank * each + schedule.microbatch_of(name)]
 
     def _parts(self, item: Input) -> Parts:
@@ -193,20 +190,21 @@ class Call:
         return torch.tensor(value, dtype=torch.int64, device=self._device)
 
 
-def _buffers_of(item: Input | Output, schedule: Schedule) -> tuple[str, ...]:
-    """The buffers that hold `item`; none where the rank has no use for it."""
-    return (schedule.fed if isinstance(item, Input) else schedule.left).get((item.kind, item.name), ())
-
-
 class _Owned:
-    """Sees to it that a gradient shares memory with nothing: optimizers and clipping write into it."""
+    """Sees to it that a gradient shares memory with nothing: optimizers and clipping write into it. Its place in a bucket is its own."""
 
-    def __init__(self, others: Any) -> None:
+    def __init__(self, transports: Sequence[Transport], others: Iterable[torch.Tensor]) -> None:
         self._taken = {tensor.untyped_storage().data_ptr() for tensor in others}
+        self._buckets = {address for transport in transports for address in transport.bucket_addresses()}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        shared = address in self._taken or not tensor.is_contiguous() or tensor.untyped_storage().nbytes() > tensor.nbytes
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address in self._buckets:
+            address, is_part = tensor.data_ptr(), False
+        else:
+            is_part = storage.nbytes() > tensor.nbytes
+        shared = address in self._taken or is_part or not tensor.is_contiguous()
         self._taken.add(address)
         return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
 
@@ -221,7 +219,7 @@ class _Differentiable(torch.autograd.Function):
         taped = {item.name for item in (*call.signature.inputs_of("tangent"), *call.detached)}
         ctx.call, ctx.names, ctx.results = call, names, tuple(results)
         # Saved for their version counters only: torch refuses a backward through parameters changed since.
-        ctx.save_for_backward(*(tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor for tensor in parameters))
+        ctx.save_for_backward(*(local_part(tensor).detach() if isinstance(tensor, DTensor) else tensor for tensor in parameters))
         ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
         ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in taped))
         return tuple(results.values())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from autopar.ir.instructions import Channel, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import TensorType
 from autopar.runtime._torch import all_gather_flat, has_distributed, reduce_scatter_flat
+from autopar.runtime.execute.buckets import Bucket, BucketMemory
 
 
 @contextmanager
@@ -144,12 +146,12 @@ class ProcessGroups:
 
 @dataclass(frozen=True)
 class Flight:
-    """One tensor under way: `finish` turns what arrived in `arriving` into the result; `source` must live until then."""
+    """One memory under way: `finish` turns what arrived in `arriving` into the results; `source` must live until then."""
 
     work: dist.Work
     arriving: torch.Tensor
     source: torch.Tensor
-    finish: Callable[[torch.Tensor], torch.Tensor]
+    finish: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -170,15 +172,19 @@ class DistributedTransport:
         self._process_groups = groups
         # With the other ranks of each group.
         self._groups: dict[tuple[str, ...], tuple[Group, tuple[int, ...]]] = {}
+        self._buckets = BucketMemory()
 
-    def launch(self, instruction: Launch, tensor: torch.Tensor) -> Launched:
+    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor]) -> Launched:
         axes = instruction.axes
         if axes not in self._groups:
             peers = tuple(rank for rank in self.mesh.group(self.rank, axes) if rank != self.rank)
             self._groups[axes] = self._process_groups.along(self.mesh, axes), peers
         group, peers = self._groups[axes]
         with naming(self.rank, peers, instruction):
-            return Launched(instruction, peers, (_START[instruction.collective](group, instruction, tensor),))
+            if len(tensors) > 1:
+                bucket = self._buckets.packed(instruction.name, tensors)
+                return Launched(instruction, peers, (_all_reduce_bucket(group, instruction, bucket),))
+            return Launched(instruction, peers, (_START[instruction.collective](group, instruction, *tensors),))
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Launched:
         channel = instruction.channel(self.mesh, self.rank)
@@ -210,9 +216,11 @@ class DistributedTransport:
     def is_ready(self, handle: Launched) -> bool:
         return True
 
-    def wait(self, handle: Launched) -> torch.Tensor:
-        (result,) = self._landed(handle)
-        return result
+    def wait(self, handle: Launched) -> tuple[torch.Tensor, ...]:
+        return self._landed(handle)
+
+    def bucket_addresses(self) -> list[int]:
+        return [bucket.memory.untyped_storage().data_ptr() for bucket in self._buckets.buckets.values()]
 
     def complete(self, handle: Launched) -> tuple[torch.Tensor, ...]:
         landed = self._landed(handle)
@@ -223,7 +231,7 @@ class DistributedTransport:
         with naming(self.rank, handle.peers, handle.instruction):
             for flight in handle.flights:
                 flight.work.wait()
-        return tuple(flight.finish(flight.arriving) for flight in handle.flights)
+        return tuple(chain.from_iterable(flight.finish(flight.arriving) for flight in handle.flights))
 
 
 def _carrier(dtype: torch.dtype) -> torch.dtype:
@@ -236,11 +244,11 @@ def _carried(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_carrier(tensor.dtype)).contiguous().view(-1)
 
 
-def _restore(dtype: torch.dtype, shape: Iterable[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+def _restore(dtype: torch.dtype, shape: Iterable[int]) -> Callable[[torch.Tensor], tuple[torch.Tensor]]:
     """How a result comes back into `dtype` and `shape`."""
 
-    def finish(arrived: torch.Tensor) -> torch.Tensor:
-        return (arrived != 0 if dtype == torch.bool else arrived).view(tuple(shape))
+    def finish(arrived: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((arrived != 0 if dtype == torch.bool else arrived).view(tuple(shape)),)
 
     return finish
 
@@ -252,8 +260,8 @@ def _to_places(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     return tensor[[group.order.index(place) for place in range(group.size)]]
 
 
-def _from_places(group: Group, finish: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    return finish if group.is_sorted else lambda arrived: finish(arrived)[list(group.order)]
+def _from_places(group: Group, finish: Callable[[torch.Tensor], tuple[torch.Tensor]]) -> Callable[[torch.Tensor], tuple[torch.Tensor]]:
+    return finish if group.is_sorted else lambda arrived: (finish(arrived)[0][list(group.order)],)
 
 
 def _all_reduce(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
@@ -262,6 +270,13 @@ def _all_reduce(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flig
     work = dist.all_reduce(arriving, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group.group, async_op=True)
     assert work is not None
     return Flight(work, arriving, arriving, _restore(tensor.dtype, tensor.shape))
+
+
+def _all_reduce_bucket(group: Group, instruction: Launch, bucket: Bucket) -> Flight:
+    assert (instruction.collective, instruction.kind) == ("all_reduce", "sum"), instruction
+    work = dist.all_reduce(bucket.memory, group=group.group, async_op=True)
+    assert work is not None
+    return Flight(work, bucket.memory, bucket.memory, bucket.unpacked)
 
 
 def _all_gather(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:

@@ -21,7 +21,7 @@ Launched = Launch | Send | Receive
 class RankState:
     """What one rank holds between instructions; it outlives PAUSE, so that saved activations reach the backward.
 
-    `flights` are launched collectives by target buffer and launched transfers by name; `sums` are the buffers that
+    `flights` are launched collectives and transfers by the name that WAIT gives them; `sums` are the buffers that
     ADD made, the only ones that anything writes into; `position` is the next instruction.
     """
 
@@ -101,9 +101,9 @@ class _Rank:
         self.state.buffers.update(zip(instruction.outputs, results, strict=True))
 
     def launch(self, instruction: Launch) -> None:
-        self._check_new(instruction.target)
-        handle = self.transport.launch(instruction, self.read(instruction.source))
-        self.state.flights[instruction.target] = (instruction, handle)
+        self._check_new(instruction.name)
+        handle = self.transport.launch(instruction, [self.read(name) for name in instruction.sources])
+        self.state.flights[instruction.name] = (instruction, handle)
 
     def send(self, instruction: Send) -> None:
         self._check_new(instruction.transfer)
@@ -118,7 +118,7 @@ class _Rank:
     def wait(self, instruction: Wait) -> None:
         launch, handle = self.state.flights.pop(instruction.target)
         if isinstance(launch, Launch):
-            self.state.buffers[launch.target] = self.transport.wait(handle)
+            self.state.buffers.update(zip(launch.targets, self.transport.wait(handle), strict=True))
             return
         arrived = self.transport.complete(handle)
         if isinstance(launch, Receive):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +21,8 @@ class Transport(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def launch(self, instruction: Launch, tensor: torch.Tensor) -> Any:
-        """Start a collective on a contiguous or strided `tensor`, which stays as it is; returns a handle for `wait`."""
+    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor]) -> Any:
+        """Start a collective on contiguous or strided `tensors`, which stay as they are; returns a handle for `wait`."""
         ...
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Any:
@@ -37,8 +37,12 @@ class Transport(Protocol):
         """Whether `wait` or `complete` may be called now. A rank that finds it may not yields to the others."""
         ...
 
-    def wait(self, handle: Any) -> torch.Tensor:
-        """The collective's result."""
+    def wait(self, handle: Any) -> tuple[torch.Tensor, ...]:
+        """The collective's results. Those of a bucket are views of one memory."""
+        ...
+
+    def bucket_addresses(self) -> Iterable[int]:
+        """Where the memories begin that several results share, each a part of its own."""
         ...
 
     def complete(self, handle: Any) -> tuple[torch.Tensor, ...]:

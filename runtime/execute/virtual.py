@@ -9,7 +9,7 @@ When nobody can, that is a deadlock, and it is reported at once with what every 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,20 +28,22 @@ class CollectiveRendezvous:
 
     members: tuple[int, ...]
     launches: dict[int, Launch] = field(default_factory=dict)
-    results: dict[int, torch.Tensor] = field(default_factory=dict)
-    _brought: dict[int, torch.Tensor] = field(default_factory=dict)
+    results: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    _brought: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict)
 
     @property
     def missing(self) -> tuple[int, ...]:
         return tuple(rank for rank in self.members if rank not in self.launches)
 
-    def join(self, rank: int, launch: Launch, tensor: torch.Tensor) -> None:
+    def join(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor]) -> None:
         self.launches[rank] = launch
-        self._brought[rank] = tensor
+        self._brought[rank] = tensors
         if not self.missing:
             self._compare()
-            parts = [self._brought[member] for member in self.members]
-            self.results = dict(zip(self.members, collect(launch, parts), strict=True))
+            # By source of the launch what each member brings, and what each gets.
+            brought = zip(*(self._brought[member] for member in self.members), strict=True)
+            results = zip(*(collect(launch, parts) for parts in brought), strict=True)
+            self.results = dict(zip(self.members, results, strict=True))
             self._brought.clear()
 
     def wanted_by(self, rank: int) -> str:
@@ -51,22 +53,28 @@ class CollectiveRendezvous:
     def _compare(self) -> None:
         """Raise `ScheduleError` unless all members ask for the same thing."""
         first = self.members[0]
-        launch, tensor = self.launches[first], self._brought[first]
+        launch, mine = self.launches[first], self._brought[first]
         for rank in self.members[1:]:
             other, theirs = self.launches[rank], self._brought[rank]
             pairs = (
                 ("collective", launch.collective, other.collective),
                 ("kind", launch.kind, other.kind),
                 ("axes", launch.axes, other.axes),
-                ("shape", tuple(tensor.shape), tuple(theirs.shape)),
-                ("dtype", tensor.dtype, theirs.dtype),
+                ("shape", _told(mine, lambda tensor: tuple(tensor.shape)), _told(theirs, lambda tensor: tuple(tensor.shape))),
+                ("dtype", _told(mine, lambda tensor: tensor.dtype), _told(theirs, lambda tensor: tensor.dtype)),
             )
-            wrong = [f"{what} {mine} on rank {first} and {its} on rank {rank}" for what, mine, its in pairs if mine != its]
+            wrong = [f"{what} {one} on rank {first} and {its} on rank {rank}" for what, one, its in pairs if one != its]
             if wrong:
                 raise ScheduleError(
                     f"ranks {first} and {rank} meet in different collectives: {'; '.join(wrong)}\n"
                     f"  rank {first}: {launch}\n  rank {rank}: {other}"
                 )
+
+
+def _told(tensors: Sequence[torch.Tensor], of: Callable[[torch.Tensor], object]) -> object:
+    """What a collective's tensors are; of one, what it is."""
+    found = [of(tensor) for tensor in tensors]
+    return found[0] if len(found) == 1 else found
 
 
 def collect(launch: Launch, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -102,14 +110,14 @@ class Rendezvous:
         self._transfers: dict[Channel, list[PointToPoint]] = {}
         self._counts: dict[Channel, int] = {}
 
-    def launch(self, rank: int, launch: Launch, tensor: torch.Tensor) -> CollectiveRendezvous:
+    def launch(self, rank: int, launch: Launch, tensors: Sequence[torch.Tensor]) -> CollectiveRendezvous:
         members = self.mesh.group(rank, launch.axes)
         waiting = self._collectives.setdefault(frozenset(members), [])
         collective = next((collective for collective in waiting if rank not in collective.launches), None)
         if collective is None:
             collective = CollectiveRendezvous(members)
             waiting.append(collective)
-        collective.join(rank, launch, tensor)
+        collective.join(rank, launch, tensors)
         if not collective.missing:
             waiting.remove(collective)
         return collective
@@ -158,8 +166,8 @@ class VirtualTransport:
     def mesh(self) -> Mesh:
         return self.rendezvous.mesh
 
-    def launch(self, instruction: Launch, tensor: torch.Tensor) -> CollectiveRendezvous:
-        return self.rendezvous.launch(self.rank, instruction, tensor)
+    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor]) -> CollectiveRendezvous:
+        return self.rendezvous.launch(self.rank, instruction, tensors)
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> PointToPoint:
         return self.rendezvous.send(self.rank, instruction, tensors)
@@ -170,8 +178,11 @@ class VirtualTransport:
     def is_ready(self, handle: CollectiveRendezvous | PointToPoint) -> bool:
         return not handle.missing
 
-    def wait(self, handle: CollectiveRendezvous) -> torch.Tensor:
+    def wait(self, handle: CollectiveRendezvous) -> tuple[torch.Tensor, ...]:
         return handle.results.pop(self.rank)
+
+    def bucket_addresses(self) -> tuple[int, ...]:
+        return ()  # results of a bucket have memory of their own
 
     def complete(self, handle: PointToPoint) -> tuple[torch.Tensor, ...]:
         return handle.arrived(self.rank)

@@ -18,6 +18,7 @@ from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.padding import Padding, padded, unpadded
 from autopar.ir.program import Input, Output
 from autopar.ir.sharding import Sharding
+from autopar.runtime._torch import local_part
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.execute.interpreter import Execution
 from autopar.runtime.execute.transport import Transport
@@ -47,7 +48,7 @@ class RankParts(NamedTuple):
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a DTensor; another tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 class World(Protocol):
@@ -236,7 +237,7 @@ class DistributedWorld:
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        return dict.fromkeys(self._places(mesh), padded(parameter.to_local().detach(), self._local_padding(item, mesh)))
+        return dict.fromkeys(self._places(mesh), padded(local_part(parameter).detach(), self._local_padding(item, mesh)))
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert item.sharding is not None, item
@@ -253,7 +254,7 @@ class DistributedWorld:
         if not axes:
             return value
         (transport,) = self.transports(mesh)
-        return transport.wait(transport.launch(Launch("all_reduce", "sum", axes, "tangent", "tangent"), value.detach()))
+        return transport.wait(transport.launch(Launch("all_reduce", "sum", axes, ("tangent",), ("tangent",)), [value.detach()]))[0]
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
         assert item.sharding is not None, item
@@ -270,6 +271,8 @@ class DistributedWorld:
         return like(parameter, unpadded(part, self._local_padding(item, mesh)))
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
+        if item.padding is None:
+            return None
         assert item.sharding is not None, item
         return Placement(item.dims, item.sharding, mesh, item.padding).local_padding(self._place(mesh))
 
@@ -294,7 +297,7 @@ class DistributedWorld:
         if not axes:
             return unpadded(local, placement.padding)
         (transport,) = self.transports(self._refined)
-        gathered = transport.wait(transport.launch(Launch("all_gather", "copy", axes, name, name), local))
+        (gathered,) = transport.wait(transport.launch(Launch("all_gather", "copy", axes, (name,), (name,)), [local]))
         return unpadded(assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh), placement.padding)
 
 

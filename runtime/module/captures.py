@@ -18,6 +18,7 @@ from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.execute.places import ResultPlaces
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World, from_first
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.inputs import CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call
@@ -55,6 +56,7 @@ CallKey = tuple[Any, ...]
 class Captured:
     compiled: Compiled
     fragments: CompiledFragments
+    places: ResultPlaces
     are_replicas_checked: bool = False
 
     @property
@@ -158,7 +160,7 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements
         self._guard.captured(compiled.forward.written)
-        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend))
+        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), ResultPlaces(compiled, self._world.ranks))
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` gives on rank 0, on every rank; it is called there alone. Collective."""

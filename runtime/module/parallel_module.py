@@ -79,7 +79,8 @@ class ParallelModule(Inspected):
         assert self.seed is not None
         key = random_key(self.seed, self.step)
         tensors = dict(self.named_parameters()) | dict(self.named_buffers())
-        call = Call(captured.compiled, captured.fragments, self._world, tensors, inputs.leaves, key, self._world.device(self))
+        world, device = self._world, self._world.device(self)
+        call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, captured.places)
         return call, captured.compiled
 
     def _before_run(self, inputs: CallInputs, captured: Captured) -> None:

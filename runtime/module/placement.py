@@ -18,7 +18,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
 from autopar.ir.program import Signature
 from autopar.ir.sharding import Dims, Sharding
-from autopar.runtime._torch import gathers_strided_shards, hand_on_hooks, shard
+from autopar.runtime._torch import dtensor_like, gathers_strided_shards, hand_on_hooks, local_part, shard
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parameters import Placement, local_shard
 
@@ -146,6 +146,8 @@ def held_part(whole: torch.Tensor, placement: Placement, rank: int) -> torch.Ten
 
 def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """`local` as this rank's part of a DTensor that lies as `parameter` does."""
+    if (local.shape, local.dtype) == ((part := local_part(parameter)).shape, part.dtype):
+        return dtensor_like(parameter, local)
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
     )

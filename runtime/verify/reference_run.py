@@ -286,7 +286,7 @@ _COLLECTIVES: dict[object, Collective] = {
 def _collect(node: Node, parts: Sequence[torch.Tensor], program: Program) -> list[torch.Tensor]:
     axes = tuple(str(axis) for axis in list_at(node, 1))
     reduces = node.target in (all_reduce, reduce_scatter)
-    launch = Launch(_COLLECTIVES[node.target], arguments(node)[2] if reduces else "copy", axes, "", node.name)
+    launch = Launch(_COLLECTIVES[node.target], arguments(node)[2] if reduces else "copy", axes, ("",), (node.name,))
     found: list[torch.Tensor | None] = [None] * program.mesh.size
     for rank in range(program.mesh.size):
         if found[rank] is None:

@@ -1,0 +1,23 @@
+"""What may be computed last: nobody but the caller reads it, and it follows a collective that would have to be waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from autopar.ir.collectives import is_launch, wait
+
+
+def late_readers(nodes: Sequence[Node]) -> frozenset[Node]:
+    """Those of `nodes`, the calls of one section in the order of the graph, that read what the section's collectives bring, and that
+    nobody reads but such and the caller: the shape that a reduced gradient gets at the end. Collectives themselves are none."""
+    inside, follows = set(nodes), set[Node]()
+    for node in nodes:
+        if any(operand in follows or is_launch(operand) for operand in node.all_input_nodes if operand in inside):
+            follows.add(node)
+    late: set[Node] = set()
+    for node in reversed(nodes):
+        if node in follows and not is_launch(node) and all(user in late or user.op == "output" for user in node.users):
+            late.add(node)
+    return frozenset(node for node in late if node.target is not wait)

@@ -1,0 +1,209 @@
+"""What `benchmarks.peers` compares: one training step of one GPT, by autopar and by the peers, each on two gloo ranks of one thread.
+
+A `Job` is built by each of its ranks for itself and gives a function that makes one step and returns its loss (this rank's share of the
+batch where the peer reports no more).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+
+WORLD_SIZE = 2
+NUM_MICROBATCHES = 4
+
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the model and the global batch are."""
+
+    layers: int
+    width: int
+    heads: int
+    batch: int
+    length: int
+    symbols: int = 8192
+
+
+# What is slow in a step of each: contractions, the wire, calls from Python.
+SIZES = {
+    "compute": Size(layers=6, width=512, heads=8, batch=8, length=256),
+    "comm": Size(layers=6, width=768, heads=12, batch=2, length=64),
+    "small": Size(layers=24, width=128, heads=4, batch=4, length=64),
+}
+
+
+class Block(nn.Module):
+    """Query, key and value have a projection each, as torch's tensor parallel wants them: 16 parameters a layer."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width, self.head_size = size.width, size.width // size.heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_attention(x)
+        batch, length, _ = y.shape
+        query, key, value = (part(y).view(batch, length, -1, self.head_size).transpose(1, 2) for part in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, -1))
+        return x + self.mlp_out(F.gelu(self.mlp_in(self.norm_mlp(x))))
+
+
+class GPT(nn.Module):
+    """The layers from `first` up to `last`; the first of all embeds, the last of all makes logits."""
+
+    def __init__(self, size: Size, first: int = 0, last: int | None = None) -> None:
+        super().__init__()
+        last = size.layers if last is None else last
+        is_first, is_last = first == 0, last == size.layers
+        self.symbols = nn.Embedding(size.symbols, size.width) if is_first else None
+        self.positions = nn.Embedding(size.length, size.width) if is_first else None
+        self.blocks = nn.ModuleList(Block(size) for _ in range(first, last))
+        self.norm, self.head = (nn.LayerNorm(size.width), nn.Linear(size.width, size.symbols)) if is_last else (None, None)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = tokens
+        if self.symbols is not None and self.positions is not None:
+            x = self.symbols(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        if self.norm is None or self.head is None:
+            return x
+        logits = self.head(self.norm(x))
+        return logits if labels is None else loss_of(logits, labels)
+
+
+def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def model_of(size: Size) -> GPT:
+    torch.manual_seed(0)
+    return GPT(size)
+
+
+def batch_of(size: Size) -> dict[str, Tensor]:
+    """The global batch."""
+    windows = torch.randint(0, size.symbols, (size.batch, size.length + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
+
+
+def share_of(batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    return {name: value.chunk(WORLD_SIZE)[rank] for name, value in batch.items()}
+
+
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
+
+
+def training_step(module: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Step:
+    def step() -> float:
+        loss = module(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def compiled(module: nn.Module, backend: str) -> Any:
+    return module if backend == "eager" else torch.compile(module, backend=backend)
+
+
+def plain(size: Size, rank: int, backend: str) -> Step:
+    """One process on the whole batch."""
+    model = model_of(size)
+    return training_step(compiled(model, backend), adamw(model), batch_of(size))
+
+
+def ddp(size: Size, rank: int, backend: str) -> Step:
+    model = DistributedDataParallel(model_of(size))
+    return training_step(compiled(model, backend), adamw(model), share_of(batch_of(size), rank))
+
+
+def fsdp(size: Size, rank: int, backend: str) -> Step:
+    model, mesh = model_of(size), init_device_mesh("cpu", (WORLD_SIZE,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return training_step(compiled(model, backend), adamw(model), share_of(batch_of(size), rank))
+
+
+def tensor_parallel(size: Size, rank: int, backend: str) -> Step:
+    """Megatron's splits of attention and MLP."""
+    model, mesh = model_of(size), init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("tp",))
+    for block in model.blocks:
+        split = dict.fromkeys(("query", "key", "value", "mlp_in"), ColwiseParallel())
+        parallelize_module(block, mesh, {**split, "out": RowwiseParallel(), "mlp_out": RowwiseParallel()})
+    # AdamW's foreach refuses DTensors and plain tensors in one group.
+    is_split = [isinstance(each, DTensor) for each in model.parameters()]
+    groups = [[p for p, split in zip(model.parameters(), is_split, strict=True) if split == kind] for kind in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-4, foreach=True)
+    return training_step(compiled(model, backend), optimizer, batch_of(size))
+
+
+def pipeline(size: Size, rank: int, backend: str) -> Step:
+    """Torch's 1F1B with the blocks cut evenly."""
+    torch.manual_seed(0)
+    half = size.layers // WORLD_SIZE
+    part = GPT(size, rank * half, (rank + 1) * half)
+    stage = PipelineStage(compiled(part, backend), rank, WORLD_SIZE, torch.device("cpu"))
+    schedule, batch, optimizer = Schedule1F1B(stage, microbatches_of(size), loss_fn=loss_of), batch_of(size), adamw(part)
+
+    def step() -> float:
+        losses: list[Tensor] = []
+        if rank:
+            schedule.step(target=batch["labels"], losses=losses)
+        else:
+            schedule.step(batch["tokens"])
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(torch.stack(losses).mean()) if losses else 0.0
+
+    return step
+
+
+def microbatches_of(size: Size) -> int:
+    return min(NUM_MICROBATCHES, size.batch)
+
+
+def ours(axis: str) -> Callable[[Size, int, str], Step]:
+    """autopar on one axis, or on its own on one virtual rank."""
+
+    def build(size: Size, rank: int, backend: str) -> Step:
+        batch = batch_of(size)
+        mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=(axis,))
+        options: dict[str, Any] = {"num_microbatches": microbatches_of(size), "schedule": "1f1b"} if axis == "pp" else {}
+        mine = share_of(batch, rank) if axis == "dp" else batch
+        parallel = autopar.compile(model_of(size), mesh, example_inputs=mine, backend=backend, cluster="cpu", timeout=600, **options)
+        return training_step(parallel, adamw(parallel), mine)
+
+    return build
+
+
+# By what they are compared along: each peer, the first of them the one to beat, and ours. `one` is a single process.
+JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
+    "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": ours("dp")},
+    "tp": {"torch tensor parallel": tensor_parallel, "autopar tp": ours("tp")},
+    "pp": {"torch 1F1B": pipeline, "autopar 1F1B": ours("pp")},
+    "one": {"plain torch": plain, "autopar, one rank": ours("one")},
+}

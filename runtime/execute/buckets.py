@@ -1,0 +1,66 @@
+"""Memory of buckets: several tensors side by side, reduced as one and handed out as views.
+
+A bucket's memory is used again at the next step once nobody looks at what was handed out of it: a loop that sets gradients to None
+takes no new memory, one that keeps or adds up gradients gets another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+
+from autopar.runtime._torch import num_holders
+
+# Where a tensor may begin: what kernels like, and Inductor expects of its inputs.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`memory` is flat; tensors of `shapes` begin at `offsets` in it, contiguous. `holders` is `num_holders` without any of these."""
+
+    memory: torch.Tensor
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    holders: int
+
+    @classmethod
+    def like(cls, tensors: Sequence[torch.Tensor]) -> Bucket:
+        unit = max(ALIGNMENT_BYTES // tensors[0].element_size(), 1)
+        sizes = [math.ceil(tensor.numel() / unit) * unit for tensor in tensors]
+        *offsets, total = accumulate(sizes, initial=0)
+        memory = tensors[0].new_zeros(total)  # what lies between tensors is reduced, too
+        return cls(memory, tuple(tensor.shape for tensor in tensors), tuple(offsets), num_holders(memory))
+
+    @property
+    def is_free(self) -> bool:
+        return num_holders(self.memory) == self.holders
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        first = tensors[0]
+        is_alike = (self.memory.dtype, self.memory.device) == (first.dtype, first.device)
+        return is_alike and self.shapes == tuple(tensor.shape for tensor in tensors)
+
+    def unpacked(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """New views of the tensors in `memory`, this bucket's."""
+        return tuple(memory.narrow(0, offset, shape.numel()).view(shape) for offset, shape in zip(self.offsets, self.shapes, strict=True))
+
+
+@dataclass
+class BucketMemory:
+    """The buckets of one rank, by the name of their collective."""
+
+    buckets: dict[str, Bucket] = field(default_factory=dict[str, Bucket])
+
+    def packed(self, name: str, tensors: Sequence[torch.Tensor]) -> Bucket:
+        """`tensors`, of one dtype, copied into the bucket of this name."""
+        bucket = self.buckets.get(name)
+        if bucket is None or not bucket.fits(tensors) or not bucket.is_free:
+            bucket = self.buckets[name] = Bucket.like(tensors)
+        for view, tensor in zip(bucket.unpacked(bucket.memory), tensors, strict=True):
+            view.copy_(tensor)
+        return bucket
