@@ -345,8 +345,8 @@ def _drop_a_receive(place: int, schedule: Schedule) -> Schedule:
 
 
 def _reduce_over_stages(place: int, schedule: Schedule, kinds: Sequence[str] = ("sum", "max")) -> Schedule:
-    launches = [Launch("all_reduce", kind, ("pp",), schedule.inputs[0], f"{kind}_over_stages") for kind in kinds]
-    return schedule.appended([*launches, *(Wait(each.target) for each in launches)])
+    launches = [Launch("all_reduce", kind, ("pp",), (schedule.inputs[0],), (f"{kind}_over_stages",)) for kind in kinds]
+    return schedule.appended([*launches, *(Wait(each.name) for each in launches)])
 
 
 def _swap_two_collectives(place: int, schedule: Schedule) -> Schedule:

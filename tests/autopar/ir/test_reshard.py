@@ -46,7 +46,7 @@ def simulate(step: ReshardStep, parts: Parts, dims: Dims, mesh: Mesh) -> Parts:
             if step.split is not None:
                 brought = [torch.stack(part.chunk(len(group), step.split)) for part in brought]
             kind = "copy" if step.kind == "logsumexp" else step.kind
-            got = collect(Launch(step.collective, kind, step.axes, "x", "y"), brought)
+            got = collect(Launch(step.collective, kind, step.axes, ("x",), ("y",)), brought)
             if step.kind == "logsumexp":
                 got = [part.logsumexp(0) for part in got]
             if step.gathered is not None:

@@ -15,7 +15,8 @@ MESH = Mesh((("dp", 2), ("pp", 3), ("tp", 2)))
 EVERY_KIND = (
     Run("f3", ("h_1@2", "w"), ("h_2@2", "mask@2")),
     Run("f0", (), ("x",)),
-    Launch("all_reduce", "sum", ("dp", "tp.1"), "h_2@2", "h_3@2"),
+    Launch("all_reduce", "sum", ("dp", "tp.1"), ("h_2@2",), ("h_3@2",)),
+    Launch("all_reduce", "sum", ("dp",), ("g_w", "g_b"), ("w", "b")),
     Wait("h_3@2"),
     Send("0F2>1", "pp", 1, ("h_3@2", "mask@2")),
     Receive("1B2>0", "pp.0", 12, ("g@2",)),

@@ -56,14 +56,14 @@ def collectives_agree() -> list[str]:
         members = mesh.group(groups.rank, axes)
         count = len(members) if collective in ("reduce_scatter", "all_to_all") else 3
         parts = [brought(rank, dtype)[:count] for rank in members]
-        launch = Launch(collective, kind, axes, "a", "b")  # type: ignore[arg-type]
+        launch = Launch(collective, kind, axes, ("a",), ("b",))  # type: ignore[arg-type]
         mine = parts[members.index(groups.rank)]
         before = mine.clone()
         result = transport.wait(transport.launch(launch, mine))
         expected = collect(launch, parts)[members.index(groups.rank)]
         if not (torch.equal(result, expected) and result.dtype == dtype and torch.equal(mine, before)):
             wrong.append(f"{launch} {dtype}: {result.tolist()} where virtual ranks give {expected.tolist()}")
-    scalar = transport.wait(transport.launch(Launch("all_gather", "copy", ("dp",), "a", "b"), torch.tensor(groups.rank)))
+    (scalar,) = transport.wait(transport.launch(Launch("all_gather", "copy", ("dp",), ("a",), ("b",)), [torch.tensor(groups.rank)]))
     assert scalar.tolist() == list(mesh.group(groups.rank, ("dp",)))
     return wrong
 

@@ -31,7 +31,7 @@ def test_collectives_mean_what_launch_says() -> None:
     x = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[10.0, 20.0], [30.0, 40.0]])]
 
     def results(collective: str, kind: str) -> list[list[float]]:
-        return [result.tolist() for result in collect(Launch(collective, kind, ("tp",), "a", "b"), x)]  # type: ignore[arg-type]
+        return [result.tolist() for result in collect(Launch(collective, kind, ("tp",), ("a",), ("b",)), x)]  # type: ignore[arg-type]
 
     assert results("all_reduce", "sum") == [[[11, 22], [33, 44]]] * 2
     assert results("all_reduce", "max") == [[[10, 20], [30, 40]]] * 2
