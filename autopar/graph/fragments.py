@@ -22,6 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import schema_of
+from autopar.graph.late_readers import late_readers
 from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.ir.instructions import Collective, Instruction, Launch, Run, Wait
@@ -49,16 +50,14 @@ class FragmentCutter:
 
         `under_way` are the collectives that earlier sections left without a WAIT; those that this one leaves join them, in place.
         """
-        section = _Section(self, under_way)
+        section, nodes = _Section(self, under_way), list(nodes)
+        late = late_readers(nodes)
         for node in nodes:
-            section.visit(node)
+            if node not in late:
+                section.visit(node)
         section.cut()
+        section.at_once([node for node in nodes if node in late])
         return tuple(section.instructions)
-
-    def at_once(self, nodes: list[Node], under_way: set[Node]) -> tuple[Instruction, ...]:
-        """The same in one fragment, behind all that it waits for; there are no collectives among `nodes`."""
-        waits = waits_for([operand for node in nodes for operand in node.all_input_nodes], under_way)
-        return (*waits, self.run(nodes)) if nodes else ()
 
     def run(self, nodes: list[Node]) -> Run:
         inside = set(nodes)
@@ -107,6 +106,12 @@ class _Section:
             self.current.append(node)
             # What an op with several results gives is named at once, lest a cut part the names from the op.
             self.current += [user for user in node.users if user.target is operator.getitem]
+
+    def at_once(self, nodes: list[Node]) -> None:
+        """One fragment, behind all that it waits for; there are no collectives among `nodes`."""
+        if nodes:
+            self.instructions += waits_for([operand for node in nodes for operand in node.all_input_nodes], self.under_way)
+            self.instructions.append(self.cutter.run(nodes))
 
     def cut(self) -> None:
         """Close the current fragment, then launch the collectives that were waiting for it."""

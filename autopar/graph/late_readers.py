@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from torch.fx import Node
@@ -20,4 +21,6 @@ def late_readers(nodes: Sequence[Node]) -> frozenset[Node]:
     for node in reversed(nodes):
         if node in follows and not is_launch(node) and all(user in late or user.op == "output" for user in node.users):
             late.add(node)
-    return frozenset(node for node in late if node.target is not wait)
+    # What an op of several results gives is named where the op is.
+    named = {node for node in late if node.target is operator.getitem and node.all_input_nodes[0] not in late}
+    return frozenset(node for node in late - named if node.target is not wait)

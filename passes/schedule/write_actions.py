@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from torch.fx import Node
 
 from autopar.graph.fragments import FragmentCutter, buffer_of, waits_for
-from autopar.graph.late_readers import late_readers
 from autopar.ir.actions import Action, Kind, Reduction, Transfer
 from autopar.ir.instructions import Add, Instruction, Pause, Receive, Send, Wait
 from autopar.ir.schedule import Schedule
@@ -110,9 +109,8 @@ class _Writer:
     def section(self, stage: int, kind: Kind, nodes: tuple[Node, ...], under_way: set[Node]) -> tuple[Instruction, ...]:
         key = stage, kind, frozenset(under_way)
         if key not in self.sections:
-            after, late = set(under_way), late_readers(nodes)
-            early = self.cutter.section([node for node in nodes if node not in late], after)
-            self.sections[key] = (*early, *self.cutter.at_once([node for node in nodes if node in late], after)), frozenset(after)
+            after = set(under_way)
+            self.sections[key] = self.cutter.section(nodes, after), frozenset(after)
         instructions, after = self.sections[key]
         under_way.clear()
         under_way.update(after)

@@ -59,7 +59,7 @@ def collectives_agree() -> list[str]:
         launch = Launch(collective, kind, axes, ("a",), ("b",))  # type: ignore[arg-type]
         mine = parts[members.index(groups.rank)]
         before = mine.clone()
-        result = transport.wait(transport.launch(launch, mine))
+        (result,) = transport.wait(transport.launch(launch, [mine]))
         expected = collect(launch, parts)[members.index(groups.rank)]
         if not (torch.equal(result, expected) and result.dtype == dtype and torch.equal(mine, before)):
             wrong.append(f"{launch} {dtype}: {result.tolist()} where virtual ranks give {expected.tolist()}")
@@ -72,6 +72,34 @@ def quietly(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return globals()[name]()
+
+
+def buckets_agree() -> list[str]:
+    """Several tensors at once, twice: what the first brought is still looked at when the second comes, and dropped before the third."""
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    groups = ProcessGroups(cpu_mesh(dp=2, tp=2), timeout=30)
+    groups.create(mesh, [("dp",)])
+    transport, wrong, kept = DistributedTransport(groups, mesh), list[str](), list[list[torch.Tensor]]()
+    launch = Launch("all_reduce", "sum", ("dp",), ("a", "b", "c"), ("x", "y", "z"))
+    for number in range(3):
+        of_rank = {rank: [brought(rank + 7 * number, torch.float32)[:size] for size in (4, 1, 3)] for rank in range(4)}
+        mine = of_rank[groups.rank]
+        found = transport.wait(transport.launch(launch, mine))
+        expected = [sum(parts) for parts in zip(*(of_rank[rank] for rank in mesh.group(groups.rank, ("dp",))), strict=True)]
+        kept.append([*found, *expected])
+        if number == 1:
+            del kept[0], found
+    for *found, one, two, three in kept:
+        wrong += [
+            f"{got} where it should be {wanted}"
+            for got, wanted in zip(found, (one, two, three), strict=True)
+            if not torch.equal(got, wanted)
+        ]
+    return wrong
+
+
+def test_buckets_bring_what_single_collectives_bring(gloo_ranks: Any) -> None:
+    assert gloo_ranks.run(quietly, "buckets_agree") == [[]] * 4
 
 
 def test_collectives_equal_those_of_virtual_ranks_without_a_warning(gloo_ranks: Any) -> None:

@@ -1,0 +1,177 @@
+"""Which collectives go together, how far each is delayed, and that the results are the same to the bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import virtual_mesh
+from autopar.compiler import default_passes
+from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.manager import run_passes
+from autopar.driver.options import Options
+from autopar.ir.actions import SINGLE
+from autopar.ir.instructions import Launch, Run, Wait
+from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import Schedule
+from autopar.passes.schedule.bucket_collectives import BucketCollectives
+from autopar.passes.schedule.free_buffers import FreeBuffers
+from autopar.passes.schedule.order_actions import OrderActions
+from autopar.pipeline.schedule_program import ScheduleProgram
+from autopar.pipeline.schedules import generate
+from autopar.plans.decisions import BucketSizes
+from autopar.plans.plan import Plan
+from tests.support.programs import forward_program, global_program, inputs_of, passed, random_local, run_schedule
+from tests.support.schedules import schedule_of
+
+DP2, WIDTH, LAYERS = Mesh((("dp", 2),)), 8, 12
+BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # of the gradients of a layer
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().sum()
+
+
+BATCH = (torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)),)
+
+
+def unbucketed(number: int = 1) -> ScheduleProgram:
+    """A data-parallel step before collectives are joined."""
+    local = passed(Layers(), BATCH, None, DP2, number, SINGLE if number == 1 else generate("1f1b", 1, number))
+    passes = default_passes(Options(Cluster.ideal()), training=True)
+    first, last = (next(n for n, each in enumerate(passes) if isinstance(each, kind)) for kind in (OrderActions, BucketCollectives))
+    return run_passes(local, passes[first:last])
+
+
+def bucketed(program: ScheduleProgram, size: int) -> Schedule:
+    return FreeBuffers().apply(BucketCollectives(Cluster.ideal()).apply(program, BucketSizes({"dp": size}))).ranks[0]
+
+
+def gradient_launches(schedule: Schedule) -> list[Launch]:
+    left = {name for item, name in zip(schedule.signature.outputs, schedule.outputs, strict=True) if item.kind == "gradient"}
+    runs = [each for each in schedule.instructions if isinstance(each, Run)]
+    shown = {name for each in runs if left.intersection(each.outputs) for name in each.inputs} | left
+    return [each for each in schedule.instructions if isinstance(each, Launch) and shown.intersection(each.targets)]
+
+
+def num_bytes(launch: Launch, schedule: Schedule) -> int:
+    layouts = [schedule.type_of(name) for name in launch.sources]
+    return sum(math.prod(layout[0]) * layout[1].itemsize for layout in layouts if layout)
+
+
+def runs_before(schedule: Schedule, what: object) -> int:
+    position = next(n for n, each in enumerate(schedule.instructions) if each == what)
+    return sum(isinstance(each, Run) for each in schedule.instructions[:position])
+
+
+def test_gradients_go_together_up_to_the_limit_while_the_backward_goes_on() -> None:
+    schedule = bucketed(unbucketed(), 4 * BYTES)
+    launches = gradient_launches(schedule)
+    assert sum(len(each.sources) for each in launches) == 2 * LAYERS
+    assert len(launches) < LAYERS
+    assert max(num_bytes(each, schedule) for each in launches) <= 4 * BYTES
+    backward = sum(isinstance(each, Run) for each in schedule.instructions)
+    assert runs_before(schedule, launches[0]) < backward // 2 + LAYERS // 2 < backward
+    first_wait = min(runs_before(schedule, Wait(each.name)) for each in launches)
+    assert first_wait >= runs_before(schedule, launches[-1]), "nothing waits before all are under way"
+
+
+def test_buckets_shrink_towards_the_end() -> None:
+    schedule = bucketed(unbucketed(), 2**30)
+    sizes = [len(each.sources) for each in gradient_launches(schedule)]
+    assert sizes[0] > sizes[-1]
+    assert len(sizes) > 2, "one bucket for all would start when nothing is left to hide it"
+
+
+def test_a_limit_below_two_gradients_joins_nothing() -> None:
+    program = unbucketed()
+    assert BucketCollectives(Cluster.ideal()).apply(program, BucketSizes({"dp": 1})) is program
+
+
+def gradients(number: int, size: int) -> tuple[int, list[Tensor]]:
+    """How many collectives bring them, and what they are."""
+    model, options = Layers(), {"backend": "eager", "num_microbatches": number, "plan": Plan(DP2, buckets={"dp": size})}
+    parallel = autopar.compile(model, virtual_mesh(dp=2), example_inputs=BATCH, **options)
+    parallel(*BATCH).backward()
+    return len(gradient_launches(parallel.compiled.schedules[0])), [p.grad for p in parallel.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("size", [BYTES, 3 * BYTES + 5, 2**30])
+def test_results_are_equal_to_the_bit(size: int, number: int) -> None:
+    num_plain, plain = gradients(number, 1)
+    num_launches, found = gradients(number, size)
+    assert num_launches < num_plain == len(plain) == 2 * LAYERS
+    assert all(torch.equal(one, other) for one, other in zip(found, plain, strict=True))
+
+
+def test_a_collective_that_is_waited_for_at_once_is_not_delayed() -> None:
+    schedule = schedule_of(
+        """
+        RUN f (x) -> (a)
+        LAUNCH all_reduce sum tp (a) -> b
+        RUN f (x) -> (c)
+        LAUNCH all_reduce sum tp (c) -> d
+        WAIT b
+        WAIT d
+        RUN g (b, d) -> (y)
+        LAUNCH all_reduce sum tp (y) -> y1
+        LAUNCH all_reduce sum tp (x) -> x1
+        WAIT y1
+        WAIT x1
+        """,
+        "x",
+        "y1 x1",
+    )
+    typed = replace(schedule, buffers={name: each._replace(type=((4,), torch.float32)) for name, each in schedule.buffers.items()})
+    program = ScheduleProgram(Mesh((("tp", 2),)), generate("1f1b", 1, 1), (typed,))
+    found = BucketCollectives(Cluster.ideal()).apply(program, BucketSizes({"tp": 2**20})).ranks[0]
+    assert [str(each) for each in found.instructions if isinstance(each, (Launch, Wait))] == [
+        "LAUNCH all_reduce sum tp (a) -> b",
+        "LAUNCH all_reduce sum tp (c) -> d",
+        "WAIT b",
+        "WAIT d",
+        "LAUNCH all_reduce sum tp (y, x) -> (y1, x1)",
+        "WAIT y1",
+    ]
+
+
+def test_the_plan_says_how_large_buckets_are_and_is_kept() -> None:
+    parallel = autopar.compile(Layers(), virtual_mesh(dp=2), example_inputs=BATCH, backend="eager", cluster="cpu")
+    plan = Plan.from_json(parallel.plan.to_json())
+    assert plan.buckets == parallel.plan.buckets != {}
+    again = autopar.compile(
+        Layers(), virtual_mesh(dp=2), example_inputs=BATCH, backend="eager", cluster="cpu", plan=replace(plan, buckets={"dp": BYTES})
+    )
+    schedule = again.compiled.schedules[0]
+    assert again.plan.buckets["dp"] == BYTES
+    assert max(num_bytes(each, schedule) for each in gradient_launches(schedule)) <= BYTES
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_plans_stay_exact(seed: int) -> None:
+    """Whatever is split how: what is joined is what one group adds up in one dtype."""
+    model, mesh = Layers(), Mesh((("dp", 2), ("tp", 2)))
+    program = global_program(forward_program(model, {}, mesh, *BATCH))
+    local = random_local(program, seed)
+    passes = default_passes(Options(Cluster.ideal()), training=True)
+    first = next(n for n, each in enumerate(passes) if isinstance(each, OrderActions))
+    inputs = inputs_of(local, model, BATCH, {})
+    with_buckets, without = (
+        run_passes(local, [each for each in passes[first:] if keeps or not isinstance(each, BucketCollectives)]) for keeps in (True, False)
+    )
+    got, wanted = (run_schedule(each.ranks[0], local.mesh, inputs) for each in (with_buckets, without))
+    assert all(torch.equal(got[key], wanted[key]) for key in wanted)
