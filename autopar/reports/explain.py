@@ -100,7 +100,8 @@ def _buckets(compiled: Compiled) -> Iterator[str]:
             joined = [each for each in launches if len(each.sources) > 1]
             if joined:
                 number = sum(len(each.sources) for each in joined)
-                yield f"{where}over {axes}, up to {in_bytes(size)}: {number} collectives in {len(joined)}, {len(launches) - len(joined)} alone"
+                alone = len(launches) - len(joined)
+                yield f"{where}over {axes}, up to {in_bytes(size)}: {number} collectives in {len(joined)}, {alone} alone"
 
 
 def _counted(items: Iterable[object]) -> Iterator[str]:
