@@ -108,10 +108,11 @@ class _Section:
             self.current += [user for user in node.users if user.target is operator.getitem]
 
     def at_once(self, nodes: list[Node]) -> None:
-        """One fragment, behind all that it waits for; there are no collectives among `nodes`."""
-        if nodes:
-            self.instructions += waits_for([operand for node in nodes for operand in node.all_input_nodes], self.under_way)
-            self.instructions.append(self.cutter.run(nodes))
+        """Behind all that they wait for; there are no collectives among `nodes`."""
+        self.instructions += waits_for([operand for node in nodes for operand in node.all_input_nodes], self.under_way)
+        for node in nodes:
+            self.visit(node)
+        self.cut()
 
     def cut(self) -> None:
         """Close the current fragment, then launch the collectives that were waiting for it."""

@@ -282,7 +282,7 @@ def _reads_after_free(schedule: Schedule) -> tuple[Schedule, str]:
 def _frees_in_flight(schedule: Schedule) -> tuple[Schedule, str]:
     number = _where(schedule, Launch)
     launch = schedule.instructions[number]
-    return _with(schedule, (number, (launch, Free((launch.source,))))), "is freed while a collective uses it"
+    return _with(schedule, (number, (launch, Free(launch.sources)))), "is freed while a collective uses it"
 
 
 def _frees_twice(schedule: Schedule) -> tuple[Schedule, str]:
@@ -324,8 +324,8 @@ def test_the_check_names_a_swapped_collective_order(tiny: Compiled) -> None:
 def test_the_check_names_ranks_that_disagree_on_a_dtype(tiny: Compiled) -> None:
     """What gloo turns into garbage without a word."""
     launch = tiny.schedules[0].instructions[_where(tiny.schedules[0], Launch)]
-    shape, _ = tiny.schedule.buffers[launch.source].type
-    halved = retyped(tiny.schedules[0], dict.fromkeys((launch.source, launch.target), (shape, torch.float16)))
+    shape, _ = tiny.schedule.buffers[launch.sources[0]].type
+    halved = retyped(tiny.schedules[0], dict.fromkeys((*launch.sources, *launch.targets), (shape, torch.float16)))
     found = check_schedule({0: tiny.schedules[0], 1: halved, 2: tiny.schedules[0], 3: tiny.schedules[0]}, MESH)
     named = [violation for violation in found if violation.what == "two ranks of a group launch different collectives"]
     assert named and "rank 1" in str(named[0]) and "f16" in str(named[0])

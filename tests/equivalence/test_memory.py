@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+from autopar.runtime.execute.world import local_of
 from tests.support.models.zoo import ZOO
 
 # ---- on the ranks
@@ -35,7 +36,7 @@ def measured(name: str, budget: float | None) -> dict[str, Any]:
     state = [value for states in optimizer.state.values() for value in states.values() if isinstance(value, Tensor)]
     held = {
         "parameters": sum(map(_bytes, parameters)),
-        "gradients": sum(_bytes(parameter.grad) for parameter in parameters if parameter.grad is not None),
+        "gradients": sum(local_of(parameter.grad).nbytes for parameter in parameters if parameter.grad is not None),
         "optimizer_state": sum(map(_bytes, state)),
     }
     predicted = parallel.summary()["memory"]

@@ -22,6 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Output, Program, Signature
 from autopar.ir.schedule import Buffer, Fragment, Schedule, TensorType
 from autopar.ir.sharding import Dims, Sharding
+from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.order_actions import OrderActions
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.runtime._torch import flatten
@@ -53,11 +54,11 @@ def whole(mesh: Mesh, *schedules: Schedule) -> ScheduleProgram:
     return ScheduleProgram(mesh.ranks, SINGLE, schedules, is_executable=True)
 
 
-def scheduled(local: Program, device: str = "cpu") -> ScheduleProgram:
-    """What ranks execute of a LOCAL program."""
+def scheduled(local: Program, device: str = "cpu", joins: bool = True) -> ScheduleProgram:
+    """What ranks execute of a LOCAL program; with `joins` collectives go together where they can."""
     passes = default_passes(Options(Cluster.ideal(), device=device), training=True)
     first = next(number for number, each in enumerate(passes) if isinstance(each, OrderActions))
-    return run_passes(local, passes[first:])
+    return run_passes(local, [each for each in passes[first:] if joins or not isinstance(each, BucketCollectives)])
 
 
 def schedule_of(

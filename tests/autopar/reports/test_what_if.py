@@ -25,7 +25,7 @@ def parallel() -> ParallelModule:
 
 def test_equals_a_fresh_compile_with_these_pins(parallel: ParallelModule) -> None:
     found, fresh = parallel.what_if(PINS), parallel_residual(cluster="8xh100", pins=PINS)
-    assert found.is_kept and found.plan == fresh.plan
+    assert found.is_kept and found.plan == replace(fresh.plan, buckets={}), "collectives are joined when schedules are written"
     assert found.seconds == fresh.compiled.search.cost_seconds and found.seconds_now == parallel.compiled.search.cost_seconds
     assert found.memory == fresh.summary()["memory"] and found.memory_now == parallel.summary()["memory"]
     sent = {
