@@ -17,7 +17,8 @@ from autopar.plans.decisions import BucketSizes
 LATENCY_SHARE = 0.02
 # Where links cost nothing, and so do buckets: what DistributedDataParallel fills.
 USUAL_BYTES = 25 * 2**20
-# However slow the start of a collective is, so many buckets: the first is to be on its way while the backward goes on.
+# However slow the start of a collective is, so many buckets: the first is to be on its way while the backward goes on. None is cut so
+# small for this that its start takes longer than its bytes.
 MIN_BUCKETS = 8
 
 
@@ -66,7 +67,7 @@ def _bucket_bytes(cost: CostModel, axes: tuple[str, ...], total: int) -> int:
     large = cost.collective("all_reduce", axes, USUAL_BYTES, USUAL_BYTES).seconds
     seconds_per_byte = (large - empty) / USUAL_BYTES
     enough = empty / (LATENCY_SHARE * seconds_per_byte) if seconds_per_byte > 0 and empty > 0 else USUAL_BYTES
-    return math.ceil(min(enough, max(total / MIN_BUCKETS, 1)))
+    return math.ceil(min(enough, max(total / MIN_BUCKETS, LATENCY_SHARE * enough)))
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ takes no new memory, one that keeps or adds up gradients gets another.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -35,6 +36,12 @@ class Bucket:
         *offsets, total = accumulate(sizes, initial=0)
         memory = tensors[0].new_zeros(total)  # what lies between tensors is reduced, too
         return cls(memory, tuple(tensor.shape for tensor in tensors), tuple(offsets), num_holders(memory))
+
+    @cached_property
+    def parts(self) -> Mapping[int, int]:
+        """By the address where each tensor begins its bytes."""
+        views = self.unpacked(self.memory)
+        return {view.data_ptr(): view.nbytes for view in views if view.numel()}
 
     @property
     def is_free(self) -> bool:

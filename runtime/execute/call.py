@@ -195,16 +195,15 @@ class _Owned:
 
     def __init__(self, transports: Sequence[Transport], others: Iterable[torch.Tensor]) -> None:
         self._taken = {tensor.untyped_storage().data_ptr() for tensor in others}
-        self._buckets = {address for transport in transports for address in transport.bucket_addresses()}
+        self._parts = {address: size for transport in transports for address, size in transport.bucket_parts().items()}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address in self._buckets:
-            address, is_part = tensor.data_ptr(), False
+        address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+        if self._parts.get(address) == tensor.nbytes:
+            size = tensor.nbytes
         else:
-            is_part = storage.nbytes() > tensor.nbytes
-        shared = address in self._taken or is_part or not tensor.is_contiguous()
+            address = tensor.untyped_storage().data_ptr()
+        shared = address in self._taken or size > tensor.nbytes or not tensor.is_contiguous()
         self._taken.add(address)
         return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -219,8 +219,8 @@ class DistributedTransport:
     def wait(self, handle: Launched) -> tuple[torch.Tensor, ...]:
         return self._landed(handle)
 
-    def bucket_addresses(self) -> list[int]:
-        return [bucket.memory.untyped_storage().data_ptr() for bucket in self._buckets.buckets.values()]
+    def bucket_parts(self) -> Mapping[int, int]:
+        return {address: size for bucket in self._buckets.buckets.values() for address, size in bucket.parts.items()}
 
     def complete(self, handle: Launched) -> tuple[torch.Tensor, ...]:
         landed = self._landed(handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,8 +41,8 @@ class Transport(Protocol):
         """The collective's results. Those of a bucket are views of one memory."""
         ...
 
-    def bucket_addresses(self) -> Iterable[int]:
-        """Where the memories begin that several results share, each a part of its own."""
+    def bucket_parts(self) -> Mapping[int, int]:
+        """Of results that share one memory, by the address where each begins, its bytes: nothing else lies there."""
         ...
 
     def complete(self, handle: Any) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ When nobody can, that is a deadlock, and it is reported at once with what every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -181,8 +181,8 @@ class VirtualTransport:
     def wait(self, handle: CollectiveRendezvous) -> tuple[torch.Tensor, ...]:
         return handle.results.pop(self.rank)
 
-    def bucket_addresses(self) -> tuple[int, ...]:
-        return ()  # results of a bucket have memory of their own
+    def bucket_parts(self) -> Mapping[int, int]:
+        return {}  # results of a bucket have memory of their own
 
     def complete(self, handle: PointToPoint) -> tuple[torch.Tensor, ...]:
         return handle.arrived(self.rank)
