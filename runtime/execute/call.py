@@ -105,7 +105,7 @@ class Call:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
         self._run()
-        owned = _Owned(self._transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
+        owned = OwnedMemory(self._transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
         found = {}
         for item in self.signature.outputs_of("gradient"):
             held = self.held(item)
@@ -190,7 +190,7 @@ class Call:
         return torch.tensor(value, dtype=torch.int64, device=self._device)
 
 
-class _Owned:
+class OwnedMemory:
     """Sees to it that a gradient shares memory with nothing: optimizers and clipping write into it. Its place in a bucket is its own."""
 
     def __init__(self, transports: Sequence[Transport], others: Iterable[torch.Tensor]) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from autopar.runtime.execute.buckets import ALIGNMENT_BYTES, BucketMemory
+from autopar.ir.mesh import Mesh
+from autopar.runtime.execute.buckets import ALIGNMENT_BYTES, Bucket, BucketMemory
+from autopar.runtime.execute.call import OwnedMemory
+from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport
 
 SHAPES = ((3, 5), (), (7,), (0,), (64,))
 
@@ -47,3 +52,24 @@ def test_other_shapes_names_and_dtypes_have_memory_of_their_own() -> None:
     assert memory.packed("h", tensors()) is not first
     assert memory.packed("g", tensors()[1:]) is not first
     assert memory.packed("g", [each.double() for each in tensors()[1:]]).memory.dtype == torch.float64
+
+
+class _Transport(VirtualTransport):
+    """One whose results lie in `bucket`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        super().__init__(Rendezvous(Mesh((("dp", 1),))), 0)
+        object.__setattr__(self, "bucket", bucket)
+
+    def bucket_parts(self) -> Mapping[int, int]:
+        return self.bucket.parts  # type: ignore[attr-defined]
+
+
+def test_a_gradient_keeps_its_place_in_a_bucket_unless_another_lies_there() -> None:
+    bucket = BucketMemory().packed("g", tensors())
+    owned = OwnedMemory([_Transport(bucket)], [])
+    whole, other = bucket.unpacked(bucket.memory)[0], bucket.unpacked(bucket.memory)[2]
+    assert owned.own(whole) is whole and owned.own(other) is other
+    for part in (whole[1:], whole[:1], whole.view(3, 5), bucket.memory[:40]):
+        copy = owned.own(part)
+        assert torch.equal(copy, part) and copy.untyped_storage().data_ptr() != bucket.memory.untyped_storage().data_ptr()
