@@ -34,6 +34,7 @@ from autopar.partition.whole_batch import Statistics
 from autopar.passes.forward.choose_kernels import ChooseKernels
 from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.forward.detach_outputs import DetachOutputs
+from autopar.passes.forward.drop_empty_parts import DropEmptyParts
 from autopar.passes.forward.fuse_attention import FuseAttention
 from autopar.passes.forward.fuse_cross_entropy import FuseCrossEntropy
 from autopar.passes.forward.fuse_dropout import FuseDropout
@@ -201,6 +202,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         DetachOutputs(training),  # before the trace, as all here
+        DropEmptyParts(),  # before the fusions: they need not know of caches that hold nothing
         FuseCrossEntropy(options.fuses_losses),  # this and the next four before losses are decomposed, …
         FuseProjection(budget.capacity_bytes),  # after its cross entropy
         FuseGates(options.writes_rows),

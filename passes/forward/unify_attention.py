@@ -24,6 +24,7 @@ from autopar.ir.program import Program
 from autopar.passes.fuse.attention.form import attended, call_attention
 from autopar.passes.fuse.attention.layout import Labels, broadcast_to, flat
 from autopar.passes.fuse.attention.masks import meaning_of_one
+from autopar.passes.fuse.attention.repeated_heads import groups_of
 
 aten = torch.ops.aten
 
@@ -37,6 +38,7 @@ class UnifyAttention:
         `KeyRandom` is to draw. A direct `view` of the result becomes `reshape`: the op has a layout of its own.
         A mask that is the triangle or a band becomes a flag, ids of documents that it compares become operands, as in `FuseAttention`;
         where heads are fewer than the ranks that may split them it stays a mask: a flag counts rows from 0, and rows can be split then.
+        Key and value heads that were repeated for the query heads are read as the groups that they were.
     Ensures: no `scaled_dot_product_attention` is left. Where the mask needs a gradient (a learned bias), or heads are broadcast in a
         way that grouped heads cannot say, plain matmul and softmax stand in its place.
     """
@@ -48,7 +50,8 @@ class UnifyAttention:
         trained, constants, writers = differentiable(program), Constants(program), writers_of(program.graph)
         for node in list(program.graph.nodes):
             if node.target is aten.scaled_dot_product_attention.default:
-                emit, call = Emitter(program.graph, before=node), AttentionCall.of(node)
+                emit = Emitter(program.graph, before=node)
+                call = AttentionCall.of(node).with_groups(emit, node, writers)
                 fused = call.attn_mask not in trained and _has_groups(call)
                 # What a mask says is read from what made it: nothing of that may have been written since.
                 said = (
@@ -59,6 +62,7 @@ class UnifyAttention:
                 # The op keeps its output for the backward.
                 is_written = any(memory_of(written_by(writer)) is node for writer in writers)
                 replace_node(node, emit.call(aten.clone.default, by) if is_written else by)
+        program.graph.eliminate_dead_code()
         return program
 
 
@@ -80,6 +84,12 @@ class AttentionCall:
     def of(node: Node) -> AttentionCall:
         found = AttentionCall(SITE.get(node), *node.args, **node.kwargs)  # type: ignore[arg-type]
         return found if found.scale is not None else replace(found, scale=1.0 / math.sqrt(tensor_of(found.query).shape[-1]))
+
+    def with_groups(self, emit: Emitter, node: Node, writers: Sequence[Node]) -> AttentionCall:
+        """The call at `node` that reads the heads that key and value repeat for the query heads."""
+        heads = {tensor_of(each).shape[-3] for each in (self.query, self.key, self.value) if tensor_of(each).ndim > 3}
+        found = groups_of(self.key, self.value, node, writers) if len(heads) == 1 else None
+        return self if found is None else replace(self, key=found[0].emit(emit), value=found[1].emit(emit), enable_gqa=True)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.frontend.capture import capture
+from autopar.graph.emit import tensor_of
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.program import Program
 from autopar.kernels.attention import attention
@@ -187,6 +188,62 @@ def test_where_heads_are_fewer_than_ranks_a_mask_leaves_rows_to_be_split(num_ran
     program = unified(Causal(*tensors((2, 3, 6, 8), (2, 3, 6, 8), (2, 3, 6, 8))), mesh=virtual_mesh(dp=2, tp=num_ranks))
     call = next(node for node in program.graph.nodes if node.target is attention)
     assert call.kwargs["is_causal"] is flagged and (call.args[3] is None) is flagged
+
+
+def _repeated(x: Tensor, repeats: int) -> Tensor:
+    """As Hugging Face models spell it."""
+    batch, groups, length, size = x.shape
+    return x[:, :, None].expand(batch, groups, repeats, length, size).reshape(batch, groups * repeats, length, size)
+
+
+REPEATS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "expand, reshape": (2, lambda x: _repeated(x, 3)),
+    "repeat_interleave": (2, lambda x: x.repeat_interleave(3, dim=1)),
+    "one key head, expanded": (1, lambda x: x.expand(2, 6, 7, 8)),
+    "transposed, repeated, copied": (2, lambda x: _repeated(x.transpose(2, 3), 3).transpose(2, 3).contiguous()),
+}
+
+
+class RepeatedHeads(Attention):
+    def __init__(self, repeat_key: Callable[[Tensor], Tensor], repeat_value: Callable[[Tensor], Tensor], groups: int) -> None:
+        super().__init__(*tensors((2, 6, 5, 8), (2, groups, 7, 8), (2, groups, 7, 8)))
+        self.repeat_key, self.repeat_value = repeat_key, repeat_value
+
+    def forward(self, mask: Tensor | None = None) -> Tensor:
+        key, value = self.repeat_key(self.key * 2.0), self.repeat_value(self.value * 2.0)
+        return F.scaled_dot_product_attention(self.query, key, value, mask)
+
+
+def _key_heads(program: Program) -> list[int]:
+    (call,) = (node for node in program.graph.nodes if node.target is attention)
+    return [tensor_of(operand).shape[1] for operand in call.args[1:3]]
+
+
+@pytest.mark.parametrize("name", list(REPEATS))
+@pytest.mark.parametrize("masked", [False, True])
+def test_repeated_heads_are_read_as_groups(name: str, masked: bool) -> None:
+    groups, repeat = REPEATS[name]
+    mask = [torch.randn(5, 7, dtype=torch.float64)] if masked else []
+    program = assert_as_torch(RepeatedHeads(repeat, repeat, groups), *mask)
+    assert _key_heads(program) == [groups, groups]
+    assert not {aten.expand.default, aten.repeat_interleave.self_int} & set(targets(program))
+
+
+@pytest.mark.parametrize(
+    ("repeat_key", "repeat_value"),
+    [
+        (lambda x: x.repeat(1, 3, 1, 1), lambda x: x.repeat(1, 3, 1, 1)),  # heads 0, 1, 0, 1, 0, 1: no equal runs
+        (lambda x: _repeated(x, 3), lambda x: x.repeat(1, 3, 1, 1)),
+        (lambda x: _repeated(x, 3), lambda x: _repeated(x, 3) + 1.0),
+        (lambda x: (_repeated(x, 3), x.mul_(3.0))[0], lambda x: _repeated(x, 3)),  # the groups are no longer what was repeated
+    ],
+    ids=["other order", "two orders", "changed after it was repeated", "written since"],
+)
+def test_heads_that_are_no_equal_groups_stay_as_they_are(
+    repeat_key: Callable[[Tensor], Tensor], repeat_value: Callable[[Tensor], Tensor]
+) -> None:
+    program = assert_as_torch(RepeatedHeads(repeat_key, repeat_value, 2))
+    assert _key_heads(program) == [6, 6]
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_gqa": True}], ids=str)
