@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import Classes, Kind, OpTraits, Shape, SplitRule, accumulation_dtype, positional, register_op, runs_triton
+from autopar.kernels.registration import (
+    Classes,
+    OpTraits,
+    ReductionKind,
+    Shape,
+    SplitRule,
+    accumulation_dtype,
+    positional,
+    register_op,
+    runs_triton,
+)
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +134,7 @@ def _cross_entropy_rule(logits: Shape, labels: Shape, classes: Shape) -> SplitRu
     """Numbers of rows, unreduced over the classes."""
     *of_rows, of_classes = positional(logits)
     by_row = tuple(of_rows)
-    reductions: dict[str, tuple[Kind, ...]] = {str(of_classes): ("logsumexp", "sum", "sum")}
+    reductions: dict[str, tuple[ReductionKind, ...]] = {str(of_classes): ("logsumexp", "sum", "sum")}
     return SplitRule(((*by_row, of_classes), by_row, (of_classes,)), (by_row,) * 3, reductions=reductions)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.cross_entropy import cross_entropy, cross_entropy_backward
-from autopar.kernels.registration import Classes, Kind, OpTraits, Shape, SplitRule, accumulation_dtype, register_op, rows
+from autopar.kernels.registration import Classes, OpTraits, ReductionKind, Shape, SplitRule, accumulation_dtype, register_op, rows
 
 CHUNK_ELEMENTS = 1 << 26
 
@@ -95,7 +95,7 @@ def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, 
     return *projected_cross_entropy_backward(*gradients, *ctx.saved_tensors), None, None
 
 
-_REDUCTIONS: dict[str, tuple[Kind, ...]] = {"v": ("logsumexp", "sum", "sum")}
+_REDUCTIONS: dict[str, tuple[ReductionKind, ...]] = {"v": ("logsumexp", "sum", "sum")}
 
 
 def _projected_rule(hidden: Shape, weight: Shape, labels: Shape, classes: Shape) -> SplitRule:

@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 # None is a dim that stays whole; several labels stand together on one dim, major first.
 Label = str | tuple[str, ...] | None
 Labels = tuple[Label, ...]
-Kind = Literal["sum", "max", "logsumexp"]
+ReductionKind = Literal["sum", "max", "logsumexp"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class SplitRule:
     arguments: tuple[Labels, ...]
     results: tuple[Labels, ...]
     blocked: frozenset[str] = frozenset()
-    reductions: Mapping[str, tuple[Kind, ...]] = field(default_factory=dict[str, tuple[Kind, ...]])
+    reductions: Mapping[str, tuple[ReductionKind, ...]] = field(default_factory=dict[str, tuple[ReductionKind, ...]])
     linear: tuple[frozenset[int], ...] = ()
     sizes: Mapping[str, int] = field(default_factory=dict[str, int])
     flops: float = 0.0

@@ -34,9 +34,9 @@ def place(rank: int, number: int, instruction: Instruction) -> str:
     return f"rank {rank}, instruction {number}: {text if len(text) <= LONGEST else text[:LONGEST] + ' …'}"
 
 
-def describe(layout: TensorType) -> str:
+def describe(tensor_type: TensorType) -> str:
     """`f32[4, 8]`."""
-    shape, dtype = layout
+    shape, dtype = tensor_type
     return f"{short_dtype(dtype)}{list(shape)}"
 
 
@@ -231,9 +231,9 @@ class _Walk:
         elif target in self.closed:
             got = f"read by instruction {self.closed[target]}"
             self.say(f"buffer {target} is added to after it was read", "reads after the last ADD", got, "read it later")
-        layouts = [self.schedule.type_of(name) for name in (target, source)]
-        if None not in layouts and layouts[0] != layouts[1]:
-            expected, got = (describe(layout) for layout in layouts if layout is not None)
+        types = [self.schedule.type_of(name) for name in (target, source)]
+        if None not in types and types[0] != types[1]:
+            expected, got = (describe(tensor_type) for tensor_type in types if tensor_type is not None)
             self.say(f"buffers {target} and {source} cannot be added", expected, got, "add what has one shape and dtype")
         self.sums.add(target)
         self.alive.add(target)

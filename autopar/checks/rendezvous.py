@@ -48,13 +48,13 @@ def check_rendezvous(alike: Alike, is_ordered: bool = True) -> list[Violation]:
     return [*found, *_check_end(alike.schedules, tracks)] if is_ordered else found
 
 
-Kind = Literal["collective", "transfer", "pause"]
+MeetingKind = Literal["collective", "transfer", "pause"]
 
 
 class _Meeting(NamedTuple):
     """Collective `number` of a group, transfer `number` of a channel, or PAUSE: where `members` meet. The group lies along `axes`."""
 
-    kind: Kind
+    kind: MeetingKind
     members: tuple[int, ...]
     axes: tuple[str, ...]
     number: int
@@ -70,7 +70,7 @@ class _Track:
 
 def _track(rank: int, alike: Alike) -> _Track:
     track, everybody = _Track(), tuple(alike.schedules)
-    counts: dict[tuple[Kind, tuple[int, ...], tuple[str, ...]], int] = defaultdict(int)
+    counts: dict[tuple[MeetingKind, tuple[int, ...], tuple[str, ...]], int] = defaultdict(int)
     names: dict[str, _Meeting] = {}
 
     @cache
@@ -81,7 +81,7 @@ def _track(rank: int, alike: Alike) -> _Track:
     def channel(is_send: bool, axis: str, peer: int) -> Channel:
         return (Send if is_send else Receive)("", axis, peer, ()).channel(alike.mesh, rank)
 
-    def launch(number: int, kind: Kind, members: tuple[int, ...], axes: tuple[str, ...] = ()) -> _Meeting:
+    def launch(number: int, kind: MeetingKind, members: tuple[int, ...], axes: tuple[str, ...] = ()) -> _Meeting:
         meeting = _Meeting(kind, members, axes, counts[kind, members, axes])
         counts[kind, members, axes] += 1
         track.launches[meeting] = number

@@ -23,6 +23,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.links import CommunicationKind, bytes_sent, transfer_seconds
 from autopar.cost.memory import OptimizerKind
 from autopar.ir.keys import DIMS
+from autopar.ir.markers import MARKERS
 from autopar.ir.mesh import MICROBATCHES, Mesh
 from autopar.ir.program import operands, results_of
 from autopar.ir.reshard import Move, ReshardStep, moves, reachable
@@ -32,8 +33,7 @@ from autopar.ops.lookup import rule_of
 
 # Ops that describe memory anew and move none of it.
 _VIEWS = frozenset(
-    "alias detach expand getitem narrow permute pinned reshape save select settled slice squeeze t transpose unsqueeze view "
-    "_unsafe_view".split()
+    "alias detach expand getitem narrow permute reshape select slice squeeze t transpose unsqueeze view _unsafe_view".split()
 )
 # AdamW reads parameter, gradient and both moments and writes parameter and both moments.
 UPDATE_PASSES = 7
@@ -67,7 +67,7 @@ def is_mixing(move: Move, known_ahead: bool) -> bool:
 def is_view(node: Node) -> bool:
     """Whether `node` costs nothing to run."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    return getattr(packet, "__name__", str(packet)) in _VIEWS
+    return node.target in MARKERS or getattr(packet, "__name__", str(packet)) in _VIEWS
 
 
 class CostModel:

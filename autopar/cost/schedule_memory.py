@@ -84,10 +84,10 @@ def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iter
 
 def _typed(schedule: Schedule) -> Callable[[str], int]:
     def size_of(name: str) -> int:
-        layout: TensorType | None = schedule.type_of(name)
-        if layout is None:
+        tensor_type: TensorType | None = schedule.type_of(name)
+        if tensor_type is None:
             raise ScheduleError(f"nothing is known of the size of buffer {name!r}")
-        shape, dtype = layout
+        shape, dtype = tensor_type
         return math.prod(shape) * dtype.itemsize
 
     return size_of

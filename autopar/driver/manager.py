@@ -106,12 +106,6 @@ class History:
         assert isinstance(program, Program), f"{chosen} writes a schedule"
         return program
 
-    def schedule(self, chosen: type[object] | str) -> ScheduleProgram:
-        """The schedule after a pass."""
-        program = self.step(chosen).program
-        assert isinstance(program, ScheduleProgram), f"{chosen} writes no schedule"
-        return program
-
     def last(self, form: Form) -> Program:
         """The program after the last pass of a form."""
         return next(step.program for step in reversed(self.graph_steps) if step.program.form is form)

@@ -26,7 +26,7 @@ from autopar.frontend.exported import forward_program
 from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
-from autopar.frontend.outputs import OutputSpec, Place
+from autopar.frontend.outputs import OutputElement, OutputSpec
 from autopar.frontend.refusals import (
     backward_hooks_apart,
     inference_mode_refused,
@@ -48,7 +48,7 @@ BatchDimByIndex = Mapping[int, int] | None
 class _Captured(nn.Module):
     """What is exported: the model, returning these elements of its output, or everything (None)."""
 
-    def __init__(self, model: nn.Module, places: tuple[Place, ...] | None) -> None:
+    def __init__(self, model: nn.Module, places: tuple[OutputElement, ...] | None) -> None:
         super().__init__()
         self.model = model
         self.places = places
@@ -95,7 +95,7 @@ def capture(
 
 
 def _exported(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, spec: OutputSpec, places: tuple[Place, ...] | None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, spec: OutputSpec, places: tuple[OutputElement, ...] | None
 ) -> Program:
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
     checkpointed: list[None] = []
@@ -121,7 +121,7 @@ def _exported(
     return _with_first_names(program, model)
 
 
-def _kept(spec: OutputSpec, outputs: str | None) -> tuple[Place, ...] | None:
+def _kept(spec: OutputSpec, outputs: str | None) -> tuple[OutputElement, ...] | None:
     """The elements of the output that are computed; None for all that it is."""
     if outputs == "all" or spec.loss is None:
         return None

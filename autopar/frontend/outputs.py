@@ -15,7 +15,7 @@ from autopar.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputElement:
     """An element of an output: `.name`, or `[name]` with `by_item`; `leaves` are its places among the output's flat leaves."""
 
     name: str | int
@@ -37,8 +37,8 @@ class OutputSpec:
     structure: Any
     leaves: tuple[Any, ...]
     loss_index: int | None
-    loss: Place | None = None
-    elements: tuple[Place, ...] = ()
+    loss: OutputElement | None = None
+    elements: tuple[OutputElement, ...] = ()
     assigned: tuple[str, ...] = ()
 
     @staticmethod
@@ -58,7 +58,7 @@ class OutputSpec:
         places = tuple(_elements(output, leaves))
         kept = tuple(place for place in places if index in place.leaves or _holds_tensors(place.of(output), batch_size))
         # An object of another class that torch can take apart has the loss by name.
-        by_name = Place("loss", False, (index,)) if index is not None else None
+        by_name = OutputElement("loss", False, (index,)) if index is not None else None
         place = next((place for place in places if place.leaves == (index,)), by_name)
         return OutputSpec(structure, flat, index, place, kept or (() if place is None else (place,)), assigned)
 
@@ -92,7 +92,7 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0 and value.is_floating_point()
 
 
-def _elements(output: Any, leaves: list[Any]) -> Iterator[Place]:
+def _elements(output: Any, leaves: list[Any]) -> Iterator[OutputElement]:
     """The elements of an output at its top level, as torch takes it apart; none where that is not how it does."""
     if isinstance(output, Mapping):
         named: list[tuple[str | int, Any]] = list(output.items())
@@ -107,7 +107,7 @@ def _elements(output: Any, leaves: list[Any]) -> Iterator[Place]:
         return
     begin = 0
     for (name, _), each in zip(named, flat, strict=True):
-        yield Place(name, isinstance(output, (Mapping, tuple, list)), tuple(range(begin, begin + len(each))))
+        yield OutputElement(name, isinstance(output, (Mapping, tuple, list)), tuple(range(begin, begin + len(each))))
         begin += len(each)
 
 

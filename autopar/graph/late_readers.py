@@ -1,4 +1,4 @@
-"""What may be computed last: nobody but the caller reads it, and it follows a collective that would have to be waited for."""
+"""Finds calls that only the caller reads and that depend on a collective: they are computed last, so that nothing waits for it."""
 
 from __future__ import annotations
 

@@ -71,12 +71,6 @@ class Transfer(NamedTuple):
         return f"{self.source}{self.direction}{self.microbatch}>{self.target}"
 
     @property
-    def makers(self) -> tuple[Action, ...]:
-        """The actions that may make it; one of them does."""
-        kinds: tuple[Kind, ...] = ("F",) if self.direction == "F" else ("B", "I")
-        return tuple(Action(self.source, kind, self.microbatch) for kind in kinds)
-
-    @property
     def readers(self) -> tuple[Action, ...]:
         """The actions that may read it; one of them does."""
         kinds: tuple[Kind, ...] = ("F",) if self.direction == "F" else ("B", "I")
@@ -109,7 +103,7 @@ def check_edges(edges: Sequence[Edge], num_stages: int) -> None:
         seen[edge[:2]] = edge
 
 
-class Place(NamedTuple):
+class GridCell(NamedTuple):
     """The action at `position` of a rank's order, or one past its end."""
 
     rank: int
@@ -144,7 +138,7 @@ class PipelineSchedule:
     def __str__(self) -> str:
         return self.grid()
 
-    def grid(self, marks: Mapping[Place, str] | None = None) -> str:
+    def grid(self, marks: Mapping[GridCell, str] | None = None) -> str:
         """The picture; under each marked action stand carets and, at the end of the line, what is wrong there.
 
         A mark one past a rank's last action stands for something missing at its end.

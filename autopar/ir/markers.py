@@ -15,9 +15,9 @@ def pinned(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def settled(x: torch.Tensor) -> torch.Tensor:
+def reduced(x: torch.Tensor) -> torch.Tensor:
     """x, no longer a partial sum: reduced over ranks once, so that all readers see the same bits, however they want it split."""
     return x
 
 
-MARKERS = frozenset({save, pinned, settled})
+MARKERS = frozenset({save, pinned, reduced})

@@ -1,7 +1,8 @@
 """A program: one graph, what its inputs and outputs mean, and the form it is in.
 
 FORWARD  the captured forward pass and loss; composite ops are still single nodes
-GLOBAL   forward and backward in functional ATen, logical shapes, no word of ranks
+GLOBAL   forward and backward in functional ATen, logical shapes: one program for all ranks. What is decided about ranks (shardings,
+         reshards, stages) stands on its nodes
 LOCAL    the program of one rank: local shapes, collectives as nodes, rank coordinates as inputs
 """
 

@@ -19,7 +19,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.actions import Action, PipelineSchedule
 from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
-from autopar.pipeline.list_schedule import Listed, Objective, Policy, Problem, list_schedule, natural_ahead
+from autopar.pipeline.list_schedule import Listed, Objective, OrderingProblem, Policy, list_schedule, natural_ahead
 from autopar.pipeline.schedules import GENERATORS, generate
 from autopar.pipeline.shift_weights import shift_weights
 from autopar.pipeline.simulate import simulate
@@ -98,7 +98,7 @@ class _Search:
         room = [budget - self.fixed_bytes(rank) for rank, budget in enumerate(self.budgets)]
         num_shifts = self.effort // (10 * self.num_actions)
         for rounds_left in reversed(range(_ROUNDS)):
-            problem = Problem(self.cost, self.stages, self.num_microbatches, tuple(room))
+            problem = OrderingProblem(self.cost, self.stages, self.num_microbatches, tuple(room))
             found = self.policies(problem)
             if found is None:
                 return []
@@ -132,7 +132,7 @@ class _Search:
         # Rounded, so that equal schedules tie and the next criterion decides.
         return tuple(float(f"{each:.9e}") for each in ((span, step) if self.objective == "span" else (step, span)))
 
-    def policies(self, problem: Problem) -> Listed | None:
+    def policies(self, problem: OrderingProblem) -> Listed | None:
         """The best of the grid, then of random changes to it."""
         num_trials = max(self.effort // self.num_actions, _MIN_TRIALS)
         bound = self.bound()
@@ -174,7 +174,7 @@ class _Search:
 class _Ideas:
     """Policies to try."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: OrderingProblem) -> None:
         self.random = random.Random(0)
         self.ahead = natural_ahead(problem)
         self.most = problem.num_microbatches * len(problem.stages)

@@ -43,9 +43,9 @@ class BufferNames:
         def rename(value: str) -> str:
             if self.num_microbatches == 1 or value in self.per_step:
                 return self._named(value, value)
-            if value not in self.carried:
+            if value not in self.carried_buffers:
                 return self._named(f"{value}@{number}", value, number)
-            before = self.carried[value]
+            before = self.carried_buffers[value]
             return self._named(f"{before}@{number - 1}", before, number - 1) if number else self._named(value, value)
 
         return rename
@@ -58,7 +58,7 @@ class BufferNames:
         """The buffer that adds up `value` over the microbatches, or over stages."""
         return self._named(f"{value}.sum", value, role="sum")
 
-    def counted(self, value: str) -> str:
+    def count(self, value: str) -> str:
         """The name of a sum over the microbatches that is taken ahead."""
         return self._named(value, value, role="sum")
 
@@ -94,11 +94,11 @@ class BufferNames:
     def per_step(self) -> frozenset[str]:
         """The values of which there is one a step."""
         calls = {buffer_of(node) for node in self.cut.per_step}
-        changing = {node.name for item, node in self._program.named_inputs() if differs(item)} | set(self.carried)
+        changing = {node.name for item, node in self._program.named_inputs() if differs(item)} | set(self.carried_buffers)
         return frozenset(calls | {node.name for node in self._program.placeholders if node.name not in changing})
 
     @cached_property
-    def carried(self) -> dict[str, str]:
+    def carried_buffers(self) -> dict[str, str]:
         """The buffers of the model that each microbatch finds as the one before left them, with where that is."""
         inputs = {item.name: node.name for item, node in self._program.named_inputs() if item.kind == "buffer"}
         return {inputs[item.name]: buffer_of(node) for item, node in self._program.named_outputs() if item.kind == "buffer"}

@@ -49,7 +49,7 @@ class Listed:
 
 
 @dataclass(frozen=True)
-class Problem:
+class OrderingProblem:
     """What is to be ordered: stages on ranks, microbatches, prices, and bytes for saved values per rank (inf: no limit)."""
 
     cost: PipelineCost
@@ -78,13 +78,13 @@ class Problem:
         return seconds if self.stages[source] != self.stages[target] else 0.0
 
 
-def list_schedule(problem: Problem, policy: Policy) -> Listed | None:
+def list_schedule(problem: OrderingProblem, policy: Policy) -> Listed | None:
     """The schedule that `policy` leads to; None where some rank's memory holds not even one microbatch."""
     return _Builder(problem, policy).build()
 
 
 class _Builder:
-    def __init__(self, problem: Problem, policy: Policy) -> None:
+    def __init__(self, problem: OrderingProblem, policy: Policy) -> None:
         self.problem, self.policy = problem, policy
         stages, num_ranks = problem.cost.stages, problem.num_ranks
         self.seconds = [{kind: stage.seconds(kind) for kind in "FIW"} for stage in stages]
@@ -228,7 +228,7 @@ class _Builder:
             heapq.heappush(self.turns, (max(now, self.free[rank]), rank))
 
 
-def round_trips(problem: Problem) -> dict[int, float]:
+def round_trips(problem: OrderingProblem) -> dict[int, float]:
     """For each stage, seconds from the start of a forward there to the earliest arrival of its gradient."""
     cost = problem.cost
     out: dict[int, list[tuple[int, float]]] = defaultdict(list)
@@ -241,7 +241,7 @@ def round_trips(problem: Problem) -> dict[int, float]:
     return trips
 
 
-def natural_ahead(problem: Problem) -> tuple[int, ...]:
+def natural_ahead(problem: OrderingProblem) -> tuple[int, ...]:
     """For each rank, forwards until the first gradient is back, coming as fast as the slowest stage before lets them."""
     trips = round_trips(problem)
     forwards: Sequence[float] = [stage.seconds("F") for stage in problem.cost.stages]

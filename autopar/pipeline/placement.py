@@ -17,7 +17,7 @@ import numpy as np
 from autopar.errors import MemoryBudgetError
 from autopar.pipeline.placement_problem import Devices, Line, Shared, Unit, Value, check_sizes
 from autopar.pipeline.placement_search import best_starts, closest_starts
-from autopar.pipeline.placement_tables import Tables
+from autopar.pipeline.placement_tables import PlacementTables
 
 __all__ = ["Devices", "Line", "PlacedStage", "Shared", "StagePlacement", "Unit", "Value", "place", "placed_at"]
 
@@ -101,7 +101,7 @@ def place(line: Line, devices: Devices, live_microbatches: Sequence[int]) -> Sta
     Raises `PlanError` where there are fewer units than stages, and `MemoryBudgetError` where no placement fits.
     """
     check_sizes(line, devices, live_microbatches)
-    tables = Tables.of(line, devices, live_microbatches)
+    tables = PlacementTables.of(line, devices, live_microbatches)
     starts = best_starts(tables)
     if starts is None:
         raise MemoryBudgetError(_what_lacks(placed_at(line, devices, live_microbatches, closest_starts(tables))))
@@ -111,10 +111,10 @@ def place(line: Line, devices: Devices, live_microbatches: Sequence[int]) -> Sta
 def placed_at(line: Line, devices: Devices, live_microbatches: Sequence[int], starts: Sequence[int]) -> StagePlacement:
     """The placement with these first units, whether it fits or not. Raises `PlanError` where there are fewer units than stages."""
     check_sizes(line, devices, live_microbatches)
-    return _placed(Tables.of(line, devices, live_microbatches), line, starts)
+    return _placed(PlacementTables.of(line, devices, live_microbatches), line, starts)
 
 
-def _placed(tables: Tables, line: Line, starts: Sequence[int]) -> StagePlacement:
+def _placed(tables: PlacementTables, line: Line, starts: Sequence[int]) -> StagePlacement:
     cuts = np.array([*starts, len(line.units)])
     assert len(starts) == tables.num_stages and cuts[0] == 0 and (np.diff(cuts) > 0).all(), starts
     tables = tables.at(cuts)

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.pipeline.placement_tables import Floats, Tables, Tile
+from autopar.pipeline.placement_tables import Floats, PlacementTables, Tile
 
 Objective = Literal["seconds", "excess"]
 # Cuts of the first try.
@@ -42,19 +42,19 @@ class Limits(NamedTuple):
     excess_bytes: float = 0.0
 
 
-def best_starts(tables: Tables) -> tuple[int, ...] | None:
+def best_starts(tables: PlacementTables) -> tuple[int, ...] | None:
     """The first unit of each stage of the best placement; None where none fits."""
     return _best(tables, "seconds")
 
 
-def closest_starts(tables: Tables) -> tuple[int, ...]:
+def closest_starts(tables: PlacementTables) -> tuple[int, ...]:
     """Of the placement whose worst stage passes its capacity by the fewest bytes."""
     found = _best(tables, "excess")
     assert found is not None
     return found
 
 
-def _best(tables: Tables, objective: Objective) -> tuple[int, ...] | None:
+def _best(tables: PlacementTables, objective: Objective) -> tuple[int, ...] | None:
     limits = Limits() if objective == "seconds" else Limits(excess_bytes=np.inf)
     few = _few_cuts(tables)
     if len(few) <= tables.last:
@@ -69,7 +69,7 @@ def _no_worse(limits: Limits, objective: Objective, found: float) -> Limits:
     return limits._replace(seconds=worst) if objective == "seconds" else limits._replace(excess_bytes=worst)
 
 
-def _few_cuts(tables: Tables) -> NDArray[np.int64]:
+def _few_cuts(tables: PlacementTables) -> NDArray[np.int64]:
     """Numbers of cuts, the first and the last among them: of as many stretches of equal work, half compute and half length, the
     cut with the least to send. All cuts where they are few."""
     if tables.last <= 2 * max(_FEW, tables.num_stages):
@@ -83,7 +83,7 @@ def _few_cuts(tables: Tables) -> NDArray[np.int64]:
     return np.unique(np.concatenate([[0], order[first], [tables.last]]))
 
 
-def windows(tables: Tables, limits: Limits) -> list[range]:
+def windows(tables: PlacementTables, limits: Limits) -> list[range]:
     """Where each stage may begin, and as the last the only end: no placement within `limits` has a cut outside.
 
     Found by giving each stage all it can take by what never falls when it grows, from the left and, for what must be left to
@@ -102,19 +102,19 @@ def windows(tables: Tables, limits: Limits) -> list[range]:
     return [range(1) if 0 in found[0] else range(0), *found[1:-1], range(last, last + 1) if last in found[-1] else range(0)]
 
 
-def _prefixes(tables: Tables, limits: Limits, stage: int) -> Iterator[tuple[Floats, float]]:
+def _prefixes(tables: PlacementTables, limits: Limits, stage: int) -> Iterator[tuple[Floats, float]]:
     """Prefix sums of what never falls when the stage grows, and how much of it the stage may have."""
     yield tables.compute_seconds, limits.seconds * float(tables.speeds[stage])
     held = tables.held_bytes + tables.live_microbatches[stage] * tables.saved_bytes
     yield held, float(tables.capacity_bytes[stage]) + limits.excess_bytes
 
 
-def _furthest(tables: Tables, limits: Limits, stage: int, begin: int) -> int:
+def _furthest(tables: PlacementTables, limits: Limits, stage: int, begin: int) -> int:
     ends = [np.searchsorted(prefix, prefix[begin] + room, "right") - 1 for prefix, room in _prefixes(tables, limits, stage)]
     return max(begin, int(min(ends)))
 
 
-def _nearest(tables: Tables, limits: Limits, stage: int, end: int) -> int:
+def _nearest(tables: PlacementTables, limits: Limits, stage: int, end: int) -> int:
     begins = [np.searchsorted(prefix, prefix[end] - room, "left") for prefix, room in _prefixes(tables, limits, stage)]
     return min(end, int(max(begins)))
 
@@ -133,7 +133,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Search:
-    tables: Tables
+    tables: PlacementTables
     limits: Limits
 
     def least(self, objective: Objective) -> float:

@@ -80,7 +80,7 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tables:
+class PlacementTables:
     """Prefix sums, one longer than the units, and boxes. All stages begin and end at `cuts`, of which ranges give the numbers."""
 
     cuts: NDArray[np.int64]
@@ -96,14 +96,14 @@ class Tables:
     live_microbatches: Floats
 
     @staticmethod
-    def of(line: Line, devices: Devices, live_microbatches: Sequence[int]) -> Tables:
+    def of(line: Line, devices: Devices, live_microbatches: Sequence[int]) -> PlacementTables:
         """With a cut before every unit and behind the last."""
         units, num_units = line.units, len(line.units)
         sends = [Box(0, v.producer + 1, v.producer + 1, max(v.readers) + 1, devices.transfer_seconds(v)) for v in line.values]
         receipts = [list(_touches(v.producer, v.readers, num_units)) for v in line.values]
         paid = [Box(*each, devices.transfer_seconds(v)) for v, touches in zip(line.values, receipts, strict=True) for each in touches]
         held = [Box(*each, v.bytes) for v, touches in zip(line.values, receipts, strict=True) for each in touches]
-        return Tables(
+        return PlacementTables(
             np.arange(num_units + 1),
             _prefix([unit.forward_seconds + unit.backward_seconds for unit in units]),
             _prefix([unit.held_bytes for unit in units]),
@@ -117,12 +117,12 @@ class Tables:
             np.array(live_microbatches, dtype=np.float64),
         )
 
-    def at(self, cuts: NDArray[np.int64]) -> Tables:
+    def at(self, cuts: NDArray[np.int64]) -> PlacementTables:
         """The same line, to be cut at `cuts` alone; the first is before the first unit, the last behind the last."""
         working = np.maximum.reduceat(self.working_bytes, cuts[:-1])
         sums = (self.compute_seconds[cuts], self.held_bytes[cuts], self.saved_bytes[cuts], working)
         boxes = (self.communication.at(cuts), self.shared.at(cuts), self.received.at(cuts))
-        return Tables(self.cuts[cuts], *sums, *boxes, self.speeds, self.capacity_bytes, self.live_microbatches)
+        return PlacementTables(self.cuts[cuts], *sums, *boxes, self.speeds, self.capacity_bytes, self.live_microbatches)
 
     @property
     def num_stages(self) -> int:

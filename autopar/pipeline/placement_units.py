@@ -152,7 +152,7 @@ class _Reading:
         return ProgramLine(line, tuple(map(tuple, nodes)), self.copied)
 
     def seconds(self, node: Node) -> float:
-        if node in self.work.once:
+        if node in self.work.per_step:
             return 0.0
         if node.target is not reshard:
             return self.cost.node(node, STRATEGY[node]).seconds

@@ -51,9 +51,9 @@ def value_bytes(node: Node, cost: CostModel) -> float:
     return sum(cost.local_bytes(dims, value.dtype, sharding) for dims, value, sharding in results if value is not None)
 
 
-def crossing_bytes(work: Work, cost: CostModel) -> dict[tuple[int, int, Direction], float]:
+def transfer_bytes(work: Work, cost: CostModel) -> dict[tuple[int, int, Direction], float]:
     """What one rank of a stage sends another, each microbatch: (source, target, direction) → bytes."""
-    return {ends: sum(value_bytes(node, cost) for node in nodes) for ends, nodes in work.crossing.items()}
+    return {ends: sum(value_bytes(node, cost) for node in nodes) for ends, nodes in work.transfers.items()}
 
 
 def saved_values(work: Work, stage: int, without: frozenset[Node] = frozenset()) -> tuple[Node, ...]:
@@ -63,7 +63,7 @@ def saved_values(work: Work, stage: int, without: frozenset[Node] = frozenset())
     for node, phase in work.calls_at(stage):
         for operand in node.all_input_nodes if phase == "backward" and node not in without else ():
             value = _unmarked(operand)
-            if value in work.stages and value not in work.once and _is_kept(value, stage, work):
+            if value in work.stages and value not in work.per_step and _is_kept(value, stage, work):
                 found[value] = None
     return tuple(found)
 
@@ -107,7 +107,7 @@ class _Pricing:
             kind = "F" if phase == "forward" else "I" if node in waited else "W"
             seconds[kind] += self.seconds(node) / speed
             working = max(working, self.working_bytes(node))
-        once = [node for node in self.work.calls if node in self.work.once and stage in self.work.stages[node]]
+        once = [node for node in self.work.calls if node in self.work.per_step and stage in self.work.stages[node]]
         latency, seconds_per_byte = self.cost.send()
         ties = [(value_bytes(tie.part, self.cost), len(tie.targets)) for tie in self.work.ties if tie.source == stage]
         exchanged = sum(number * (latency + seconds_per_byte * size) for size, number in ties)
@@ -139,12 +139,12 @@ class _Pricing:
 
     def edges(self) -> dict[Edge, EdgeCost]:
         latency, seconds_per_byte = self.cost.send()
-        sent = crossing_bytes(self.work, self.cost)
+        sent = transfer_bytes(self.work, self.cost)
         found: dict[Edge, EdgeCost] = {}
         for pair in sorted({(min(source, target), max(source, target)) for source, target, _ in sent}):
             forward: tuple[int, int, Direction] = (*pair, "F")
             back: tuple[int, int, Direction] = (pair[1], pair[0], "B")
             ends = forward if forward in sent else back
-            seconds = latency * len(self.work.crossing[ends]) + seconds_per_byte * sent[ends]
+            seconds = latency * len(self.work.transfers[ends]) + seconds_per_byte * sent[ends]
             found[Edge(*pair, back in sent)] = EdgeCost(seconds, sent[ends])
         return found

@@ -15,7 +15,7 @@ from autopar.ir.program import Program
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.order import live_microbatches
-from autopar.pipeline.priced import crossing_bytes, price_pipeline
+from autopar.pipeline.priced import price_pipeline, transfer_bytes
 from autopar.pipeline.simulate import Simulation, simulate
 from autopar.pipeline.stage_work import Work
 
@@ -105,7 +105,7 @@ class PipelineSummary(TypedDict):
 
 def pipeline_summary(compiled: Compiled, cost: CostModel) -> PipelineSummary:
     order, paper = compiled.order, StepOnPaper(compiled.program, cost, compiled.order)
-    sent, live = crossing_bytes(Work(compiled.program), cost), live_microbatches(order)
+    sent, live = transfer_bytes(Work(compiled.program), cost), live_microbatches(order)
     stages: list[StageSummary] = []
     for number, price in enumerate(paper.prices.stages):
         stages.append(

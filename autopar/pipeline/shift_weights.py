@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.actions import Action
-from autopar.pipeline.list_schedule import Objective, Problem
+from autopar.pipeline.list_schedule import Objective, OrderingProblem
 
 Orders = tuple[tuple[Action, ...], ...]
 
@@ -32,7 +32,7 @@ class _Times:
         return [self.end[order[-1]] - begin if order else 0.0 for order, begin in zip(orders, begins, strict=True)]
 
 
-def shift_weights(problem: Problem, orders: Orders, max_shifts: int, objective: Objective = "span") -> Orders:
+def shift_weights(problem: OrderingProblem, orders: Orders, max_shifts: int, objective: Objective = "span") -> Orders:
     """`orders` (F, I and W alone) with a longest span, or a step, that is the same or shorter, after at most `max_shifts` attempts."""
     shifts = _Shifts(problem, objective)
     times = shifts.times(orders)
@@ -55,7 +55,7 @@ def shift_weights(problem: Problem, orders: Orders, max_shifts: int, objective: 
 
 
 class _Shifts:
-    def __init__(self, problem: Problem, objective: Objective) -> None:
+    def __init__(self, problem: OrderingProblem, objective: Objective) -> None:
         self.problem = problem
         self.objective: Objective = objective
         self.before: dict[int, list[tuple[int, float]]] = defaultdict(list)

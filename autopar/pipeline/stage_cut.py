@@ -1,7 +1,7 @@
 """A LOCAL program of a pipeline in pieces: what each action computes, what stages send, what is summed over the microbatches.
 
 ahead    for every microbatch, before the first: what the sums over the microbatches that the network reads are made of
-once     what follows from those sums alone (a token count, summed over dp)
+from_counts  what follows from those sums alone (a token count, summed over dp)
 F B I W  one microbatch through one stage: forward; backward, whole or as the gradients that other stages wait for
          and the rest
 after    what is done to the sums of losses and gradients: changes of sharding, once a step
@@ -26,13 +26,13 @@ from autopar.pipeline.stage_work import Sum, Work
 class StageCut:
     """A LOCAL program in pieces, those of each stage in the order of the graph.
 
-    `counted` are the sums over microbatches that are taken ahead: (what is added, the collective it stands for)."""
+    `counts` are the sums over microbatches that are taken ahead: (what is added, the collective it stands for)."""
 
     program: Program
     num_stages: int
     ahead: Mapping[int, tuple[Node, ...]]
-    counted: Mapping[int, tuple[tuple[Node, Node], ...]]
-    once: Mapping[int, tuple[Node, ...]]
+    counts: Mapping[int, tuple[tuple[Node, Node], ...]]
+    from_counts: Mapping[int, tuple[Node, ...]]
     actions: Mapping[tuple[int, Kind], tuple[Node, ...]]
     transfers: Mapping[tuple[int, int, Direction], tuple[Node, ...]]
     sums: tuple[Sum, ...]
@@ -45,8 +45,8 @@ class StageCut:
     @property
     def per_step(self) -> frozenset[Node]:
         """The calls whose values there is one of a step, not one of a microbatch."""
-        found = {node for nodes in self.once.values() for node in nodes} | {node for each in self.sums for node in each.after}
-        return frozenset(found | {launch for pairs in self.counted.values() for _, launch in pairs})
+        found = {node for nodes in self.from_counts.values() for node in nodes} | {node for each in self.sums for node in each.after}
+        return frozenset(found | {launch for pairs in self.counts.values() for _, launch in pairs})
 
 
 def cut_stages(program: Program, num_stages: int) -> StageCut:
@@ -71,4 +71,4 @@ def cut_stages(program: Program, num_stages: int) -> StageCut:
         actions[stage, "I"] = tuple(node for node in backward if node in waited)
         actions[stage, "W"] = tuple(node for node in backward if node not in waited)
     sources = {stage: tuple((operand_of(node), node) for node in nodes) for stage, nodes in by_stage(counted).items()}
-    return StageCut(program, num_stages, by_stage(ahead), sources, by_stage(work.counted - added), actions, work.crossing, work.sums)
+    return StageCut(program, num_stages, by_stage(ahead), sources, by_stage(work.counted - added), actions, work.transfers, work.sums)

@@ -1,9 +1,9 @@
 """Where and how often each call of a program runs in a step, by the rules of `stage_rules`, of whatever form it is.
 
     stages   a call with a STAGE runs there, one without on every stage that reads it
-    once     calls that run once a step, not for each microbatch: what follows from sums over the microbatches that are known
+    per_step calls that run once a step, not for each microbatch: what follows from sums over the microbatches that are known
              ahead (a count of tokens), and what is done to the sums of losses and gradients at the end
-    crossing values that one stage sends another, each microbatch
+    transfers values that one stage sends another, each microbatch
     sums     results that are added up over the microbatches, or over stages
 
 A program that nobody placed is one stage. Placements are priced by what this says of the GLOBAL program; `cut_stages` cuts the LOCAL
@@ -78,27 +78,27 @@ class Work:
         return rules.stages_of_calls(self.program)
 
     @cached_property
-    def once(self) -> frozenset[Node]:
-        """Of one microbatch only what is done to sums over stages is no part of an action."""
+    def per_step(self) -> frozenset[Node]:
+        """Calls that run once a step, not once a microbatch. With one microbatch only what is done to sums over stages is."""
         return self.counted | self.dropped | {node for each in self.sums for node in each.after}
 
     def runs(self, node: Node) -> int:
         """How often each stage of `node` computes it in a step."""
-        return 1 if node in self.once else self.program.mesh.num_microbatches
+        return 1 if node in self.per_step else self.program.mesh.num_microbatches
 
     def calls_at(self, stage: int) -> Iterator[tuple[Node, Phase]]:
         """The calls of a stage for every microbatch, in order."""
         for node in self.calls:
-            if stage in self.stages[node] and node not in self.once:
+            if stage in self.stages[node] and node not in self.per_step:
                 yield node, self.stages[node][stage]
 
     @cached_property
-    def crossing(self) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
+    def transfers(self) -> dict[tuple[int, int, Direction], tuple[Node, ...]]:
         """The values that go from stage to stage: activations forward, gradients back."""
         found: dict[tuple[int, int, Direction], dict[Node, None]] = {}
         for node in self.calls:
-            for operand in node.all_input_nodes if node not in self.once else ():
-                if operand in STAGE and operand not in self.once:
+            for operand in node.all_input_nodes if node not in self.per_step else ():
+                if operand in STAGE and operand not in self.per_step:
                     for stage in sorted(self.stages[node].keys() - self.stages[operand]):
                         way = rules.direction_of(operand, node, stage, self.stages)
                         found.setdefault((STAGE[operand], stage, way), {})[operand] = None
@@ -107,7 +107,7 @@ class Work:
     def waited_for(self, stage: int) -> frozenset[Node]:
         """The backward calls of a stage that its gradients for other stages descend from."""
         own = frozenset(node for node, phase in self.calls_at(stage) if phase == "backward")
-        sent = (node for (source, _, way), nodes in self.crossing.items() if (source, way) == (stage, "B") for node in nodes)
+        sent = (node for (source, _, way), nodes in self.transfers.items() if (source, way) == (stage, "B") for node in nodes)
         return frozenset(rules.ancestors(sent, within=own))
 
     def reading(self, value: Node) -> frozenset[int]:

@@ -44,7 +44,7 @@ def transfers(program: Program, cost: CostModel, places: Sequence[int] = ()) -> 
         for transfer in transfers_of(node, program.mesh, cost):
             yield replace(transfer, runs=work.runs(node), stages=tuple(work.stages[node]))
     latency, seconds_per_byte = cost.send()
-    for (source, _, direction), values in work.crossing.items():
+    for (source, _, direction), values in work.transfers.items():
         for value in values:
             size, phase = value_bytes(value, cost), "forward" if direction == "F" else "backward"
             yield Traffic(value, "pp", "send", phase, size, latency + seconds_per_byte * size, work.runs(value), (source,))

@@ -40,7 +40,6 @@ class WhatIf:
     """`prices` with the other pins, against those `now`; where they cannot be kept `refusal` says why, and there is no plan."""
 
     now: Prices
-    plan_now: Plan
     prices: Prices | None = None
     plan: Plan | None = None
     refusal: str = ""
@@ -70,10 +69,6 @@ class WhatIf:
     @property
     def communication(self) -> Mapping[str, float]:
         return self.prices.communication if self.prices is not None else {}
-
-    @property
-    def communication_now(self) -> Mapping[str, float]:
-        return self.now.communication
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -107,10 +102,10 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
     except UnmatchedPinError:
         raise
     except (PlanError, ScheduleError) as refusal:
-        return WhatIf(now, compiled.plan, refusal=str(refusal))
+        return WhatIf(now, refusal=str(refusal))
     # Pins choose no kernels.
     plan = replace(Plan.of(program, decision, stages), kernels=compiled.plan.kernels)
-    return WhatIf(now, compiled.plan, _prices(program, decision, compiled), plan, diff=compiled.plan.diff(plan))
+    return WhatIf(now, _prices(program, decision, compiled), plan, diff=compiled.plan.diff(plan))
 
 
 def _prices(program: Program, decision: ShardingDecision, compiled: Compiled) -> Prices:

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from autopar.graph.emit import copy_origin
 from autopar.ir.keys import PHASE
-from autopar.ir.markers import pinned, save, settled
+from autopar.ir.markers import pinned, reduced, save
 from autopar.ir.program import Program
 from autopar.ops.traits import WHOLE_VIEWS
 
@@ -30,7 +30,7 @@ _CARRY = WHOLE_VIEWS | {
 
 @dataclass(frozen=True)
 class ReduceCompared:
-    """Give each value that is compared with another one a `settled` node, and let all read that.
+    """Give each value that is compared with another one a `reduced` node, and let all read that.
 
     The backward of a maximum asks which elements equal it, a nucleus which are not below its last. Ranks that hold a value as
     a sum add it up in one order for an all-reduce and in another for a reduce-scatter: the last bits differ, and of one reader's
@@ -38,7 +38,7 @@ class ReduceCompared:
 
     The node stands where the value was computed, before it was moved, indexed or copied: both sides may be made from it.
 
-    Reads: PHASE. Writes: `settled` nodes with PHASE, SOURCE. Ensures: values are unchanged; no floating-point value that a
+    Reads: PHASE. Writes: `reduced` nodes with PHASE, SOURCE. Ensures: values are unchanged; no floating-point value that a
     comparison of two tensors shows, or that of a difference with a number, is left as an unreduced sum.
     """
 
@@ -48,7 +48,7 @@ class ReduceCompared:
         program = program.copy()
         for value in dict.fromkeys(_compared(program)):
             with program.graph.inserting_after(value):
-                node = program.graph.call_function(settled, (value,))
+                node = program.graph.call_function(reduced, (value,))
             value.replace_all_uses_with(node, delete_user_cb=lambda user, node=node: user is not node)
             node.meta["val"] = value.meta["val"]
             copy_origin(value, node)

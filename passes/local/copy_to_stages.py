@@ -1,4 +1,4 @@
-"""What several stages compute for themselves becomes a call of each."""
+"""Gives every call one stage: calls that several stages need are copied to each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives that can go together go together: what one costs whatever its size is paid once."""
+"""Joins small collectives to buckets, so that their latency is paid once."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def _launches(schedule: Schedule) -> Iterator[_Member]:
     for position, each in enumerate(schedule.instructions):
         runs += isinstance(each, Run)
         if isinstance(each, Launch) and (each.collective, each.kind, len(each.sources)) == ("all_reduce", "sum", 1):
-            layout = schedule.type_of(each.sources[0])
-            if layout is not None and layout[1].is_floating_point and each.name in waits:
+            tensor_type = schedule.type_of(each.sources[0])
+            if tensor_type is not None and tensor_type[1].is_floating_point and each.name in waits:
                 end, runs_until = waits[each.name]
-                yield _Member(each, math.prod(layout[0]) * layout[1].itemsize, layout[1], position, end, runs, runs_until)
+                yield _Member(each, math.prod(tensor_type[0]) * tensor_type[1].itemsize, tensor_type[1], position, end, runs, runs_until)
 
 
 @dataclass

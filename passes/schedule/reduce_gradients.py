@@ -1,4 +1,4 @@
-"""After the last backward of a stage, its gradients, summed over the microbatches, are reduced over the replicas."""
+"""Reduces the gradients of each stage over its replicas, once a step, after its last backward."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ class _Writer:
             rename, under_way = self.names.of_microbatch(number), set[Node]()
             found += renamed(self.cutter.section(self.cut.ahead[stage], under_way), rename)
             found += renamed(all_waits(under_way), rename)
-            found += [Add(self.names.counted(total.name), rename(buffer_of(source))) for source, total in self.cut.counted[stage]]
-        return [*found, *once_a_step(self.cut.once[stage], self.cutter, self.names)]
+            found += [Add(self.names.count(total.name), rename(buffer_of(source))) for source, total in self.cut.counts[stage]]
+        return [*found, *once_a_step(self.cut.from_counts[stage], self.cutter, self.names)]
 
     def compute(self, action: Action) -> list[Instruction]:
         stage, kind, number = action

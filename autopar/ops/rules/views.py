@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.ir.markers import pinned, save, settled
+from autopar.ir.markers import pinned, reduced, save
 from autopar.ir.program import operands, results_of
 from autopar.ops.rule import Labels, Rule, rule
 from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
@@ -30,8 +30,8 @@ def view(node: Node) -> Rule:
     return Rule((blocked(len(shape_of(node.args[0]))),), (blocked(len(shape_of(node))),), linear=_FIRST, view=True)
 
 
-@rule(settled)
-def settle(node: Node) -> Rule:
+@rule(reduced)
+def of_reduced(node: Node) -> Rule:
     """Not linear, as every other view is: that is what it is for."""
     labels = positional(len(shape_of(node)))
     return Rule((labels,), (labels,))

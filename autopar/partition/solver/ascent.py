@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.partition.solver.min_marginals import Parts, Table, min_marginals_of
+from autopar.partition.solver.min_marginals import MarginalTable, Parts, min_marginals_of
 from autopar.partition.solver.tables import IS_NO_WAY, NO_WAY, Array, Tables
 
 
@@ -24,7 +24,7 @@ class _Port:
     The potentials of all ports are shared with the conversion's other ports; an array of them is replaced, never written into.
     """
 
-    def __init__(self, way: Table | Parts, potentials: list[Array], port: int, states: Array, nodes: tuple[int, ...]) -> None:
+    def __init__(self, way: MarginalTable | Parts, potentials: list[Array], port: int, states: Array, nodes: tuple[int, ...]) -> None:
         self.way = way
         self.potentials = potentials
         self.port = port
@@ -130,13 +130,13 @@ class Ascent:
         return picks
 
 
-def _possible(tables: Tables, masks: list[Array]) -> list[tuple[Table | Parts, list[Array]]]:
+def _possible(tables: Tables, masks: list[Array]) -> list[tuple[MarginalTable | Parts, list[Array]]]:
     """Take out of `masks` the candidates whose states cannot be brought to, or from, any that is left, until all can.
 
     For each conversion what gives its min-marginals with what is left, and per port the numbers of the states of the candidates that
     are left; nothing where a class has no candidate left.
     """
-    found: dict[int, tuple[Table | Parts, list[Array]]] = {}
+    found: dict[int, tuple[MarginalTable | Parts, list[Array]]] = {}
     touching: list[set[int]] = [set() for _ in masks]
     for number, conversion in enumerate(tables.conversions):
         for node in conversion.nodes:

@@ -22,7 +22,7 @@ _MAX_ENTRIES = 8192
 _MAX_PORTS = 32
 
 
-class Table:
+class MarginalTable:
     """Costs of every combination of states. `min_marginals` are by the states of one port, without that port's own potentials."""
 
     def __init__(self, conversion: Conversion, own: Sequence[Array]) -> None:
@@ -103,8 +103,8 @@ class Parts:
         return known[1], known[2]
 
 
-def min_marginals_of(conversion: Conversion, own: Sequence[Array]) -> Table | Parts:
+def min_marginals_of(conversion: Conversion, own: Sequence[Array]) -> MarginalTable | Parts:
     """`own`: per port the numbers of the states that it may have, in order."""
     # Python's integers: those of an array wrap around, and 32 readers of 4 states each would be no combinations at all.
     is_small = len(own) == 2 or (len(own) <= _MAX_PORTS and math.prod(map(len, own)) <= _MAX_ENTRIES)
-    return Table(conversion, own) if is_small else Parts(conversion, own)
+    return MarginalTable(conversion, own) if is_small else Parts(conversion, own)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.ir.actions import Action, Edge, PipelineSchedule, Place, check_edges, parse_action, parse_schedule
+from autopar.ir.actions import Action, Edge, GridCell, PipelineSchedule, check_edges, parse_action, parse_schedule
 from autopar.pipeline.schedules import GENERATORS, one_forward_one_backward, zb_h1
 
 PICTURE = """\
@@ -40,7 +40,7 @@ def test_an_edit_is_what_it_says() -> None:
 
 def test_marks_stand_under_their_actions_and_still_parse() -> None:
     schedule = one_forward_one_backward(2, 3)
-    text = schedule.grid({Place(1, 1): "ERROR 1", Place(1, 6): "ERROR 2"})
+    text = schedule.grid({GridCell(1, 1): "ERROR 1", GridCell(1, 6): "ERROR 2"})
     row, mark = text.splitlines()[2:4]
     assert row[mark.index("^") :].startswith("1B0")
     assert mark.endswith("<-- ERROR 1; ERROR 2") and mark.count("^^^") == 2

@@ -9,21 +9,21 @@ import pytest
 from autopar.ir.actions import PipelineSchedule
 from autopar.pipeline.check import check_pipeline
 from autopar.pipeline.cost import PipelineCost
-from autopar.pipeline.list_schedule import Listed, Policy, Problem, list_schedule, natural_ahead, round_trips
+from autopar.pipeline.list_schedule import Listed, OrderingProblem, Policy, list_schedule, natural_ahead, round_trips
 from autopar.pipeline.simulate import simulate
 
 
-def problem(num_ranks: int, num_microbatches: int, limit: float = math.inf, communication: float = 0.0) -> Problem:
+def problem(num_ranks: int, num_microbatches: int, limit: float = math.inf, communication: float = 0.0) -> OrderingProblem:
     cost = PipelineCost.uniform(num_ranks, communication_seconds=communication, saved_bytes=3.0, weight_saved_bytes=1.0)
-    return Problem(cost, tuple(range(num_ranks)), num_microbatches, (limit,) * num_ranks)
+    return OrderingProblem(cost, tuple(range(num_ranks)), num_microbatches, (limit,) * num_ranks)
 
 
-def policy(given: Problem, ahead: tuple[int, ...] | None = None, idleness: float = math.inf) -> Policy:
+def policy(given: OrderingProblem, ahead: tuple[int, ...] | None = None, idleness: float = math.inf) -> Policy:
     zeros = (0.0,) * given.num_ranks
     return Policy(ahead or natural_ahead(given), zeros, zeros, (idleness,) * given.num_ranks)
 
 
-def listed(given: Problem, chosen: Policy) -> Listed:
+def listed(given: OrderingProblem, chosen: Policy) -> Listed:
     found = list_schedule(given, chosen)
     assert found is not None
     schedule = PipelineSchedule("listed", given.stages, given.num_microbatches, found.orders)
@@ -63,7 +63,7 @@ def test_no_memory_for_one_microbatch_gives_nothing() -> None:
 def test_later_stages_of_a_rank_keep_their_place() -> None:
     """Rank 0 holds the first stage and the last: filled with the first's values it could never run the last."""
     cost = PipelineCost.uniform(4, saved_bytes=1.0)
-    given = Problem(cost, (0, 1, 1, 0), 8, (2.0, 2.0))
+    given = OrderingProblem(cost, (0, 1, 1, 0), 8, (2.0, 2.0))
     listed(given, policy(given))
     listed(given, policy(given, ahead=(1, 1)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.checks.violation import Violation
-from autopar.ir.actions import Place
+from autopar.ir.actions import GridCell
 from autopar.pipeline.expand import expand
 from autopar.pipeline.marks import executed_order, grid_place, marked_grid
 from autopar.pipeline.schedules import one_forward_one_backward
@@ -21,15 +21,15 @@ def position(rank: int, text: str) -> int:
 @pytest.mark.parametrize(
     ("rank", "text", "expected"),
     [
-        (0, "RUN 0F1", Place(0, 1)),
-        (0, "SEND 0F1>1", Place(0, 1)),  # Its maker.
-        (0, "RECV 1B1>0", Place(0, 3)),  # Its reader.
-        (0, "WAIT 1B0>0", Place(0, 2)),  # What it holds up.
-        (1, "RUN 1REDUCE_GRAD", Place(1, 3)),  # What it follows.
-        (1, "WAIT 1B1>0", Place(1, 4)),  # After the last.
+        (0, "RUN 0F1", GridCell(0, 1)),
+        (0, "SEND 0F1>1", GridCell(0, 1)),  # Its maker.
+        (0, "RECV 1B1>0", GridCell(0, 3)),  # Its reader.
+        (0, "WAIT 1B0>0", GridCell(0, 2)),  # What it holds up.
+        (1, "RUN 1REDUCE_GRAD", GridCell(1, 3)),  # What it follows.
+        (1, "WAIT 1B1>0", GridCell(1, 4)),  # After the last.
     ],
 )
-def test_each_instruction_belongs_to_an_action(rank: int, text: str, expected: Place) -> None:
+def test_each_instruction_belongs_to_an_action(rank: int, text: str, expected: GridCell) -> None:
     assert grid_place(PROGRAM, rank, position(rank, text)) == expected
 
 

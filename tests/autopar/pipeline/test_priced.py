@@ -43,7 +43,9 @@ def test_stages_add_up_to_the_program(pipe) -> None:  # type: ignore[no-untyped-
     assert sum(each.reduce_seconds for each in stages) == pytest.approx(whole.reduce_seconds, rel=1e-3)
     assert sum(each.held_bytes for each in stages) == whole.held_bytes
     work = Work(compiled.program)
-    times = [len(work.stages[node]) * call_seconds(node, compiled.program, compiled.cost) for node in work.calls if node not in work.once]
+    times = [
+        len(work.stages[node]) * call_seconds(node, compiled.program, compiled.cost) for node in work.calls if node not in work.per_step
+    ]
     assert sum(each.forward_seconds + each.seconds("B") for each in stages) == pytest.approx(math.fsum(times))
 
 
@@ -51,7 +53,7 @@ def test_one_stage_saves_what_the_program_does() -> None:
     compiled = plain_pipe().compiled
     (whole,) = one_stage(compiled).stages
     work = Work(compiled.program)
-    saved = [node for node in work.calls if node.target is save and node not in work.once]
+    saved = [node for node in work.calls if node.target is save and node not in work.per_step]
     saved_bytes = sum(compiled.cost.local_bytes(DIMS[node][0], node.meta["val"].dtype, SHARDING[node][0]) for node in saved)
     assert whole.saved_bytes == saved_bytes > 0
     assert whole.input_gradient_seconds == 0 and whole.weight_saved_bytes == whole.saved_bytes
@@ -62,7 +64,7 @@ def test_between_two_stages_the_hidden_state_goes_and_comes_back() -> None:
     for edge, price in priced(compiled).edges.items():
         assert edge.has_gradient and price.bytes % HIDDEN_BYTES == 0
         latency, rate = compiled.cost.send()
-        assert price.seconds == pytest.approx(latency * len(Work(compiled.program).crossing[0, 1, "F"]) + rate * price.bytes)
+        assert price.seconds == pytest.approx(latency * len(Work(compiled.program).transfers[0, 1, "F"]) + rate * price.bytes)
 
 
 def test_the_placement_was_decided_by_these_prices() -> None:

@@ -7,21 +7,21 @@ import random
 from autopar.ir.actions import Action, PipelineSchedule, parse_schedule
 from autopar.pipeline.check import check_pipeline
 from autopar.pipeline.cost import PipelineCost
-from autopar.pipeline.list_schedule import Problem
+from autopar.pipeline.list_schedule import OrderingProblem
 from autopar.pipeline.schedules import zb_h2
 from autopar.pipeline.shift_weights import shift_weights
 from autopar.pipeline.simulate import simulate
 
 
-def span(problem: Problem, orders: tuple[tuple[Action, ...], ...]) -> float:
+def span(problem: OrderingProblem, orders: tuple[tuple[Action, ...], ...]) -> float:
     schedule = PipelineSchedule("x", problem.stages, problem.num_microbatches, orders)
     check_pipeline(schedule, problem.cost, problem.saved_bytes_limit)
     return max(simulate(schedule, problem.cost).span_seconds)
 
 
-def problem(num_ranks: int, num_microbatches: int, limit: float = 1e9) -> Problem:
+def problem(num_ranks: int, num_microbatches: int, limit: float = 1e9) -> OrderingProblem:
     cost = PipelineCost.uniform(num_ranks, communication_seconds=0.25, saved_bytes=3.0, weight_saved_bytes=1.0)
-    return Problem(cost, tuple(range(num_ranks)), num_microbatches, (limit,) * num_ranks)
+    return OrderingProblem(cost, tuple(range(num_ranks)), num_microbatches, (limit,) * num_ranks)
 
 
 TEXT = "pipeline x: 2 microbatches, stages on ranks 0 1\nrank 0 | 0F0 0F1 0I0 0I1 0W0 0W1\nrank 1 | 1F0 1I0 1W0 1F1 1I1 1W1"
@@ -44,7 +44,7 @@ def test_the_step_may_be_what_is_to_be_short() -> None:
 
 def test_memory_forbids_it() -> None:
     """Rank 1 has room for one microbatch: its W must come before the next F."""
-    given = Problem(problem(2, 2).cost, (0, 1), 2, (9.0, 3.5))
+    given = OrderingProblem(problem(2, 2).cost, (0, 1), 2, (9.0, 3.5))
     orders = parse_schedule(TEXT).orders
     assert shift_weights(given, orders, 10)[1][2:4] == orders[1][2:4]
 

@@ -51,10 +51,10 @@ def calls(program: Program) -> set[Node]:
 def test_every_call_is_in_one_piece() -> None:
     stages = cut()
     pieces = [*loop(stages)]
-    for table in (stages.ahead, stages.once):
+    for table in (stages.ahead, stages.from_counts):
         pieces += [node for nodes in table.values() for node in nodes]
     pieces += [node for each in stages.sums for node in each.after]
-    launches = [node for pairs in stages.counted.values() for _, node in pairs]
+    launches = [node for pairs in stages.counts.values() for _, node in pairs]
     pieces += launches + [user for node in launches for user in node.users]
     assert len(pieces) == len(set(pieces))
     left_out = calls(stages.program) - set(pieces)
@@ -94,12 +94,12 @@ def test_what_one_stage_reads_of_another_is_sent() -> None:
 
 def test_counts_are_added_up_before_the_first_microbatch() -> None:
     stages = cut(Mesh((("pp", 2), ("dp", 2))))
-    assert not stages.counted[0], "the last stage alone has the loss"
-    ((added, total),) = stages.counted[1]
+    assert not stages.counts[0], "the last stage alone has the loss"
+    ((added, total),) = stages.counts[1]
     assert added in stages.ahead[1] and total.args[1] == ("mb",)
     # Over dp it is summed once.
-    assert [node.target for node in stages.once[1] if node.target in LAUNCHES or node.target is wait] == [total.target, wait]
-    assert set(stages.once[1]) <= stages.per_step
+    assert [node.target for node in stages.from_counts[1] if node.target in LAUNCHES or node.target is wait] == [total.target, wait]
+    assert set(stages.from_counts[1]) <= stages.per_step
 
 
 def test_gradients_of_a_tie_are_parts_of_both_stages_and_wanted_by_both() -> None:

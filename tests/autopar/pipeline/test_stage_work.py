@@ -11,7 +11,7 @@ from torch.fx import Node
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.ir.keys import ORIGIN, STAGE
-from autopar.pipeline.priced import crossing_bytes
+from autopar.pipeline.priced import transfer_bytes
 from autopar.pipeline.stage_cut import StageCut
 from autopar.pipeline.stage_work import Work
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -72,8 +72,8 @@ def test_stages_compute_what_their_actions_do(kind: str) -> None:
 def test_values_cross_where_they_are_sent_and_are_as_large(kind: str) -> None:
     work, cut = both(kind)
     sent = {ends: sum(node.meta["val"].nbytes for node in nodes) for ends, nodes in cut.transfers.items()}
-    assert sent and crossing_bytes(work, CostModel(Cluster.ideal(), work.program.mesh)) == sent
-    assert {ends: len(nodes) for ends, nodes in work.crossing.items()} == {ends: len(nodes) for ends, nodes in cut.transfers.items()}
+    assert sent and transfer_bytes(work, CostModel(Cluster.ideal(), work.program.mesh)) == sent
+    assert {ends: len(nodes) for ends, nodes in work.transfers.items()} == {ends: len(nodes) for ends, nodes in cut.transfers.items()}
 
 
 @pytest.mark.parametrize("kind", PIPES)
@@ -81,7 +81,7 @@ def test_what_runs_once_is_what_no_action_has(kind: str) -> None:
     work, cut = both(kind)
     inside = {node for nodes in (*cut.actions.values(), *cut.ahead.values()) for node in nodes}
     calls = {node for node in cut.program.graph.nodes if node.op == "call_function"}
-    assert lowered(work.once, cut) == origins(calls - inside)
+    assert lowered(work.per_step, cut) == origins(calls - inside)
 
 
 @pytest.mark.parametrize("kind", PIPES)
@@ -95,8 +95,8 @@ def test_stages_exchange_the_sums_that_several_want(kind: str) -> None:
 def test_what_runs_once_is_what_is_done_to_sums() -> None:
     compiled = plain_pipe().compiled
     work = Work(compiled.program)
-    kinds = {output.kind for output, node in compiled.program.named_outputs() if node in work.once}
-    assert kinds == {"gradient"} and all(work.runs(node) == 1 for node in work.once)
+    kinds = {output.kind for output, node in compiled.program.named_outputs() if node in work.per_step}
+    assert kinds == {"gradient"} and all(work.runs(node) == 1 for node in work.per_step)
     saved = next(node for node in work.calls if node.name.startswith("save"))
     assert work.runs(saved) == 2
 
@@ -110,4 +110,4 @@ def test_gradients_of_two_stages_are_not_added_for_each_microbatch() -> None:
 def test_a_program_without_stages_is_one() -> None:
     work = Work(parallel_residual().compiled.program)
     assert all(list(stages) == [0] for stages in work.stages.values())
-    assert not work.once and not work.crossing
+    assert not work.per_step and not work.transfers

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.driver.manager import run_passes
 from autopar.ir.keys import PHASE, SHARDING
-from autopar.ir.markers import save, settled
+from autopar.ir.markers import reduced, save
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.ops.strategies import strategies_of
@@ -73,7 +73,7 @@ def test_both_phases_read_what_is_settled() -> None:
     product, *_ = find(program, aten.mm.default)
     (mark,) = product.users
     (compared,) = find(program, aten.eq.Tensor)
-    assert mark.target is settled and PHASE[mark] == "forward" and PHASE[compared] == "backward"
+    assert mark.target is reduced and PHASE[mark] == "forward" and PHASE[compared] == "backward"
     assert {user.target for user in mark.users} == {aten.view.default, save}
 
 
@@ -94,12 +94,12 @@ def test_what_is_compared_is_settled_where_it_was_made(compute: Callable[[torch.
             return compute(x @ self.first)
 
     product, *_ = find(prepared(Compared(), batch()), aten.mm.default)
-    assert [user.target for user in product.users] == [settled]
+    assert [user.target for user in product.users] == [reduced]
 
 
 def test_what_is_settled_may_be_split_but_is_no_unreduced_sum() -> None:
     program = prepared(Least(), batch())
-    mark, *_ = find(program, settled)
+    mark, *_ = find(program, reduced)
     strategies = strategies_of(mark, program.mesh, program.freedom)
     assert not any(each.unreduced for strategy in strategies for each in (*strategy.operands, *strategy.results))
     assert any(strategy.num_shards == 4 for strategy in strategies)
@@ -110,7 +110,7 @@ def test_comparisons_of_users_are_seen_through_views() -> None:
     traced_twice = traced(lambda x, w: (x @ w).view(4, 12) >= (x @ w).t().amax(), x, w)
     program = run_passes(traced_twice, (MergeEqualCalls(), ReduceCompared()))
     (product,) = find(program, aten.mm.default)
-    assert [user.target for user in product.users] == [settled]
+    assert [user.target for user in product.users] == [reduced]
 
 
 def test_integers_inputs_and_comparisons_with_numbers_are_left_alone() -> None:

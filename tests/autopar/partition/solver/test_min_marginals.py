@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.partition.solver.assignment import conversion_seconds
-from autopar.partition.solver.min_marginals import Parts, Table, min_marginals_of
+from autopar.partition.solver.min_marginals import MarginalTable, Parts, min_marginals_of
 from autopar.partition.solver.tables import NO_WAY, Array, Conversion
 
 # What is needed: 0 is whole, 1 and 2 are slices of it, 3 is a slice of 1. What is given: 4, unreduced, or 0.
@@ -48,7 +48,7 @@ def test_a_table_is_exact_and_parts_are_no_more(seed: int, num_readers: int) -> 
     potentials = [draw.random(len(each)) for each in own]
     for port in range(num_readers + 1):
         best = exhaustive(made, potentials, port)
-        assert Table(made, own).min_marginals(potentials, port) == pytest.approx(best)
+        assert MarginalTable(made, own).min_marginals(potentials, port) == pytest.approx(best)
         if num_readers > 1:
             parts = Parts(made, own)
             assert (parts.min_marginals(potentials, port) <= np.array(best) + 1e-12).all()
@@ -62,9 +62,9 @@ def test_parts_are_exact_where_two_readers_share_no_more_than_one_state() -> Non
     own = [np.arange(2), np.array([1, 3]), np.array([2])]
     potentials = [np.zeros(len(each)) for each in own]
     for port in range(3):
-        assert Parts(made, own).min_marginals(potentials, port) == pytest.approx(Table(made, own).min_marginals(potentials, port))
+        assert Parts(made, own).min_marginals(potentials, port) == pytest.approx(MarginalTable(made, own).min_marginals(potentials, port))
     # Brought whole for 5, of which 1 and 2 are slices, or 3 and 2 for 3 + 4; the whole is not dearer.
-    assert Table(made, own).min_marginals(potentials, 0).tolist() == [7.0, 0.0]
+    assert MarginalTable(made, own).min_marginals(potentials, 0).tolist() == [7.0, 0.0]
 
 
 def test_ports_know_the_states_that_are_left_alone() -> None:
