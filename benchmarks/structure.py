@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 
@@ -26,8 +27,10 @@ ONE_OF = {
     "parsers of instructions": r"def parse(?:_instruction)?\(",
     "provers of rendezvous": r"def check_rendezvous\(",
     "simulators": r"def simulate\(",
-    "memory walks": r"(?m)^def (?:rank_memory|peak_bytes)\(",
+    "memory walks": r"(?m)^def (?:rank_memory|peak_bytes|schedule_memory|grid_memory)\(",
 }
+# Asking whether there is a pipeline at all.
+FORKS = r"\border is (?:not )?None|\bis_pipelined\b|\bis_single\b"
 FORMS = (
     "passes/fuse/",
     "passes/attention_forms/",
@@ -133,7 +136,7 @@ def measure(tree: Tree) -> dict[str, str]:
         "median and largest file": f"{sorted(lengths.values())[len(lengths) // 2]}, {lengths[longest]} (`{longest}`)",
         "files over 300 lines": str(sum(length > 300 for length in lengths.values())),
         "the compiler as a function: lines from capture to schedule": str(_function(compiler, "compile_call", "compile_once")),
-        "`order is None` and `is_pipelined` in the source": str(len(re.findall(r"\border is (?:not )?None|is_pipelined", everything))),
+        "forks between one stage and a pipeline": str(len(re.findall(FORKS, everything))),
         **{what: str(len(re.findall(pattern, everything))) for what, pattern in ONE_OF.items()},
         "import circles": ", ".join(f"one of {len(each)} modules" for each in circles) or "none",
         "lines that read written-out forms": f"{sum(lengths[path] for path in forms):,}",
@@ -154,8 +157,10 @@ def main() -> None:
     table = "\n".join([*head, *rows])
     print(table)
     if options.docs:
-        text = "# The structure of the source, measured\n\n`python -m benchmarks.structure --before CHECKOUT --docs docs/structure.md`\n\n"
-        options.docs.write_text(text + table + "\n", encoding="utf-8")
+        text = "# The structure of the source, measured\n\n`python -m benchmarks.structure --before CHECKOUT --docs docs/structure.md`"
+        # What people wrote below the table stays.
+        notes = re.search(r"\n## .*", options.docs.read_text(encoding="utf-8"), re.DOTALL) if options.docs.exists() else None
+        options.docs.write_text(f"{text}, {date.today()}\n\n{table}\n{notes[0] if notes else ''}", encoding="utf-8")
 
 
 if __name__ == "__main__":
