@@ -195,7 +195,7 @@ def compile(
 
 
 def default_passes(options: Options, training: bool, placements: Mapping[str, Placement] | None = None) -> tuple[Pass | DecidingPass, ...]:
-    """The passes in order, each with the reason for its place. One that has nothing to do returns the program that it got."""
+    """The passes in order, each with the reason for its place. What one that has nothing to do returns is the program that it got."""
     cluster, budget, plan, own = options.cluster, options.budget, options.plan, options.microbatch_statistics
     choose = ChooseShardings(cluster, plan=plan, pins=options.pins, placements=placements, budget=budget, timeout=options.search_timeout)
     held = {name: each.stages for name, each in (placements or {}).items() if each.stages}

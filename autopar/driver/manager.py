@@ -29,7 +29,8 @@ class Pass(Protocol):
 
     Its docstring states *Reads* (what must hold of the program it is given), *Writes* (the keys and nodes it
     sets) and *Ensures* (what holds afterwards). `apply` takes a program in the form that the pass is for, a `Program` or a
-    `ScheduleProgram`, returns a new one, or the given one where it has nothing to do, and leaves the given one as it was.
+    `ScheduleProgram`, returns a new one, or the given one where it has nothing to do, and leaves the given one as it was. A copy of
+    the given `Program` in which nothing was changed counts as the given one.
     """
 
     @property
@@ -171,6 +172,8 @@ class PassManager:
             result = chosen.apply(program, decision)
         else:
             decision, result = None, chosen.apply(program)
+        if isinstance(program, Program) and isinstance(result, Program) and result is not program and result.is_copy_of(program):
+            result = program  # nothing to do: observers need not look again
         return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen))
 
     def _decision(self, chosen: DecidingPass, program: Program | ScheduleProgram) -> object:

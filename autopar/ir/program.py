@@ -156,11 +156,29 @@ class Program:
     def num_nodes(self) -> int:
         return sum(1 for node in self.graph.nodes if node.op == "call_function")
 
+    def is_copy_of(self, other: Program) -> bool:
+        """Whether nothing tells this program from `other`: calls, names, literals, keys, signature and mesh are the same.
+
+        A key that was written anew counts as a change, be its value equal to the one before.
+        """
+        constants = {name: id(tensor) for name, tensor in self.constants.items()}
+        same = constants == {name: id(tensor) for name, tensor in other.constants.items()}
+        nodes, others = self.graph.nodes, other.graph.nodes
+        same = same and len(nodes) == len(others) and replace(self, graph=other.graph, constants=other.constants) == other
+        return same and all(_are_equal(node, before) for node, before in zip(nodes, others, strict=True))
+
     def node(self, name: str) -> Node:
         for node in self.graph.nodes:
             if node.name == name:
                 return node
         raise AutoparError(f"no node named {name!r} in this {self.form.value} program")
+
+
+def _are_equal(node: Node, other: Node) -> bool:
+    """Whether two nodes, of one graph and a copy of it, are alike. Literals are compared as they print: 0.0 == -0.0 == 0 == False."""
+    here, there = ((each.op, each.name, each.target, repr(each.args), repr(each.kwargs)) for each in (node, other))
+    keys = node.meta.keys() == other.meta.keys() and all(value is other.meta[key] for key, value in node.meta.items())
+    return keys and here == there
 
 
 def operands(node: Node) -> tuple[Node, ...]:

@@ -396,5 +396,5 @@ def test_a_schedule_that_a_pass_leaves_as_it_is_is_proved_once(monkeypatch: pyte
     monkeypatch.setattr(autopar.checks.checker, "check_schedule_program", lambda program, title: proved.append(title))
     _edited_after("write actions", lambda place, schedule: schedule)
     assert [title.partition(", ")[2] for title in proved] == [
-        "order actions", "write actions", "edit", "reduce gradients", "hand out", "free buffers",
+        "order actions", "write actions", "edit", "reduce gradients", "hand out", "bucket collectives", "free buffers",
     ]  # fmt: skip

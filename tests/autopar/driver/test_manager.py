@@ -47,6 +47,16 @@ class Twice:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Look for something that is not there."""
+
+    name: str = "copies"
+
+    def apply(self, program: Program) -> Program:
+        return program.copy()
+
+
+@dataclass(frozen=True)
 class Many:
     """Decide how many ops to add."""
 
@@ -87,6 +97,14 @@ def test_passes_run_in_order_and_leave_the_given_program_alone() -> None:
     result = run_passes(given, (Twice(), Many()))
     assert given.num_nodes == 1
     assert result.num_nodes == 2 + 4
+
+
+def test_an_untouched_copy_counts_as_the_given_program() -> None:
+    history = History()
+    given = program()
+    run_passes(given, (Copies(), Twice(), Copies()), (history,))
+    first, second, third, fourth = (step.program for step in history.graph_steps)
+    assert second is first is given and fourth is third is not second
 
 
 def test_history_keeps_programs_and_decisions() -> None:
