@@ -298,21 +298,23 @@ def _captured(model: nn.Module, mesh: Mesh, inputs: CallInputs, options: Options
 
 def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     """What the passes left behind."""
-    program, local, schedule = history.last(Form.GLOBAL), history.program(Lower), history.schedule_steps[-1].program
+    program, schedule = history.last(Form.GLOBAL), history.schedule_steps[-1].program
+    # Not after the passes before them by name: others may stand between.
+    local, separated = history.before(SeparateMicrobatches), history.before(CopyToStages)
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
     kernels = next((step.decision.kernels for step in history.graph_steps if isinstance(step.decision, KernelDecision)), {})
     return Compiled(
-        forward=history.program(KeyRandom),
+        forward=history.before(TraceJoint),
         program=program,
         local=local,
-        separated=history.program(SeparateMicrobatches) if has_estimates(local) else None,
+        separated=separated if has_estimates(local) else None,
         schedule=schedule,
         plan=replace(Plan.of(program, decision, stages), kernels=kernels, buckets=history.decision(BucketCollectives).bytes),
         steps=history.graph_steps,
         schedule_steps=history.schedule_steps,
         search=decision,
         cost=CostModel(options.cluster, local.mesh, options.budget.optimizer),
-        decide_again=lambda pins: _decide_again(history.program(FoldNoOps), options, without_styles(pins, model)),
+        decide_again=lambda pins: _decide_again(history.before(MarkPinned), options, without_styles(pins, model)),
         keyed=key_captured,
         stages=stages,
     )

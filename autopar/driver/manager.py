@@ -107,6 +107,12 @@ class History:
         assert isinstance(program, Program), f"{chosen} writes a schedule"
         return program
 
+    def before(self, chosen: type[object] | str) -> Program:
+        """The program that a pass was given, whatever made it."""
+        program = self.steps[self.step(chosen).number - 1].program
+        assert isinstance(program, Program), f"{chosen} is given a schedule"
+        return program
+
     def last(self, form: Form) -> Program:
         """The program after the last pass of a form."""
         return next(step.program for step in reversed(self.graph_steps) if step.program.form is form)

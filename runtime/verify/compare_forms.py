@@ -127,6 +127,7 @@ class _Forms:
     def __init__(self, model: nn.Module, compiled: Compiled, inputs: CallInputs, promoted: bool, tolerance: float, key: int) -> None:
         self.promoted, self.tolerance = promoted, tolerance
         self.steps = compiled.steps
+        self.lowering = _lowering(compiled)
         self.compiled = promote_compiled(compiled) if promoted else compiled
         self.training = bool(compiled.program.signature.outputs_of("gradient"))
         self.is_random = bool(compiled.forward.signature.inputs_of("random_key"))
@@ -208,14 +209,13 @@ class _Forms:
         local, failure = self._local(comparison)
         if not self.agrees(comparison.stepper.results()):
             return self._made_before(compiled.program, "trace joint and the passes after it")
-        lower = next((step.name for step in self.steps if step.program.form is Form.LOCAL), "lower")
         if local is None:
             assert failure is not None
-            return replace(failure, made_by=lower)
+            return replace(failure, made_by=self.lowering)
         agrees = self.agrees(local)
         if comparison.found is not None and (not agrees or comparison.found.detail):
-            return replace(comparison.found, made_by=lower)
-        return None if agrees else self._worst(local, lower)
+            return replace(comparison.found, made_by=self.lowering)
+        return None if agrees else self._worst(local, self.lowering)
 
     def _local(self, comparison: ValueComparison) -> tuple[Results | None, Difference | None]:
         """What LOCAL yields, or the node that cannot run."""
@@ -284,6 +284,13 @@ class _Forms:
             return errors.worst[0] <= self.tolerance
 
         return difference or run(self.compiled, self.case, agrees)
+
+
+def _lowering(compiled: Compiled) -> str:
+    """The passes that made LOCAL, as far as it is compared: one, unless more were put behind it."""
+    made = [step for step in compiled.steps if step.program.form is Form.LOCAL]
+    last = next((number for number, step in enumerate(made) if step.program is compiled.local), 0)
+    return " or ".join(step.name for step in made[: last + 1]) or "lower"
 
 
 def _named(model: nn.Module) -> Mapping[str, torch.Tensor]:

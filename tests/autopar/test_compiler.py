@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
+import autopar.compiler
+from autopar.compiler import default_passes
 from autopar.driver.manager import text_of
+from autopar.ir.program import Program
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.insert_reshards import InsertReshards
+from autopar.passes.global_.mark_pinned import MarkPinned
+from autopar.passes.global_.trace_joint import TraceJoint
+from autopar.passes.local.copy_to_stages import CopyToStages
+from autopar.passes.local.separate_microbatches import SeparateMicrobatches
 from autopar.passes.schedule.hand_out import HandOut
 from tests.support.captures import compiled
 
@@ -36,3 +46,37 @@ def test_a_pass_with_nothing_to_do_returns_what_it_got(axes: dict[str, int]) -> 
     idle = [after.name for before, after in pairs if before.program is after.program]
     assert {"detach outputs", "views of chunks"} <= set(idle) or "pp" in axes
     assert len(idle) > 20
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A pass of somebody else's, right before another: it leaves its mark on the program."""
+
+    follower: type[object]
+
+    @property
+    def name(self) -> str:
+        return f"before {self.follower.__name__}"
+
+    def apply(self, program: Program) -> Program:
+        return replace(program, written=(*program.written, self.name))
+
+
+def test_what_others_put_between_the_passes_is_seen_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    followers = (TraceJoint, MarkPinned, SeparateMicrobatches, CopyToStages)
+
+    def more(*given: Any, **named: Any) -> tuple[Any, ...]:
+        passes = default_passes(*given, **named)
+        return tuple(each for one in passes for each in ([Mark(type(one)), one] if isinstance(one, followers) else [one]))
+
+    monkeypatch.setattr(autopar.compiler, "default_passes", more)
+    parallel = compiled(Mlp(), {"dp": 2}, {"x": torch.randn(8, 8), "y": torch.randn(8, 8)})
+    found = parallel.compiled
+    marks = [f"before {each.__name__}" for each in followers]
+    assert found.decide_again is not None
+    assert list(found.forward.written) == marks[:1]
+    assert list(found.local.written) == marks[1:3]  # what forward sets is told of FORWARD alone
+    decided, _, _ = found.decide_again({})
+    assert list(decided.written) == marks[1:2]
+    assert parallel.verify(x=torch.randn(8, 8), y=torch.randn(8, 8))
+
