@@ -304,7 +304,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
     kernels = next((step.decision.kernels for step in history.graph_steps if isinstance(step.decision, KernelDecision)), {})
     return Compiled(
-        forward=history.before(TraceJoint),
+        forward=history.last(Form.FORWARD),
         program=program,
         local=local,
         separated=separated if has_estimates(local) else None,

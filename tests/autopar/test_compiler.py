@@ -13,6 +13,7 @@ import autopar.compiler
 from autopar.compiler import default_passes
 from autopar.driver.manager import text_of
 from autopar.ir.program import Program
+from autopar.kernels.dropout import add_dropout
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.insert_reshards import InsertReshards
@@ -80,3 +81,20 @@ def test_what_others_put_between_the_passes_is_seen_everywhere(monkeypatch: pyte
     assert list(decided.written) == marks[1:2]
     assert parallel.verify(x=torch.randn(8, 8), y=torch.randn(8, 8))
 
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + nn.functional.dropout(self.layer(x), 0.5)).square().sum()
+
+
+def test_the_forward_program_has_what_the_last_forward_pass_wrote() -> None:
+    """It is what `verify` runs as FORWARD: a fault of the last fusion is one of the forward passes."""
+    batch = {"x": torch.randn(4, 8)}
+    parallel = compiled(Residual(), {"dp": 2}, batch, kernels="triton")
+    assert add_dropout in {node.target for node in parallel.compiled.forward.graph.nodes}
+    report = parallel.verify(**batch, promote=True)
+    assert report and report.worst < 1e-12, str(report)
