@@ -86,14 +86,17 @@ def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh
 
 def check_schedule_program(program: ScheduleProgram, title: str = "") -> None:
     """Raise `ScheduleError` naming everything that would go wrong with what is written of a schedule so far."""
-    _refuse(check_schedule_so_far(program), dict(enumerate(program.ranks)), program.mesh, title)
+    schedules = {rank: program.schedule_of(rank) for rank in range(program.mesh.size)}
+    _refuse(check_schedule_so_far(program), schedules, program.mesh, title)
 
 
 def _refuse(found: Sequence[Violation], schedules: Mapping[int, Schedule], mesh: Mesh, title: str) -> None:
+    """Raise with the schedule that the first violation is about attached, its lines numbered as errors number them."""
     if found:
         error = ScheduleError(report(found, f"schedule on {mesh}{title and f', {title}'}"))
-        first = schedules[min(schedules)] if schedules else None
-        if first is not None:
-            numbered = enumerate(str(first).splitlines())
-            error.add_note("\n".join(f"{number:5}  {line}" for number, line in numbered))
+        about = [rank for violation in found for rank, _ in violation.instructions if rank in schedules]
+        shown = next(iter(about), min(schedules, default=None))
+        if shown is not None:
+            lines = [f"{number:5}  {line}" for number, line in enumerate(str(schedules[shown]).splitlines())]
+            error.add_note("\n".join([f"rank {shown}", *lines]))
         raise error

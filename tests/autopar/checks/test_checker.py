@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -378,6 +379,15 @@ def test_a_faulty_schedule_is_refused_right_after_the_pass_that_wrote_it(
     with pytest.raises(ScheduleError, match=rf"after pass \d+, edit: (.|\n)*{message}") as caught:
         _edited_after(name, change)
     assert any(note.endswith(f"edit: {Edit(change)!r}") for note in caught.value.__notes__)
+
+
+def test_the_schedule_of_the_rank_that_is_at_fault_is_attached() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        _edited_after("write actions", _read_too_early)
+    found = re.search(r"rank 2, instruction (\d+): (RUN f\d+ )", str(caught.value))
+    assert found is not None, "the first of the two ranks at pp = 1"
+    heading, *lines = caught.value.__notes__[0].splitlines()
+    assert heading == "rank 2" and lines[int(found[1])].startswith(f"{found[1]:>5}  {found[2]}")
 
 
 @pytest.mark.parametrize(("change", "message"), [(_drop_a_receive, "nobody receives this"), (_skip_a_backward, "0B2 never runs")])
