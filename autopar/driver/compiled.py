@@ -101,7 +101,7 @@ class Compiled:
     @property
     def schedules(self) -> tuple[Schedule, ...]:
         """What ranks execute, by their place on `pp`; one where there is no such axis."""
-        return self.schedule.ranks
+        return self.schedule.places
 
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:

@@ -62,7 +62,7 @@ def promote_schedule(program: ScheduleProgram) -> ScheduleProgram:
     """The program with every fragment promoted; the instructions are the same."""
     fragments = {name: replace(fragment, module=_promoted_module(fragment)) for name, fragment in program.fragments.items()}
     buffers = {name: each._replace(type=_promoted_type(each.type)) for name, each in program.buffers.items()}
-    return program.with_ranks(map(_promoted_signature, program.ranks), fragments=fragments, buffers=buffers)
+    return program.with_places(map(_promoted_signature, program.places), fragments=fragments, buffers=buffers)
 
 
 def _promoted_type(given: TensorType | None) -> TensorType | None:

@@ -1,9 +1,9 @@
 """The proof of the schedules of all ranks together: of a grid, or of what passes have written so far.
 
 Of actions that are not written out
-on each rank   every action of its stages runs once for each microbatch, and nothing else: F, then B, or I and W
-               F before the backward, I before W
-               what an action makes for another rank is sent, what is received is read, by the rank that holds the stage
+at each place  every action of its stages runs once for each microbatch, and nothing else: F, then B, or I and W
+along `pp`     F before the backward, I before W
+               what an action makes for another place is sent, what is received is read, where the stage is
                gradients are reduced once per stage, after its last backward
                bytes stay within the budget
 all the rest   is proved as of any schedule (`autopar.checks.schedule`): what is read is there, received and waited for, or made
@@ -28,7 +28,7 @@ from autopar.pipeline.expand import expand
 from autopar.pipeline.marks import marked_grid
 from autopar.pipeline.schedule_program import ScheduleProgram
 
-# One number for all ranks, or one for each; None: no limit.
+# One number for all places along `pp`, or one for each; None: no limit.
 Limit = float | Sequence[float] | None
 
 
@@ -61,10 +61,10 @@ def check_program(program: ScheduleProgram, cost: PipelineCost | None = None, bu
     """
     if budget_bytes is not None and cost is None:
         raise ScheduleError("a budget in bytes needs prices that say what actions hold: pass cost=")
-    num_ranks, stages = len(program.ranks), program.order.stages
-    if program.has_whole_actions and not all(0 <= rank < num_ranks for rank in stages):
-        got = f"stages on ranks {' '.join(map(str, stages))}"
-        return [Violation("a stage lies on a rank that is not there", expected=f"ranks 0 to {num_ranks - 1}", got=got)]
+    num_places, stages = len(program.places), program.order.stages
+    if program.has_whole_actions and not all(0 <= at < num_places for at in stages):
+        got = f"stages at pp = {', '.join(map(str, stages))}"
+        return [Violation("a stage lies at a place that is not there", expected=f"pp = 0 to {num_places - 1}", got=got)]
     found = check_actions(program) if program.has_whole_actions and _has_backward(program) else []
     # Of an instruction that is wrong in itself what follows for its buffers is not told as well.
     named = {each for violation in found for each in violation.instructions}
@@ -82,12 +82,13 @@ def _has_backward(program: ScheduleProgram) -> bool:
 
 
 def _check_memory(program: ScheduleProgram, cost: PipelineCost, budget_bytes: float | Sequence[float]) -> Iterator[Violation]:
-    for rank, memory in enumerate(grid_memory(program, cost)):
-        limit = budget_bytes[rank] if isinstance(budget_bytes, Sequence) else budget_bytes
+    for at, memory in enumerate(grid_memory(program, cost)):
+        limit = budget_bytes[at] if isinstance(budget_bytes, Sequence) else budget_bytes
         # Sums of many floats may miss a limit that they meet on paper.
         over = next((step for step in memory.steps if step.during_bytes > limit * (1 + 1e-9)), None)
         if over is not None:
-            where = place(rank, over.position, program.ranks[rank].instructions[over.position])
+            rank = program.first_at(at)
+            where = place(rank, over.position, program.places[at].instructions[over.position])
             got = f"{over.during_bytes:.6g} bytes, {over.live_microbatches} live microbatches (peak {memory.peak_bytes:.6g} bytes)"
             fix, here = "run a backward before the next forward", ((rank, over.position),)
             yield Violation("memory over budget", where, f"at most {limit:.6g} bytes", got, fix, instructions=here)

@@ -1,4 +1,6 @@
-"""Checks of what each rank of a pipeline runs: which actions, in which order, with which sends, receives and reductions.
+"""Checks of what ranks at each place along `pp` run: which actions, in which order, with which sends, receives and reductions.
+
+A violation is where the first rank of a place is; what it tells of stages and peers are places.
 
 Buffers, the pairing of sends with receives, and freedom from deadlock are checked as of any schedule, by `autopar.checks.schedule`.
 """
@@ -21,19 +23,21 @@ _RIVALS: dict[Kind, tuple[Kind, ...]] = {"F": (), "B": ("I", "W"), "I": ("B",), 
 
 
 def check_actions(program: ScheduleProgram) -> list[Violation]:
-    """Every violation in the actions, sends and reductions of the ranks of a grid. All stages lie on ranks that exist."""
+    """Every violation in the actions, sends and reductions of a grid. All stages lie at places that exist."""
     by_stage: dict[int, list[Edge]] = defaultdict(list)
     for edge in stage_edges(program):
         by_stage[edge.source].append(edge)
         by_stage[edge.target].append(edge)
-    return [violation for rank in range(len(program.ranks)) for violation in _Walk(program, rank, by_stage).check()]
+    return [violation for at in range(len(program.places)) for violation in _Walk(program, at, by_stage).check()]
 
 
 class _Walk:
-    def __init__(self, program: ScheduleProgram, rank: int, by_stage: defaultdict[int, list[Edge]]) -> None:
-        self.program, self.rank, self.row = program, rank, program.ranks[rank].instructions
-        self.holders, self.stages = program.order.stages, program.stages_of(rank)
-        self.named = program.first_at(rank)
+    """`at` is a place along `pp`, `rank` the first rank of the mesh that is there."""
+
+    def __init__(self, program: ScheduleProgram, at: int, by_stage: defaultdict[int, list[Edge]]) -> None:
+        self.program, self.at, self.row = program, at, program.places[at].instructions
+        self.holders, self.stages = program.order.stages, program.stages_of(at)
+        self.rank = program.first_at(at)
         self.num_microbatches, self.by_stage = program.order.num_microbatches, by_stage
         # Where each was seen first.
         self.ran: dict[Action, int] = {}
@@ -45,8 +49,8 @@ class _Walk:
 
     def say(self, what: str, expected: str = "", got: str = "", fix: str = "", position: int | None = None) -> None:
         number = self.position if position is None else position
-        where = place(self.named, number, self.row[number]) if number < len(self.row) else f"rank {self.named}, at the end"
-        self.found.append(Violation(what, where, expected, got, fix, instructions=((self.named, number),)))
+        where = place(self.rank, number, self.row[number]) if number < len(self.row) else f"rank {self.rank}, at the end"
+        self.found.append(Violation(what, where, expected, got, fix, instructions=((self.rank, number),)))
 
     def tell(self, position: int) -> str:
         return f"instruction {position}: {self.row[position]}"
@@ -69,7 +73,7 @@ class _Walk:
             self.reduced_last(stage)
         for transfer, position in self.received.items():
             if not any(action in self.ran for action in transfer.readers):
-                self.say(f"{transfer} is never read", f"{_either(transfer.readers)} on this rank", "neither runs", position=position)
+                self.say(f"{transfer} is never read", f"{_either(transfer.readers)} at pp = {self.at}", "neither runs", position=position)
         return self.found
 
     def compute(self, action: Action, run: Run) -> None:
@@ -80,7 +84,7 @@ class _Walk:
         self.ran[action] = self.position
         if stage not in self.stages or microbatch >= self.num_microbatches:
             expected = f"stages {', '.join(map(str, self.stages))}; microbatches 0 to {self.num_microbatches - 1}"
-            self.say(f"{action} has no place on this rank", expected, f"stage {stage}, microbatch {microbatch}")
+            self.say(f"{action} has no place at pp = {self.at}", expected, f"stage {stage}, microbatch {microbatch}")
             return
         before = _BEFORE.get(kind)
         if before and Action(stage, before, microbatch) not in self.ran:
@@ -105,10 +109,10 @@ class _Walk:
         (self.sent if is_send else self.received).setdefault(transfer, self.position)
         stage, other = (transfer.source, transfer.target) if is_send else (transfer.target, transfer.source)
         if stage not in self.stages:
-            self.say(f"stage {stage} is not on this rank", f"rank {self.holders[stage]}", f"rank {self.rank}")
+            self.say(f"stage {stage} is not at pp = {self.at}", f"pp = {self.holders[stage]}", f"pp = {self.at}")
         elif each.peer != self.holders[other]:
-            expected = f"rank {self.holders[other]}"
-            self.say(f"wrong peer: stage {other} is not there", expected, f"rank {each.peer}", f"address {expected}")
+            expected = f"pp = {self.holders[other]}"
+            self.say(f"wrong peer: stage {other} is not there", expected, f"pp = {each.peer}", f"address {expected}")
         elif each.buffers != (each.transfer,):
             self.say(f"{each.transfer} carries something else than its value", f"({each.transfer})", f"({', '.join(each.buffers)})")
 
@@ -117,11 +121,11 @@ class _Walk:
             got = f"before at {self.tell(self.reduced[stage])}"
             self.say(f"the gradients of stage {stage} are reduced twice", "once", got, "leave one out")
         elif stage not in self.stages:
-            self.say(f"stage {stage} is not on this rank", f"one of stages {self.stages}", f"stage {stage}")
+            self.say(f"stage {stage} is not at pp = {self.at}", f"one of stages {self.stages}", f"stage {stage}")
         self.reduced.setdefault(stage, self.position)
 
     def complete(self, stage: int, microbatch: int) -> None:
-        """Each microbatch has its forward and its backward, and what they make for other ranks is sent."""
+        """Each microbatch has its forward and its backward, and what they make for other places is sent."""
         done = {action.kind: (action, self.ran[action]) for kind in _RIVALS if (action := Action(stage, kind, microbatch)) in self.ran}
         backward: tuple[Kind, ...] = ("I", "W") if {"I", "W"} & done.keys() else ("B",)
         for kind in ("F", *(() if "B" in done else backward)):
@@ -130,7 +134,7 @@ class _Walk:
                 self.say(f"{stage}{kind}{microbatch} never runs", expected, "missing", "add it")
         for action, position in done.values():
             for transfer in sends_of(action, self.by_stage[stage]):
-                if self.holders[transfer.target] != self.rank and transfer not in self.sent:
+                if self.holders[transfer.target] != self.at and transfer not in self.sent:
                     what = f"what {action} makes for stage {transfer.target} is never sent"
                     self.say(what, f"SEND {transfer}", "no such send", position=position)
 

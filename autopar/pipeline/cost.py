@@ -120,7 +120,7 @@ def grid_memory(program: ScheduleProgram, cost: PipelineCost) -> tuple[RankMemor
         return cost.stages[action.stage].working_bytes if isinstance(action, Action) else 0.0
 
     found: list[RankMemory] = []
-    for place, schedule in enumerate(program.ranks):
+    for place, schedule in enumerate(program.places):
         held = sum(cost.stages[stage].held_bytes for stage in program.stages_of(place))
         sizes = Sizes(buffer_bytes.__getitem__, working_bytes, held, arrival="launch")
         found.append(schedule_memory(schedule, sizes, with_frees(schedule.instructions, ())))

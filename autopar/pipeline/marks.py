@@ -22,7 +22,7 @@ def marked_grid(program: ScheduleProgram, found: Iterable[Violation]) -> str:
 
 def executed_order(program: ScheduleProgram) -> PipelineSchedule:
     """The actions that the ranks run, of a program edited by hand others than those of its order."""
-    rows = (map(program.action_of, schedule.instructions) for schedule in program.ranks)
+    rows = (map(program.action_of, schedule.instructions) for schedule in program.places)
     return replace(program.order, orders=tuple(tuple(each for each in row if isinstance(each, Action)) for row in rows))
 
 

@@ -26,11 +26,11 @@ from autopar.pipeline.stage_cut import StageCut
 
 @dataclass(frozen=True)
 class ScheduleProgram:
-    """The instructions of every rank. Passes never change one that they were given: they return another.
+    """The instructions of the ranks at every place along `pp`. Passes never change one that they were given: they return another.
 
     mesh           the ranks
     order          which stage runs which microbatch when
-    ranks          what the ranks at each place along `pp` execute; all that share a place run the same
+    places         what the ranks at each place along `pp` execute; all that share a place run the same
     actions        what RUN means before actions are written out, by the name that it gives
     transfers      what goes from stage to stage, by the name of its SEND and RECV; between stages of one rank it has none
     cut            the LOCAL program in pieces: what each action computes, what is summed and sent; None of a grid without a graph
@@ -40,7 +40,7 @@ class ScheduleProgram:
 
     mesh: Mesh
     order: PipelineSchedule
-    ranks: tuple[Schedule, ...]
+    places: tuple[Schedule, ...]
     actions: Mapping[str, Action | Reduction] = field(default_factory=dict[str, Action | Reduction])
     transfers: Mapping[str, Transfer] = field(default_factory=dict[str, Transfer])
     cut: StageCut | None = None
@@ -49,18 +49,18 @@ class ScheduleProgram:
 
     def __str__(self) -> str:
         blocks = [
-            "\n".join([f"rank {rank}", *(f"    {each}" for each in schedule.instructions)]) for rank, schedule in enumerate(self.ranks)
+            "\n".join([f"pp = {place}", *(f"    {each}" for each in schedule.instructions)]) for place, schedule in enumerate(self.places)
         ]
         return "\n".join(blocks)
 
     @property
     def buffers(self) -> Mapping[str, Buffer]:
-        """What each name stands for, on whatever rank."""
-        return self.ranks[0].buffers
+        """What each name stands for, at whatever place."""
+        return self.places[0].buffers
 
     @property
     def fragments(self) -> Mapping[str, Fragment]:
-        return self.ranks[0].fragments
+        return self.places[0].fragments
 
     @property
     def has_whole_actions(self) -> bool:
@@ -69,11 +69,11 @@ class ScheduleProgram:
 
     @property
     def num_instructions(self) -> int:
-        return sum(len(schedule.instructions) for schedule in self.ranks)
+        return sum(len(schedule.instructions) for schedule in self.places)
 
     def schedule_of(self, rank: int) -> Schedule:
         """What a rank of the mesh executes."""
-        return self.ranks[self.place_of(rank)]
+        return self.places[self.place_of(rank)]
 
     def place_of(self, rank: int) -> int:
         """Where along `pp` a rank of the mesh is."""
@@ -91,9 +91,9 @@ class ScheduleProgram:
         """What an instruction stands for that is not written out yet."""
         return self.actions.get(instruction.fragment) if isinstance(instruction, Run) else None
 
-    def with_ranks(
+    def with_places(
         self,
-        ranks: Iterable[Schedule],
+        places: Iterable[Schedule],
         *,
         fragments: Mapping[str, Fragment] | None = None,
         buffers: Mapping[str, Buffer] | None = None,
@@ -102,9 +102,9 @@ class ScheduleProgram:
         """With other schedules, which share one table of fragments and one of buffers; what is not given stays as it is."""
         fragments = self.fragments if fragments is None else fragments
         buffers = self.buffers if buffers is None else buffers
-        rows = tuple(replace(each, fragments=fragments, buffers=buffers) for each in ranks)
-        return replace(self, ranks=rows, actions=self.actions if actions is None else actions)
+        rows = tuple(replace(each, fragments=fragments, buffers=buffers) for each in places)
+        return replace(self, places=rows, actions=self.actions if actions is None else actions)
 
     def rewritten(self, write: Callable[[int, Instruction], Sequence[Instruction]]) -> ScheduleProgram:
         """With every instruction replaced by what `write` makes of it at its place along `pp`."""
-        return self.with_ranks(each.regrouped([write(place, one) for one in each.instructions]) for place, each in enumerate(self.ranks))
+        return self.with_places(each.regrouped([write(place, one) for one in each.instructions]) for place, each in enumerate(self.places))

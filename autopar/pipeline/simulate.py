@@ -157,7 +157,7 @@ class _Run:
     launched: dict[tuple[int, str], tuple[Channel, int]] = field(default_factory=dict[tuple[int, str], tuple[Channel, int]])
 
     def __post_init__(self) -> None:
-        self.rows = [schedule.instructions for schedule in self.program.ranks]
+        self.rows = [schedule.instructions for schedule in self.program.places]
         self.now = [_Stamp() for _ in self.rows]
         self.reduced = [_Stamp() for _ in self.rows]
         self.ended: list[list[float]] = [[] for _ in self.rows]

@@ -40,7 +40,7 @@ class BucketCollectives:
     def decide(self, program: ScheduleProgram) -> BucketSizes:
         """By the axes of collectives how many bytes a bucket may have; those of a plan where it knows."""
         totals: dict[tuple[str, ...], int] = {}
-        for schedule in program.ranks:
+        for schedule in program.places:
             here: dict[tuple[str, ...], int] = {}
             for each in _launches(schedule):
                 here[each.launch.axes] = here.get(each.launch.axes, 0) + each.num_bytes
@@ -50,10 +50,10 @@ class BucketCollectives:
         return BucketSizes(found)
 
     def apply(self, program: ScheduleProgram, decision: BucketSizes) -> ScheduleProgram:
-        ranks = [_bucketed(schedule, decision.bytes) for schedule in program.ranks]
-        if all(new is old for new, old in zip(ranks, program.ranks, strict=True)):
+        places = [_bucketed(schedule, decision.bytes) for schedule in program.places]
+        if all(new is old for new, old in zip(places, program.places, strict=True)):
             return program
-        return program.with_ranks(ranks)
+        return program.with_places(places)
 
     def written(self, program: ScheduleProgram, decision: BucketSizes) -> dict[str, int]:
         return dict(decision.bytes)

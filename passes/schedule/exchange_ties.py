@@ -33,14 +33,14 @@ class ExchangeTies:
         if not ties:
             return program
         names, cutter = BufferNames.of(program), FragmentCutter(program.device, program.fragments)
-        ranks = []
-        for place, schedule in enumerate(program.ranks):
+        places = []
+        for place, schedule in enumerate(program.places):
             mine = program.stages_of(place)
             wanted = [each for each in ties if set(each.stages).intersection(mine)]
             moved = {node for stage in mine for each in local_sums(program, stage) for node in each.after}
             exchange = completed([*_exchanged(ties, place, program, names), *_added(wanted, names)])
-            ranks.append(schedule.appended([*exchange, *finished(wanted, moved, cutter, names)]))
-        return program.with_ranks(ranks, fragments=cutter.fragments, buffers=names.table)
+            places.append(schedule.appended([*exchange, *finished(wanted, moved, cutter, names)]))
+        return program.with_places(places, fragments=cutter.fragments, buffers=names.table)
 
 
 def _exchanged(ties: list[Sum], place: int, program: ScheduleProgram, names: BufferNames) -> list[Instruction]:

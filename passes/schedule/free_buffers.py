@@ -21,13 +21,13 @@ class FreeBuffers:
     name: str = "free buffers"
 
     def apply(self, program: ScheduleProgram) -> ScheduleProgram:
-        runs = [each for schedule in program.ranks for each in schedule.instructions if isinstance(each, Run)]
+        runs = [each for schedule in program.places for each in schedule.instructions if isinstance(each, Run)]
         names = {old: f"f{number}" for number, old in enumerate(dict.fromkeys(run.fragment for run in runs))}
         fragments = {new: replace(program.fragments[old], name=new) for old, new in names.items()}
-        ranks = []
-        for schedule in program.ranks:
+        places = []
+        for schedule in program.places:
             instructions = [
                 replace(each, fragment=names[each.fragment]) if isinstance(each, Run) else each for each in schedule.instructions
             ]
-            ranks.append(schedule.regrouped(with_frees(instructions, {*schedule.inputs, *schedule.outputs})))
-        return replace(program.with_ranks(ranks, fragments=fragments), is_executable=True)
+            places.append(schedule.regrouped(with_frees(instructions, {*schedule.inputs, *schedule.outputs})))
+        return replace(program.with_places(places, fragments=fragments), is_executable=True)

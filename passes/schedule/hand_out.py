@@ -36,11 +36,11 @@ class HandOut:
     def apply(self, program: ScheduleProgram) -> ScheduleProgram:
         names = BufferNames.of(program)
         results = _Results(program, names)
-        has = [_touched(schedule) for schedule in program.ranks]
-        ranks = []
-        for place, schedule in enumerate(program.ranks):
-            ranks.append(results.named(schedule.appended(results.shared(place, has)), place))
-        return program.with_ranks(ranks, buffers=names.table)
+        has = [_touched(schedule) for schedule in program.places]
+        places = []
+        for place, schedule in enumerate(program.places):
+            places.append(results.named(schedule.appended(results.shared(place, has)), place))
+        return program.with_places(places, buffers=names.table)
 
 
 @dataclass(frozen=True)

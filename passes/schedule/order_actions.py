@@ -33,8 +33,8 @@ class OrderActions:
         cut = cut_stages(program, program.order.num_stages)
         ordered = _ordered(program.order, cut)
         signature = replace(program.signature, inputs=(), outputs=())
-        ranks = [_paused(each, signature, program) for each in ordered.ranks]
-        return replace(ordered, mesh=program.mesh.ranks, order=program.order, cut=cut, device=self.device).with_ranks(ranks)
+        places = [_paused(each, signature, program) for each in ordered.places]
+        return replace(ordered, mesh=program.mesh.ranks, order=program.order, cut=cut, device=self.device).with_places(places)
 
 
 def _ordered(order: PipelineSchedule, cut: StageCut) -> ScheduleProgram:

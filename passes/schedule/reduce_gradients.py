@@ -26,8 +26,8 @@ class ReduceGradients:
 
     def apply(self, program: ScheduleProgram) -> ScheduleProgram:
         names, cutter = BufferNames.of(program), FragmentCutter(program.device, program.fragments)
-        ranks = []
-        for place, schedule in enumerate(program.ranks):
+        places = []
+        for place, schedule in enumerate(program.places):
             moved, waiting = set[Node](), program.stages_of(place)
             groups: list[list[Instruction]] = []
             for instruction in schedule.instructions:
@@ -38,5 +38,5 @@ class ReduceGradients:
                 else:
                     groups.append([instruction])
             late = [each for stage in waiting for each in finished(local_sums(program, stage), moved, cutter, names)]
-            ranks.append(schedule.regrouped(groups).appended(late))
-        return program.with_ranks(ranks, actions={}, fragments=cutter.fragments, buffers=names.table)
+            places.append(schedule.regrouped(groups).appended(late))
+        return program.with_places(places, actions={}, fragments=cutter.fragments, buffers=names.table)

@@ -43,9 +43,9 @@ class WriteActions:
         names = BufferNames(program.cut, program.order.num_microbatches)
         cutter = FragmentCutter(program.device, program.fragments)
         transfers = _Transfers(program)
-        ranks = [_Writer(program, place, names, cutter, transfers).schedule() for place in range(len(program.ranks))]
+        places = [_Writer(program, place, names, cutter, transfers).schedule() for place in range(len(program.places))]
         actions = {name: each for name, each in program.actions.items() if isinstance(each, Reduction)}
-        return program.with_ranks(ranks, actions=actions, fragments=cutter.fragments, buffers=names.table)
+        return program.with_places(places, actions=actions, fragments=cutter.fragments, buffers=names.table)
 
 
 @dataclass
@@ -68,7 +68,7 @@ class _Writer:
         return self.program.cut
 
     def schedule(self) -> Schedule:
-        schedule = self.program.ranks[self.place]
+        schedule = self.program.places[self.place]
         groups = [self.written(each) for each in schedule.instructions]
         ahead = [instruction for stage in self.program.stages_of(self.place) for instruction in self.ahead(stage)]
         signature = replace(schedule.signature, inputs=tuple(item for item, _ in self.names.inputs))
@@ -157,7 +157,7 @@ class _Transfers:
         # By rank, where its actions stand.
         self.positions = [
             {action: position for position, each in enumerate(schedule.instructions) if (action := program.action_of(each))}
-            for schedule in program.ranks
+            for schedule in program.places
         ]
         self.found: dict[Transfer, list[Node]] = {}
 

@@ -195,7 +195,7 @@ def assert_random_plans_are_exact(name: str, seeds: range) -> None:
             assert len([item for item in program.signature.inputs if item.padding]) >= 4
             local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),))
             tangents = {("tangent", item.name): wanted["loss", "0"].new_ones(()) for item in local.signature.inputs_of("tangent")}
-            assert_close(run_schedule(scheduled(local).ranks[0], local.mesh, inputs | tangents), wanted, 1e-10)
+            assert_close(run_schedule(scheduled(local).places[0], local.mesh, inputs | tangents), wanted, 1e-10)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

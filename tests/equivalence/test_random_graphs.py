@@ -128,7 +128,7 @@ def run_plan(reference: Reference, plan: RandomPlan, tally: Tally, is_checked: b
     decision = random.decide(program)
     written = run_passes(random.apply(program, decision), AFTER, (Checker(),) if is_checked else ())
     check_schedule_program(written)
-    errors = errors_of(run_schedule(written.ranks[0], program.mesh, reference.inputs), reference.wanted)
+    errors = errors_of(run_schedule(written.places[0], program.mesh, reference.inputs), reference.wanted)
     tally.cases += 1
     tally.nodes += program.num_nodes
     tally.split += sum(decision[node.name].num_shards > 1 for node in program.graph.nodes if node.op == "call_function")

@@ -67,7 +67,7 @@ def assert_exact(name: str, seed: int) -> None:
     with default_float64():
         program = logical(name, dropout, mesh)
         local = run_passes(program, (RandomShardings(seed), InsertReshards(), Lower()), (Checker(),) if (name, seed) in QUICK else ())
-        schedule = scheduled(local).ranks[0]
+        schedule = scheduled(local).places[0]
         check_schedules([schedule] * mesh.size, local.mesh)
         inputs = inputs | {("tangent", item.name): wanted["loss", "0"].new_ones(()) for item in local.signature.inputs_of("tangent")}
         assert_close(run_schedule(schedule, local.mesh, inputs), wanted, 1e-10)

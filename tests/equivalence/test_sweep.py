@@ -101,7 +101,7 @@ def found_by(name: str, sizes: str, seed: int | None) -> Values:
     schedule = run_passes(forward_of(name, sizes), chosen, (history, Checker()) if seed is None else (history,))
     local = history.last(Form.LOCAL)
     values = inputs_of(local, model, inputs, {})
-    found = run_schedule(schedule.ranks[0], local.mesh, values)
+    found = run_schedule(schedule.places[0], local.mesh, values)
     return {key: value for key, value in found.items() if key[0] in ("loss", "gradient")}
 
 

@@ -142,7 +142,7 @@ def run_schedule(schedule: Schedule, mesh: Mesh, inputs: Values, check_replicas:
 
 
 def run_local(local: Program, inputs: Values) -> Values:
-    return run_schedule(scheduled(local).ranks[0], local.mesh, inputs)
+    return run_schedule(scheduled(local).places[0], local.mesh, inputs)
 
 
 def _rank_inputs(schedule: Schedule, mesh: Mesh, inputs: Values, rank: int) -> RankState:

@@ -319,7 +319,7 @@ class Edit:
     name: str = "edit"
 
     def apply(self, program: ScheduleProgram) -> ScheduleProgram:
-        return program.with_ranks(self.change(place, each) for place, each in enumerate(program.ranks))
+        return program.with_places(self.change(place, each) for place, each in enumerate(program.places))
 
 
 @cache

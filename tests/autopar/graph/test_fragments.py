@@ -90,7 +90,7 @@ def program_of(num_blocks: int = 2, training: bool = True, mesh: Mesh | None = N
 @pytest.fixture(scope="module")
 def schedules() -> list[Schedule]:
     program = program_of()
-    return [scheduled(random_local(program, seed)).ranks[0] for seed in range(4)]
+    return [scheduled(random_local(program, seed)).places[0] for seed in range(4)]
 
 
 def reads(instruction: object) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def test_every_launch_is_waited_for_once(schedules: list[Schedule]) -> None:
 def test_launches_keep_the_graphs_order() -> None:
     """All ranks run one schedule, so any order is matched; the graph's is the one that passes decide. Buckets delay some."""
     local = random_local(program_of(), 5)
-    launches = [instruction for instruction in scheduled(local, joins=False).ranks[0].instructions if isinstance(instruction, Launch)]
+    launches = [instruction for instruction in scheduled(local, joins=False).places[0].instructions if isinstance(instruction, Launch)]
     launched = [name for instruction in launches for name in instruction.targets]
     assert launched == [node.name for node in local.graph.nodes if is_launch(node)]
 
@@ -185,7 +185,7 @@ def test_one_pause_between_forward_and_backward(schedules: list[Schedule]) -> No
 
 
 def test_inference_has_no_pause() -> None:
-    schedule = scheduled(random_local(program_of(training=False), 0)).ranks[0]
+    schedule = scheduled(random_local(program_of(training=False), 0)).places[0]
     assert Pause() not in schedule.instructions
 
 
@@ -209,7 +209,7 @@ def test_equal_layers_share_fragments(seed: int) -> None:
     found = []
     for num_blocks in (4, 6):
         local = run_passes(program_of(num_blocks), (AlikeShardings(seed), InsertReshards(), Lower()))
-        found.append(scheduled(local).ranks[0])
+        found.append(scheduled(local).places[0])
     assert len(found[1].instructions) > len(found[0].instructions)
     assert len(found[1].fragments) == len(found[0].fragments)
     assert _codes(found[1]) == _codes(found[0])

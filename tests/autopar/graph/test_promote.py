@@ -138,7 +138,7 @@ def test_a_copied_model_keeps_ties_and_flags_and_leaves_the_original_alone() -> 
 
 def test_a_promoted_schedule_has_the_same_instructions(forms: dict[Form, Program]) -> None:
     program = scheduled(forms[Form.LOCAL])
-    (schedule,), (promoted,) = program.ranks, promote_schedule(program).ranks
+    (schedule,), (promoted,) = program.places, promote_schedule(program).places
     assert promoted.instructions == schedule.instructions
     assert not {dtype for _, dtype in (each.type for each in promoted.buffers.values() if each.type)} & set(LOWER)
     for name, fragment in promoted.fragments.items():

@@ -46,8 +46,8 @@ FAULTS: list[tuple[ScheduleProgram, int, str, str, str]] = [
     (V, 1, "swap RUN 1I1 | RUN 2I1", "buffer 2B1>1 is read before anything wrote it", "RUN 1I1 ("),
     # An action of another microbatch, stage or rank.
     (PLAIN, 1, "replace RUN 1F2 | RUN 1F1", "1F1 runs twice", "RUN 1F1 ("),
-    (PLAIN, 1, "replace RUN 1F3 | RUN 1F4", "1F4 has no place on this rank", "RUN 1F4 ("),
-    (PLAIN, 0, "replace RUN 0F1 | RUN 1F1", "1F1 has no place on this rank", "rank 0, instruction 2: RUN 1F1 ("),
+    (PLAIN, 1, "replace RUN 1F3 | RUN 1F4", "1F4 has no place at pp = 1", "RUN 1F4 ("),
+    (PLAIN, 0, "replace RUN 0F1 | RUN 1F1", "1F1 has no place at pp = 0", "rank 0, instruction 2: RUN 1F1 ("),
     (HALVED, 2, "replace RUN 2W1 | RUN 2W0", "2W0 runs twice", "RUN 2W0 ("),
     # A send dropped, repeated, too early, of another microbatch, to the wrong peer.
     (PLAIN, 0, "drop SEND 0F2>1 pp=1", "what 0F2 makes for stage 1 is never sent", "RUN 0F2 ("),
@@ -65,7 +65,7 @@ FAULTS: list[tuple[ScheduleProgram, int, str, str, str]] = [
     (PLAIN, 1, "twice RECV 0F1>1 pp=0", "transfer 0F1>1 is launched twice", "RECV 0F1>1 pp=0 ("),
     (PLAIN, 1, "replace RECV 0F2>1 pp=0 | RECV 0F3>1 pp=0", "are different transfers", "RECV 0F3>1 pp=0 ("),
     (PLAIN, 1, "replace RECV 0F2>1 pp=0 | RECV 0F2>1 pp=2", "wrong peer: stage 0 is not there", "RECV 0F2>1 pp=2 ("),
-    (PLAIN, 0, "add RECV 0F0>1 pp=0 before RUN 0F1", "stage 1 is not on this rank", "rank 0, instruction"),
+    (PLAIN, 0, "add RECV 0F0>1 pp=0 before RUN 0F1", "stage 1 is not at pp = 0", "rank 0, instruction"),
     (CHUNKED, 1, "drop RUN 3F3", "2F3>3 is never read", "RECV 2F3>3 pp=0 ("),
     # Waits.
     (PLAIN, 1, "drop WAIT 0F1>1", "buffer 0F1>1 is read before its receive is complete", "RUN 1F1 ("),
@@ -82,7 +82,7 @@ FAULTS: list[tuple[ScheduleProgram, int, str, str, str]] = [
     (PLAIN, 0, "drop RUN 0REDUCE_GRAD", "the gradients of stage 0 are never reduced", "rank 0, at the end"),
     (PLAIN, 2, "twice RUN 2REDUCE_GRAD", "the gradients of stage 2 are reduced twice", "2REDUCE_GRAD"),
     (HALVED, 1, "move RUN 1REDUCE_GRAD before RUN 1W3", "gradients of stage 1 are reduced before they are complete", "1REDUCE_GRAD"),
-    (PLAIN, 1, "replace RUN 1REDUCE_GRAD | RUN 0REDUCE_GRAD", "stage 0 is not on this rank", "0REDUCE_GRAD"),
+    (PLAIN, 1, "replace RUN 1REDUCE_GRAD | RUN 0REDUCE_GRAD", "stage 0 is not at pp = 1", "0REDUCE_GRAD"),
 ]
 
 
@@ -102,7 +102,7 @@ def test_names_the_fault_and_its_place(program: ScheduleProgram, rank: int, edit
 
 def blocking(program: ScheduleProgram) -> ScheduleProgram:
     """Every send is waited for at once."""
-    for rank, schedule in enumerate(program.ranks):
+    for rank, schedule in enumerate(program.places):
         sends = {each.transfer for each in schedule.instructions if isinstance(each, Send)}
         waiting: list[Instruction] = []
         for each in schedule.instructions:
@@ -141,10 +141,10 @@ def test_all_faults_are_reported_together_and_marked() -> None:
         ("0F0 0F1", "0F1", "0F0 never runs"),
         ("2F1 2B1 -", "2B1 - 2F1", "2B1 runs too early"),
         ("1F2", "1F2 1F2", "1F2 runs twice"),
-        ("ranks 0 1 2", "ranks 0 2 1", "has no place on this rank"),
+        ("ranks 0 1 2", "ranks 0 2 1", "has no place at pp = "),
         ("ranks 0 1 2", "ranks 0 1 2 2", "3F0 never runs"),
         ("4 microbatches", "5 microbatches", "0F4 never runs"),
-        ("4 microbatches", "3 microbatches", "0F3 has no place on this rank"),
+        ("4 microbatches", "3 microbatches", "0F3 has no place at pp = 0"),
     ],
 )
 def test_checks_grids_edited_by_hand(old: str, new: str, message: str | None) -> None:
@@ -164,8 +164,8 @@ def test_checks_grids_edited_by_hand(old: str, new: str, message: str | None) ->
 def mutated(program: ScheduleProgram, draw: random.Random) -> ScheduleProgram:
     """One to three random edits of instructions."""
     for _ in range(draw.choice((1, 1, 2, 3))):
-        rank = draw.randrange(len(program.ranks))
-        row = list(program.ranks[rank].instructions)
+        rank = draw.randrange(len(program.places))
+        row = list(program.places[rank].instructions)
         one, other = draw.randrange(len(row)), draw.randrange(len(row))
         verb = draw.choice(("swap", "near", "near", "drop", "twice", "move"))
         if verb == "near":

@@ -68,9 +68,9 @@ def test_an_action_that_reads_or_sends_other_buffers_is_named() -> None:
     """What the instructions say is what is proved further, so it must be what the stages do."""
     program = expand(one_forward_one_backward(2, 1))
     changes = {"RUN 0F0": {"outputs": ("0F0>1",)}, "SEND 0F0>1": {"buffers": ("0F0.W",)}}
-    row = [replace(each, **changes.get(" ".join(str(each).split(" ")[:2]), {})) for each in program.ranks[0].instructions]
-    schedule = replace(program.ranks[0], instructions=tuple(row))
-    found = check_actions(replace(program, ranks=(schedule, program.ranks[1])))
+    row = [replace(each, **changes.get(" ".join(str(each).split(" ")[:2]), {})) for each in program.places[0].instructions]
+    schedule = replace(program.places[0], instructions=tuple(row))
+    found = check_actions(replace(program, places=(schedule, program.places[1])))
     assert [each.what for each in found] == [
         "0F0 reads or makes something else than its stage does",
         "0F0>1 carries something else than its value",
@@ -82,5 +82,18 @@ def test_of_several_ranks_at_a_place_the_first_is_named() -> None:
     program = edited(expand(one_forward_one_backward(2, 2)), 1, "drop RUN 1B1")
     program = replace(program, mesh=Mesh((("pp", 2), ("dp", 2))))
     violation = next(each for each in check_actions(program) if each.what == "1B1 never runs")
-    assert violation.where == "rank 2, at the end" and violation.instructions == ((2, len(program.ranks[1].instructions)),)
+    assert violation.where == "rank 2, at the end" and violation.instructions == ((2, len(program.places[1].instructions)),)
     assert "ERROR 1" in marked_grid(program, [violation]).splitlines()[-1], "below the row of the second place"
+
+
+def test_a_stage_is_told_by_its_place_and_the_fault_by_its_rank() -> None:
+    program = edited(expand(one_forward_one_backward(2, 2)), 1, "add SEND 0F1>1 pp=1 before RUN 1B1")
+    program = replace(program, mesh=Mesh((("pp", 2), ("dp", 2))))
+    violation = next(each for each in check_actions(program) if "SEND 0F1>1" in each.where)
+    assert violation.where.startswith("rank 2, instruction ")
+    assert (violation.what, violation.expected, violation.got) == ("stage 0 is not at pp = 1", "pp = 0", "pp = 1")
+    assert "rank" not in "".join((violation.what, violation.expected, violation.got, violation.fix))
+
+
+def test_a_printed_program_names_places() -> None:
+    assert [line for line in str(expand(one_forward_one_backward(2, 1))).splitlines() if not line.startswith(" ")] == ["pp = 0", "pp = 1"]

@@ -67,7 +67,7 @@ def test_working_bytes_count_while_an_action_runs() -> None:
 def test_a_received_value_is_held_until_it_is_read_and_a_sent_one_until_its_wait() -> None:
     program = expand(one_forward_one_backward(2, 2))
     steps = {
-        str(program.ranks[1].instructions[step.position]).split(" (")[0]: step
+        str(program.places[1].instructions[step.position]).split(" (")[0]: step
         for step in grid_memory(program, cost(2, edge_bytes=10.0))[1].steps
     }
     assert steps["RECV 0F0>1 pp=0"].after_bytes == 10.0

@@ -17,12 +17,12 @@ from tests.support.faults.pipelines import Machine
 
 def text(program: ScheduleProgram, rank: int) -> list[str]:
     """The instructions without their buffers."""
-    return [str(each).split(" (")[0] for each in program.ranks[rank].instructions]
+    return [str(each).split(" (")[0] for each in program.places[rank].instructions]
 
 
 def test_the_instructions_of_one_forward_one_backward() -> None:
     program = expand(one_forward_one_backward(2, 2))
-    assert str(program.ranks[0]).splitlines() == [
+    assert str(program.places[0]).splitlines() == [
         "RUN 0F0 () -> (0F0>1, 0F0.I, 0F0.W)",
         "SEND 0F0>1 pp=1 (0F0>1)",
         "RECV 1B0>0 pp=1 (1B0>0)",  # One action ahead of its reader.
@@ -42,7 +42,7 @@ def test_the_instructions_of_one_forward_one_backward() -> None:
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
 def test_what_prints_parses_back(name: str) -> None:
-    for schedule in expand(GENERATORS[name](3, 4)).ranks:
+    for schedule in expand(GENERATORS[name](3, 4)).places:
         assert parse(str(schedule)) == schedule.instructions
 
 
@@ -52,13 +52,13 @@ def test_names_say_what_they_stand_for_in_tables() -> None:
     assert program.transfers["2B1>1"] == Transfer(2, 1, "B", 1)
     assert program.buffers["2B1>1"] == Buffer("2B>1", microbatch=1)
     assert program.buffers["2F1.I"] == program.buffers["2F1.W"] == Buffer("2F", microbatch=1, role="saved")
-    used = {name for schedule in program.ranks for each in schedule.instructions if isinstance(each, Run) for name in each.outputs}
+    used = {name for schedule in program.places for each in schedule.instructions if isinstance(each, Run) for name in each.outputs}
     assert used == program.buffers.keys()
     assert program.order == zb_v(2, 2) and str(program.mesh) == "pp=2" and not program.is_executable
 
 
 def test_every_action_is_a_span() -> None:
-    schedule = expand(zb_v(2, 2)).ranks[0]
+    schedule = expand(zb_v(2, 2)).places[0]
     assert [each.action for each in schedule.spans] == [str(each) for each in zb_v(2, 2).orders[0]]
     assert schedule.spans[0] == Span("0F0", 0, 1)
 
@@ -83,7 +83,7 @@ def test_a_stage_is_reduced_after_its_last_backward() -> None:
 def test_neighbours_on_one_rank_send_nothing() -> None:
     program = expand(zb_v(2, 2))
     assert "SEND 0F1>1 pp=1" in text(program, 0) and not [each for each in text(program, 1) if "1F1>2" in each]
-    reader = next(each for each in program.ranks[1].instructions if isinstance(each, Run) and each.fragment == "2F1")
+    reader = next(each for each in program.places[1].instructions if isinstance(each, Run) and each.fragment == "2F1")
     assert reader.inputs == ("1F1>2",), "it is read all the same"
     assert text(expand(gpipe(1, 3)), 0)[-1] == "RUN 0REDUCE_GRAD"
 

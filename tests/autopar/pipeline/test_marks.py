@@ -15,7 +15,7 @@ PROGRAM = expand(one_forward_one_backward(2, 2))
 
 
 def position(rank: int, text: str) -> int:
-    return next(at for at, each in enumerate(PROGRAM.ranks[rank].instructions) if str(each).startswith(text))
+    return next(at for at, each in enumerate(PROGRAM.places[rank].instructions) if str(each).startswith(text))
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def _slow_second() -> PipelineCost:
 def test_every_run_and_every_send_has_its_price() -> None:
     program, cost = expand(gpipe(2, 1)), PipelineCost.uniform(2, 1.0, 2.0, 3.0, communication_seconds=0.5)
     seconds = grid_seconds(program, replace(cost, stages=(replace(cost.stages[0], reduce_seconds=7.0), cost.stages[1])))
-    found = {str(each).split(" (")[0]: seconds(each) for each in program.ranks[0].instructions if isinstance(each, (Run, Send))}
+    found = {str(each).split(" (")[0]: seconds(each) for each in program.places[0].instructions if isinstance(each, (Run, Send))}
     assert found == {"RUN 0F0": 1.0, "SEND 0F0>1 pp=1": 0.5, "RUN 0B0": 5.0, "RUN 0REDUCE_GRAD": 7.0}
 
 

@@ -67,7 +67,7 @@ def test_any_reshard_runs_and_keeps_the_value(data: st.DataObject) -> None:
     x = torch.randint(-50, 50, shape_of(dims)).double()
     if any(kind == "max" for _, kind in source.unreduced):
         x = x.abs()
-    found = run_schedule(scheduled(local).ranks[0], mesh, {("parameter", "x"): x})
+    found = run_schedule(scheduled(local).places[0], mesh, {("parameter", "x"): x})
     torch.testing.assert_close(found["output", "y"], x, rtol=1e-12, atol=1e-12)
 
 
@@ -98,7 +98,7 @@ def test_random_plans_of_a_layer(seed: int) -> None:
     check(local, origin=program)
     whole = values(program, *INPUTS)
     named = {(item.kind, item.name): tensor for item, tensor in zip(program.signature.inputs, INPUTS, strict=True)}
-    found = run_schedule(scheduled(local).ranks[0], local.mesh, named)
+    found = run_schedule(scheduled(local).places[0], local.mesh, named)
     wanted = {(item.kind, item.name): value for item, value in zip(program.signature.outputs, whole, strict=True)}
     assert_close(found, wanted, 1e-12)
 

@@ -57,7 +57,7 @@ def unbucketed(number: int = 1) -> ScheduleProgram:
 
 
 def bucketed(program: ScheduleProgram, size: int) -> Schedule:
-    return FreeBuffers().apply(BucketCollectives(Cluster.ideal()).apply(program, BucketSizes({"dp": size}))).ranks[0]
+    return FreeBuffers().apply(BucketCollectives(Cluster.ideal()).apply(program, BucketSizes({"dp": size}))).places[0]
 
 
 def gradient_launches(schedule: Schedule) -> list[Launch]:
@@ -138,7 +138,7 @@ def test_a_collective_that_is_waited_for_at_once_is_not_delayed() -> None:
     )
     typed = replace(schedule, buffers={name: each._replace(type=((4,), torch.float32)) for name, each in schedule.buffers.items()})
     program = ScheduleProgram(Mesh((("tp", 2),)), generate("1f1b", 1, 1), (typed,))
-    found = BucketCollectives(Cluster.ideal()).apply(program, BucketSizes({"tp": 2**20})).ranks[0]
+    found = BucketCollectives(Cluster.ideal()).apply(program, BucketSizes({"tp": 2**20})).places[0]
     assert [str(each) for each in found.instructions if isinstance(each, (Launch, Wait))] == [
         "LAUNCH all_reduce sum tp (a) -> b",
         "LAUNCH all_reduce sum tp (c) -> d",
@@ -173,5 +173,5 @@ def test_random_plans_stay_exact(seed: int) -> None:
     with_buckets, without = (
         run_passes(local, [each for each in passes[first:] if keeps or not isinstance(each, BucketCollectives)]) for keeps in (True, False)
     )
-    got, wanted = (run_schedule(each.ranks[0], local.mesh, inputs) for each in (with_buckets, without))
+    got, wanted = (run_schedule(each.places[0], local.mesh, inputs) for each in (with_buckets, without))
     assert all(torch.equal(got[key], wanted[key]) for key in wanted)

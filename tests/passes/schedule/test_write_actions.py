@@ -36,7 +36,7 @@ class Chain(nn.Module):
 
 def schedules(order: PipelineSchedule, mesh: Mesh = PP2, model: nn.Module | None = None) -> tuple[Schedule, ...]:
     program = passed(model or Chain(), (torch.randn(8, 4),), None, mesh, order.num_microbatches, order)
-    return scheduled(program).ranks
+    return scheduled(program).places
 
 
 def transfers(schedule: Schedule, kind: type[Send] | type[Receive]) -> list[Send | Receive]:

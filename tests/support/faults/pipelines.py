@@ -21,7 +21,7 @@ def edited(program: ScheduleProgram, rank: int, edit: str) -> ScheduleProgram:
     An instruction is named as it prints, without its buffers: `RUN 1F0`, `SEND 0F0>1 pp=1`. One that comes new has those of the
     instruction of the same name, if there is one.
     """
-    row = [str(each) for each in program.ranks[rank].instructions]
+    row = [str(each) for each in program.places[rank].instructions]
     verb, rest = edit.split(" ", 1)
     if verb in ("move", "add"):
         side = " before " if " before " in rest else " after "
@@ -53,15 +53,15 @@ def _written(program: ScheduleProgram, short: str) -> str:
         return short
     if word != "RUN":
         return f"{short} ({name})"
-    rows = [str(each) for schedule in program.ranks for each in schedule.instructions]
+    rows = [str(each) for schedule in program.places for each in schedule.instructions]
     return next((each for each in rows if each.startswith(f"{short} (")), f"{short} () -> ()")
 
 
 def with_row(program: ScheduleProgram, rank: int, row: Sequence[Instruction]) -> ScheduleProgram:
-    schedule = replace(program.ranks[rank], instructions=tuple(row), spans=())
+    schedule = replace(program.places[rank], instructions=tuple(row), spans=())
     strange = (each.fragment for each in row if isinstance(each, Run) and each.fragment not in program.actions)
     actions = {**program.actions, **{name: parse_action(name) for name in strange}}
-    return replace(program, ranks=(*program.ranks[:rank], schedule, *program.ranks[rank + 1 :]), actions=actions)
+    return replace(program, places=(*program.places[:rank], schedule, *program.places[rank + 1 :]), actions=actions)
 
 
 class Machine:
@@ -72,7 +72,7 @@ class Machine:
 
     def __init__(self, program: ScheduleProgram, is_eager: bool = False) -> None:
         self.program, self.edges = program, stage_edges(program)
-        self.rows = [schedule.instructions for schedule in program.ranks]
+        self.rows = [schedule.instructions for schedule in program.places]
         # Sends are buffered: their WAITs pass at once.
         self.is_eager = is_eager
         self.at = [0] * len(self.rows)
