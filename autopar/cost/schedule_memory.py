@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,7 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._torch import fake_mode
 from autopar.errors import ScheduleError
+from autopar.ir.actions import parse_action
 from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Wait
+from autopar.ir.lifetimes import touched
 from autopar.ir.schedule import Fragment, Schedule, TensorType
 
 # By result of a fragment: the first of its inputs and results that lies in the same memory, and the bytes of that.
@@ -47,7 +50,7 @@ class RankMemory:
 
     @property
     def peak_live_microbatches(self) -> int:
-        """A microbatch counts once for each of the rank's stages, while a buffer of the role "saved" is there."""
+        """A microbatch counts once for each of the rank's stages, while a buffer of the role "saved" is there that its backward reads."""
         return max((step.live_microbatches for step in self.steps), default=0)
 
 
@@ -103,8 +106,8 @@ class _Walk:
     bytes_of: dict[int, float] = field(default_factory=dict[int, float])
     launched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     places: dict[str, _Places] = field(default_factory=dict[str, _Places])
-    # How many saved values there are of what of which microbatch.
-    saved: Counter[tuple[str, int | None]] = field(default_factory=Counter[tuple[str, int | None]])
+    # How many saved values there are for which stage of which microbatch.
+    saved: Counter[tuple[int, int | None]] = field(default_factory=Counter[tuple[int, int | None]])
     live: int = 0
     bytes: float = 0
     # Since the step began: the most bytes and live microbatches, and whether a buffer came or went.
@@ -143,6 +146,20 @@ class _Walk:
                 self.arrive(instruction.buffers)
             else:
                 self.launched[instruction.transfer] = instruction.buffers
+
+    @cached_property
+    def savers(self) -> dict[str, int]:
+        """By saved buffer the stage whose backward reads it here; of what is saved for other ranks alone there is none."""
+        found: dict[str, int] = {}
+        for span in self.schedule.spans:
+            action = parse_action(span.action)
+            if action.kind != "F":
+                names = {name for each in self.schedule.instructions[span.begin : span.end] for name in touched(each)}
+                found |= {name: action.stage for name in names if self._is_saved(name)}
+        return found
+
+    def _is_saved(self, name: str) -> bool:
+        return name in self.schedule.buffers and self.schedule.buffers[name].role == "saved"
 
     def arrive(self, names: Iterable[str]) -> None:
         for name in names:
@@ -189,10 +206,9 @@ class _Walk:
 
     def count(self, name: str, by: int) -> None:
         self.is_changed = True
-        buffer = self.schedule.buffers.get(name)
-        if buffer is None or buffer.role != "saved":
+        if name not in self.savers:
             return
-        whose = buffer.value, buffer.microbatch
+        whose = self.savers[name], self.schedule.buffers[name].microbatch
         before = self.saved[whose] > 0
         self.saved[whose] += by
         self.live += (self.saved[whose] > 0) - before

@@ -18,7 +18,7 @@ from autopar.ir.program import Input, Output, Signature
 
 # Shape and dtype.
 TensorType = tuple[tuple[int, ...], torch.dtype]
-# The kind of an input; what a fragment, a collective or a transfer gives; what a forward keeps for its backward; what ADD adds up.
+# The kind of an input; what a fragment, a collective or a transfer gives; what a forward makes and a backward reads; what ADD adds up.
 Role = Literal["parameter", "buffer", "batch", "constant", "coordinate", "random_key", "tangent", "value", "saved", "sum"]
 
 

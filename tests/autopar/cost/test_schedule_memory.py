@@ -16,7 +16,7 @@ from autopar.cost.schedule_memory import Sizes, peak_bytes, schedule_memory
 from autopar.errors import ScheduleError
 from autopar.ir.instructions import parse
 from autopar.ir.program import Input, Signature
-from autopar.ir.schedule import Buffer, Fragment, Schedule
+from autopar.ir.schedule import Buffer, Fragment, Schedule, Span
 from tests.support.models.zoo import Case, gpt2, llama
 from tests.support.schedules import buffers_of
 
@@ -87,11 +87,14 @@ def test_what_a_schedule_does_not_say_is_given() -> None:
 
 
 def test_a_microbatch_lives_while_a_value_of_it_is_saved() -> None:
-    text = "RUN copy (x) -> (a)\nRUN copy (x) -> (b)\nRUN copy (x) -> (c)\nFREE a\nFREE b c"
-    saved = {name: Buffer(of, LAYOUT, number, "saved") for name, of, number in (("a", "0F", 0), ("b", "0F", 0), ("c", "0F", 1))}
+    text = "RUN copy (x) -> (a)\nRUN copy (x) -> (b)\nRUN copy (x) -> (c)\nRUN copy (x) -> (d)\n"
+    text += "RUN copy (a) -> (e)\nRUN copy (b) -> (f)\nFREE a\nFREE b c d\nRUN copy (c) -> (g)"
+    saved = {name: Buffer(name, LAYOUT, number, "saved") for name, number in (("a", 0), ("b", 0), ("c", 1), ("d", 2))}
+    spans = (Span("0F0", 0, 2), Span("0F1", 2, 4), Span("0B0", 4, 6), Span("0B1", 8, 9))
     schedule = schedule_of(text)
-    found = schedule_memory(replace(schedule, buffers={**schedule.buffers, **saved}))
-    assert [step.live_microbatches for step in found.steps] == [1, 1, 2, 2, 2]
+    found = schedule_memory(replace(schedule, buffers={**schedule.buffers, **saved}, spans=spans))
+    live = {step.position: step.live_microbatches for step in found.steps}
+    assert live == {0: 1, 1: 1, 2: 2, 3: 2, 4: 2, 5: 2, 6: 2, 7: 2, 8: 0}, "nothing here reads d, a value of microbatch 2"
     assert found.peak_live_microbatches == 2
 
 
