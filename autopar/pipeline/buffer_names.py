@@ -89,13 +89,13 @@ class BufferNames:
     @cached_property
     def _roles(self) -> dict[str, Role]:
         inputs = {node.name: item.kind for item, node in self._program.named_inputs()}
-        return dict.fromkeys(self._saved, "saved") | inputs
+        return {**dict.fromkeys(self._saved, "saved"), **inputs}
 
     @property
     def _saved(self) -> set[str]:
         """What forwards make and backwards read, on whatever ranks."""
         made = {node for (_, kind), nodes in self.cut.actions.items() if kind == "F" for node in nodes}
-        read = {node for (_, kind), nodes in self.cut.actions.items() if kind == "B" for each in nodes for node in each.all_input_nodes}
+        read = {node for (_, kind), nodes in self.cut.actions.items() if kind != "F" for each in nodes for node in each.all_input_nodes}
         return {buffer_of(node) for node in made & read}
 
     @cached_property
