@@ -88,8 +88,8 @@ class BufferNames:
 
     @cached_property
     def _roles(self) -> dict[str, Role]:
-        inputs = {node.name: item.kind for item, node in self._program.named_inputs()}
-        return {**dict.fromkeys(self._saved, "saved"), **inputs}
+        roles: dict[str, Role] = dict.fromkeys(self._saved, "saved")
+        return roles | {node.name: item.kind for item, node in self._program.named_inputs()}
 
     @property
     def _saved(self) -> set[str]:
