@@ -88,8 +88,10 @@ class BufferNames:
 
     @cached_property
     def _roles(self) -> dict[str, Role]:
-        roles: dict[str, Role] = dict.fromkeys(self._saved, "saved")
-        return roles | {node.name: item.kind for item, node in self._program.named_inputs()}
+        roles: dict[str, Role] = {name: "saved" for name in self._saved}
+        for item, node in self._program.named_inputs():
+            roles[node.name] = item.kind
+        return roles
 
     @property
     def _saved(self) -> set[str]:
