@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "Backend",
     "all_gather_flat",
     "backend_named",
+    "below_autograd",
     "flatten",
     "flatten_with_names",
     "gathers_strided_shards",
@@ -147,6 +149,12 @@ def gathers_strided_shards() -> bool:
 
 def has_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def below_autograd() -> AbstractContextManager[None]:
+    """While this is entered ops go straight to their kernels, past autograd, which has nothing to do where gradients are off: that takes
+    tens of microseconds for an op that is written in Python. Compiled code of torch's own runs like this."""
+    return torch._C._AutoDispatchBelowAutograd()
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule
 from autopar.cost.model import is_view
 from autopar.ir.schedule import Fragment
 from autopar.runtime._torch import Backend, backend_named
+from autopar.runtime.execute.eager_function import eager_function
 
 logger = logging.getLogger("autopar")
 
@@ -32,19 +33,25 @@ class CompiledFragments:
         self._fragments = fragments
         self._backend: Backend | None = None if backend == "eager" else backend_named(backend) if isinstance(backend, str) else backend
         self._compiled: dict[str, dict[InputKey, Callable[..., Any]]] = {name: {} for name in fragments}
+        self._functions: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {}
         # Inductor fuses, and a single op has nothing to be fused with: half of all fragments, and some seconds of C++ each.
         self._as_is = {name for name, fragment in fragments.items() if backend == "inductor" and _num_computing(fragment) < 2}
 
     def run(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results of fragment `name`. Raises the backend's own error with a note naming the fragment."""
         if self._backend is None or name in self._as_is:
-            return tuple(self._fragments[name].module(*inputs))
+            return self._eager(name)(*inputs)
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs)
         function = self._compiled[name].get(key)
         if function is None:
             function = self._compile(name, key, inputs)
         result = function(*inputs)
         return (result,) if isinstance(result, torch.Tensor) else tuple(result)
+
+    def _eager(self, name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+        if name not in self._functions:
+            self._functions[name] = eager_function(self._fragments[name].module)
+        return self._functions[name]
 
     @property
     def num_compiled(self) -> int:

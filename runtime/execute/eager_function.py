@@ -1,0 +1,148 @@
+"""A fragment as one plain function, for the backend "eager": what plain PyTorch would call, and little else.
+
+The program has each op in the form that shards well; run op by op, that form costs calls:
+
+    t(t(w))                          → w
+    reshape(reshape(x, a), b)        → reshape(x, b)         reshape(x, x.shape)  → x
+    add(mm(x, w), bias)              → addmm(bias, x, w)     one kernel, which reads and writes the product once
+    torch.ops.aten.mm.default(x, w)  → torch.mm(x, w)        the same kernel, called in half the time
+
+Values are those of the graph, but for the rounding of `addmm`, which is what `nn.Linear` calls. Strides of results may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from autopar._torch import writes_operands
+from autopar.ir.arguments import arguments
+from autopar.runtime._torch import below_autograd
+
+aten = torch.ops.aten
+Function = Callable[..., tuple[torch.Tensor, ...]]
+
+# torch's own function for an op: the same arguments in the same order.
+DIRECT: dict[Any, Callable[..., Any]] = {
+    aten.add.Tensor: torch.add,
+    aten.addmm.default: torch.addmm,
+    aten.amax.default: torch.amax,
+    aten.bmm.default: torch.bmm,
+    aten.cat.default: torch.cat,
+    aten.clone.default: torch.clone,
+    aten.div.Tensor: torch.div,
+    aten.embedding.default: torch.embedding,
+    aten.exp.default: torch.exp,
+    aten.expand.default: torch.Tensor.expand,
+    aten.gelu.default: torch.nn.functional.gelu,
+    aten.mean.dim: torch.mean,
+    aten.mm.default: torch.mm,
+    aten.mul.Tensor: torch.mul,
+    aten.native_layer_norm.default: torch.native_layer_norm,
+    aten.neg.default: torch.neg,
+    aten.permute.default: torch.permute,
+    aten.pow.Tensor_Scalar: torch.pow,
+    aten.reshape.default: torch.reshape,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.select.int: torch.select,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.sqrt.default: torch.sqrt,
+    aten.stack.default: torch.stack,
+    aten.sub.Tensor: torch.sub,
+    aten.sum.default: torch.sum,
+    aten.sum.dim_IntList: torch.sum,
+    aten.t.default: torch.t,
+    aten.tanh.default: torch.tanh,
+    aten.squeeze.dim: torch.squeeze,
+    aten.transpose.int: torch.transpose,
+    aten.unsqueeze.default: torch.unsqueeze,
+    aten.view.default: torch.Tensor.view,
+    aten.where.self: torch.where,
+}
+_RESHAPES = (aten.reshape.default, aten.view.default)
+_SAME_SHAPE = (*_RESHAPES, aten.expand.default)
+_ORDERS = (aten.t.default, aten.transpose.int, aten.permute.default)
+
+
+def eager_function(module: GraphModule) -> Function:
+    """What `module`, the graph of a fragment, computes of its inputs; gradients are off."""
+    run = simplified(module).forward
+
+    def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with below_autograd():
+            return run(*inputs)
+
+    return function
+
+
+def simplified(module: GraphModule) -> GraphModule:
+    """Another graph that computes the same. What writes into an operand is left as it is: views and copies are not the same there."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    if not any(writes_operands(node.target) for node in nodes):
+        for node in nodes:
+            _fold_view(node)
+            _join_bias(node)
+        for node in reversed(nodes):
+            if not node.users:
+                graph.erase_node(node)
+    for node in graph.nodes:
+        node.target = DIRECT.get(node.target, node.target)
+    return GraphModule(module, graph)
+
+
+def _fold_view(node: Node) -> None:
+    """Let a view look at what is below the views under it."""
+    if not node.args or not isinstance(node.args[0], Node):
+        return
+    source = node.args[0]
+    if node.target in _SAME_SHAPE and _shape(node) is not None and _shape(node) == _shape(source):
+        node.replace_all_uses_with(source)
+    elif node.target in _RESHAPES and source.target in _RESHAPES and len(source.users) == 1:
+        # The one below may copy, of which the other is then a view: with other readers that would be two copies.
+        node.target, node.args = aten.reshape.default, (source.args[0], node.args[1])
+    elif node.target in _ORDERS and source.target in _ORDERS:
+        inner, outer = _order(source), _order(node)
+        if [inner[dim] for dim in outer] == list(range(len(inner))):
+            node.replace_all_uses_with(arguments(source)[0])
+
+
+def _order(node: Node) -> Sequence[int]:
+    """Which dim of its operand each dim of a reordered tensor is."""
+    rank = node.meta["val"].dim()
+    dims, moved = list(range(rank)), [dim % rank if rank else 0 for dim in _numbers(node)]
+    if node.target is aten.permute.default:
+        return moved
+    if rank > 1:
+        one, other = moved or (0, 1)
+        dims[one], dims[other] = other, one
+    return dims
+
+
+def _numbers(node: Node) -> list[int]:
+    if node.target is aten.t.default:
+        return []
+    first, *others = arguments(node)[1:]
+    return list(first) if node.target is aten.permute.default else [first, *others]
+
+
+def _join_bias(node: Node) -> None:
+    """A product that one bias, a number for each column, is added to."""
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return
+    first, second = arguments(node)
+    for product, bias in ((first, second), (second, first)):
+        if isinstance(product, Node) and isinstance(bias, Node) and product.target is aten.mm.default and len(product.users) == 1:
+            whole, added = product.meta.get("val"), bias.meta.get("val")
+            if whole is not None and added is not None and (tuple(added.shape), added.dtype) == ((whole.shape[1],), whole.dtype):
+                node.target, node.args = aten.addmm.default, (bias, *product.args)
+                return
+
+
+def _shape(node: Node) -> tuple[int, ...] | None:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
