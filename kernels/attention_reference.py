@@ -105,6 +105,8 @@ def lost_rows(log_sum_exp: Tensor, masks: Masks) -> Tensor | None:
 def heads_inside(value: Tensor) -> Tensor:
     """The same value, laid out in memory as [B, S, H, …]; copied only where it is not. Strides of dims of size 1 are set too."""
     inside = value.transpose(1, 2)
+    if inside.is_contiguous() and 1 not in inside.shape:
+        return value
     return inside.reshape(-1).view(inside.shape).transpose(1, 2)
 
 

@@ -60,7 +60,7 @@ class Sharding:
 
     @property
     def is_replicated(self) -> bool:
-        return not self.axes
+        return not self.unreduced and not any(self.splits)
 
     def problems(self, dims: Dims, mesh: Mesh) -> list[str]:
         """Every way in which this sharding is illegal for a value of `dims` on `mesh`."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -54,7 +54,16 @@ class Bucket:
 
     def unpacked(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """New views of the tensors in `memory`, this bucket's."""
-        return tuple(memory.narrow(0, offset, shape.numel()).view(shape) for offset, shape in zip(self.offsets, self.shapes, strict=True))
+        parts = memory.split(self._sizes)
+        return tuple(
+            (part if part.numel() == shape.numel() else part.narrow(0, 0, shape.numel())).view(shape)
+            for part, shape in zip(parts, self.shapes, strict=True)
+        )
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """How far it is from the beginning of each tensor to that of the next."""
+        return [end - begin for begin, end in pairwise((*self.offsets, self.memory.numel()))]
 
 
 @dataclass

@@ -15,7 +15,7 @@ from autopar.ir.schedule import Schedule
 from autopar.runtime._torch import local_part
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
-from autopar.runtime.execute.places import ResultPlaces, buffers_of
+from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Parts, RankParts, World, local_of
 from autopar.runtime.module.outputs import refuse_detached
@@ -30,7 +30,7 @@ class Call:
     batch    the leaves of the call by flat index
     key      what all random draws of this call descend from
     device   where coordinates and keys are made
-    places   where results are, if that was found before
+    places   where inputs and results are, if that was found before
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Call:
         batch: Sequence[Any],
         key: int,
         device: torch.device,
-        places: ResultPlaces | None = None,
+        places: Places | None = None,
     ) -> None:
         self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
         self.signature = compiled.local.signature
@@ -50,9 +50,9 @@ class Call:
         self._batch, self._key, self._device = batch, key, device
         self._shapes: dict[str, torch.Size] = {}
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
-        self._places = places or ResultPlaces(compiled, world.ranks)
+        self._places = places or Places(compiled, world.ranks)
         self._is_over_at_pause = not compiled.order.is_single
-        self.schedules: dict[int, Schedule] = {rank: compiled.schedule_of(rank) for rank in world.ranks}
+        self.schedules: Mapping[int, Schedule] = self._places.schedules
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
 
     @property
@@ -110,8 +110,7 @@ class Call:
         for item in self.signature.outputs_of("gradient"):
             held = self.held(item)
             if held.parts and item.name in reached:
-                parts = {rank: owned.own(part) for rank, part in held.parts.items()}
-                found[item.name] = self.world.gradient(parts, held.item, held.mesh, self._tensors[item.name])
+                found[item.name] = self.world.gradient(held.parts, held.item, held.mesh, self._tensors[item.name], owned.own)
         if self._is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             for gradient in found.values():
@@ -162,17 +161,15 @@ class Call:
 
     def _put(self, item: Input, parts: Parts) -> None:
         """`parts` are by rank, and by microbatch where there are several."""
-        each = self.mesh.num_microbatches
-        for rank, schedule in self.schedules.items():
-            for name in buffers_of(item, schedule):
-                self.states[rank].buffers[name] = parts[rank * each + schedule.microbatch_of(name)]
+        for place, rank, name in self._places.of_input(item):
+            self.states[rank].buffers[name] = parts[place]
 
     def _parts(self, item: Input) -> Parts:
-        world, each = self.world, self.mesh.num_microbatches
-        ranks = [rank * each + number for rank in world.ranks for number in range(each)]
         if item.kind == "parameter":
             tensor = self._tensors.get(item.name)  # another stage's, on a real mesh
-            return {} if tensor is None else world.parameter_parts(tensor, item, self.mesh)
+            return {} if tensor is None else self.world.parameter_parts(tensor, item, self.mesh)
+        world, each = self.world, self.mesh.num_microbatches
+        ranks = [rank * each + number for rank in world.ranks for number in range(each)]
         if item.kind == "coordinate":
             return {rank: self._scalar(self.mesh.index(rank, item.name.split(","))) for rank in ranks}
         if item.kind == "random_key":

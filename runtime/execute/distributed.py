@@ -143,6 +143,15 @@ class ProcessGroups:
             dist.all_gather_object(values, value, group=group.group)
         return [values[place] for place in group.order]
 
+    def is_equal(self, number: int, what: str) -> bool:
+        """Whether every rank has this `number`, of 62 bits at most. Collective."""
+        group = self.along(self.mesh, self.mesh.names)
+        largest = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        with self.naming_all(what):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.group)
+        most, least = largest.tolist()
+        return most == -least
+
 
 @dataclass(frozen=True)
 class Flight:

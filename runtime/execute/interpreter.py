@@ -94,20 +94,27 @@ class _Rank:
             raise ScheduleError(f"buffer {name!r} is read before it is written, or after it was freed")
         return self.state.buffers[name]
 
+    def read_all(self, names: tuple[str, ...]) -> list[torch.Tensor]:
+        buffers = self.state.buffers
+        try:
+            return [buffers[name] for name in names]
+        except KeyError:
+            return [self.read(name) for name in names]  # says which one
+
     def run(self, instruction: Run) -> None:
-        results = self.fragments.run(instruction.fragment, [self.read(name) for name in instruction.inputs])
+        results = self.fragments.run(instruction.fragment, self.read_all(instruction.inputs))
         if len(results) != len(instruction.outputs):
             raise ScheduleError(f"fragment {instruction.fragment} gave {len(results)} results where {len(instruction.outputs)} are named")
         self.state.buffers.update(zip(instruction.outputs, results, strict=True))
 
     def launch(self, instruction: Launch) -> None:
         self._check_new(instruction.name)
-        handle = self.transport.launch(instruction, [self.read(name) for name in instruction.sources])
+        handle = self.transport.launch(instruction, self.read_all(instruction.sources))
         self.state.flights[instruction.name] = (instruction, handle)
 
     def send(self, instruction: Send) -> None:
         self._check_new(instruction.transfer)
-        handle = self.transport.send(instruction, [self.read(name) for name in instruction.buffers])
+        handle = self.transport.send(instruction, self.read_all(instruction.buffers))
         self.state.flights[instruction.transfer] = (instruction, handle)
 
     def receive(self, instruction: Receive) -> None:
@@ -140,10 +147,12 @@ class _Rank:
         target += source
 
     def free(self, instruction: Free) -> None:
+        buffers, sums = self.state.buffers, self.state.sums
         for name in instruction.buffers:
-            self.read(name)
-            del self.state.buffers[name]
-            self.state.sums.discard(name)
+            if name not in buffers:
+                self.read(name)  # says that it is not there
+            del buffers[name]
+            sums.discard(name)
 
     def _check_new(self, name: str) -> None:
         if name in self.state.flights:

@@ -1,9 +1,10 @@
-"""Where the ranks of this process hold the results of a compiled call: found once, read at every step."""
+"""Where the ranks of this process hold the inputs and results of a compiled call: found once, read at every step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.driver.compiled import Compiled
@@ -22,13 +23,38 @@ class ResultPlace(NamedTuple):
     buffers: tuple[tuple[int, int, str], ...]
 
 
+class InputPlace(NamedTuple):
+    """One buffer that holds an input: its `place` is by rank, and by microbatch where there are several."""
+
+    place: int
+    rank: int
+    name: str
+
+
 @dataclass
-class ResultPlaces:
-    """By result of `compiled` where `ranks` hold it."""
+class Places:
+    """By input and result of `compiled` where `ranks` hold it."""
 
     compiled: Compiled
     ranks: Sequence[int]
     _found: dict[tuple[str, str], ResultPlace] = field(default_factory=dict[tuple[str, str], ResultPlace])
+    _inputs: dict[tuple[str, str], tuple[InputPlace, ...]] = field(default_factory=dict[tuple[str, str], tuple[InputPlace, ...]])
+
+    @cached_property
+    def schedules(self) -> Mapping[int, Schedule]:
+        """By rank what it runs."""
+        return {rank: self.compiled.schedule_of(rank) for rank in self.ranks}
+
+    def of_input(self, item: Input) -> tuple[InputPlace, ...]:
+        key = item.kind, item.name
+        if key not in self._inputs:
+            each = self.compiled.local.mesh.num_microbatches
+            self._inputs[key] = tuple(
+                InputPlace(rank * each + schedule.microbatch_of(name), rank, name)
+                for rank, schedule in self.schedules.items()
+                for name in buffers_of(item, schedule)
+            )
+        return self._inputs[key]
 
     def of(self, item: Output) -> ResultPlace:
         key = item.kind, item.name
@@ -43,7 +69,7 @@ class ResultPlaces:
         found: list[tuple[int, int, str]] = []
         for rank in self.ranks:
             place = mesh.ranks.project(rank, one_stage.ranks) * number
-            found += [(place + index, rank, name) for index, name in enumerate(buffers_of(item, self.compiled.schedule_of(rank)))]
+            found += [(place + index, rank, name) for index, name in enumerate(buffers_of(item, self.schedules[rank]))]
         return ResultPlace(replace(item, sharding=item.sharding and summed(item.sharding)), one_stage, tuple(found))
 
 

@@ -36,6 +36,7 @@ from autopar.runtime.module.placement import (
 )
 
 Parts = dict[int, torch.Tensor]
+Own = Callable[[torch.Tensor], torch.Tensor]
 
 
 class RankParts(NamedTuple):
@@ -84,13 +85,19 @@ class World(Protocol):
         """Every rank's picklable `value`. Collective. `what` it is stands in the error when a rank does not answer."""
         ...
 
+    def is_equal(self, number: int, what: str) -> bool:
+        """Whether every rank has this `number`, of 62 bits at most. Collective, and quicker than `gather`."""
+        ...
+
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor: ...
 
-    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor: ...
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
+        """The gradient of `parameter`, in memory that nothing else looks at: `own` gives a part that."""
+        ...
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The global value of a parameter. Collective."""
@@ -128,6 +135,9 @@ class VirtualWorld:
     def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.mesh.size
 
+    def is_equal(self, number: int, what: str) -> bool:
+        return True
+
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         """Copies made anew at every call, since `parameter.data.copy_` leaves no trace; a whole parameter is not copied."""
         assert item.sharding is not None, item
@@ -146,7 +156,10 @@ class VirtualWorld:
         assert item.sharding is not None, item
         return assemble(parts, item.dims, item.sharding, mesh)
 
-    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
+        assert item.sharding is not None, item
+        if item.sharding.is_replicated and item.padding is None:
+            return own(parts[0])
         return unpadded(self.whole(parts, item, mesh), item.padding)
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
@@ -214,6 +227,9 @@ class DistributedWorld:
     def gather(self, value: Any, what: str = "") -> list[Any]:
         return self.groups.gather(value, what) if what else self.groups.gather(value)
 
+    def is_equal(self, number: int, what: str) -> bool:
+        return self.groups.is_equal(number, what)
+
     def _place(self, mesh: Mesh) -> int:
         """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""
         return mesh.rank_at({MICROBATCHES: 0, "dp": 0, **self._refined.coordinates(self.rank)})
@@ -265,10 +281,10 @@ class DistributedWorld:
         assert share.sharding.is_replicated, f"{item.kind} {item.name} must leave split by dp at most, not {item.sharding}"
         return next(iter(parts.values())).clone()
 
-    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor) -> torch.Tensor:
+    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
         (part,) = parts.values()
-        return like(parameter, unpadded(part, self._local_padding(item, mesh)))
+        return like(parameter, unpadded(own(part), self._local_padding(item, mesh)))
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
         if item.padding is None:

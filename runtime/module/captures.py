@@ -6,7 +6,8 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from functools import cached_property
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.execute.fragments import CompiledFragments
-from autopar.runtime.execute.places import ResultPlaces
+from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World, from_first
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.inputs import CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call
@@ -44,6 +45,7 @@ _PRIVATE_NAMES = (
     "_placements",
     "_latest",
     "_for_copy",
+    "_tensors",
 )
 
 Capture = Callable[..., Compiled]
@@ -52,12 +54,29 @@ ForCopy = Callable[[nn.Module, World], Any]
 CallKey = tuple[Any, ...]
 
 
+class ModelTensors(NamedTuple):
+    """The model's parameters that this process holds, and its buffers, by name. `seen` is what the guard saw when they were looked up."""
+
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    seen: object
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        return {**self.parameters, **self.buffers}
+
+
 @dataclass
 class Captured:
     compiled: Compiled
     fragments: CompiledFragments
-    places: ResultPlaces
+    places: Places
     are_replicas_checked: bool = False
+
+    @cached_property
+    def trainable(self) -> frozenset[str]:
+        """The parameters that get gradients."""
+        return frozenset(item.name for item in self.compiled.local.signature.outputs_of("gradient"))
 
     @property
     def draws(self) -> bool:
@@ -99,6 +118,7 @@ class CapturingModule(NamesOfModel):
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
         self._guard, self._for_copy = ModelGuard(model), for_copy
+        self._tensors: ModelTensors | None = None
         self.__dict__["_model"] = model  # the last: names that come after it are the model's
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:
@@ -109,11 +129,18 @@ class CapturingModule(NamesOfModel):
         inputs = CallInputs.of(args, kwargs)
         key = self._check(inputs) if self._world.is_virtual else self._agreed(inputs)
         if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
-            check_values(inputs, [*self._model.named_parameters(), *self._model.named_buffers()])
+            check_values(inputs, self.tensors().named.items())
         if key not in self._captures:
             self._captures[key] = self._compile(inputs)
         self._latest = self._captures[key].compiled
         return inputs, self._captures[key]
+
+    def tensors(self) -> ModelTensors:
+        """As the guard saw them at this call; walking the modules takes milliseconds."""
+        seen = self._guard.seen()
+        if self._tensors is None or self._tensors.seen is not seen:
+            self._tensors = ModelTensors(dict(self.named_parameters()), dict(self.named_buffers()), seen)
+        return self._tensors
 
     def _agreed(self, inputs: CallInputs) -> CallKey:
         """The key, once all ranks agree that they make this call. Collective."""
@@ -124,7 +151,7 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            agree_on_call(inputs, error and problem, key, self._world.gather)
+            agree_on_call(inputs, error and problem, key, self._world.gather, self._world.is_equal)
         except AutoparError as refusal:
             raise refusal from error
         return key
@@ -160,7 +187,7 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements
         self._guard.captured(compiled.forward.written)
-        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), ResultPlaces(compiled, self._world.ranks))
+        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), Places(compiled, self._world.ranks))
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` gives on rank 0, on every rank; it is called there alone. Collective."""

@@ -55,6 +55,10 @@ class ModelGuard:
         assert self._latest is not None
         return tuple([parameter.requires_grad for parameter in self._latest.watch.parameters])
 
+    def seen(self) -> object:
+        """Stands for the modules, parameters and buffers that `state` has just seen: another object wherever one of them is another."""
+        return self._latest and self._latest.watch
+
     def changes(self) -> str:
         """How the model differs from what it was at the latest capture, in words; empty where it does not."""
         return changes(self._states[self._captured], self._latest.entries) if self._states and self._latest else ""

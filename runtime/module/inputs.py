@@ -144,7 +144,9 @@ def _microbatch_problem(name: str, share: int, number: int) -> list[str]:
     return [f"a rank's share of {name!r} is {share} samples, which num_microbatches={number} does not divide: use one of {divisors}"]
 
 
-def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: Callable[..., Sequence[Any]]) -> None:
+def agree_on_call(
+    inputs: CallInputs, problem: str | None, key: object, gather: Callable[..., Sequence[Any]], is_equal: Callable[[int, str], bool]
+) -> None:
     """Raise `InputError` on every rank when one of them cannot run its call, or when their calls need different programs. Collective.
 
     problem     why this rank's inputs cannot run, or None
@@ -154,7 +156,12 @@ def agree_on_call(inputs: CallInputs, problem: str | None, key: object, gather: 
     """
     shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for _, name, tensor in inputs.tensors}
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(key)).encode()).hexdigest()
-    everyone = gather((problem, digest, shapes), "a comparison of the ranks' calls")
+    what = "a comparison of the ranks' calls"
+    # A number says in one short message that all is well; who differs, and in what, takes several.
+    told = hashlib.sha256(repr((problem, digest, shapes)).encode()).digest()
+    if is_equal(int.from_bytes(told[:7]), what) and problem is None:
+        return
+    everyone = gather((problem, digest, shapes), what)
     problems: dict[str, int] = {}
     for rank, (text, _, _) in enumerate(everyone):
         if text is not None:

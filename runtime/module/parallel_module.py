@@ -58,30 +58,29 @@ class ParallelModule(Inspected):
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output structure; see the class. A compiled training loop calls it as it is: its fragments are compiled already."""
-        call, compiled = self.start(args, kwargs)
-        trainable = {item.name for item in compiled.local.signature.outputs_of("gradient")}
-        if call.has_backward and trainable and torch.is_grad_enabled():
-            tensors = differentiate(call, {name: parameter for name, parameter in self.named_parameters() if name in trainable})
+        call, captured = self.start(args, kwargs)
+        if call.has_backward and captured.trainable and torch.is_grad_enabled():
+            parameters = self.tensors().parameters
+            tensors = differentiate(call, {name: parameter for name, parameter in parameters.items() if name in captured.trainable})
         else:
             with torch.no_grad():
                 tensors = call.forward()
-        return build_output(compiled.local.signature, tensors)
+        return build_output(captured.compiled.local.signature, tensors)
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """Capture and compile for such a call and place the parameters, without running it. Inputs as in a call."""
         return self.captured(args, kwargs)[1].compiled
 
-    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Captured]:
         """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`."""
         inputs, captured = self.captured(args, kwargs, runs=True)
         self._before_run(inputs, captured)
         self.step += captured.draws
         assert self.seed is not None
         key = random_key(self.seed, self.step)
-        tensors = dict(self.named_parameters()) | dict(self.named_buffers())
         world, device = self._world, self._world.device(self)
-        call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, captured.places)
-        return call, captured.compiled
+        call = Call(captured.compiled, captured.fragments, world, self.tensors().named, inputs.leaves, key, device, captured.places)
+        return call, captured
 
     def _before_run(self, inputs: CallInputs, captured: Captured) -> None:
         if self.seed is None:
