@@ -195,12 +195,11 @@ class OwnedMemory:
         self._parts = {address: size for transport in transports for address, size in transport.bucket_parts().items()}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        address, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
-        if self._parts.get(address) == tensor.nbytes:
-            size = tensor.nbytes
-        else:
-            address = tensor.untyped_storage().data_ptr()
-        shared = address in self._taken or size > tensor.nbytes or not tensor.is_contiguous()
+        storage, needed = tensor.untyped_storage(), tensor.nbytes
+        address, size = storage.data_ptr(), storage.nbytes()
+        if self._parts and self._parts.get(tensor.data_ptr()) == needed:
+            address, size = tensor.data_ptr(), needed
+        shared = address in self._taken or size > needed or not tensor.is_contiguous()
         self._taken.add(address)
         return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
 

@@ -174,6 +174,23 @@ def test_values_of_parameters_and_buffers_are_no_change() -> None:
     assert guard.state() == 0 and guard.trainable() != was
 
 
+def test_tensors_are_looked_up_again_where_one_is_another() -> None:
+    torch.manual_seed(0)
+    model = Model().double()
+    parallel = compiled(model, MESH)
+    check_step(parallel, model)
+    check_step(parallel, model)
+    looked_up = parallel.tensors()
+    assert parallel.tensors() is looked_up
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()}, assign=True)
+    check_step(parallel, model)
+    assert parallel.tensors() is not looked_up
+    assert all(ours is theirs for ours, theirs in zip(parallel.tensors().parameters.values(), model.parameters(), strict=True))
+    with torch.no_grad():
+        model.blocks[0].fc.weight.data = model.blocks[0].fc.weight * 2
+    check_step(parallel, model)
+
+
 def test_what_is_around_a_model_is_no_setting_of_it() -> None:
     class Trainer:
         def __init__(self, model: nn.Module) -> None:
