@@ -15,6 +15,7 @@ with one thread: `benchmarks.peers --axes one`.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 import warnings
 from collections import deque
@@ -112,9 +113,10 @@ def row(name: str, mesh: Any, repeats: int) -> dict[str, Any]:
 def runtime_alone(repeats: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     rows = [row("virtual", autopar.virtual_mesh(dp=1), repeats)]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    rows.append(row("a process", init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), repeats))
-    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        rows.append(row("a process", init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)), repeats))
+        dist.destroy_process_group()
     return rows
 
 
