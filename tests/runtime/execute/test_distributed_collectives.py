@@ -1,0 +1,84 @@
+"""Collectives of real ranks: what gloo brings equals what virtual ranks bring."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from autopar.ir.instructions import Launch
+from autopar.ir.mesh import Mesh
+from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime.execute.virtual import collect
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
+
+
+def brought(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """A [4, 2] tensor of rank `rank`, of small integers; not contiguous."""
+    values = torch.randint(0, 5, (2, 4), generator=torch.Generator().manual_seed(rank)).t()
+    return values.to(dtype)
+
+
+def collectives_agree() -> list[str]:
+    mesh = Mesh((("dp", 2), ("tp.0", 1), ("tp.1", 2)))
+    groups = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), timeout=30)
+    axes_sets: list[tuple[str, ...]] = [("dp",), ("tp.1",), ("dp", "tp.0", "tp.1"), ("tp.1", "dp")]
+    groups.create(mesh, axes_sets)
+    transport, wrong = DistributedTransport(groups, mesh), list[str]()
+    kinds = [("all_reduce", "sum"), ("all_reduce", "max"), ("all_gather", "copy"), ("reduce_scatter", "sum"), ("all_to_all", "copy")]
+    for axes, (collective, kind), dtype in itertools.product(axes_sets, kinds, DTYPES):
+        members = mesh.group(groups.rank, axes)
+        count = len(members) if collective in ("reduce_scatter", "all_to_all") else 3
+        parts = [brought(rank, dtype)[:count] for rank in members]
+        launch = Launch(collective, kind, axes, ("a",), ("b",))  # type: ignore[arg-type]
+        mine = parts[members.index(groups.rank)]
+        before = mine.clone()
+        (result,) = transport.wait(transport.launch(launch, [mine]))
+        expected = collect(launch, parts)[members.index(groups.rank)]
+        if not (torch.equal(result, expected) and result.dtype == dtype and torch.equal(mine, before)):
+            wrong.append(f"{launch} {dtype}: {result.tolist()} where virtual ranks give {expected.tolist()}")
+    (scalar,) = transport.wait(transport.launch(Launch("all_gather", "copy", ("dp",), ("a",), ("b",)), [torch.tensor(groups.rank)]))
+    assert scalar.tolist() == list(mesh.group(groups.rank, ("dp",)))
+    return wrong
+
+
+def quietly(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return globals()[name]()
+
+
+def buckets_agree() -> list[str]:
+    """Several tensors at once, twice: what the first brought is still looked at when the second comes, and dropped before the third."""
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    groups = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), timeout=30)
+    groups.create(mesh, [("dp",)])
+    transport, wrong, kept = DistributedTransport(groups, mesh), list[str](), list[list[torch.Tensor]]()
+    launch = Launch("all_reduce", "sum", ("dp",), ("a", "b", "c"), ("x", "y", "z"))
+    for number in range(3):
+        of_rank = {rank: [brought(rank + 7 * number, torch.float32)[:size] for size in (4, 1, 3)] for rank in range(4)}
+        mine = of_rank[groups.rank]
+        found = transport.wait(transport.launch(launch, mine))
+        expected = [sum(parts) for parts in zip(*(of_rank[rank] for rank in mesh.group(groups.rank, ("dp",))), strict=True)]
+        kept.append([*found, *expected])
+        if number == 1:
+            del kept[0], found
+    for *found, one, two, three in kept:
+        wrong += [
+            f"{got} where it should be {wanted}"
+            for got, wanted in zip(found, (one, two, three), strict=True)
+            if not torch.equal(got, wanted)
+        ]
+    return wrong
+
+
+def test_buckets_bring_what_single_collectives_bring(gloo_ranks: Any) -> None:
+    assert gloo_ranks.run(quietly, "buckets_agree") == [[]] * 4
+
+
+def test_collectives_equal_those_of_virtual_ranks_without_a_warning(gloo_ranks: Any) -> None:
+    assert gloo_ranks.run(quietly, "collectives_agree") == [[]] * 4
