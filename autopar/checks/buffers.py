@@ -48,8 +48,8 @@ class _Walk:
         self.actions, self.is_executable = actions, is_executable
         self.has_sizes = is_executable or any(each.type for each in schedule.buffers.values())
         inputs = schedule.signature.inputs
-        pauses = not schedule.ends_with_pause and any(isinstance(each, Pause) for each in schedule.instructions)
-        self.late = {name for item, name in zip(inputs, schedule.inputs, strict=True) if pauses and item.kind == "tangent"}
+        is_late = not schedule.is_over_at_pause and any(isinstance(each, Pause) for each in schedule.instructions)
+        self.late = {name for item, name in zip(inputs, schedule.inputs, strict=True) if is_late and item.kind == "tangent"}
         self.alive = set(schedule.inputs) - self.late
         self.freed: dict[str, int] = {}
         # What is launched and not waited for, by the name that WAIT gives it, and every transfer so far.
@@ -255,6 +255,8 @@ class _Walk:
     def pause(self, instruction: Pause) -> None:
         if self.paused:
             self.say("PAUSE comes twice", "at most one PAUSE", "another before", "hand the outputs out once")
+        if self.schedule.is_over_at_pause and self.number + 1 < len(self.schedule.instructions):
+            self.say("all is over at PAUSE, and more follows it", "PAUSE last", "more behind it", "append before PAUSE")
         self.paused = True
         self.alive |= self.late
         self._present("loss", "output", "check")

@@ -106,7 +106,7 @@ class Compiled:
     @property
     def holders(self) -> dict[str, tuple[int, ...]]:
         """By parameter the stages that read it; none without a pipeline."""
-        return {} if self.order.is_single else holders_of(self.program)
+        return {} if self.stages is None else holders_of(self.program)
 
     @property
     def fingerprint(self) -> str:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from autopar.ir.instructions import Channel, Instruction, Pause, Receive, Send
+from autopar.ir.instructions import Channel, Instruction, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output, Signature
 
@@ -68,8 +68,10 @@ class Schedule:
     named in `inputs` are there before the first instruction, in the order of `signature.inputs`; those in `outputs`
     are left at the end (loss and user outputs: at PAUSE), in the order of `signature.outputs`. What differs from microbatch
     to microbatch is listed once for each, and only what the rank has to do with is listed.
-    Tangents are there after PAUSE only, or from the start where nothing follows PAUSE. `buffers` says what each name stands for: those
-    that RECV fills must be there, since nothing else says how large they are. `spans` are the actions of a pipeline, in order.
+    `is_over_at_pause`: PAUSE is the last instruction, and the gradients, those of the loss itself, are there when outputs are handed
+    out; else the backward follows it. Tangents are there after PAUSE only, or from the start where all is over then. `buffers` says
+    what each name stands for: those that RECV fills must be there, since nothing else says how large they are. `spans` are the actions
+    of a pipeline, in order.
     """
 
     instructions: tuple[Instruction, ...]
@@ -79,6 +81,7 @@ class Schedule:
     signature: Signature
     buffers: Mapping[str, Buffer] = field(default_factory=dict[str, Buffer])
     spans: tuple[Span, ...] = ()
+    is_over_at_pause: bool = False
 
     def __str__(self) -> str:
         return "\n".join(str(instruction) for instruction in self.instructions)
@@ -105,11 +108,6 @@ class Schedule:
         """Likewise of an output."""
         return _by_item(self.signature.outputs, self.outputs)
 
-    @property
-    def ends_with_pause(self) -> bool:
-        """Whether nothing follows PAUSE: gradients, those of the loss itself, are there when outputs are handed out."""
-        return bool(self.instructions) and isinstance(self.instructions[-1], Pause)
-
     def regrouped(self, groups: Sequence[Sequence[Instruction]]) -> Schedule:
         """With each instruction replaced by those of its group; a span covers what stands in the place of its instructions."""
         starts = list(accumulate(map(len, groups), initial=0))
@@ -122,8 +120,8 @@ class Schedule:
         return replace(self, instructions=(*more, *self.instructions), spans=spans)
 
     def appended(self, more: Sequence[Instruction]) -> Schedule:
-        """With `more` at the end, before a PAUSE that stands there."""
-        end = len(self.instructions) - self.ends_with_pause
+        """With `more` at the end, before a PAUSE at which all is over."""
+        end = len(self.instructions) - self.is_over_at_pause
         return replace(self, instructions=(*self.instructions[:end], *more, *self.instructions[end:]))
 
     @property

@@ -17,7 +17,6 @@ from autopar.cost.model import CostModel, is_view
 from autopar.driver.compiled import Compiled
 from autopar.ir.actions import SINGLE, PipelineSchedule
 from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
-from autopar.ir.markers import save
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.pattern import pattern_of
 from autopar.ir.printing import op_name
@@ -47,7 +46,7 @@ def summary(compiled: Compiled) -> Summary:
         "communication": _communication(program, cost, places),
         "memory": memory(program, cost, compiled.order),
         "seconds": seconds(program, cost, places),
-        "pipeline": None if compiled.order.is_single else pipeline_summary(compiled, cost),
+        "pipeline": None if compiled.stages is None else pipeline_summary(compiled, cost),
         "search": None if compiled.search is None else search_summary(compiled.search),
     }
 
@@ -163,9 +162,6 @@ def _communication(program: Program, cost: CostModel, places: Sequence[int]) -> 
 def memory(program: Program, cost: CostModel, order: PipelineSchedule = SINGLE) -> dict[str, float]:
     """Bytes of one rank, in a pipeline of the one that holds most. Saved activations are what the forward keeps for the backward,
     each value once, of all microbatches that are under way at a time."""
-    if order.is_single:
-        saved = (node for node in program.graph.nodes if node.target is save)
-        return _held(program, cost, None) | {"saved_activations": sum(sum(_result_bytes(node, cost)) for node in saved)}
     live, work = live_microbatches(order), Work(program)
     found: list[dict[str, float]] = []
     for rank in range(order.num_ranks):
@@ -175,12 +171,12 @@ def memory(program: Program, cost: CostModel, order: PipelineSchedule = SINGLE) 
     return max(found, key=lambda each: sum(each.values()))
 
 
-def _held(program: Program, cost: CostModel, stages: frozenset[int] | None) -> dict[str, float]:
-    """Bytes of what the calls of `stages` read (None: of all) and of what belongs to it."""
+def _held(program: Program, cost: CostModel, stages: frozenset[int]) -> dict[str, float]:
+    """Bytes of what the calls of `stages` read and of what belongs to it."""
     found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "optimizer_state": 0.0}
     work, names = Work(program), set[str]()
     for item, node in program.named_inputs():
-        if item.kind in ("parameter", "buffer") and (stages is None or stages.intersection(work.reading(node) or {0})):
+        if item.kind in ("parameter", "buffer") and stages.intersection(work.reading(node) or {0}):
             held = sum(_result_bytes(node, cost))
             found[f"{item.kind}s"] += held
             found["optimizer_state"] += cost.optimizer.state_bytes(item, held)

@@ -10,7 +10,6 @@ from autopar.errors import AutoparError, PlanError, ScheduleError, UnmatchedPinE
 from autopar.ir.program import Program
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.report import StepOnPaper
-from autopar.plans.decisions import ShardingDecision
 from autopar.plans.diff import PlanDiff
 from autopar.plans.plan import Plan
 from autopar.plans.styles import UserPins
@@ -22,7 +21,7 @@ from autopar.reports.summary import cost_of, memory, places_of, seconds
 class Prices:
     """What a plan costs: seconds of a step (the optimizer's update included), its parts, bytes that a rank holds and sends.
 
-    Of a pipeline the parts are of the slowest rank, nothing overlapped; the seconds are of the step, with its waits.
+    The parts are of the slowest rank, nothing overlapped; the seconds are of the step, with its waits.
 
     parts          compute, memory traffic and communication by axis, in seconds; nothing overlapped
     memory         bytes of parameters, gradients, buffers, saved activations
@@ -96,7 +95,7 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
     """
     if compiled.decide_again is None or compiled.search is None or compiled.plan is None:
         raise AutoparError("this program was not made by autopar.compile: there is nothing to decide again")
-    now = _prices(compiled.program, compiled.search, compiled)
+    now = _prices(compiled.program, compiled)
     try:
         program, decision, stages = compiled.decide_again(pins)
     except UnmatchedPinError:
@@ -105,14 +104,12 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
         return WhatIf(now, refusal=str(refusal))
     # Pins choose no kernels.
     plan = replace(Plan.of(program, decision, stages), kernels=compiled.plan.kernels)
-    return WhatIf(now, _prices(program, decision, compiled), plan, diff=compiled.plan.diff(plan))
+    return WhatIf(now, _prices(program, compiled), plan, diff=compiled.plan.diff(plan))
 
 
-def _prices(program: Program, decision: ShardingDecision, compiled: Compiled) -> Prices:
-    """Of several microbatches or stages a step takes what it takes on paper; else what the search says."""
-    cost, places = cost_of(compiled), places_of(compiled)
-    order = program.order
-    step_seconds = decision.cost_seconds if order.is_single else StepOnPaper(program, cost, order).seconds
+def _prices(program: Program, compiled: Compiled) -> Prices:
+    cost, places, order = cost_of(compiled), places_of(compiled), program.order
+    step_seconds = StepOnPaper(program, cost, order).seconds
     time = seconds(program, cost, places)
     communication: dict[str, float] = {}
     for (axes, _, collective), row in sent(program, cost, places).items():

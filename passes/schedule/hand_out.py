@@ -114,8 +114,7 @@ class _Results:
         ]
         read = _touched(schedule) | {name for _, name in outputs}
         brought = {name for each in schedule.instructions if isinstance(each, Receive) for name in each.buffers}
-        is_all = self.program.order.is_single  # a caller may hand in what nothing reads
-        inputs = [(item, name) for item, name in self.names.inputs if is_all or name in read - brought]
+        inputs = [(item, name) for item, name in self.names.inputs if name in read - brought]
         signature = replace(program.signature, inputs=tuple(item for item, _ in inputs), outputs=tuple(output for output, _ in outputs))
         return replace(schedule, inputs=tuple(name for _, name in inputs), outputs=tuple(name for _, name in outputs), signature=signature)
 

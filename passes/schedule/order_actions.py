@@ -21,7 +21,8 @@ class OrderActions:
     PAUSE stands where a forward hands out what it computed: at the end, or, where one microbatch runs through one stage, between
     its forward and its backward. Fragments will create tensors on a device of the type `device`.
 
-    Reads: STAGE, PHASE of a LOCAL program, and its order. Writes: a `ScheduleProgram` of actions. Ensures: every action comes after
+    Reads: STAGE, PHASE of a LOCAL program, and its order. Writes: a `ScheduleProgram` of actions, whether all is over at
+    PAUSE. Ensures: every action comes after
     what it needs, on whatever rank. Raises `ScheduleError` naming every fault of the order.
     """
 
@@ -49,7 +50,8 @@ def _paused(schedule: Schedule, signature: Signature, program: Program) -> Sched
     schedule = replace(schedule, signature=signature)
     if not program.signature.inputs_of("tangent"):
         return schedule
+    # The backward of one microbatch may wait for its gradient; that of several has begun before the last forward is over.
+    is_over = not program.order.is_single
     groups: list[list[Instruction]] = [[each] for each in schedule.instructions]
-    place = next(span.begin for span in schedule.spans) if program.order.is_single else -1  # behind its forward, or at the end
-    groups[place].append(Pause())
-    return schedule.regrouped(groups)
+    groups[-1 if is_over else schedule.spans[0].begin].append(Pause())
+    return replace(schedule.regrouped(groups), is_over_at_pause=is_over)

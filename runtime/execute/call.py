@@ -24,7 +24,7 @@ from autopar.runtime.module.outputs import refuse_detached
 class Call:
     """Runs the schedules of this process's ranks up to PAUSE (`forward`) and to their end (`backward`), once each.
 
-    Of several microbatches or stages all has run at PAUSE, and the gradients are those of the loss itself: `backward` scales them.
+    Where all is over at PAUSE (`Schedule.is_over_at_pause`) the gradients are those of the loss itself, and `backward` scales them.
 
     tensors  parameters and buffers of the model by name
     batch    the leaves of the call by flat index
@@ -51,8 +51,8 @@ class Call:
         self._shapes: dict[str, torch.Size] = {}
         self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
         self._places = places or Places(compiled, world.ranks)
-        self._is_over_at_pause = not compiled.order.is_single
         self.schedules: Mapping[int, Schedule] = self._places.schedules
+        self.is_over_at_pause = any(schedule.is_over_at_pause for schedule in self.schedules.values())
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
 
     @property
@@ -71,7 +71,7 @@ class Call:
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Run to PAUSE; the results by flat index. Buffers that the model changes are written back. Raises `ValueCheckError`."""
-        self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self._is_over_at_pause])
+        self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self.is_over_at_pause])
         self._run()
         self._check_values()
         for item in self.signature.outputs_of("buffer"):
@@ -101,7 +101,7 @@ class Call:
         reached = self._reached({name for name, tangent in tangents.items() if tangent is not None})
         wholes = {item.name: self._tangent(item, tangents[item.name]) for item in self.signature.inputs_of("tangent")}
         given = {item.name: self.world.parts(wholes[item.name], item, self.mesh) for item in self.signature.inputs_of("tangent")}
-        if not self._is_over_at_pause:
+        if not self.is_over_at_pause:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
         self._run()
@@ -111,7 +111,7 @@ class Call:
             held = self.held(item)
             if held.parts and item.name in reached:
                 found[item.name] = self.world.gradient(held.parts, held.item, held.mesh, self._tensors[item.name], owned.own)
-        if self._is_over_at_pause:
+        if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             for gradient in found.values():
                 local_of(gradient).mul_(scale)

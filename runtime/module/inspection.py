@@ -58,7 +58,7 @@ class Inspected(ModuleState):
         return autopar.reports.inspect.diff(self.compiled, before, after)
 
     def timeline(self, *args: Any, **kwargs: Any) -> Timeline:
-        """Run one step of a pipeline on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.
+        """Run one step on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.
 
         Nothing changes: no gradient is kept, no buffer written. Collective.
         """

@@ -12,8 +12,7 @@ import torch
 
 from autopar.cost.schedule_memory import peak_bytes
 from autopar.driver.compiled import Compiled
-from autopar.errors import ScheduleError
-from autopar.ir.instructions import Run, Wait
+from autopar.ir.instructions import Pause, Run, Wait
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.report import StepOnPaper
 from autopar.pipeline.simulate import Event, Simulation
@@ -91,7 +90,8 @@ class Recorder:
             if span.begin == span.end:
                 continue  # the first stage has nobody to send gradients to
             self._spans |= dict.fromkeys(range(span.begin, span.end), span.action)
-            self._ends[span.end - 1] = number
+            # The caller's time between forward and backward is none of theirs.
+            self._ends[span.end - 1 - isinstance(self.schedule.instructions[span.end - 1], Pause)] = number
 
     def _value(self, name: str) -> str:
         return self.schedule.buffers[name].value
@@ -119,8 +119,6 @@ def timeline(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any
     """See `ParallelModule.timeline`."""
     inputs, captured = parallel.captured(args, kwargs, runs=True)
     compiled, world = captured.compiled, parallel._world
-    if compiled.order.is_single:
-        raise ScheduleError("a timeline is that of a pipeline or of several microbatches; this module runs its batch in one go")
     tensors = dict(parallel.named_parameters()) | {name: buffer.clone() for name, buffer in parallel.named_buffers()}
     call = Call(
         compiled, captured.fragments, world, tensors, inputs.leaves, random_key(parallel.seed or 0, 0), world.device(parallel._model)
@@ -138,13 +136,15 @@ def _predicted(compiled: Compiled) -> Simulation | None:
 
 
 def measured(call: Call) -> Timeline:
-    """Run `call`, which is a pipeline's and has not run yet, and watch it. Collective."""
+    """Run `call`, which has not run yet, and watch it: a backward that waits for its gradients gets zeros. Collective."""
     recorders = [Recorder(rank, call.schedules[rank], state) for rank, state in call.states.items()]
     for recorder in recorders:
         recorder.state.watch = recorder
     call.world.gather(None)  # all ranks start now
     start = _now()
     call.forward()
+    if call.has_backward and not call.is_over_at_pause:
+        call.backward(dict.fromkeys(item.name for item in call.signature.inputs_of("tangent")))
     mine = [([_since(start, event) for event in each.events], each.rank, each.peak_bytes, each.peak_live) for each in recorders]
     everyone = mine if call.world.is_virtual else [each for found in call.world.gather(mine) for each in found]
     return Timeline(

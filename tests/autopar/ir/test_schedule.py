@@ -86,7 +86,8 @@ def test_spans_cover_what_stands_in_the_place_of_their_instructions() -> None:
     run, free = found.instructions[0], parse("FREE x")[0]
     grown = found.regrouped([[run, free], [], [Pause()]])
     assert grown.spans == (Span("0F0", 0, 2), Span("0B0", 2, 2)) and grown.instructions == (run, free, Pause())
-    assert grown.ends_with_pause and grown.appended([free]).instructions == (run, free, free, Pause())
+    assert grown.appended([free]).instructions == (run, free, Pause(), free)
+    assert replace(grown, is_over_at_pause=True).appended([free]).instructions == (run, free, free, Pause())
 
 
 def test_the_fingerprint_tells_peers_and_transfers_apart() -> None:

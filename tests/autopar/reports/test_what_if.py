@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from pytest import approx
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -26,7 +27,9 @@ def parallel() -> ParallelModule:
 def test_equals_a_fresh_compile_with_these_pins(parallel: ParallelModule) -> None:
     found, fresh = parallel.what_if(PINS), parallel_residual(cluster="8xh100", pins=PINS)
     assert found.is_kept and found.plan == replace(fresh.plan, buckets={}), "collectives are joined when schedules are written"
-    assert found.seconds == fresh.compiled.search.cost_seconds and found.seconds_now == parallel.compiled.search.cost_seconds
+    assert found.seconds == approx(fresh.compiled.search.cost_seconds) and found.seconds_now == approx(
+        parallel.compiled.search.cost_seconds
+    )
     assert found.memory == fresh.summary()["memory"] and found.memory_now == parallel.summary()["memory"]
     sent = {
         f"{axes} {name}": each["forward"] + each["backward"]
@@ -55,8 +58,8 @@ def test_no_pins_change_nothing_and_nothing_is_changed(parallel: ParallelModule)
 
 def test_pins_are_taken_in_place_of_those_that_were_given(parallel: ParallelModule) -> None:
     pinned = parallel_residual(cluster="8xh100", pins=PINS)
-    assert pinned.what_if({}).seconds == parallel.compiled.search.cost_seconds
-    assert pinned.what_if({"batch": ("dp", "tp")}).seconds <= parallel.compiled.search.cost_seconds
+    assert pinned.what_if({}).seconds == approx(parallel.compiled.search.cost_seconds)
+    assert pinned.what_if({"batch": ("dp", "tp")}).seconds <= parallel.what_if({}).seconds_now
 
 
 def test_a_refusal_is_an_answer(parallel: ParallelModule) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import autopar
-from autopar.errors import ScheduleError
 from autopar.runtime.verify.timeline import Timeline
 from tests.support.models.zoo import gpt2
 
@@ -85,8 +84,13 @@ def test_looking_changes_nothing() -> None:
     assert parallel.step == 0 and all(parameter.grad is None for parameter in parallel.parameters())
 
 
-def test_a_module_without_a_pipeline_is_refused() -> None:
+def test_one_microbatch_through_one_stage_is_a_step_as_any() -> None:
+    """Its backward, which waits for gradients, is run, too."""
     case = gpt2(1)
-    parallel = autopar.compile(case.model, autopar.virtual_mesh(dp=2), backend="eager", example_inputs=case.batch)
-    with pytest.raises(ScheduleError, match="in one go"):
-        parallel.timeline(**case.batch)
+    parallel = autopar.compile(case.model, autopar.virtual_mesh(dp=2), backend="eager", cluster="a100", example_inputs=case.batch)
+    found = parallel.timeline(**case.batch)
+    for rank in (0, 1):
+        assert [event.name for event in found.events if event.rank == rank and event.stream == "compute"] == ["0F0", "0B0"]
+    assert found.predicted is not None and [event.name for event in found.predicted.events][:2] == ["0F0", "0B0"]
+    assert set(found.peak_live_microbatches.values()) == {1}
+    assert all(parameter.grad is None for parameter in parallel.parameters())
