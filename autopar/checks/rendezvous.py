@@ -16,6 +16,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.instructions import Channel, Launch, Pause, Receive, Send, Wait
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import Schedule
+from autopar.ir.turns import take_turns
 
 _BREAK = "\n              "
 
@@ -189,13 +190,7 @@ def _check_end(schedules: Mapping[int, Schedule], tracks: Mapping[int, _Track]) 
                 late.append(member)
         return late
 
-    moved = True
-    while moved:
-        moved = False
-        for rank, track in tracks.items():
-            while at[rank] < len(track.stops) and not missing(track.stops[at[rank]][1]):
-                at[rank] += 1
-                moved = True
+    take_turns({rank: track.stops for rank, track in tracks.items()}, lambda rank, stop: not missing(stop[1]), at)
     stuck = {rank: track.stops[at[rank]] for rank, track in tracks.items() if at[rank] < len(track.stops)}
     if not stuck:
         return

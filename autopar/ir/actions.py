@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from autopar.errors import ScheduleError
+from autopar.ir.turns import take_turns
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -235,21 +236,18 @@ def _columns(schedule: PipelineSchedule) -> tuple[tuple[int, ...], ...] | None:
     ends: dict[Action, int] = {}
     columns: list[list[int]] = [[] for _ in schedule.orders]
     free = [0] * schedule.num_ranks
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(schedule.orders):
-            while len(columns[rank]) < len(order):
-                action = order[len(columns[rank])]
-                wanted = [each for each in needs(action, edges_by_stage.get(action.stage, ()), kinds) if each in known]
-                if not all(each in ends for each in wanted):
-                    break
-                start = max([free[rank], *(ends[each] for each in wanted)])
-                free[rank] = ends[action] = start + _length(action)
-                columns[rank].append(start)
-                moved = True
-    complete = all(len(row) == len(order) for row, order in zip(columns, schedule.orders, strict=True))
-    return tuple(map(tuple, columns)) if complete else None
+
+    def start(rank: int, action: Action) -> bool:
+        wanted = [each for each in needs(action, edges_by_stage.get(action.stage, ()), kinds) if each in known]
+        if not all(each in ends for each in wanted):
+            return False
+        begin = max([free[rank], *(ends[each] for each in wanted)])
+        free[rank] = ends[action] = begin + _length(action)
+        columns[rank].append(begin)
+        return True
+
+    rows = dict(enumerate(schedule.orders))
+    return tuple(map(tuple, columns)) if take_turns(rows, start, dict.fromkeys(rows, 0)) else None
 
 
 def _packed(order: Sequence[Action]) -> tuple[int, ...]:

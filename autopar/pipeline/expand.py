@@ -31,6 +31,7 @@ from autopar.ir.instructions import Instruction, Receive, Run, Send, Wait
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
 from autopar.ir.schedule import Buffer, Schedule, Span
+from autopar.ir.turns import take_turns
 from autopar.pipeline.schedule_program import ScheduleProgram
 
 # Rank and position in its order.
@@ -41,7 +42,7 @@ AXIS = "pp"
 def expand(schedule: PipelineSchedule, edges: Sequence[Edge] | None = None, prefetch: int = 1) -> ScheduleProgram:
     """The instructions of the ranks along `pp`; `edges` says which stage feeds which (by default each the next).
 
-    A faulty schedule is expanded as it stands, faults and all: `check_program` of `autopar.pipeline.check` names them.
+    A faulty schedule is expanded as it stands, faults and all: `schedule_violations` of `autopar.pipeline.check` names them.
     """
     edges = chain(schedule.num_stages) if edges is None else tuple(edges)
     check_edges(edges, schedule.num_stages)
@@ -206,18 +207,17 @@ class _Expansion:
     def _known(self) -> dict[_Position, list[int]]:
         """For each action, how many actions of every rank are certainly over when it starts. Actions caught in a cycle are left out."""
         known: dict[_Position, list[int]] = {}
-        at = [0] * self.schedule.num_ranks
-        moved = True
-        while moved:
-            moved = False
-            for rank, order in enumerate(self.schedule.orders):
-                while at[rank] < len(order):
-                    places = self._needed(order[at[rank]])
-                    if not all(place in known for place in places):
-                        break
-                    known[rank, at[rank]] = self._after(rank, at[rank], places, known)
-                    at[rank] += 1
-                    moved = True
+        rows = dict(enumerate(self.schedule.orders))
+        at = dict.fromkeys(rows, 0)
+
+        def start(rank: int, action: Action) -> bool:
+            places = self._needed(action)
+            if not all(place in known for place in places):
+                return False
+            known[rank, at[rank]] = self._after(rank, at[rank], places, known)
+            return True
+
+        take_turns(rows, start, at)
         return known
 
     def _needed(self, action: Action) -> list[_Position]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.ir.actions import Action
+from autopar.ir.turns import take_turns
 from autopar.pipeline.list_schedule import Objective, OrderingProblem
 
 Orders = tuple[tuple[Action, ...], ...]
@@ -69,16 +70,9 @@ class _Shifts:
     def times(self, orders: Orders) -> _Times:
         """When everything starts and ends."""
         times = _Times({}, {}, {})
-        at = [0] * len(orders)
-        free = [0.0] * len(orders)
-        moved = True
-        while moved:
-            moved = False
-            for rank, order in enumerate(orders):
-                while at[rank] < len(order) and self.place(order[at[rank]], free, rank, times):
-                    at[rank] += 1
-                    moved = True
-        assert all(position == len(order) for position, order in zip(at, orders, strict=True)), "shifting made a cycle"
+        free, rows = [0.0] * len(orders), dict(enumerate(orders))
+        is_over = take_turns(rows, lambda rank, action: self.place(action, free, rank, times), dict.fromkeys(rows, 0))
+        assert is_over, "shifting made a cycle"
         return times
 
     def place(self, action: Action, free: list[float], rank: int, times: _Times) -> bool:

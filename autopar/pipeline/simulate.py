@@ -8,14 +8,15 @@ where transfers are shorter than actions, an action starts at max(rank free, pro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost.schedule_memory import RankMemory
 from autopar.errors import ScheduleError
 from autopar.ir.actions import Action, PipelineSchedule, Reduction
-from autopar.ir.instructions import Channel, Receive, Run, Send, Wait
+from autopar.ir.instructions import Channel, Instruction, Receive, Run, Send, Wait
+from autopar.ir.turns import take_turns
 from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -163,34 +164,26 @@ class _Run:
         self.ended: list[list[float]] = [[] for _ in self.rows]
 
     def finish(self) -> None:
-        """Let every rank run until it blocks, in turn, until all are through. What comes out does not depend on whose turn it is."""
-        rows = [self.rank(rank) for rank in range(len(self.rows))]
-        waiting = set(range(len(rows)))
-        moved = True
-        while waiting and moved:
-            moved = False
-            for rank in sorted(waiting):
-                before = len(self.ended[rank])
-                if next(rows[rank], None) is None:
-                    waiting.discard(rank)
-                moved |= len(self.ended[rank]) > before
-        if waiting:
-            places = ", ".join(f"rank {rank} at {self.rows[rank][len(self.ended[rank])]}" for rank in sorted(waiting))
+        """Let every rank run until it blocks, in turn, until all are through."""
+        rows = dict(enumerate(self.rows))
+        at = dict.fromkeys(rows, 0)
+        if not take_turns(rows, self.step, at):
+            places = ", ".join(f"rank {rank} at {row[at[rank]]}" for rank, row in rows.items() if at[rank] < len(row))
             raise ScheduleError(f"the pipeline never ends, nobody can advance: {places}; check_pipeline says why")
 
-    def rank(self, rank: int) -> Iterator[bool]:
-        """Run one rank; yields whenever it is blocked."""
-        for each in self.rows[rank]:
-            if isinstance(each, Run):
-                self.compute(rank, each)
-            elif isinstance(each, (Send, Receive)):
-                self.launch(rank, each)
-            elif isinstance(each, Wait):
-                place = self.launched.get((rank, each.target))
-                while place is None or not self.complete(*place):
-                    yield True
-                self.now[rank] = _later(self.now[rank], self.ends[place[0]][place[1]])
-            self.ended[rank].append(self.now[rank].seconds)
+    def step(self, rank: int, each: Instruction) -> bool:
+        """Run one instruction; False for a WAIT of which some end is not launched yet."""
+        if isinstance(each, Run):
+            self.compute(rank, each)
+        elif isinstance(each, (Send, Receive)):
+            self.launch(rank, each)
+        elif isinstance(each, Wait):
+            place = self.launched.get((rank, each.target))
+            if place is None or not self.complete(*place):
+                return False
+            self.now[rank] = _later(self.now[rank], self.ends[place[0]][place[1]])
+        self.ended[rank].append(self.now[rank].seconds)
+        return True
 
     def compute(self, rank: int, each: Run) -> None:
         """Actions run one after another; a reduction runs beside them, after those before it."""
