@@ -1,26 +1,22 @@
 """The check: after every pass, always on. All violations are collected; the printed program is attached.
 
 Values are recomputed from operands, shardings compared along every edge, collectives matched with what is
-unreduced. `check_program`, `check_sharding`, `check_local` and `check_schedule` list the invariants of each part.
+unreduced. `check_program`, `check_shardings`, `check_local` and `check_schedule` list the invariants of each part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.checks.local import check_local
 from autopar.checks.program import Values, check_program
-from autopar.checks.schedule import check_schedule
 from autopar.checks.sharding import check_shardings
 from autopar.checks.violation import Violation, report
 from autopar.driver.compiled import PassRun, SchedulePassRun
 from autopar.errors import CheckError, ScheduleError
-from autopar.ir.mesh import Mesh
 from autopar.ir.printing import print_program
 from autopar.ir.program import Form, Program
-from autopar.ir.schedule import Schedule
-from autopar.pipeline.check import check_program as check_schedule_so_far
+from autopar.pipeline.check import schedule_violations
 from autopar.pipeline.schedule_program import ScheduleProgram
 
 
@@ -78,25 +74,15 @@ def _marks(program: Program) -> tuple[int, ...]:
     return tuple(found)
 
 
-def check_schedules(schedules: Mapping[int, Schedule] | Sequence[Schedule], mesh: Mesh, title: str = "") -> None:
-    """Raise `ScheduleError` naming everything that would go wrong when the ranks of `mesh` run `schedules`, one for each."""
-    by_rank = schedules if isinstance(schedules, Mapping) else dict(enumerate(schedules))
-    _refuse(check_schedule(by_rank, mesh), by_rank, mesh, title)
-
-
 def check_schedule_program(program: ScheduleProgram, title: str = "") -> None:
-    """Raise `ScheduleError` naming everything that would go wrong with what is written of a schedule so far."""
-    schedules = {rank: program.schedule_of(rank) for rank in range(program.mesh.size)}
-    _refuse(check_schedule_so_far(program), schedules, program.mesh, title)
+    """Raise `ScheduleError` naming everything that would go wrong with what is written of a schedule so far.
 
-
-def _refuse(found: Sequence[Violation], schedules: Mapping[int, Schedule], mesh: Mesh, title: str) -> None:
-    """Raise with the schedule that the first violation is about attached, its lines numbered as errors number them."""
+    The schedule that the first violation is about is attached, its lines numbered as errors number them.
+    """
+    found = schedule_violations(program)
     if found:
-        error = ScheduleError(report(found, f"schedule on {mesh}{title and f', {title}'}"))
-        about = [rank for violation in found for rank, _ in violation.instructions if rank in schedules]
-        shown = next(iter(about), min(schedules, default=None))
-        if shown is not None:
-            lines = [f"{number:5}  {line}" for number, line in enumerate(str(schedules[shown]).splitlines())]
-            error.add_note("\n".join([f"rank {shown}", *lines]))
+        error = ScheduleError(report(found, f"schedule on {program.mesh}{title and f', {title}'}"))
+        shown = next((rank for violation in found for rank, _ in violation.instructions if rank < program.mesh.size), 0)
+        lines = [f"{number:5}  {each}" for number, each in enumerate(program.schedule_of(shown).instructions)]
+        error.add_note("\n".join([f"rank {shown}", *lines]))
         raise error

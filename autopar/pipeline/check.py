@@ -46,7 +46,7 @@ def check_pipeline(
     if edges is None and cost is not None:
         edges = tuple(cost.edges)
     program = expand(pipeline, edges) if isinstance(pipeline, PipelineSchedule) else pipeline
-    found = check_program(program, cost, budget_bytes)
+    found = schedule_violations(program, cost, budget_bytes)
     if found:
         error = ScheduleError(report(found, f"pipeline {program.order.name}"))
         error.add_note(marked_grid(program, found))
@@ -54,7 +54,7 @@ def check_pipeline(
     return program
 
 
-def check_program(program: ScheduleProgram, cost: PipelineCost | None = None, budget_bytes: Limit = None) -> list[Violation]:
+def schedule_violations(program: ScheduleProgram, cost: PipelineCost | None = None, budget_bytes: Limit = None) -> list[Violation]:
     """Every violation in the instructions of all ranks, of a grid or of a program that a pass has written.
 
     Until the program is executable nothing is said of buffers that stay, nor of results as long as they have no places.

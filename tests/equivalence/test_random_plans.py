@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from autopar.checks.checker import Checker, check_schedules
+from autopar.checks.checker import Checker
 from autopar.compiler import Options, default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.compiled import Compiled
@@ -37,7 +37,7 @@ from tests.support.programs import (
     run_forward,
     run_schedule,
 )
-from tests.support.schedules import scheduled
+from tests.support.schedules import check_schedules, scheduled
 
 MESHES = (virtual_mesh(dp=2, tp=2), virtual_mesh(dp=2, tp=2), virtual_mesh(tp=4), virtual_mesh(dp=4), virtual_mesh(dp=2, tp=4))
 NUM_ALL = 50

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, symbolic_trace
 
+from autopar.checks.schedule import check_schedule
+from autopar.checks.violation import report
 from autopar.compiler import default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.compiled import Compiled
 from autopar.driver.manager import run_passes
 from autopar.driver.options import Options
+from autopar.errors import ScheduleError
 from autopar.ir.actions import SINGLE
 from autopar.ir.instructions import parse
 from autopar.ir.lifetimes import touched
@@ -52,6 +55,13 @@ def retyped(schedule: Schedule, types: Mapping[str, TensorType]) -> Schedule:
 def whole(mesh: Mesh, *schedules: Schedule) -> ScheduleProgram:
     """What the ranks at each place along `pp` execute, as a program."""
     return ScheduleProgram(mesh.ranks, SINGLE, schedules, is_executable=True)
+
+
+def check_schedules(schedules: Sequence[Schedule], mesh: Mesh) -> None:
+    """Raise `ScheduleError` naming everything that would go wrong when the ranks of `mesh` run `schedules`, one for each."""
+    found = check_schedule(dict(enumerate(schedules)), mesh)
+    if found:
+        raise ScheduleError(report(found, f"schedule on {mesh}"))
 
 
 def scheduled(local: Program, device: str = "cpu", joins: bool = True) -> ScheduleProgram:

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from autopar.checks.checker import check_schedules
 from autopar.checks.schedule import check_schedule
 from autopar.checks.violation import Violation
 from autopar.errors import ScheduleError
@@ -18,7 +17,7 @@ from autopar.ir.schedule import Schedule
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
-from tests.support.schedules import buffers_of
+from tests.support.schedules import buffers_of, check_schedules
 from tests.support.stage_schedules import FIRST, LAST, LAYOUT, MESH, edited, first, last
 
 PAIR = Mesh((("pp", 2),))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.checks.checker import check_schedules
 from autopar.driver.manager import run_passes
 from autopar.frontend.capture import capture
 from autopar.ir.collectives import LAUNCHES, is_launch, wait
@@ -29,7 +28,7 @@ from autopar.testing.random_shardings import RandomShardings
 from tests.support.captures import kept_capture
 from tests.support.models.zoo import gpt2
 from tests.support.programs import FORWARD_PASSES, global_program, random_local
-from tests.support.schedules import scheduled
+from tests.support.schedules import check_schedules, scheduled
 
 aten = torch.ops.aten
 

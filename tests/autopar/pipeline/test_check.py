@@ -9,7 +9,7 @@ import pytest
 from autopar.errors import ScheduleError
 from autopar.ir.actions import Edge, parse_schedule
 from autopar.ir.instructions import Instruction, Send, Wait
-from autopar.pipeline.check import check_pipeline, check_program
+from autopar.pipeline.check import check_pipeline, schedule_violations
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.marks import marked_grid
@@ -118,7 +118,7 @@ def test_names_a_cycle_that_only_rendezvous_shows(name: str, num_ranks: int) -> 
     """Blocking sends and receives launched when needed: buffered sends would run it, rendezvous does not."""
     program = blocking(expand(GENERATORS[name](num_ranks, 5), prefetch=0))
     assert Machine(program, is_eager=True).run() and not Machine(program).run()
-    (fault,) = check_program(program)
+    (fault,) = schedule_violations(program)
     assert fault.what == "deadlock: nobody can advance"
     assert "no cycle of waits, and not rank" in fault.expected and "→" in fault.expected
     assert all(f"rank {rank}, instruction {number}: WAIT " in fault.got for rank, number in fault.instructions)
@@ -186,12 +186,12 @@ def mutated(program: ScheduleProgram, draw: random.Random) -> ScheduleProgram:
 @pytest.mark.parametrize("program", [PLAIN, HALVED, CHUNKED, V, SKIP, expand(gpipe(2, 3))], ids=lambda program: program.order.name)
 def test_what_passes_runs_and_what_does_not_run_is_refused(program: ScheduleProgram) -> None:
     """Random edits, judged by a machine that knows nothing of the check."""
-    assert Machine(program).run() and not check_program(program)
+    assert Machine(program).run() and not schedule_violations(program)
     draw = random.Random(0)
     passed = refused = 0
     for _ in range(250):
         edit = mutated(program, draw)
-        found = check_program(edit)
+        found = schedule_violations(edit)
         assert found or Machine(edit).run(), str(edit)
         passed, refused = passed + (not found), refused + bool(found)
     assert passed > 10 and refused > 100
@@ -209,7 +209,7 @@ def test_memory_over_budget_names_the_first_instruction_over() -> None:
 
 def test_what_follows_from_a_fault_at_the_same_instruction_is_not_told_as_well() -> None:
     """An action that runs twice also writes its buffers twice, and is read by nobody."""
-    found = check_program(edited(PLAIN, 1, "twice RUN 1F2"))
+    found = schedule_violations(edited(PLAIN, 1, "twice RUN 1F2"))
     assert [each.what for each in found] == ["1F2 runs twice"]
 
 
@@ -225,6 +225,6 @@ def test_returns_the_instructions_that_it_proved() -> None:
 
 def test_the_grid_marks_the_place() -> None:
     program = edited(PLAIN, 1, "drop WAIT 0F1>1")
-    lines = marked_grid(program, check_program(program)).splitlines()
+    lines = marked_grid(program, schedule_violations(program)).splitlines()
     row, mark = lines[2], lines[3]
     assert row[mark.index("^") : mark.index("^") + 3] == "1F1" and "ERROR 1" in mark

@@ -8,7 +8,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.actions import Action, Edge, PipelineSchedule, Reduction, Transfer
 from autopar.ir.instructions import Run, Send, Wait, parse
 from autopar.ir.schedule import Buffer, Span
-from autopar.pipeline.check import check_program
+from autopar.pipeline.check import schedule_violations
 from autopar.pipeline.expand import expand, receives_of, run_of, sends_of, stage_edges
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.schedules import GENERATORS, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_v
@@ -95,7 +95,7 @@ def test_receives_follow_the_senders_order() -> None:
     second = tuple(Action(1, kind, each) for each in (1, 0) for kind in ("F", "B"))
     program = expand(PipelineSchedule("crossed", (0, 1), 2, (first, second)))
     assert text(program, 1)[:4] == ["RECV 0F0>1 pp=0", "RECV 0F1>1 pp=0", "WAIT 0F1>1", "RUN 1F1"]
-    assert not check_program(program) and Machine(program).run()
+    assert not schedule_violations(program) and Machine(program).run()
 
 
 def test_prefetch_says_how_early_receives_are_launched() -> None:
@@ -110,7 +110,7 @@ def test_skips_and_edges_without_gradient() -> None:
     program = expand(one_forward_one_backward(3, 4), edges)
     assert "SEND 0F1>2 pp=2" in text(program, 0) and "RECV 0F1>2 pp=0" in text(program, 2)
     assert not [each for each in text(program, 2) if each.startswith("SEND 2B") and ">0" in each]
-    assert not check_program(program) and Machine(program).run()
+    assert not schedule_violations(program) and Machine(program).run()
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))

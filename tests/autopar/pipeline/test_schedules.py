@@ -6,7 +6,7 @@ import pytest
 
 from autopar.errors import ScheduleError
 from autopar.ir.actions import PipelineSchedule
-from autopar.pipeline.check import check_program
+from autopar.pipeline.check import schedule_violations
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedules import GENERATORS, generate, gpipe, interleaved, one_forward_one_backward, zb_h1, zb_h2, zb_v
@@ -113,7 +113,7 @@ def test_the_papers_rates_follow_from_its_times(run: Run) -> None:
 def violations(num_ranks: int, num_microbatches: int, max_chunks: int) -> list[str]:
     schedules = [generator(num_ranks, num_microbatches) for generator in GENERATORS.values()]
     schedules += [interleaved(num_ranks, num_microbatches, chunks) for chunks in range(1, max_chunks + 1)]
-    return [f"{each.name} {num_ranks} {num_microbatches}: {fault}" for each in schedules for fault in check_program(expand(each))]
+    return [f"{each.name} {num_ranks} {num_microbatches}: {fault}" for each in schedules for fault in schedule_violations(expand(each))]
 
 
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(1, 1), (2, 7), (3, 1), (4, 4), (4, 9), (5, 3), (8, 5), (8, 17)])

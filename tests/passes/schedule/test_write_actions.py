@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.checks.checker import check_schedules
 from autopar.cost.schedule_memory import schedule_memory
 from autopar.errors import ScheduleError
 from autopar.ir.actions import PipelineSchedule
@@ -19,7 +18,7 @@ from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedules import GENERATORS, generate
 from tests.support.programs import PP2, passed
-from tests.support.schedules import scheduled
+from tests.support.schedules import check_schedules, scheduled
 
 
 class Chain(nn.Module):
