@@ -29,7 +29,7 @@ from autopar.ir.program import operands, results_of
 from autopar.ir.reshard import Move, ReshardStep, moves, reachable
 from autopar.ir.sharding import Dims, Sharding, Strategy, flat
 from autopar.ops.atoms import operand_result
-from autopar.ops.lookup import rule_of
+from autopar.ops.lookup import registered_rule, rule_of
 
 # Ops that describe memory anew and move none of it.
 _VIEWS = frozenset(
@@ -96,6 +96,16 @@ class CostModel:
         rule = rule_of(node)
         flops = rule.flops / strategy.num_shards if rule else 0.0
         seconds = self.compute_seconds(flops, _dtype_of(node)) + self.memory_seconds(num_bytes)
+        return Cost(seconds + self.cluster.device.launch_seconds)
+
+    def local(self, node: Node) -> Cost:
+        """A call of a LOCAL graph, or of a fragment of one, as it stands: its values have local shapes. As `node` in formula."""
+        values = {operand: value for operand in node.all_input_nodes for value in results_of(operand)[:1]}
+        total = float(sum(value.nbytes for value in (*values.values(), *results_of(node)) if value is not None))
+        if is_view(node):
+            return Cost(_VIEW_SHARE * self.memory_seconds(total))
+        rule = registered_rule(node)  # of a contraction; what has none has no FLOPs that count
+        seconds = self.compute_seconds(rule.flops if rule else 0.0, _dtype_of(node)) + self.memory_seconds(total)
         return Cost(seconds + self.cluster.device.launch_seconds)
 
     def traffic_bytes(self, node: Node, strategy: Strategy) -> float:

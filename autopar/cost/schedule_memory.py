@@ -7,7 +7,6 @@ way is not, nor is what an optimizer holds.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +17,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._torch import fake_mode
-from autopar.errors import ScheduleError
 from autopar.ir.actions import parse_action
 from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Wait
 from autopar.ir.lifetimes import touched
-from autopar.ir.schedule import Fragment, Schedule, TensorType
+from autopar.ir.schedule import Fragment, Schedule
 
 # By result of a fragment: the first of its inputs and results that lies in the same memory, and the bytes of that.
 _Places = tuple[tuple[int, int], ...]
@@ -81,19 +79,8 @@ def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iter
     `groups` are instructions that count as one step, those of the schedule with what frees its buffers (`autopar.ir.lifetimes`); by
     default each is a step of its own.
     """
-    walk = _Walk(schedule, sizes or Sizes(_typed(schedule)))
+    walk = _Walk(schedule, sizes or Sizes(schedule.bytes_of))
     return walk.run(((each,) for each in schedule.instructions) if groups is None else groups)
-
-
-def _typed(schedule: Schedule) -> Callable[[str], int]:
-    def size_of(name: str) -> int:
-        tensor_type: TensorType | None = schedule.type_of(name)
-        if tensor_type is None:
-            raise ScheduleError(f"nothing is known of the size of buffer {name!r}")
-        shape, dtype = tensor_type
-        return math.prod(shape) * dtype.itemsize
-
-    return size_of
 
 
 @dataclass

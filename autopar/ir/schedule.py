@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch.fx import GraphModule
 
+from autopar.errors import ScheduleError
 from autopar.ir.instructions import Channel, Instruction, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output, Signature
@@ -89,6 +91,13 @@ class Schedule:
     def type_of(self, name: str) -> TensorType | None:
         """Shape and dtype of a buffer, None where nothing says."""
         return self.buffers[name].type if name in self.buffers else None
+
+    def bytes_of(self, name: str) -> int:
+        """Of a buffer on one rank. Raises `ScheduleError` where nothing says how large it is."""
+        layout = self.type_of(name)
+        if layout is None:
+            raise ScheduleError(f"nothing is known of the size of buffer {name!r}")
+        return math.prod(layout[0]) * layout[1].itemsize
 
     def microbatch_of(self, name: str) -> int:
         """The microbatch that a buffer belongs to; 0 for what there is one of in a step."""

@@ -17,10 +17,15 @@ from autopar.ops.rule import RULES, TAG_RULES, Rule, RuleFunction
 from autopar.ops.rules.ours import rule_of_ours
 
 
+def registered_rule(node: Node) -> Rule | None:
+    """The rule of `node` where one is registered; nothing is run to find one."""
+    function = RULES.get(node.target) or RULES.get(str(node.target)) or _tag_rule(node.target)
+    return function(node) if function else rule_of_ours(node)
+
+
 def rule_of(node: Node) -> Rule | None:
     """The rule of `node`: registered, or inferred. None for an op without one (it runs replicated, and `summary()` names it)."""
-    function = RULES.get(node.target) or RULES.get(str(node.target)) or _tag_rule(node.target)
-    found = function(node) if function else rule_of_ours(node)
+    found = registered_rule(node)
     if found is None:
         found = infer(node)
     if found is None:

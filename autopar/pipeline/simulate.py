@@ -1,8 +1,10 @@
-"""A pipeline's step on paper: when everything starts and ends, how long ranks idle, what is held when, what it all waits for.
+"""A step on paper: when everything starts and ends, how long ranks idle, what is held when, what it all waits for.
 
-Each rank has a compute stream, and each directed pair of ranks a communication stream. A transfer starts once both ends have
-launched it and the one before it on its channel is over; a WAIT lasts until the transfer's end; launches take no time. So,
-where transfers are shorter than actions, an action starts at max(rank free, producer's end + communication).
+A grid of whole actions and a finished program are run alike: one of the ranks at each place along `pp`, which all do the same at the
+same time. It has a compute stream, and one for the collectives over each set of axes; each directed pair of places has a communication
+stream. A transfer starts once both ends have launched it and the one before it on its channel is over, a collective once those before
+it on its axes are; a WAIT lasts until its end; launches take no time. So, where transfers are shorter than actions, an action starts
+at max(rank free, producer's end + communication).
 """
 
 from __future__ import annotations
@@ -12,24 +14,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost.schedule_memory import RankMemory
+from autopar.cost.schedule_memory import RankMemory, schedule_memory
 from autopar.errors import ScheduleError
 from autopar.ir.actions import Action, PipelineSchedule, Reduction
-from autopar.ir.instructions import Channel, Instruction, Receive, Run, Send, Wait
+from autopar.ir.instructions import Channel, Instruction, Launch, Receive, Run, Send, Wait
 from autopar.ir.turns import take_turns
 from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedule_program import ScheduleProgram
 
-# What a RUN takes, and what goes from a SEND to its end.
-Seconds = Callable[[Run | Send], float]
+# What a RUN takes, and what goes from a SEND or LAUNCH to its end.
+Seconds = Callable[[Run | Send | Launch], float]
 # So much of each end of the critical path is printed.
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took time: an action on the stream "compute", a transfer on the sender's "to rank N", a reduction on "reduce"."""
+    """Something that took time: an action or a fragment on the stream "compute", a transfer on the sender's "to rank N", a collective on
+    that of its axes, "dp,tp", the reduction of a grid on "reduce"."""
 
     rank: int
     stream: str
@@ -114,18 +117,24 @@ class Simulation:
         return "\n".join([*lines, f"critical path: {' '.join(names)}"])
 
 
-def simulate(pipeline: PipelineSchedule | ScheduleProgram, cost: PipelineCost) -> Simulation:
-    """Run `pipeline` on paper. Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why."""
-    program = expand(pipeline, tuple(cost.edges)) if isinstance(pipeline, PipelineSchedule) else pipeline
-    run = _Run(program, grid_seconds(program, cost))
+def simulate(pipeline: PipelineSchedule | ScheduleProgram, prices: PipelineCost | Seconds) -> Simulation:
+    """Run `pipeline` on paper: a grid at the prices of its stages, a program that is written out at those of its instructions
+    (`autopar.pipeline.fragment_prices`). Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why."""
+    if isinstance(prices, PipelineCost):
+        program = expand(pipeline, tuple(prices.edges)) if isinstance(pipeline, PipelineSchedule) else pipeline
+        run, memory = _Run(program, grid_seconds(program, prices)), grid_memory(program, prices)
+    else:
+        program = expand(pipeline) if isinstance(pipeline, PipelineSchedule) else pipeline
+        run, memory = _Run(program, prices), tuple(map(schedule_memory, program.places))
     run.finish()
-    return Simulation(tuple(run.events), grid_memory(program, cost), tuple(map(tuple, run.ended)))
+    return Simulation(tuple(run.events), memory, tuple(map(tuple, run.ended)))
 
 
 def grid_seconds(program: ScheduleProgram, cost: PipelineCost) -> Seconds:
     """The price of each instruction of a grid: of actions and reductions those of their stages, of a SEND that of its edge."""
 
-    def seconds(instruction: Run | Send) -> float:
+    def seconds(instruction: Run | Send | Launch) -> float:
+        assert not isinstance(instruction, Launch), "stages of a grid have no collectives of their own"
         if isinstance(instruction, Send):
             return cost.transfer(program.transfers[instruction.transfer]).seconds
         action = program.actions[instruction.fragment]
@@ -156,6 +165,9 @@ class _Run:
     ends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
     # By rank and transfer.
     launched: dict[tuple[int, str], tuple[Channel, int]] = field(default_factory=dict[tuple[int, str], tuple[Channel, int]])
+    # By rank and collective, and by rank and axes the last one's, when it is over.
+    collectives: dict[tuple[int, str], _Stamp] = field(default_factory=dict[tuple[int, str], _Stamp])
+    streams: dict[tuple[int, str], _Stamp] = field(default_factory=dict[tuple[int, str], _Stamp])
 
     def __post_init__(self) -> None:
         self.rows = [schedule.instructions for schedule in self.program.places]
@@ -177,11 +189,13 @@ class _Run:
             self.compute(rank, each)
         elif isinstance(each, (Send, Receive)):
             self.launch(rank, each)
+        elif isinstance(each, Launch):
+            self.collect(rank, each)
         elif isinstance(each, Wait):
-            place = self.launched.get((rank, each.target))
-            if place is None or not self.complete(*place):
+            end = self.end_of(rank, each.target)
+            if end is None:
                 return False
-            self.now[rank] = _later(self.now[rank], self.ends[place[0]][place[1]])
+            self.now[rank] = _later(self.now[rank], end)
         self.ended[rank].append(self.now[rank].seconds)
         return True
 
@@ -201,6 +215,21 @@ class _Run:
         row.append(self.now[rank])
         if is_send:
             self.sent[channel].append(each)
+
+    def collect(self, rank: int, each: Launch) -> None:
+        """A collective among ranks at one place along `pp`, which launch it together."""
+        if "pp" in each.axes:
+            raise ScheduleError(f"{each}: a collective along pp has ranks that do not launch it together, and is not simulated")
+        stream = ",".join(each.axes)
+        begin = _later(self.now[rank], self.streams.get((rank, stream), _Stamp()))
+        self.streams[rank, stream] = self.collectives[rank, each.name] = self.event(rank, stream, each.name, begin, self.seconds(each))
+
+    def end_of(self, rank: int, target: str) -> _Stamp | None:
+        """When what a rank launched under a name is over; None while some end of it is not launched."""
+        if (rank, target) in self.collectives:
+            return self.collectives[rank, target]
+        place = self.launched.get((rank, target))
+        return self.ends[place[0]][place[1]] if place is not None and self.complete(*place) else None
 
     def complete(self, channel: Channel, number: int) -> bool:
         """Whether the `number`-th transfer of `channel` has met; those before it go first."""

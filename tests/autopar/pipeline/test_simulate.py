@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+from autopar._torch import fake_mode
 from autopar.errors import ScheduleError
 from autopar.ir.actions import Edge, PipelineSchedule, chain, parse_schedule
-from autopar.ir.instructions import Run, Send
+from autopar.ir.instructions import Launch, Run, Send
+from autopar.ir.mesh import Mesh
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedules import GENERATORS, gpipe, one_forward_one_backward, zb_h1
 from autopar.pipeline.simulate import Simulation, grid_seconds, simulate
+from tests.support.schedules import fragment, retyped, schedule_of, whole
 
 
 def starts(simulation: Simulation, rank: int) -> dict[str, float]:
@@ -115,3 +119,48 @@ def test_a_schedule_that_never_ends_is_refused() -> None:
     stuck = parse_schedule("pipeline x: 1 microbatch, stages on ranks 0 1\nrank 0 | 0B0 0F0\nrank 1 | 1F0 1B0")
     with pytest.raises(ScheduleError, match=r"nobody can advance: rank 0 at WAIT 1B0>0, rank 1 at WAIT 0F0>1; check_pipeline"):
         simulate(stuck, PipelineCost.uniform(2))
+
+
+# What each fragment, collective and transfer of the programs below takes.
+TAKES = {"f": 1.0, "g": 1.0, "h": 1.0, "all_reduce": 2.5, "t": 4.0}
+
+
+def written(*texts: str, axes: tuple[tuple[str, int], ...] = (("dp", 2),)) -> Simulation:
+    names = dict.fromkeys("xyabcdrst", ((2,), torch.float32))
+    schedules = [retyped(schedule_of(text, "x"), names) for text in texts]
+    fragments = {name: fragment(name, lambda x: (x + 1,)) for name in "fgh"}
+    buffers = {name: buffer for schedule in schedules for name, buffer in schedule.buffers.items()}
+    for each in fragments.values():
+        with fake_mode():
+            next(iter(each.module.graph.nodes)).meta["val"] = torch.empty(2)
+    program = whole(Mesh(axes), *schedules).with_places(schedules, fragments=fragments, buffers=buffers)
+
+    def seconds(each: Run | Send | Launch) -> float:
+        return TAKES[each.fragment if isinstance(each, Run) else each.transfer if isinstance(each, Send) else each.collective]
+
+    return simulate(program, seconds)
+
+
+def test_a_collective_is_hidden_by_what_runs_until_its_wait() -> None:
+    text = "RUN f (x) -> (a)\nLAUNCH all_reduce sum dp (a) -> r\n{}WAIT r\nRUN h (r) -> (b)"
+    alone, hidden = written(text.format("")), written(text.format("RUN g (a) -> (c)\nRUN g (c) -> (d)\n"))
+    assert alone.step_seconds == 4.5 and alone.instruction_seconds == ((1.0, 1.0, 3.5, 4.5),)
+    assert hidden.step_seconds == 4.5 and hidden.instruction_seconds == ((1.0, 1.0, 2.0, 3.0, 3.5, 4.5),), "half a second is exposed"
+    assert hidden.busy_seconds == (4.0,) and [event.stream for event in hidden.events] == ["compute", "dp", *["compute"] * 3]
+    assert [event.name for event in hidden.critical_path] == ["f", "r", "h"]
+
+
+def test_collectives_over_the_same_axes_follow_each_other_and_others_do_not_wait() -> None:
+    text = "LAUNCH all_reduce sum dp (x) -> a\nLAUNCH all_reduce sum dp (x) -> b\nLAUNCH all_reduce sum tp (x) -> c\nWAIT c\nWAIT a\nWAIT b"
+    assert written(text, axes=(("dp", 2), ("tp", 2))).instruction_seconds == ((0.0, 0.0, 0.0, 2.5, 2.5, 5.0),)
+
+
+def test_a_finished_program_has_transfers_and_the_memory_of_its_buffers() -> None:
+    found = written("RUN f (x) -> (a)\nSEND t pp=1 (a)\nWAIT t\nFREE a", "RECV t pp=0 (y)\nWAIT t\nRUN g (y) -> (b)", axes=(("pp", 2),))
+    assert found.instruction_seconds == ((1.0, 1.0, 5.0, 5.0), (0.0, 5.0, 6.0))
+    assert found.peak_bytes == (16, 24)
+
+
+def test_a_collective_between_places_is_not_simulated() -> None:
+    with pytest.raises(ScheduleError, match="a collective along pp"):
+        written(*["LAUNCH all_reduce sum pp (x) -> a\nWAIT a"] * 2, axes=(("pp", 2),))

@@ -1,0 +1,37 @@
+"""What the instructions of a program that is written out take: a clock for passes on the schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from autopar.cost.model import CostModel
+from autopar.ir.instructions import Launch, Run, Send
+from autopar.ir.mesh import MICROBATCHES
+from autopar.pipeline.schedule_program import ScheduleProgram
+from autopar.pipeline.simulate import Seconds
+
+
+def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:
+    """The price of each instruction of `program`: of a RUN those of its fragment's calls, of a SEND and a LAUNCH that of their bytes.
+
+    By the formulas that priced the grid, on local shapes and devices of equal speed. ADD and FREE take no time, nor does what
+    joins microbatches: they run on one rank. Raises `ScheduleError` for a buffer of unknown size.
+    """
+    latency, seconds_per_byte = cost.send()
+    schedule = program.places[0]  # all share one table of fragments and one of buffers
+
+    @cache
+    def of_fragment(name: str) -> float:
+        nodes = program.fragments[name].module.graph.nodes
+        return sum(cost.local(node).seconds for node in nodes if node.op == "call_function")
+
+    def seconds(instruction: Run | Send | Launch) -> float:
+        if isinstance(instruction, Run):
+            return of_fragment(instruction.fragment)
+        if isinstance(instruction, Send):
+            return latency * len(instruction.buffers) + seconds_per_byte * sum(map(schedule.bytes_of, instruction.buffers))
+        axes = tuple(axis for axis in instruction.axes if axis != MICROBATCHES)
+        given, left = (float(sum(map(schedule.bytes_of, names))) for names in (instruction.sources, instruction.targets))
+        return cost.collective(instruction.collective, axes, given, left).seconds if axes else 0.0
+
+    return seconds
