@@ -201,6 +201,13 @@ def test_private_torch_api_stays_in_the_adapters() -> None:
     assert not found, "\n".join(found)
 
 
+def test_every_pass_has_a_test_file() -> None:
+    passes = [path for path in sources("passes") if path.parent.name in ("forward", "global_", "local", "schedule")]
+    names = [(name_of(path), name_of(path.parent), path.name) for path in passes if path.name != "__init__.py"]
+    missing = [name for name, folder, file in names if not (ROOT / "tests" / folder / f"test_{file}").exists()]
+    assert len(names) > 40 and not missing, "\n".join(missing)
+
+
 def test_no_file_is_too_long() -> None:
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in everything()}
     long = {name: length for name, length in lengths.items() if length > MAX_LINES}

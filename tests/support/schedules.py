@@ -26,6 +26,7 @@ from autopar.ir.program import Form, Input, Output, Program, Signature
 from autopar.ir.schedule import Buffer, Fragment, Schedule, TensorType
 from autopar.ir.sharding import Dims, Sharding
 from autopar.passes.schedule.bucket_collectives import BucketCollectives
+from autopar.passes.schedule.free_buffers import FreeBuffers
 from autopar.passes.schedule.order_actions import OrderActions
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.runtime._torch import flatten
@@ -64,11 +65,11 @@ def check_schedules(schedules: Sequence[Schedule], mesh: Mesh) -> None:
         raise ScheduleError(report(found, f"schedule on {mesh}"))
 
 
-def scheduled(local: Program, device: str = "cpu", joins: bool = True) -> ScheduleProgram:
-    """What ranks execute of a LOCAL program; with `joins` collectives go together where they can."""
+def scheduled(local: Program, device: str = "cpu", joins: bool = True, last: type = FreeBuffers) -> ScheduleProgram:
+    """What ranks execute of a LOCAL program after the pass `last`; with `joins` collectives go together where they can."""
     passes = default_passes(Options(Cluster.ideal(), device=device), training=True)
-    first = next(number for number, each in enumerate(passes) if isinstance(each, OrderActions))
-    return run_passes(local, [each for each in passes[first:] if joins or not isinstance(each, BucketCollectives)])
+    first, end = (next(number for number, each in enumerate(passes) if isinstance(each, kind)) for kind in (OrderActions, last))
+    return run_passes(local, [each for each in passes[first : end + 1] if joins or not isinstance(each, BucketCollectives)])
 
 
 def schedule_of(

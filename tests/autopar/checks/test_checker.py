@@ -10,7 +10,6 @@ from functools import cache
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.fx import Graph
 
 import autopar.checks.checker
@@ -31,6 +30,7 @@ from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import Sharding, Strategy
 from autopar.pipeline.schedule_program import ScheduleProgram
 from tests.support.faults.programs import PRODUCT, WHOLE, local, messages, sharded
+from tests.support.models.chain import Chain
 from tests.support.programs import passed
 
 aten = torch.ops.aten
@@ -297,20 +297,6 @@ def test_check_collects_all_and_attaches_the_program() -> None:
 
 
 # --- schedules, after every pass that writes one ---
-
-
-class Chain(nn.Module):
-    """Layers, of which the last reads what the first made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = torch.tanh(self.layers[0](x))
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return (x * first).square().sum()
 
 
 @dataclass(frozen=True)

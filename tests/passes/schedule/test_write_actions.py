@@ -5,40 +5,17 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from autopar.cost.schedule_memory import schedule_memory
-from autopar.errors import ScheduleError
-from autopar.ir.actions import PipelineSchedule
-from autopar.ir.instructions import Add, Free, Launch, Receive, Run, Send
+from autopar.ir.instructions import Add, Free, Receive, Run, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedules import GENERATORS, generate
-from tests.support.programs import PP2, passed
-from tests.support.schedules import check_schedules, scheduled
-
-
-class Chain(nn.Module):
-    """Layers, of which the last reads what the first made; batch norm behind the first two where `norm` is given."""
-
-    def __init__(self, num_layers: int = 5, norm: bool = False) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
-        self.norms = nn.ModuleList(nn.BatchNorm1d(4) if norm else nn.Identity() for _ in range(num_layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = torch.tanh(self.layers[0](x))
-        for layer, norm in zip(self.layers[1:], self.norms, strict=False):
-            x = norm(torch.tanh(layer(x)))
-        return (x * first).square().sum()
-
-
-def schedules(order: PipelineSchedule, mesh: Mesh = PP2, model: nn.Module | None = None) -> tuple[Schedule, ...]:
-    program = passed(model or Chain(), (torch.randn(8, 4),), None, mesh, order.num_microbatches, order)
-    return scheduled(program).places
+from tests.support.models.chain import Chain, schedules
+from tests.support.programs import PP2
+from tests.support.schedules import check_schedules
 
 
 def transfers(schedule: Schedule, kind: type[Send] | type[Receive]) -> list[Send | Receive]:
@@ -87,17 +64,6 @@ def test_a_value_that_two_stages_of_a_rank_read_is_sent_there_once(name: str) ->
         assert arrived and max(arrived.values()) == 1
 
 
-@pytest.mark.parametrize("name", GENERATORS)
-def test_the_actions_run_in_the_order_that_was_asked_for(name: str) -> None:
-    order = generate(name, 2, 4)
-    for schedule, row in zip(schedules(order), order.orders, strict=True):
-        assert [each.action for each in schedule.spans] == [str(action) for action in row]
-        for span in schedule.spans:
-            inside = [each for each in schedule.instructions[span.begin : span.end] if isinstance(each, Run)]
-            numbers = {name.partition("@")[2] for each in inside for name in each.outputs}
-            assert numbers <= {span.action[2:]} | {""}, f"{span.action} computes values of microbatches {numbers}"
-
-
 def test_each_rank_has_the_inputs_and_gradients_of_its_stage() -> None:
     first, last = schedules(generate("1f1b", 2, 4))
     names = [{item.name for item in each.signature.inputs_of("parameter")} for each in (first, last)]
@@ -117,45 +83,8 @@ def test_gradients_are_added_up_and_each_microbatchs_are_freed() -> None:
     assert {each.source for each in added} <= freed
 
 
-def test_gradients_are_reduced_once_a_step() -> None:
-    for schedule in schedules(generate("1f1b", 2, 4), Mesh((("pp", 2), ("dp", 2)))):
-        launched = [name for each in schedule.instructions if isinstance(each, Launch) for name in each.sources]
-        assert launched and all(name.endswith(".sum") for name in launched)
-
-
 def test_every_rank_gets_the_buffers_that_the_last_microbatch_leaves() -> None:
     for schedule in schedules(generate("1f1b", 2, 4), model=Chain(norm=True)):
         buffers = [item.name for item in schedule.signature.outputs_of("buffer")]
         assert len([name for name in buffers if name.endswith("running_mean")]) == 4
         assert {schedule.left["buffer", name][0].partition("@")[2] for name in buffers} == {"3"}
-
-
-def test_equal_gradients_of_two_parameters_are_reduced_once() -> None:
-    """Biases that are added to one value have one gradient; here on two stages of a rank."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-
-        def forward(self, x: Tensor) -> Tensor:
-            total = x = torch.tanh(self.layers[0](x))
-            for layer in self.layers[1:]:
-                total = total + layer(x)
-            return total.square().sum()
-
-    mesh = Mesh((("pp", 2), ("dp", 2)))
-    for name, number in (("zb-v", 2), ("1f1b", 2), ("zb-v", 1), ("1f1b", 1)):
-        found = schedules(generate(name, 2, number), mesh, Branches())
-        check_schedules([schedule for schedule in found for _ in range(2)], mesh)
-        gradients = {name for schedule in found for kind, name in schedule.left if kind == "gradient"}
-        assert len(gradients) == 10
-
-
-def test_an_order_that_cannot_run_is_refused_with_its_picture() -> None:
-    order = generate("1f1b", 2, 4)
-    first, last = order.orders
-    faulty = PipelineSchedule("mine", order.stages, 4, (first, (last[1], last[0], *last[2:])))
-    with pytest.raises(ScheduleError, match="1B0") as caught:
-        schedules(faulty)
-    assert "rank 1 |" in "\n".join(caught.value.__notes__)
