@@ -185,7 +185,10 @@ def test_saved_activations_are_what_is_marked_as_saved() -> None:
     emit = Emitter(one.graph, one.graph.output_node())
     wide = one.node("mm_default")
     saved = emit.call(save, wide)
-    DIMS[saved], SHARDING[saved], PHASE[saved] = DIMS[wide], SHARDING[wide], "forward"
+    reader = emit.call(aten.neg.default, saved)
+    for node, phase in ((saved, "forward"), (reader, "backward")):
+        DIMS[node], SHARDING[node], PHASE[node] = DIMS[wide], SHARDING[wide], phase
+        STRATEGY[node] = Strategy(SHARDING[wide], SHARDING[wide], (("dp", "d0"), ("tp", "d1")), 4)
     # [4, 5] float32 of [8@dp, 10@tp].
     assert summary(compiled(one))["memory"]["saved_activations"] == 80.0
 
