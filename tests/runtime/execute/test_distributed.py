@@ -287,16 +287,6 @@ def test_a_rank_that_is_lost_before_the_first_collective_is_named(gloo_ranks: An
         assert f"Look at the output of {named} first" in text
 
 
-def compares_numbers() -> list[bool]:
-    groups, rank = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))), dist.get_rank()
-    told = ([0] * 4, [2**56 - 1] * 4, [0, 0, 0, 1], [5, 4, 4, 4], [3, 7, 7, 3])
-    return [groups.is_equal(numbers[rank], "a test") for numbers in told]
-
-
-def test_ranks_know_whether_they_hold_one_number(gloo_ranks: Any) -> None:
-    assert gloo_ranks.run(compares_numbers) == [[True, True, False, False, False]] * 4
-
-
 def weighs_its_own_loss() -> float:
     parallel, reference = real_mlp()
     weight = 1.0 + 2 * (dist.get_rank() // 2)

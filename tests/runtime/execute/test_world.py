@@ -6,8 +6,11 @@ import pickle
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import MicrobatchError, PlanError
+from autopar.runtime.execute.distributed import ProcessGroups
 from autopar.runtime.execute.world import from_first
 
 
@@ -47,3 +50,13 @@ def test_a_refusal_of_rank_0_is_of_its_kind_on_the_other_ranks() -> None:
             from_first(world, refuse)  # type: ignore[arg-type]
         assert caught.value.found == ("a mean",)
         brought = pickle.loads(pickle.dumps(brought))
+
+
+def compares_numbers() -> list[bool]:
+    groups, rank = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))), dist.get_rank()
+    told = ([0] * 4, [2**56 - 1] * 4, [0, 0, 0, 1], [5, 4, 4, 4], [3, 7, 7, 3])
+    return [groups.is_equal(numbers[rank], "a test") for numbers in told]
+
+
+def test_ranks_know_whether_they_hold_one_number(gloo_ranks: Any) -> None:
+    assert gloo_ranks.run(compares_numbers) == [[True, True, False, False, False]] * 4
