@@ -69,6 +69,7 @@ from autopar.passes.local.separate_microbatches import SeparateMicrobatches
 from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.exchange_ties import ExchangeTies
 from autopar.passes.schedule.free_buffers import FreeBuffers
+from autopar.passes.schedule.gather_ahead import GatherAhead
 from autopar.passes.schedule.hand_out import HandOut
 from autopar.passes.schedule.order_actions import OrderActions
 from autopar.passes.schedule.reduce_gradients import ReduceGradients
@@ -198,6 +199,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
     """The passes in order, each with the reason for its place. What one that has nothing to do returns is the program that it got."""
     cluster, budget, plan, own = options.cluster, options.budget, options.plan, options.microbatch_statistics
     choose = ChooseShardings(cluster, plan=plan, pins=options.pins, placements=placements, budget=budget, timeout=options.search_timeout)
+    buckets = plan.buckets if plan is not None else None
     held = {name: each.stages for name, each in (placements or {}).items() if each.stages}
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
@@ -244,7 +246,8 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         ReduceGradients(),  # after the last backward of a stage
         ExchangeTies(),  # needs the sums of all stages
         HandOut(),  # needs all results
-        BucketCollectives(cluster, plan.buckets if plan is not None else None),  # after all collectives are written
+        GatherAhead(cluster, buckets, budget),  # after all collectives are written
+        BucketCollectives(cluster, buckets, budget),  # after gathers, which take memory first
         FreeBuffers(),  # the last: what is added later is in use, too
     )
 
@@ -303,13 +306,14 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     local, separated = history.before(SeparateMicrobatches), history.before(CopyToStages)
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
     kernels = next((step.decision.kernels for step in history.graph_steps if isinstance(step.decision, KernelDecision)), {})
+    buckets = {**history.decision(GatherAhead).bytes, **history.decision(BucketCollectives).bytes}
     return Compiled(
         forward=history.last(Form.FORWARD),
         program=program,
         local=local,
         separated=separated if has_estimates(local) else None,
         schedule=schedule,
-        plan=replace(Plan.of(program, decision, stages), kernels=kernels, buckets=history.decision(BucketCollectives).bytes),
+        plan=replace(Plan.of(program, decision, stages), kernels=kernels, buckets=buckets),
         steps=history.graph_steps,
         schedule_steps=history.schedule_steps,
         search=decision,

@@ -40,6 +40,7 @@ __all__ = [
     "reduce_scatter_flat",
     "registered_names",
     "shard",
+    "scale_in_place",
     "share_contents",
     "unflatten",
     "version_of",
@@ -185,3 +186,10 @@ def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, group: dist.
 
 def _renamed(new: str, old: str) -> Callable[..., dist.Work]:
     return getattr(dist, new if hasattr(dist, new) else old)
+
+
+def scale_in_place(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+    """`tensors *= scale`, a tensor without dims, in one call. A scale of 1, which `loss.backward()` has, is no pass over them where
+    looking at it costs nothing: on a GPU it would wait for all that is under way there."""
+    if tensors and not (scale.device.type == "cpu" and scale.item() == 1):
+        torch.ops.aten._foreach_mul_.Tensor(list(tensors), scale)

@@ -1,8 +1,9 @@
 """What a rank holds while it runs its schedule, instruction by instruction, from the schedule alone: no clock is needed.
 
 Buffers are counted by the memory they lie in: a fragment's result that is a view of its input, or of another result, takes
-none of its own. What a fragment needs within itself is counted where `Sizes` says it; what a collective needs while it is under
-way is not, nor is what an optimizer holds.
+none of its own. What a fragment needs within itself is counted where `Sizes` says it. What a collective needs while it is under
+way is counted where arrivals are those of processes: its results from its launch on, and the memory in which a bucket is put together
+or taken apart. What an optimizer holds is not.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar._torch import fake_mode
 from autopar.ir.actions import parse_action
 from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Wait
-from autopar.ir.lifetimes import touched
+from autopar.ir.lifetimes import touched, with_frees
 from autopar.ir.schedule import Fragment, Schedule
 
 # By result of a fragment: the first of its inputs and results that lies in the same memory, and the bytes of that.
@@ -59,7 +62,7 @@ class Sizes:
     buffer_bytes   of a buffer with memory of its own, where no fragment says it
     working_bytes  what a RUN needs besides its buffers while it runs
     held_bytes     what is there all the time and is no buffer
-    arrival        when a receive takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
+    arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
     """
 
     buffer_bytes: Callable[[str], float]
@@ -71,6 +74,12 @@ class Sizes:
 def peak_bytes(schedule: Schedule) -> int:
     """The most that a rank holds after any instruction, its inputs included. Raises `ScheduleError` for a buffer of unknown size."""
     return int(schedule_memory(schedule).peak_bytes)
+
+
+def peak_bytes_on_processes(schedule: Schedule) -> int:
+    """Likewise of a schedule without its FREEs yet, on a process of its own."""
+    groups = with_frees(schedule.instructions, {*schedule.inputs, *schedule.outputs})
+    return int(schedule_memory(schedule, Sizes(schedule.bytes_of, arrival="launch"), groups).peak_bytes)
 
 
 def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iterable[Sequence[Instruction]] | None = None) -> RankMemory:
@@ -92,7 +101,6 @@ class _Walk:
     users: Counter[int] = field(default_factory=Counter[int])
     bytes_of: dict[int, float] = field(default_factory=dict[int, float])
     launched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    places: dict[str, _Places] = field(default_factory=dict[str, _Places])
     # How many saved values there are for which stage of which microbatch.
     saved: Counter[tuple[int, int | None]] = field(default_factory=Counter[tuple[int, int | None]])
     live: int = 0
@@ -126,13 +134,21 @@ class _Walk:
                 self.place(instruction.target, self.sizes.buffer_bytes(instruction.source))
         elif isinstance(instruction, Wait):
             self.arrive(self.launched.pop(instruction.target, ()))
-        elif isinstance(instruction, Launch):
-            self.launched[instruction.name] = instruction.targets
-        elif isinstance(instruction, Receive):
-            if self.sizes.arrival == "launch":
-                self.arrive(instruction.buffers)
-            else:
-                self.launched[instruction.transfer] = instruction.buffers
+            self.unpack(instruction.target)
+        elif isinstance(instruction, (Launch, Receive)):
+            self.depart(instruction)
+
+    def depart(self, instruction: Launch | Receive) -> None:
+        """Something that will fill buffers is launched."""
+        name, buffers = (
+            (instruction.name, instruction.targets) if isinstance(instruction, Launch) else (instruction.transfer, instruction.buffers)
+        )
+        if self.sizes.arrival == "wait":
+            self.launched[name] = buffers
+            return
+        self.arrive(buffers)
+        if isinstance(instruction, Launch):
+            self.pack(instruction)
 
     @cached_property
     def savers(self) -> dict[str, int]:
@@ -152,6 +168,16 @@ class _Walk:
         for name in names:
             self.place(name, self.sizes.buffer_bytes(name))
 
+    def pack(self, bucket: Launch) -> None:
+        """The memory of several buffers under way besides their results: all-reduces are done in these."""
+        packed = {"all_gather": (*bucket.sources, *bucket.targets), "reduce_scatter": bucket.sources}.get(bucket.collective, ())
+        if len(bucket.sources) > 1 and packed:
+            self.place(_packed(bucket.name), sum(map(self.sizes.buffer_bytes, packed)))
+
+    def unpack(self, name: str) -> None:
+        if _packed(name) in self.memory:
+            self.drop(_packed(name))
+
     def compute(self, instruction: Run) -> None:
         fragment = self.schedule.fragments.get(instruction.fragment)
         if fragment is None:
@@ -162,10 +188,8 @@ class _Walk:
         self.most_bytes = max(self.most_bytes, self.bytes + working)
 
     def compute_fragment(self, instruction: Run, fragment: Fragment) -> None:
-        if instruction.fragment not in self.places:
-            self.places[instruction.fragment] = _places(fragment)
         names = [*instruction.inputs, *instruction.outputs]
-        for number, (name, (source, size)) in enumerate(zip(instruction.outputs, self.places[instruction.fragment], strict=True)):
+        for number, (name, (source, size)) in enumerate(zip(instruction.outputs, _places(fragment), strict=True)):
             if source == number + len(instruction.inputs):
                 self.place(name, size)
             else:
@@ -202,7 +226,22 @@ class _Walk:
         self.most_live = max(self.most_live, self.live)
 
 
+def _packed(name: str) -> str:
+    """A name that no buffer has, for the memory of a bucket under way."""
+    return f"bucket {name}"
+
+
+# By fragment: passes that look for what fits walk through one schedule many times.
+_PLACES: WeakKeyDictionary[GraphModule, _Places] = WeakKeyDictionary()
+
+
 def _places(fragment: Fragment) -> _Places:
+    if fragment.module not in _PLACES:
+        _PLACES[fragment.module] = _found_places(fragment)
+    return _PLACES[fragment.module]
+
+
+def _found_places(fragment: Fragment) -> _Places:
     """By running the fragment on tensors without memory."""
     given = [node.meta["val"] for node in fragment.module.graph.find_nodes(op="placeholder")]
     with fake_mode(), torch.no_grad():

@@ -9,13 +9,15 @@ A collective is launched at the first cut after its operand is computed and wait
     RUN f1 (…)                                what does not need h goes on meanwhile
     WAIT h
     RUN f2 (h, …)
+
+What a collective needs of a program's inputs alone, as the parts of a parameter, is a fragment of its own: it may run at any time.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import schema_of
 from autopar.graph.late_readers import late_readers
+from autopar.graph.launch_operands import made_of_inputs
 from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.ir.instructions import Collective, Instruction, Launch, Run, Wait
@@ -50,13 +53,23 @@ class FragmentCutter:
 
         `under_way` are the collectives that earlier sections left without a WAIT; those that this one leaves join them, in place.
         """
-        section, nodes = _Section(self, under_way), list(nodes)
-        late = late_readers(nodes)
+        instructions, late = self.section_without_late(nodes, under_way)
+        return (*instructions, *self.late(late, under_way))
+
+    def section_without_late(self, nodes: Iterable[Node], under_way: set[Node]) -> tuple[tuple[Instruction, ...], tuple[Node, ...]]:
+        """Likewise but for what only the caller reads of what collectives bring: these nodes are returned, and are not computed."""
+        nodes = list(nodes)
+        section, late = _Section(self, under_way, made_of_inputs(nodes)), late_readers(nodes, under_way)
         for node in nodes:
             if node not in late:
                 section.visit(node)
         section.cut()
-        section.at_once([node for node in nodes if node in late])
+        return tuple(section.instructions), tuple(node for node in nodes if node in late)
+
+    def late(self, nodes: Sequence[Node], under_way: set[Node]) -> tuple[Instruction, ...]:
+        """The instructions that compute what a section left, behind all that it waits for."""
+        section = _Section(self, under_way, frozenset())
+        section.at_once(nodes)
         return tuple(section.instructions)
 
     def run(self, nodes: list[Node]) -> Run:
@@ -85,6 +98,7 @@ def waits_for(values: Iterable[Node], under_way: set[Node]) -> list[Instruction]
 class _Section:
     cutter: FragmentCutter
     under_way: set[Node]
+    apart: frozenset[Node]
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     current: list[Node] = field(default_factory=list[Node])
     launches: list[Node] = field(default_factory=list[Node])
@@ -102,12 +116,12 @@ class _Section:
         if is_launch(node):
             self.launches.append(node)
             self.under_way.add(node)
-        else:
+        elif node not in self.apart:
             self.current.append(node)
             # What an op with several results gives is named at once, lest a cut part the names from the op.
             self.current += [user for user in node.users if user.target is operator.getitem]
 
-    def at_once(self, nodes: list[Node]) -> None:
+    def at_once(self, nodes: Sequence[Node]) -> None:
         """Behind all that they wait for; there are no collectives among `nodes`."""
         self.instructions += waits_for([operand for node in nodes for operand in node.all_input_nodes], self.under_way)
         for node in nodes:
@@ -119,8 +133,18 @@ class _Section:
         if self.current:
             self.instructions.append(self.cutter.run(self.current))
             self.current = []
-        self.instructions += [_launch(launch) for launch in self.launches]
+        for launch in self.launches:
+            self.instructions += [*self.operand(launch), _launch(launch)]
         self.launches = []
+
+    def operand(self, launch: Node) -> list[Instruction]:
+        """What computes the operand of a collective where that is apart from all else."""
+        found: list[Node] = []
+        node = node_at(launch, 0)
+        while node in self.apart:
+            found.insert(0, node)
+            node = node_at(node, 0)
+        return [self.cutter.run(found)] if found else []
 
 
 def _block(node: Node) -> str:

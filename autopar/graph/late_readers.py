@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
 from autopar.ir.collectives import is_launch, wait
 
 
-def late_readers(nodes: Sequence[Node]) -> frozenset[Node]:
-    """Those of `nodes`, the calls of one section in the order of the graph, that read what the section's collectives bring, and that
-    nobody reads but such and the caller: the shape that a reduced gradient gets at the end. Collectives themselves are none."""
-    inside, follows = set(nodes), set[Node]()
+def late_readers(nodes: Sequence[Node], under_way: Collection[Node] = ()) -> frozenset[Node]:
+    """Those of `nodes`, the calls of one section in the order of the graph, that read what the section's collectives bring, or those
+    `under_way` before it, and that nobody reads but such and the caller: the shape that a reduced gradient gets at the end. Collectives
+    themselves are none."""
+    inside, follows = {*nodes, *under_way}, set[Node]()
     for node in nodes:
         if any(operand in follows or is_launch(operand) for operand in node.all_input_nodes if operand in inside):
             follows.add(node)

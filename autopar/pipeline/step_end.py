@@ -14,9 +14,9 @@ from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.stage_work import Sum
 
 
-def once_a_step(nodes: Iterable[Node], cutter: FragmentCutter, names: BufferNames) -> list[Instruction]:
-    """What computes calls that run once a step, complete at its end."""
-    under_way = set[Node]()
+def once_a_step(nodes: Iterable[Node], cutter: FragmentCutter, names: BufferNames, under_way: set[Node] | None = None) -> list[Instruction]:
+    """What computes calls that run once a step, complete at its end, as are the collectives that were `under_way` before."""
+    under_way = set() if under_way is None else under_way
     section = cutter.section(nodes, under_way)
     return renamed([*section, *all_waits(under_way)], names.of_step)
 
@@ -35,11 +35,15 @@ def local_sums(program: ScheduleProgram, stage: int) -> list[Sum]:
     return [each for each in program.cut.sums if each.is_local and each.stages == (stage,)]
 
 
-def finished(sums: Iterable[Sum], moved: set[Node], cutter: FragmentCutter, names: BufferNames) -> list[Instruction]:
-    """What follows on `sums`, but for what has `moved` already: equal gradients of several parameters are one. `moved` grows."""
+def finished(
+    sums: Iterable[Sum], moved: set[Node], cutter: FragmentCutter, names: BufferNames, under_way: set[Node] | None = None
+) -> list[Instruction]:
+    """What follows on `sums`, but for what has `moved` already: equal gradients of several parameters are one. `moved` grows.
+
+    What is `under_way` already is waited for, too."""
     after = {node for each in sums for node in each.after} - moved
     moved |= after
-    return once_a_step([node for node in names.cut.program.graph.nodes if node in after], cutter, names)
+    return once_a_step([node for node in names.cut.program.graph.nodes if node in after], cutter, names, under_way)
 
 
 def completed(instructions: list[Instruction]) -> list[Instruction]:

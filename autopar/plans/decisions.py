@@ -116,11 +116,21 @@ class StageDecision:
         return str(self.placement)
 
 
+# What DistributedDataParallel fills: where links cost nothing, and so do buckets.
+USUAL_BUCKET_BYTES = 25 * 2**20
+
+
 @dataclass(frozen=True)
 class BucketSizes:
-    """By the axes of collectives ("dp", or "dp,cp") how many bytes those that go together may have in all."""
+    """How many bytes collectives that go together may have in all: by the axes of reductions ("dp", or "dp,cp"), and of gathers
+    ("all_gather dp"), with 0 where these stay as they are. `reasons` say why so many, by the same names.
+
+    `together` are buckets chosen by hand, of any size: those reductions go together, and no others, whose results are named together.
+    """
 
     bytes: Mapping[str, int]
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    together: tuple[frozenset[str], ...] | None = None
 
     def __str__(self) -> str:
         return "; ".join(f"over {axes} up to {in_bytes(size)}" for axes, size in self.bytes.items()) or "nothing to join"

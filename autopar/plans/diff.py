@@ -1,5 +1,5 @@
-"""What differs between two plans: parameters that lie otherwise, ops that are split otherwise, repeated layers as one line, and
-the pipeline.
+"""What differs between two plans: parameters that lie otherwise, ops that are split otherwise, repeated layers as one line, the
+pipeline, and how large buckets are.
 
 parameters
   h.*.mlp.c_fc.weight   [32, 64@tp] → [32@tp, 64]   × 12
@@ -8,6 +8,8 @@ ops
 pipeline
   schedule   1f1b, 4 microbatches → zb-h1, 4 microbatches
   stage 1   forward h.2 aten.add.Tensor 0 → forward h.3 aten.add.Tensor 0
+buckets
+  dp   25.0 MB → 12.5 MB
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ class PlanDiff:
     num_ops: int = 0
     pipeline: tuple[Change, ...] = ()
     kernels: tuple[Change, ...] = ()
+    buckets: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.ops or self.pipeline or self.kernels)
+        return bool(self.parameters or self.ops or self.pipeline or self.kernels or self.buckets)
 
     def __str__(self) -> str:
         if not self:
@@ -47,8 +50,9 @@ class PlanDiff:
         lines = [f"{len(self.parameters)} of {self.num_parameters} parameters and {len(self.ops)} of {self.num_ops} ops differ"]
         for title, changes in (("parameters", self.parameters), ("ops", self.ops), ("kernels", self.kernels)):
             lines += [title, *(f"  {line}" for line in _folded(changes))] if changes else []
-        if self.pipeline:
-            lines += ["pipeline", *(f"  {each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in self.pipeline)]
+        for title, changes in (("pipeline", self.pipeline), ("buckets", self.buckets)):
+            rows = [f"  {each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in changes]
+            lines += [title, *rows] if rows else []
         return "\n".join(lines)
 
 

@@ -41,6 +41,7 @@ from autopar.ir.mesh import Mesh, parent
 from autopar.ir.padding import Padding, carried_over
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy
+from autopar.ir.units import in_bytes
 from autopar.plans.diff import PlanDiff, changes
 from autopar.plans.json import (
     Json,
@@ -248,7 +249,8 @@ class Plan:
         num_parameters = len({*self.parameters, *other.parameters})
         pipeline = changes(self._pipeline(), other._pipeline())
         num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
-        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, tuple(pipeline), tuple(kernels))
+        sizes = ({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in (self, other))
+        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, tuple(pipeline), tuple(kernels), tuple(changes(*sizes)))
 
     def _pipeline(self) -> dict[str, object]:
         """Its order, and where its stages begin."""

@@ -18,7 +18,6 @@ from autopar.cost.model import CostModel, is_view
 from autopar.driver.compiled import Compiled
 from autopar.ir.collectives import reshard
 from autopar.ir.fusion import FusionDecision, KernelDecision
-from autopar.ir.instructions import Launch
 from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
@@ -31,6 +30,7 @@ from autopar.ops.lookup import rule_of
 from autopar.ops.rule import Label
 from autopar.partition.whole_batch import MicrobatchDecision
 from autopar.pipeline.report import pipeline_lines
+from autopar.reports.buckets import bucket_lines
 from autopar.reports.communication import sent
 from autopar.reports.search import search_lines
 from autopar.reports.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
@@ -68,7 +68,7 @@ def explain(compiled: Compiled) -> str:
         *_section("not split", _unsplit(program, cost, places_of(compiled))),
         *_section("rules inferred by probing, not written by hand", _inferred(program)),
         *_section("communication, bytes a rank sends in a step", _sent(compiled, cost)),
-        *_section("collectives that go together", _buckets(compiled)),
+        *_section("collectives that go together", bucket_lines(compiled)),
         *_section("predicted", _totals(compiled, cost)),
     ]
     return "\n".join(lines)
@@ -88,20 +88,6 @@ def _fusions(compiled: Compiled) -> Iterator[str]:
 
 def _kernels(compiled: Compiled) -> Iterator[str]:
     return _counted(each for step in compiled.steps if isinstance(step.decision, KernelDecision) for each in step.decision.choices)
-
-
-def _buckets(compiled: Compiled) -> Iterator[str]:
-    """How large buckets may be, and how many there are."""
-    sizes = compiled.plan.buckets if compiled.plan is not None else {}
-    for place, schedule in enumerate(compiled.schedules):
-        where = f"stage {place}, " if len(compiled.schedules) > 1 else ""
-        for axes, size in sizes.items():
-            launches = [each for each in schedule.instructions if isinstance(each, Launch) and ",".join(each.axes) == axes]
-            joined = [each for each in launches if len(each.sources) > 1]
-            if joined:
-                number = sum(len(each.sources) for each in joined)
-                alone = len(launches) - len(joined)
-                yield f"{where}over {axes}, up to {in_bytes(size)}: {number} collectives in {len(joined)}, {alone} alone"
 
 
 def _counted(items: Iterable[object]) -> Iterator[str]:

@@ -104,7 +104,8 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
         return WhatIf(now, refusal=str(refusal))
     # Pins choose no kernels.
     plan = replace(Plan.of(program, decision, stages), kernels=compiled.plan.kernels)
-    return WhatIf(now, _prices(program, compiled), plan, diff=compiled.plan.diff(plan))
+    as_joined = replace(plan, buckets=compiled.plan.buckets)  # which are decided when schedules are written
+    return WhatIf(now, _prices(program, compiled), plan, diff=compiled.plan.diff(as_joined))
 
 
 def _prices(program: Program, compiled: Compiled) -> Prices:

@@ -6,35 +6,40 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
+from autopar.cost.schedule_budget import ScheduleBudget
+from autopar.errors import ScheduleError
 from autopar.ir.instructions import Instruction, Launch, Run, Wait
 from autopar.ir.schedule import Schedule
+from autopar.ir.units import in_bytes
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.plans.decisions import BucketSizes
+from autopar.plans.decisions import USUAL_BUCKET_BYTES, BucketSizes
 
-# A bucket is so large that what its collective costs whatever its size is this share of the time that its bytes take.
-LATENCY_SHARE = 0.02
-# Where links cost nothing, and so do buckets: what DistributedDataParallel fills.
-USUAL_BYTES = 25 * 2**20
-# However slow the start of a collective is, so many buckets: the first is to be on its way while the backward goes on. None is cut so
-# small for this that its start takes longer than its bytes.
-MIN_BUCKETS = 8
+# Into how many buckets all that is reduced may go, each twice as many as the one before it.
+MOST_DOUBLINGS = 10
 
 
 @dataclass(frozen=True)
 class BucketCollectives:
-    """Join all-reduces of one group and dtype, in the order in which their operands become ready, to buckets.
+    """Join reductions of one kind, group and dtype, in the order in which their operands become ready, to buckets.
 
     Each is delayed until the last operand of its bucket is there, by at most half of the fragments that it could hide behind: buckets
     get smaller towards the end of the backward, and one that is waited for at once joins only what is launched beside it. Source of the
     idea: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020, section 3.2.
+
+    In k buckets, all that is reduced over some axes takes k starts, and nothing hides the last of them, a k-th of the bytes: the best k
+    is decided. Where memory has no room for so large buckets they are halved.
 
     Reads: a `ScheduleProgram` with its results in their places. Writes: LAUNCHes of several buffers, their one WAIT.
     """
 
     cluster: Cluster
     planned: Mapping[str, int] | None = None
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
     name: str = "bucket collectives"
 
     def decide(self, program: ScheduleProgram) -> BucketSizes:
@@ -46,14 +51,19 @@ class BucketCollectives:
                 here[each.launch.axes] = here.get(each.launch.axes, 0) + each.num_bytes
             totals |= {axes: max(total, totals.get(axes, 0)) for axes, total in here.items()}
         cost, planned = CostModel(self.cluster, program.mesh), self.planned or {}
-        found = {",".join(axes): planned.get(",".join(axes)) or _bucket_bytes(cost, axes, total) for axes, total in totals.items()}
-        return BucketSizes(found)
+        found: dict[str, int] = {}
+        reasons: dict[str, str] = {}
+        for axes, total in totals.items():
+            key = ",".join(axes)
+            found[key], reasons[key] = (planned[key], "as planned") if key in planned else _best(cost, axes, total)
+        return self._fitting(program, BucketSizes(found, reasons))
 
     def apply(self, program: ScheduleProgram, decision: BucketSizes) -> ScheduleProgram:
-        places = [_bucketed(schedule, decision.bytes) for schedule in program.places]
-        if all(new is old for new, old in zip(places, program.places, strict=True)):
-            return program
-        return program.with_places(places)
+        """Join what fits into the sizes of `decision`, or what stands together there. Raises `ScheduleError` for what cannot."""
+        if decision.together is not None:
+            return _joined(program, [_chosen(schedule, decision.together) for schedule in program.places])
+        parts = [list(_buckets(_launches(schedule), decision.bytes)) for schedule in program.places]
+        return _joined(program, parts)
 
     def written(self, program: ScheduleProgram, decision: BucketSizes) -> dict[str, int]:
         return dict(decision.bytes)
@@ -61,13 +71,25 @@ class BucketCollectives:
     def read(self, program: ScheduleProgram, value: Mapping[str, int]) -> BucketSizes:
         return BucketSizes(dict(value))
 
+    def _fitting(self, program: ScheduleProgram, wanted: BucketSizes) -> BucketSizes:
+        budget, found = ScheduleBudget(program.places, self.budget), wanted
+        while any(found.bytes.values()) and not budget.allows(self.apply(program, found).places):
+            smaller = {axes: size // 2 for axes, size in found.bytes.items()}
+            found = BucketSizes(smaller, {axes: f"{in_bytes(size)} do not fit into the budget" for axes, size in wanted.bytes.items()})
+        return found
 
-def _bucket_bytes(cost: CostModel, axes: tuple[str, ...], total: int) -> int:
-    empty = cost.collective("all_reduce", axes, 0, 0).seconds
-    large = cost.collective("all_reduce", axes, USUAL_BYTES, USUAL_BYTES).seconds
-    seconds_per_byte = (large - empty) / USUAL_BYTES
-    enough = empty / (LATENCY_SHARE * seconds_per_byte) if seconds_per_byte > 0 and empty > 0 else USUAL_BYTES
-    return math.ceil(min(enough, max(total / MIN_BUCKETS, LATENCY_SHARE * enough)))
+
+def _best(cost: CostModel, axes: tuple[str, ...], total: int) -> tuple[int, str]:
+    """How large buckets over `axes` should be, of `total` bytes in all, and why."""
+    start = cost.collective("all_reduce", axes, 0, 0).seconds
+    all_at_once = cost.collective("all_reduce", axes, total, total).seconds - start
+    if start <= 0 or all_at_once <= 0:
+        return USUAL_BUCKET_BYTES, "links cost nothing here: as large as DistributedDataParallel's"
+    seconds = {2**n: 2**n * start + all_at_once / 2**n for n in range(MOST_DOUBLINGS + 1)}
+    best, second = sorted(seconds, key=seconds.__getitem__)[:2]
+    why = f"starts of {best} buckets take {1e3 * best * start:.2f} ms, the last, which nothing hides, {1e3 * all_at_once / best:.2f} ms"
+    other = f"in {second} of {in_bytes(total / second)} it would be {1e3 * (seconds[second] - seconds[best]):.2f} ms more"
+    return math.ceil(total / best), f"{why}; {other}"
 
 
 @dataclass(frozen=True)
@@ -83,13 +105,18 @@ class _Member:
     runs_until: int
 
     @property
+    def kind(self) -> tuple[object, ...]:
+        """Members of a bucket are of one."""
+        return self.launch.collective, self.launch.kind, self.launch.axes, self.dtype
+
+    @property
     def latest(self) -> int:
         """How many fragments may have run when it is launched."""
         return self.runs_before + (self.runs_until - self.runs_before) // 2
 
 
 def _launches(schedule: Schedule) -> Iterator[_Member]:
-    """The all-reduces that could join a bucket, in their order."""
+    """The reductions that could join a bucket, in their order."""
     waits, runs = dict[str, tuple[int, int]](), 0
     for position, each in enumerate(schedule.instructions):
         runs += isinstance(each, Run)
@@ -98,9 +125,9 @@ def _launches(schedule: Schedule) -> Iterator[_Member]:
     runs = 0
     for position, each in enumerate(schedule.instructions):
         runs += isinstance(each, Run)
-        if isinstance(each, Launch) and (each.collective, each.kind, len(each.sources)) == ("all_reduce", "sum", 1):
+        if isinstance(each, Launch) and each.collective in ("all_reduce", "reduce_scatter") and len(each.sources) == 1:
             tensor_type = schedule.type_of(each.sources[0])
-            if tensor_type is not None and tensor_type[1].is_floating_point and each.name in waits:
+            if tensor_type is not None and tensor_type[1] != torch.bool and each.name in waits:
                 end, runs_until = waits[each.name]
                 yield _Member(each, math.prod(tensor_type[0]) * tensor_type[1].itemsize, tensor_type[1], position, end, runs, runs_until)
 
@@ -120,9 +147,31 @@ class _Open:
         return is_early and self.num_bytes + other.num_bytes <= limit
 
 
-def _bucketed(schedule: Schedule, limits: Mapping[str, int]) -> Schedule:
+def _chosen(schedule: Schedule, together: Iterable[frozenset[str]]) -> list[list[_Member]]:
+    """The members of each bucket that was chosen by hand, as far as they are on this rank."""
+    members = {each.launch.name: each for each in _launches(schedule)}
+    found = [[each for name, each in members.items() if name in names] for names in together]
+    for bucket in found:
+        kinds, soonest = {each.kind for each in bucket}, min((each.end for each in bucket), default=0)
+        late = [each for each in bucket if each.begin > soonest]
+        if late or len(kinds) > 1:
+            why = f"{late[0].launch} begins behind the first WAIT of them" if late else f"they are of {len(kinds)} kinds, axes or dtypes"
+            raise ScheduleError(f"these cannot go together: {', '.join(each.launch.name for each in bucket)}; {why}")
+    return found
+
+
+def _joined(program: ScheduleProgram, buckets: Sequence[Sequence[Sequence[_Member]]]) -> ScheduleProgram:
+    """`program` with what stands together in `buckets`, by rank, joined, where two do."""
+    if not any(len(bucket) > 1 for parts in buckets for bucket in parts):
+        return program
+    return program.with_places([_bucketed(schedule, parts) for schedule, parts in zip(program.places, buckets, strict=True)])
+
+
+def _bucketed(schedule: Schedule, buckets: Iterable[Sequence[_Member]]) -> Schedule:
     groups: dict[int, Sequence[Instruction]] = {}
-    for bucket in _buckets(_launches(schedule), limits):
+    for bucket in buckets:
+        if len(bucket) == 1:
+            continue
         first, last = bucket[0].launch, bucket[-1]
         sources = tuple(name for each in bucket for name in each.launch.sources)
         targets = tuple(name for each in bucket for name in each.launch.targets)
@@ -130,20 +179,17 @@ def _bucketed(schedule: Schedule, limits: Mapping[str, int]) -> Schedule:
             groups[each.begin] = groups[each.end] = ()
         groups[last.begin] = [replace(first, sources=sources, targets=targets)]
         groups[min(each.end for each in bucket)] = [Wait(first.name)]
-    if not groups:
-        return schedule
     return schedule.regrouped([groups.get(position, (each,)) for position, each in enumerate(schedule.instructions)])
 
 
 def _buckets(members: Iterable[_Member], limits: Mapping[str, int]) -> Iterator[list[_Member]]:
-    """Those of two members and more."""
+    """In the order in which they begin."""
     opened: dict[object, _Open] = {}
     closed: list[_Open] = []
     for member in members:
-        kind = member.launch.axes, member.dtype
-        bucket = opened.get(kind)
+        bucket = opened.get(member.kind)
         if bucket is None or not bucket.takes(member, limits.get(",".join(member.launch.axes), 0)):
-            bucket = opened[kind] = _Open()
+            bucket = opened[member.kind] = _Open()
             closed.append(bucket)
         bucket.members.append(member)
-    yield from (each.members for each in closed if len(each.members) > 1)
+    yield from (each.members for each in closed)

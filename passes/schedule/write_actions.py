@@ -7,16 +7,17 @@ ADD w_grad.sum (w_grad@2)            a gradient so far
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from torch.fx import Node
 
 from autopar.graph.fragments import FragmentCutter, buffer_of, waits_for
 from autopar.ir.actions import Action, Kind, Reduction, Transfer
-from autopar.ir.instructions import Add, Instruction, Pause, Receive, Send, Wait
+from autopar.ir.instructions import Add, Instruction, Pause, Receive, Run, Send, Wait
 from autopar.ir.schedule import Schedule
-from autopar.pipeline.buffer_names import BufferNames, renamed
+from autopar.pipeline.buffer_names import BufferNames, Rename, renamed
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.stage_cut import StageCut
 from autopar.pipeline.step_end import all_waits, once_a_step
@@ -59,8 +60,11 @@ class _Writer:
     transfers: _Transfers
     # By microbatch the collectives that nobody waited for yet.
     under_way: dict[int, set[Node]] = field(default_factory=dict[int, set[Node]])
-    # What a section of calls becomes, by what is under way before it, with what is then: alike for all microbatches.
-    sections: dict[object, tuple[tuple[Instruction, ...], frozenset[Node]]] = field(default_factory=dict)
+    # What a section of calls becomes, by what is under way before it, with what is then, and what it leaves for the end: alike for all
+    # microbatches.
+    sections: dict[object, tuple[tuple[Instruction, ...], frozenset[Node], tuple[Node, ...]]] = field(default_factory=dict)
+    # By microbatch what only the caller reads of its forward, behind collectives: no microbatch waits for them.
+    late: dict[int, list[Node]] = field(default_factory=dict[int, list[Node]])
 
     @property
     def cut(self) -> StageCut:
@@ -99,22 +103,37 @@ class _Writer:
         stage, kind, number = action
         rename, nodes = self.names.of_microbatch(number), self.cut.actions[stage, kind]
         under_way = self.under_way.setdefault(number, set())
-        found = list(self.section(stage, kind, nodes, under_way))
-        made = set(nodes)
-        parts = [part for part in dict.fromkeys(part for each in self.cut.sums for part in each.parts) if part in made]
-        found += waits_for([*parts, *(node for node in self.carried if node in made)], under_way)
-        adds = [Add(self.names.sum(buffer_of(part)), rename(buffer_of(part))) for part in parts]
-        return [*renamed(found, rename), *adds]
+        instructions, late = self.section(stage, kind, nodes, under_way)
+        self.late.setdefault(number, []).extend(late)
+        made = set(nodes).difference(late)
+        parts = [part for part in self.parts if part in made]
+        waits = waits_for([*parts, *(node for node in self.carried if node in made)], under_way)
+        return _with_adds(renamed([*instructions, *waits], rename), self.adds(parts, rename))
 
-    def section(self, stage: int, kind: Kind, nodes: tuple[Node, ...], under_way: set[Node]) -> tuple[Instruction, ...]:
+    def section(
+        self, stage: int, kind: Kind, nodes: tuple[Node, ...], under_way: set[Node]
+    ) -> tuple[Sequence[Instruction], Sequence[Node]]:
+        """The instructions of a section, and what it leaves for the end of the rank."""
         key = stage, kind, frozenset(under_way)
         if key not in self.sections:
             after = set(under_way)
-            self.sections[key] = self.cutter.section(nodes, after), frozenset(after)
-        instructions, after = self.sections[key]
+            instructions, late = self.cutter.section_without_late(nodes, after)
+            # A gradient is not held so long, nor has the next microbatch the time.
+            if kind != "F" or self.program.order.is_single or set(self.carried).intersection(late):
+                instructions, late = (*instructions, *self.cutter.late(late, after)), ()
+            self.sections[key] = instructions, frozenset(after), late
+        instructions, after, late = self.sections[key]
         under_way.clear()
         under_way.update(after)
-        return instructions
+        return instructions, late
+
+    @cached_property
+    def parts(self) -> tuple[Node, ...]:
+        """What is added up over the microbatches."""
+        return tuple(dict.fromkeys(part for each in self.cut.sums for part in each.parts))
+
+    def adds(self, parts: Iterable[Node], rename: Rename) -> list[Add]:
+        return [Add(self.names.sum(buffer_of(part)), rename(buffer_of(part))) for part in parts]
 
     @property
     def carried(self) -> list[Node]:
@@ -135,8 +154,13 @@ class _Writer:
         return self.waited(results)
 
     def finished(self) -> list[Instruction]:
-        """WAITs for all that is still under way, the results first."""
-        found = self.waited(self.cut.program.results)
+        """What was left for the end, and WAITs for all that is still under way, the results first."""
+        found: list[Instruction] = []
+        for number, late in self.late.items():
+            rename = self.names.of_microbatch(number)
+            found += renamed(self.cutter.late(late, self.under_way[number]), rename)
+            found += self.adds([part for part in self.parts if part in late], rename)
+        found += self.waited(self.cut.program.results)
         for number, under_way in self.under_way.items():
             found += renamed(all_waits(under_way), self.names.of_microbatch(number))
         return found
@@ -147,6 +171,16 @@ class _Writer:
         for number, under_way in self.under_way.items():
             found += renamed(waits_for(values, under_way), self.names.of_microbatch(number))
         return found
+
+
+def _with_adds(instructions: Iterable[Instruction], adds: Iterable[Add]) -> list[Instruction]:
+    """Each ADD behind the instruction that completes what it adds, so that what is final may be reduced and what is added be freed."""
+    waiting = {each.source: each for each in adds}
+    found: list[Instruction] = []
+    for each in instructions:
+        made = each.outputs if isinstance(each, Run) else (each.target,) if isinstance(each, Wait) else ()
+        found += [each, *(waiting.pop(name) for name in made if name in waiting)]
+    return [*found, *waiting.values()]
 
 
 class _Transfers:

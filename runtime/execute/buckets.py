@@ -1,4 +1,4 @@
-"""Memory of buckets: several tensors side by side, reduced as one and handed out as views.
+"""Memory of buckets: several tensors side by side, reduced or gathered as one. What was reduced is handed out as views.
 
 A bucket's memory is used again at the next step once nobody looks at what was handed out of it: a loop that sets gradients to None
 takes no new memory, one that keeps or adds up gradients gets another.
@@ -52,6 +52,17 @@ class Bucket:
         is_alike = (self.memory.dtype, self.memory.device) == (first.dtype, first.device)
         return is_alike and self.shapes == tuple(tensor.shape for tensor in tensors)
 
+    def pack(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy `tensors` of these shapes to their places."""
+        for view, tensor in zip(self.unpacked(self.memory), tensors, strict=True):
+            view.copy_(tensor)
+
+    def rows(self, memory: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
+        """Views of so many buckets like this, one behind the other in `memory`: of each tensor `[number, *shape]`, with gaps between."""
+        laid = memory.view(number, -1)
+        found = (laid.narrow(1, offset, shape.numel()) for offset, shape in zip(self.offsets, self.shapes, strict=True))
+        return tuple(rows.unflatten(1, shape) if len(shape) else rows.squeeze(1) for rows, shape in zip(found, self.shapes, strict=True))
+
     def unpacked(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """New views of the tensors in `memory`, this bucket's."""
         parts = memory.split(self._sizes)
@@ -74,9 +85,13 @@ class BucketMemory:
 
     def packed(self, name: str, tensors: Sequence[torch.Tensor]) -> Bucket:
         """`tensors`, of one dtype, copied into the bucket of this name."""
+        bucket = self.like(name, tensors)
+        bucket.pack(tensors)
+        return bucket
+
+    def like(self, name: str, tensors: Sequence[torch.Tensor]) -> Bucket:
+        """The bucket of this name, with room for tensors like `tensors`, of one dtype; what is in it nobody looks at."""
         bucket = self.buckets.get(name)
         if bucket is None or not bucket.fits(tensors) or not bucket.is_free:
             bucket = self.buckets[name] = Bucket.like(tensors)
-        for view, tensor in zip(bucket.unpacked(bucket.memory), tensors, strict=True):
-            view.copy_(tensor)
         return bucket

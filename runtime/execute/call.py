@@ -12,7 +12,7 @@ from autopar.driver.compiled import Compiled
 from autopar.errors import BackwardError, ValueCheckError
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import Schedule
-from autopar.runtime._torch import local_part
+from autopar.runtime._torch import local_part, scale_in_place
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.places import Places
@@ -113,8 +113,7 @@ class Call:
                 found[item.name] = self.world.gradient(held.parts, held.item, held.mesh, self._tensors[item.name], owned.own)
         if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
-            for gradient in found.values():
-                local_of(gradient).mul_(scale)
+            scale_in_place([local_of(gradient) for gradient in found.values()], scale)
         return found
 
     def _reached(self, given: set[str]) -> set[str]:

@@ -19,7 +19,7 @@ from autopar.ir.instructions import Channel, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import TensorType
 from autopar.runtime._torch import all_gather_flat, has_distributed, reduce_scatter_flat
-from autopar.runtime.execute.buckets import Bucket, BucketMemory
+from autopar.runtime.execute.buckets import BucketMemory
 
 
 @contextmanager
@@ -191,8 +191,7 @@ class DistributedTransport:
         group, peers = self._groups[axes]
         with naming(self.rank, peers, instruction):
             if len(tensors) > 1:
-                bucket = self._buckets.packed(instruction.name, tensors)
-                return Launched(instruction, peers, (_all_reduce_bucket(group, instruction, bucket),))
+                return Launched(instruction, peers, (_START_BUCKET[instruction.collective](group, instruction, tensors, self._buckets),))
             return Launched(instruction, peers, (_START[instruction.collective](group, instruction, *tensors),))
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Launched:
@@ -281,13 +280,6 @@ def _all_reduce(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flig
     return Flight(work, arriving, arriving, _restore(tensor.dtype, tensor.shape))
 
 
-def _all_reduce_bucket(group: Group, instruction: Launch, bucket: Bucket) -> Flight:
-    assert (instruction.collective, instruction.kind) == ("all_reduce", "sum"), instruction
-    work = dist.all_reduce(bucket.memory, group=group.group, async_op=True)
-    assert work is not None
-    return Flight(work, bucket.memory, bucket.memory, bucket.unpacked)
-
-
 def _all_gather(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     source = _carried(tensor)
     arriving = source.new_empty(group.size * source.numel())
@@ -315,4 +307,43 @@ _START: dict[str, Callable[[Group, Launch, torch.Tensor], Flight]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
+}
+
+
+def _reduce_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
+    """Copied into one memory, reduced in place, handed out as views."""
+    bucket = memory.packed(instruction.name, tensors)
+    maximum = dist.ReduceOp.MAX if instruction.kind == "max" else dist.ReduceOp.SUM
+    work = dist.all_reduce(bucket.memory, maximum, group=group.group, async_op=True)
+    assert work is not None
+    return Flight(work, bucket.memory, bucket.memory, bucket.unpacked)
+
+
+def _gather_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
+    """Copied into one memory, and out of what arrives: a rank's parts lie side by side there, and readers want each tensor's."""
+    bucket = memory.packed(instruction.name, tensors)
+    arriving = bucket.memory.new_empty(group.size * bucket.memory.numel())
+    order = None if group.is_sorted else list(group.order)
+
+    def finish(arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = bucket.rows(arrived, group.size)
+        return tuple(each.contiguous() if order is None else each[order] for each in rows)
+
+    return Flight(all_gather_flat(arriving, bucket.memory, group.group), arriving, bucket.memory, finish)
+
+
+def _scatter_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
+    """Copied into rows for each rank, of which this one's arrives summed, and is handed out as views."""
+    assert instruction.kind == "sum", instruction
+    bucket = memory.like(instruction.name, [tensor[0] for tensor in tensors])
+    source = bucket.memory.new_zeros(group.size * bucket.memory.numel())
+    for rows, tensor in zip(bucket.rows(source, group.size), tensors, strict=True):
+        rows.copy_(_to_places(tensor, group))
+    return Flight(reduce_scatter_flat(bucket.memory, source, group.group), bucket.memory, source, bucket.unpacked)
+
+
+_START_BUCKET: dict[str, Callable[[Group, Launch, Sequence[torch.Tensor], BucketMemory], Flight]] = {
+    "all_reduce": _reduce_bucket,
+    "all_gather": _gather_bucket,
+    "reduce_scatter": _scatter_bucket,
 }

@@ -27,6 +27,7 @@ from autopar.ir.schedule import Buffer, Fragment, Schedule, TensorType
 from autopar.ir.sharding import Dims, Sharding
 from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.free_buffers import FreeBuffers
+from autopar.passes.schedule.gather_ahead import GatherAhead
 from autopar.passes.schedule.order_actions import OrderActions
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.runtime._torch import flatten
@@ -69,7 +70,8 @@ def scheduled(local: Program, device: str = "cpu", joins: bool = True, last: typ
     """What ranks execute of a LOCAL program after the pass `last`; with `joins` collectives go together where they can."""
     passes = default_passes(Options(Cluster.ideal(), device=device), training=True)
     first, end = (next(number for number, each in enumerate(passes) if isinstance(each, kind)) for kind in (OrderActions, last))
-    return run_passes(local, [each for each in passes[first : end + 1] if joins or not isinstance(each, BucketCollectives)])
+    unjoined = (BucketCollectives, GatherAhead)
+    return run_passes(local, [each for each in passes[first : end + 1] if joins or not isinstance(each, unjoined)])
 
 
 def schedule_of(

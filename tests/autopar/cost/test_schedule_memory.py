@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 
 import autopar
 from autopar._torch import fake_mode
-from autopar.cost.schedule_memory import Sizes, peak_bytes, schedule_memory
+from autopar.cost.schedule_memory import Sizes, peak_bytes, peak_bytes_on_processes, schedule_memory
 from autopar.errors import ScheduleError
 from autopar.ir.instructions import parse
 from autopar.ir.program import Input, Signature
@@ -111,3 +111,18 @@ def _fragment(name: str, op: Callable[..., torch.Tensor]) -> Fragment:
         operand.meta["val"] = torch.empty(LAYOUT[0], dtype=LAYOUT[1])
     graph.output((graph.call_function(op, (operand,)),))
     return Fragment(name, GraphModule(torch.nn.Module(), graph))
+
+
+@pytest.mark.parametrize(
+    ("collective", "packed"), [("all_reduce", 0), ("all_gather", 2 + 2 * 2), ("reduce_scatter", 2 * 2)], ids=["reduce", "gather", "scatter"]
+)
+def test_a_bucket_under_way_takes_memory_of_its_own_on_processes(collective: str, packed: int) -> None:
+    """In units of the smaller of what it takes and gives: results are there from the launch on, and packed copies until the WAIT."""
+    kind = "copy" if collective == "all_gather" else "sum"
+    shapes = {"all_reduce": (4, 4), "all_gather": (4, 8), "reduce_scatter": (8, 4)}[collective]
+    types = {name: ((shape,), torch.float32) for names, shape in zip(("ab", "cd"), shapes, strict=True) for name in names}
+    buffers = {name: Buffer(name, each) for name, each in types.items()}
+    text = f"LAUNCH {collective} {kind} dp (a, b) -> (c, d)\nWAIT c"
+    typed = Schedule(parse(text), {}, ("a", "b"), ("c", "d"), Signature((), ()), buffers)
+    assert peak_bytes_on_processes(typed) == 16 * (sum(shapes) // 4 * 2 + packed)
+    assert peak_bytes(typed) == 16 * sum(shapes) // 4 * 2

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding, Strategy
 from autopar.plans.diff import changes
@@ -27,6 +29,13 @@ def test_repeated_layers_are_one_line() -> None:
         "ops",
         "  forward h.*.fc aten.mm 0   tp:n → tp:k   × 3",
     ]
+
+
+def test_sizes_of_buckets_are_shown() -> None:
+    before, after = (replace(plan(COLUMN, "n"), buckets=sizes) for sizes in ({"dp": 4_000_000, "tp": 10}, {"dp": 2_000_000, "tp": 10}))
+    found = before.diff(after)
+    assert found and str(found).splitlines()[1:] == ["buckets", "  dp   4.0 MB → 2.0 MB"]
+    assert str(before.diff(replace(before, buckets={"tp": 10}))).endswith("dp   4.0 MB → none")
 
 
 def test_equal_plans_do_not_differ() -> None:

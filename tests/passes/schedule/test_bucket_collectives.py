@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,13 +12,18 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import virtual_mesh
+from autopar.checks.checker import check_schedules
 from autopar.compiler import default_passes
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.schedule_memory import peak_bytes_on_processes
 from autopar.driver.manager import run_passes
 from autopar.driver.options import Options
+from autopar.errors import ScheduleError
 from autopar.ir.actions import SINGLE
-from autopar.ir.instructions import Launch, Run, Wait
+from autopar.ir.instructions import Free, Launch, Run, Wait
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Input, Signature
 from autopar.ir.schedule import Schedule
 from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.free_buffers import FreeBuffers
@@ -26,8 +32,9 @@ from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.schedules import generate
 from autopar.plans.decisions import BucketSizes
 from autopar.plans.plan import Plan
+from tests.support.buckets import random_buckets
 from tests.support.programs import forward_program, global_program, inputs_of, passed, random_local, run_schedule
-from tests.support.schedules import schedule_of
+from tests.support.schedules import retyped, schedule_of, scheduled, whole
 
 DP2, WIDTH, LAYERS = Mesh((("dp", 2),)), 8, 12
 BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # of the gradients of a layer
@@ -175,3 +182,70 @@ def test_random_plans_stay_exact(seed: int) -> None:
     )
     got, wanted = (run_schedule(each.places[0], local.mesh, inputs) for each in (with_buckets, without))
     assert all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_any_legal_partition_is_exact(seed: int, number: int) -> None:
+    """Whatever goes together, results are those of reductions apart, to the bit."""
+    model, mesh = Layers(), Mesh((("dp", 2), ("tp", 2)))
+    order = SINGLE if number == 1 else generate("1f1b", 1, number)
+    batch = (torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1)),)
+    before = scheduled(passed(model, batch, None, mesh, number, order), joins=False)
+    unfreed = before.with_places([without_frees(each) for each in before.places])
+    together = random_buckets(unfreed, seed)
+    joined = FreeBuffers().apply(BucketCollectives(Cluster.ideal()).apply(unfreed, together))
+    assert any(isinstance(each, Launch) and len(each.sources) > 1 for each in joined.places[0].instructions)
+    check_schedules(joined.places * mesh.size, mesh.ranks)
+    inputs = inputs_of(before.cut.program, model, batch, {})
+    wanted, got = (run_schedule(each.places[0], before.cut.program.mesh, inputs) for each in (before, joined))
+    assert wanted and all(torch.equal(got[key], wanted[key]) for key in wanted)
+
+
+def without_frees(schedule: Schedule) -> Schedule:
+    return schedule.regrouped([[] if isinstance(each, Free) else [each] for each in schedule.instructions])
+
+
+def test_what_cannot_go_together_is_refused() -> None:
+    text = "LAUNCH all_reduce sum dp (a) -> b\nWAIT b\nLAUNCH all_reduce sum dp (b) -> c\nLAUNCH all_reduce max dp (a) -> d\nWAIT c\nWAIT d"
+    schedule = retyped(schedule_of(text, "a", "c d"), {name: ((4,), torch.float32) for name in "abcd"})
+    for names, why in (("bc", "LAUNCH all_reduce sum dp (b) -> c begins behind the first WAIT"), ("cd", "they are of 2 kinds")):
+        with pytest.raises(ScheduleError, match=re.escape(why)):
+            BucketCollectives(Cluster.ideal()).apply(whole(DP2, schedule), BucketSizes({}, together=(frozenset(names),)))
+
+
+def test_reduce_scatters_maxima_and_counts_go_together_each_with_their_own() -> None:
+    kinds = ("all_reduce sum", "all_reduce max", "reduce_scatter sum")
+    lines = [f"LAUNCH {kind} dp ({name}{n}) -> {name}{n}_1" for n, kind in enumerate(kinds) for name in "abij"]
+    waits = [f"WAIT {name}{n}_1" for n in range(3) for name in "abij"]
+    names = [f"{name}{n}" for n in range(3) for name in "abij"]
+    schedule = schedule_of("\n".join([*lines, *waits]), " ".join(names), " ".join(f"{name}_1" for name in names))
+    of_name = {name: torch.int64 if name[0] in "ij" else torch.float32 for name in schedule.buffers}
+    typed = retyped(schedule, {name: ((3,) if name[1:] == "2_1" else (2, 3), dtype) for name, dtype in of_name.items()})
+    found = BucketCollectives(Cluster.ideal()).apply(whole(DP2, typed), BucketSizes({"dp": 2**20})).places[0]
+    launches = [each for each in found.instructions if isinstance(each, Launch)]
+    assert [each.sources for each in launches] == [(f"{one}{n}", f"{two}{n}") for n in range(3) for one, two in ("ab", "ij")]
+
+
+def test_a_size_is_the_best_of_the_cost_model_and_says_why() -> None:
+    decision = BucketCollectives(Cluster.asked_for("cpu", DP2)).decide(unbucketed())
+    total = 2 * LAYERS * BYTES // 2
+    assert decision.bytes["dp"] >= total // 2, "the start of a collective takes longer than so few bytes"
+    assert re.fullmatch(r"starts of 1 buckets take .* ms, .* ms; in 2 of .* it would be .* ms more", decision.reasons["dp"])
+    assert BucketCollectives(Cluster.ideal(), {"dp": 5}).decide(unbucketed()).bytes == {"dp": 5}
+
+
+def test_buckets_are_halved_where_memory_does_not_suffice() -> None:
+    """What goes into reduce-scatters together is copied."""
+    lines = [f"RUN f (x) -> ({name})\nLAUNCH reduce_scatter sum dp ({name}) -> {name}_1" for name in "abcd"]
+    text = "\n".join([*lines, *["RUN f (x) -> (y)"] * 8, *(f"WAIT {name}_1" for name in "abcd")]).replace("(y)", "(y{})")
+    signature = Signature((Input("batch", "0", (2, 4), torch.float32),), ())
+    schedule = schedule_of(text.format(*range(8)), "x", "a_1 b_1 c_1 d_1", signature)
+    shapes = {name: (4,) if name.endswith("_1") else (2, 4) for name in schedule.buffers}
+    program = whole(DP2, replace(retyped(schedule, {name: (shape, torch.float32) for name, shape in shapes.items()}), fragments={}))
+    wide = BucketCollectives(Cluster.ideal()).decide(program)
+    narrow = BucketCollectives(Cluster.ideal(), budget=MemoryBudget(1.0)).decide(program)
+    assert narrow.bytes["dp"] < wide.bytes["dp"] and "do not fit" in narrow.reasons["dp"]
+    joined = [BucketCollectives(Cluster.ideal()).apply(program, each).places[0] for each in (wide, narrow)]
+    before = peak_bytes_on_processes(program.places[0])
+    assert peak_bytes_on_processes(joined[0]) > before >= peak_bytes_on_processes(joined[1])
