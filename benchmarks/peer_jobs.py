@@ -1,13 +1,14 @@
 """What `benchmarks.peers` compares: one training step of one GPT, by autopar and by the peers, each on two gloo ranks of one thread.
 
-A `Job` is built by each of its ranks for itself and gives a function that makes one step and returns its loss (this rank's share of the
-batch where the peer reports no more).
+A job is built by each of its ranks for itself and gives a function that makes one step and returns its loss (this rank's share of the
+batch where the peer reports no more); `waited` says how long a rank was blocked so far, where the step can tell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,24 +187,57 @@ def microbatches_of(size: Size) -> int:
     return min(NUM_MICROBATCHES, size.batch)
 
 
-def ours(axis: str) -> Callable[[Size, int, str], Step]:
+class ParallelStep:
+    """A step of autopar's, which knows how long it was blocked."""
+
+    def __init__(self, parallel: autopar.ParallelModule, batch: Mapping[str, Tensor]) -> None:
+        self._parallel, self._step = parallel, training_step(parallel, adamw(parallel), batch)
+
+    def __call__(self) -> float:
+        return self._step()
+
+    @property
+    def waited(self) -> float:
+        """In seconds, since the first step; nothing on a virtual mesh, where nobody waits."""
+        return getattr(self._parallel._world, "waited_seconds", 0.0)
+
+
+def waited(step: Step) -> float | None:
+    """Seconds that a step's rank has been blocked in waits so far; None of a peer, which hides it."""
+    return step.waited if isinstance(step, ParallelStep) else None
+
+
+def ours(axis: str, size: Size, rank: int, backend: str) -> Step:
     """autopar on one axis, or on its own on one virtual rank."""
-
-    def build(size: Size, rank: int, backend: str) -> Step:
-        batch = batch_of(size)
-        mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=(axis,))
-        options: dict[str, Any] = {"num_microbatches": microbatches_of(size), "schedule": "1f1b"} if axis == "pp" else {}
-        mine = share_of(batch, rank) if axis == "dp" else batch
-        parallel = autopar.compile(model_of(size), mesh, example_inputs=mine, backend=backend, cluster="cpu", timeout=600, **options)
-        return training_step(parallel, adamw(parallel), mine)
-
-    return build
+    batch = batch_of(size)
+    mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=(axis,))
+    mine = share_of(batch, rank) if axis == "dp" else batch
+    options = {"backend": backend, "cluster": "cpu", "timeout": 600, **options_of(axis, size)}
+    return ParallelStep(autopar.compile(model_of(size), mesh, example_inputs=mine, **options), mine)
 
 
-# By what they are compared along: each peer, the first of them the one to beat, and ours. `one` is a single process.
+def options_of(axis: str, size: Size) -> dict[str, Any]:
+    return {"num_microbatches": microbatches_of(size), "schedule": "1f1b"} if axis == "pp" else {}
+
+
+def predicted_seconds(axis: str, size: Size) -> float:
+    """Of a step on two ranks along `axis`, by the cost model."""
+    mesh, options = autopar.virtual_mesh(**{axis: WORLD_SIZE}), {"backend": "eager", "cluster": "cpu", **options_of(axis, size)}
+    found = autopar.compile(model_of(size), mesh, example_inputs=batch_of(size), **options).summary()
+    return found["pipeline"]["step_seconds"] if axis == "pp" else found["seconds"]["total"]
+
+
+def choice(size: Size, rank: int, backend: str) -> Step:
+    """autopar on the axis that its own prices say is the fastest."""
+    return ours(min(("dp", "tp", "pp"), key=lambda axis: predicted_seconds(axis, size)), size, rank, backend)
+
+
+# By what they are compared along: each peer, the first of them the one to beat, and ours. `one` is a single process, `any` the peers'
+# best beside the axis that ours would choose.
 JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
-    "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": ours("dp")},
-    "tp": {"torch tensor parallel": tensor_parallel, "autopar tp": ours("tp")},
-    "pp": {"torch 1F1B": pipeline, "autopar 1F1B": ours("pp")},
-    "one": {"plain torch": plain, "autopar, one rank": ours("one")},
+    "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": partial(ours, "dp")},
+    "tp": {"torch tensor parallel": tensor_parallel, "autopar tp": partial(ours, "tp")},
+    "pp": {"torch 1F1B": pipeline, "autopar 1F1B": partial(ours, "pp")},
+    "any": {"DDP": ddp, "torch tensor parallel": tensor_parallel, "torch 1F1B": pipeline, "autopar, its choice": choice},
+    "one": {"plain torch": plain, "autopar, one rank": partial(ours, "one")},
 }

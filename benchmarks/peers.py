@@ -5,7 +5,8 @@
 
 The jobs of one comparison are alive at once, each in processes of its own, and take turns step by step, so that a busy moment of the
 machine hits all of them alike. The first peer runs twice: how far the two are apart is the noise. Each line has the median of the
-slower rank's steps, its ratio to that peer, CPU time and bytes sent of both ranks a step, and how far the resident set grew.
+slower rank's steps, its ratio to that peer, CPU time and bytes sent of both ranks a step, how long the rank that waited longest was
+blocked in waits (of ours; peers hide it), how far the resident set grew, and the loss of the last step (of peers by rank: their mean).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.peer_jobs import JOBS, SIZES, WORLD_SIZE, Size, Step
+from benchmarks.peer_jobs import JOBS, SIZES, WORLD_SIZE, Size, Step, waited
 from benchmarks.reporting import machine, print_table, write_json
 
 MEGABYTE = 1e6
@@ -39,6 +40,8 @@ class Turn(NamedTuple):
     cpu_seconds: float
     growth: float
     loss: float
+    # Seconds blocked in waits; None where the job cannot tell.
+    waited: float | None
 
 
 class Job:
@@ -86,9 +89,11 @@ def _serve(name: str, size: Size, rank: int, num_ranks: int, backend: str, folde
     step = build(size, rank, backend)
     pipe.send(True)
     while pipe.recv():
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu, blocked = time.perf_counter(), time.process_time(), waited(step)
         loss = step()
-        pipe.send(Turn(time.perf_counter() - start, time.process_time() - cpu, _peak() - before, loss))
+        seconds, cpu_seconds, blocked_since = time.perf_counter() - start, time.process_time() - cpu, waited(step)
+        waits = None if blocked is None or blocked_since is None else blocked_since - blocked
+        pipe.send(Turn(seconds, cpu_seconds, _peak() - before, loss, waits))
     if num_ranks > 1:
         dist.destroy_process_group()
 
@@ -125,6 +130,7 @@ def compare(axis: str, size: Size, backend: str, rounds: int, only: list[str] | 
             "ms": 1e3 * _seconds(turns),
             f"× {first}": _seconds(turns) / base,
             "CPU ms": 1e3 * statistics.median(sum(each.cpu_seconds for each in ranks) for ranks, _ in turns),
+            "WAIT ms": _waited_ms(turns),
             "sent MB": statistics.median(sent for _, sent in turns) / MEGABYTE,
             "growth MB": max(each.growth for ranks, _ in turns for each in ranks) / MEGABYTE,
             "loss": statistics.fmean(each.loss for each in turns[-1][0]),
@@ -135,6 +141,11 @@ def compare(axis: str, size: Size, backend: str, rounds: int, only: list[str] | 
 
 def _seconds(turns: list[tuple[list[Turn], int]]) -> float:
     return statistics.median(max(each.seconds for each in ranks) for ranks, _ in turns)
+
+
+def _waited_ms(turns: list[tuple[list[Turn], int]]) -> float | str:
+    found = [[each.waited for each in ranks if each.waited is not None] for ranks, _ in turns]
+    return 1e3 * statistics.median(map(max, found)) if all(found) else "–"
 
 
 def main() -> None:

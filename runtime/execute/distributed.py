@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -182,6 +183,8 @@ class DistributedTransport:
         # With the other ranks of each group.
         self._groups: dict[tuple[str, ...], tuple[Group, tuple[int, ...]]] = {}
         self._buckets = BucketMemory()
+        # So long collectives and transfers have kept this rank waiting, since it was made.
+        self.waited_seconds = 0.0
 
     def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor]) -> Launched:
         axes = instruction.axes
@@ -236,9 +239,11 @@ class DistributedTransport:
 
     def _landed(self, handle: Launched) -> tuple[torch.Tensor, ...]:
         # The group's timeout bounds each wait.
+        begin = perf_counter()
         with naming(self.rank, handle.peers, handle.instruction):
             for flight in handle.flights:
                 flight.work.wait()
+        self.waited_seconds += perf_counter() - begin
         return tuple(chain.from_iterable(flight.finish(flight.arriving) for flight in handle.flights))
 
 

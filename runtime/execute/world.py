@@ -219,6 +219,11 @@ class DistributedWorld:
             self._transports[mesh] = DistributedTransport(self.groups, mesh)
         return (self._transports[mesh],)
 
+    @property
+    def waited_seconds(self) -> float:
+        """How long this rank was blocked in WAITs so far: on a GPU, where those wait in streams, nearly nothing."""
+        return sum(each.waited_seconds for each in self._transports.values())
+
     def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
         for execution in executions:
             for blocked in execution:
