@@ -6,12 +6,13 @@
 The jobs of one comparison are alive at once, each in processes of its own, and take turns step by step, so that a busy moment of the
 machine hits all of them alike. The first peer runs twice: how far the two are apart is the noise. Each line has the median of the
 slower rank's steps, its ratio to that peer, CPU time and bytes sent of both ranks a step, how long the rank that waited longest was
-blocked in waits (of ours; peers hide it), how far the resident set grew, and the loss of the last step (of peers by rank: their mean).
+blocked in waits (of ours; peers hide it), how far the resident set grew, and the loss of the last step (mean of the ranks that have one).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import statistics
@@ -133,7 +134,7 @@ def compare(axis: str, size: Size, backend: str, rounds: int, only: list[str] | 
             "WAIT ms": _waited_ms(turns),
             "sent MB": statistics.median(sent for _, sent in turns) / MEGABYTE,
             "growth MB": max(each.growth for ranks, _ in turns for each in ranks) / MEGABYTE,
-            "loss": statistics.fmean(each.loss for each in turns[-1][0]),
+            "loss": statistics.fmean(each.loss for each in turns[-1][0] if not math.isnan(each.loss)),
         }
         for name, turns in found.items()
     ]
