@@ -18,8 +18,9 @@ def made_of_inputs(nodes: Sequence[Node]) -> frozenset[Node]:
             (operand,) = node.all_input_nodes
             if operand.op == "placeholder" or operand in chained:
                 chained.add(node)
-    found: set[Node] = set()
+    # A collective elsewhere has its operand written here as all else is; a sum over microbatches is no collective of the schedule.
+    found, launches = set[Node](), {node for node in nodes if is_launch(node)}
     for node in reversed(nodes):
-        if node in chained and any(is_launch(user) or user in found for user in node.users):
+        if node in chained and any(user in launches or user in found for user in node.users):
             found.add(node)
     return frozenset(found)

@@ -37,3 +37,9 @@ def test_not_what_somebody_else_reads_nor_what_is_made_of_other_values() -> None
     chain(graph, graph.call_function(aten.mul.Tensor, (graph.placeholder("a"), graph.placeholder("b"))))
     graph.call_function(aten.neg.default, (graph.placeholder("c"),))
     assert not made_of_inputs(calls(graph)) - {node for node in graph.nodes if node.target is aten.mul.Tensor}
+
+
+def test_not_where_the_collective_stands_elsewhere() -> None:
+    graph = Graph()
+    chain(graph, graph.placeholder("w"))
+    assert not made_of_inputs([node for node in calls(graph) if node.target not in (all_gather, wait)])
