@@ -217,7 +217,7 @@ def ours(axis: str, size: Size, rank: int, backend: str) -> Step:
     batch = batch_of(size)
     mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=(axis,))
     mine = share_of(batch, rank) if axis == "dp" else batch
-    options = {"backend": backend, "cluster": "cpu", "timeout": 600, **options_of(axis, size)}
+    options: dict[str, Any] = {"backend": backend, "cluster": "cpu", "timeout": 600, **options_of(axis, size)}
     return ParallelStep(autopar.compile(model_of(size), mesh, example_inputs=mine, **options), mine)
 
 
@@ -227,9 +227,11 @@ def options_of(axis: str, size: Size) -> dict[str, Any]:
 
 def predicted_seconds(axis: str, size: Size) -> float:
     """Of a step on two ranks along `axis`, by the cost model."""
-    mesh, options = autopar.virtual_mesh(**{axis: WORLD_SIZE}), {"backend": "eager", "cluster": "cpu", **options_of(axis, size)}
+    mesh = autopar.virtual_mesh(**{axis: WORLD_SIZE})
+    options: dict[str, Any] = {"backend": "eager", "cluster": "cpu", **options_of(axis, size)}
     found = autopar.compile(model_of(size), mesh, example_inputs=batch_of(size), **options).summary()
-    return found["pipeline"]["step_seconds"] if axis == "pp" else found["seconds"]["total"]
+    pipeline = found["pipeline"]
+    return found["seconds"]["total"] if pipeline is None else pipeline["step_seconds"]
 
 
 def choice(size: Size, rank: int, backend: str) -> Step:
