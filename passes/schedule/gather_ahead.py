@@ -20,7 +20,6 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
 from autopar.cost.schedule_budget import ScheduleBudget
-from autopar.cost.schedule_memory import bytes_of
 from autopar.ir.instructions import Instruction, Launch, Pause, Run, Wait
 from autopar.ir.lifetimes import touched
 from autopar.ir.schedule import Schedule
@@ -135,7 +134,7 @@ def _gathers(schedule: Schedule) -> Iterator[_Gather]:
         is_own = isinstance(maker, Run) and maker.outputs == (source,) and readers[source] == 2 and given.issuperset(maker.inputs)
         is_within = bisect_right(edges, first) == part == bisect_right(edges, end)
         if tensor_type is not None and is_within and (source in given or is_own):
-            size = bytes_of(schedule, each.name)
+            size = schedule.bytes_of(each.name)
             found.append(_Gather(each, run if is_own else None, position, end, size, (each.axes, tensor_type[1], part)))
     return iter(sorted(found, key=lambda each: each.end))
 
