@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import virtual_mesh
-from autopar.checks.checker import check_schedules
 from autopar.compiler import default_passes
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
@@ -34,7 +33,7 @@ from autopar.plans.decisions import BucketSizes
 from autopar.plans.plan import Plan
 from tests.support.buckets import random_buckets
 from tests.support.programs import forward_program, global_program, inputs_of, passed, random_local, run_schedule
-from tests.support.schedules import retyped, schedule_of, scheduled, whole
+from tests.support.schedules import check_schedules, retyped, schedule_of, scheduled, whole
 
 DP2, WIDTH, LAYERS = Mesh((("dp", 2),)), 8, 12
 BYTES = 4 * (WIDTH * WIDTH + WIDTH)  # of the gradients of a layer
