@@ -3,6 +3,7 @@
 from autopar.compiler import compile
 from autopar.cost.hardware.calibrate import calibrate
 from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.train_step import LossScale, TrainStep
 from autopar.errors import (
     ArgumentError,
     AutoparError,
@@ -13,6 +14,7 @@ from autopar.errors import (
     MeshError,
     MicrobatchError,
     ModelError,
+    NonFiniteError,
     PeerError,
     PlanError,
     ScheduleError,
@@ -31,15 +33,18 @@ __all__ = [
     "CheckError",
     "Cluster",
     "InputError",
+    "LossScale",
     "Mesh",
     "MeshError",
     "MicrobatchError",
     "ModelError",
+    "NonFiniteError",
     "ParallelModule",
     "PeerError",
     "Plan",
     "PlanError",
     "ScheduleError",
+    "TrainStep",
     "UnmatchedPinError",
     "ValueCheckError",
     "calibrate",

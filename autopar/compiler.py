@@ -21,7 +21,9 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.decide_once import FromFirst
 from autopar.driver.garbage import collection_paused
 from autopar.driver.manager import DecidingPass, History, Log, Pass, run_passes
+from autopar.driver.optimizers import OptimizerRecipe, updates_of
 from autopar.driver.options import BatchDims, Options
+from autopar.driver.train_step import TrainStep
 from autopar.errors import InputError, MicrobatchError
 from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
@@ -74,6 +76,7 @@ from autopar.passes.schedule.hand_out import HandOut
 from autopar.passes.schedule.order_actions import OrderActions
 from autopar.passes.schedule.reduce_gradients import ReduceGradients
 from autopar.passes.schedule.write_actions import WriteActions
+from autopar.passes.schedule.write_updates import WriteUpdates
 from autopar.pipeline.order import chosen_schedule, pipeline_order
 from autopar.plans.decisions import ShardingDecision, StageDecision
 from autopar.plans.pins import freedom_of, without_batch
@@ -83,6 +86,7 @@ from autopar.runtime.execute.world import World
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.parameters import Placement
+from autopar.runtime.train.trainer import Trainer
 
 Backend = str | Callable[..., Any]
 
@@ -106,6 +110,7 @@ def compile(
     microbatch_statistics: Statistics = None,
     schedule: str | PipelineSchedule | None = None,
     kernels: str = "auto",
+    train_step: TrainStep | None = None,
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -119,7 +124,10 @@ def compile(
                     split the batch
     cluster         hardware to price on, by name or as a `Cluster`; a virtual mesh takes the ideal one (links free)
     memory_budget   what a rank may hold: "40GiB", or bytes. Parameters may then be split over dp as well
-    optimizer       whose state the budget counts: "adamw", "sgd", a class or an instance of torch.optim; Adam by default
+    optimizer       what `parallel.train_step(**batch)` updates by, and `parallel.optimizer` is: an instance made of the model's
+                    parameters, a class, (class, options), a `functools.partial`, or a function of the parameters. A memory budget
+                    counts its state; a name ("adamw", "sgd") is for that alone. Adam's by default
+    train_step      what `parallel.train_step` does besides, see `TrainStep`: clipping, accumulation, scaling, averages
     batch_dims      batch dims of inputs by name; by default dim 0 of every input as long there as the first
     outputs         "loss": the loss alone, where there is one (the default where gradients are on); "all": every tensor of the output
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
@@ -144,6 +152,7 @@ def compile(
     refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
     logical.require_supported(None if isinstance(mesh, Mesh) else torch.distributed.get_world_size())
+    recipe, step_options = OptimizerRecipe.of(optimizer), train_step or TrainStep()
     options = Options(
         Cluster.asked_for(cluster, mesh),
         outputs,
@@ -151,13 +160,14 @@ def compile(
         plan,
         without_batch(pins),
         search_timeout,
-        MemoryBudget.of(memory_budget, optimizer),
+        MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer),
         freedom_of(pins, plan, logical, memory_budget is not None),
         num_microbatches,
         microbatch_statistics,
         schedule=schedule,
         is_real=not isinstance(mesh, Mesh),
         kernels=kernels,
+        updates=updates_of(recipe, step_options),
     )
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
@@ -180,6 +190,7 @@ def compile(
             num_microbatches=num_microbatches,
             world=world,
             for_copy=parallel_of,
+            trainer=Trainer(recipe if world is None else None, step_options),  # an optimizer is of one module
         )
         return parallel
 
@@ -248,7 +259,8 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         HandOut(),  # needs all results
         GatherAhead(cluster, buckets, budget),  # after all collectives are written
         BucketCollectives(cluster, buckets, budget),  # after gathers, which take memory first
-        FreeBuffers(),  # the last: what is added later is in use, too
+        FreeBuffers(),  # after all that uses buffers: what is added later is in use, too
+        WriteUpdates(options.updates),  # after the plain step is whole: `train_step` runs another
     )
 
 
@@ -301,7 +313,8 @@ def _captured(model: nn.Module, mesh: Mesh, inputs: CallInputs, options: Options
 
 def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     """What the passes left behind."""
-    program, schedule = history.last(Form.GLOBAL), history.schedule_steps[-1].program
+    program, schedule = history.last(Form.GLOBAL), history.schedule_before(WriteUpdates)
+    updating = history.schedule_steps[-1].program
     # Not after the passes before them by name: others may stand between.
     local, separated = history.before(SeparateMicrobatches), history.before(CopyToStages)
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
@@ -321,6 +334,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
         decide_again=lambda pins: _decide_again(history.before(MarkPinned), options, without_styles(pins, model)),
         keyed=key_captured,
         stages=stages,
+        updating=updating if updating is not schedule else None,
     )
 
 

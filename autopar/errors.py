@@ -54,6 +54,10 @@ class ValueCheckError(AutoparError, AssertionError):
     """What the model, or a function of torch that it calls, asserts of values does not hold in this call."""
 
 
+class NonFiniteError(AutoparError, ArithmeticError):
+    """A gradient is infinite or NaN; names parameters."""
+
+
 class CheckError(AutoparError):
     """A program broke an invariant after a pass; lists every violation found."""
 

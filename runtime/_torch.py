@@ -14,6 +14,7 @@ from torch._dynamo import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -32,6 +33,8 @@ __all__ = [
     "hand_on_hooks",
     "has_distributed",
     "has_forward_pre_hooks",
+    "has_gradient_hooks",
+    "has_step_hooks",
     "has_values",
     "is_fake_mode_active",
     "metadata_of",
@@ -59,6 +62,18 @@ def hand_on_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
         hooks = getattr(old, name, None)
         if hooks:
             setattr(new, name, hooks)
+
+
+def has_gradient_hooks(owner: torch.Tensor | nn.Module) -> bool:
+    """Whether something is called with gradients: of a tensor its own, of a module what comes back through it."""
+    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
+    return any(getattr(owner, name, None) for name in names)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether something is called around each step of this optimizer, or of any."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
 
 
 def share_contents(module: nn.Module, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from autopar.checks.violation import Violation
-from autopar.ir.instructions import Add, Free, Instruction, Launch, Pause, Receive, Run, Send, Wait
+from autopar.ir.instructions import Add, Free, Instruction, Launch, Pause, Receive, Run, Send, Update, Wait
 from autopar.ir.mesh import Mesh
 from autopar.ir.printing import short_dtype
 from autopar.ir.schedule import Schedule, TensorType
@@ -238,6 +238,10 @@ class _Walk:
         self.sums.add(target)
         self.alive.add(target)
 
+    def update(self, instruction: Update) -> None:
+        for name in (*instruction.parameters, *instruction.gradients):
+            self.read(name)
+
     def free(self, instruction: Free) -> None:
         for name in instruction.buffers:
             using = [self.arriving[name]] if name in self.arriving else self.lent.get(name, [])
@@ -291,6 +295,7 @@ _VISIT: dict[type, Callable[[_Walk, Any], None]] = {
     Receive: _Walk.receive,
     Wait: _Walk.wait,
     Add: _Walk.add,
+    Update: _Walk.update,
     Free: _Walk.free,
     Pause: _Walk.pause,
 }

@@ -4,14 +4,16 @@ on each rank   a buffer is written once, read only while it is there, freed once
                what is launched has one WAIT, and nothing touches its sources' memory or its targets before
                what ADD sums up is written by ADD alone, and read after the last of them
                shapes fit: a fragment's inputs, a collective's source and target, what is added
+               a parameter is updated once, by its whole gradient, and read no more (`check_updates`)
 across ranks   all members of a group launch the same collectives in the same order, and the orders on all groups
                fit one global order (a later launch never waits for an earlier one: what NCCL needs; gloo forgives)
                the k-th SEND and the k-th RECV of a channel carry the same: name, buffers' number, shapes and dtypes
                PAUSE comes at most once, at the same place between launches on every rank
                every rank gets to its end when a WAIT blocks until all ends are launched
 
-`check_buffers` proves the first part, `check_rendezvous` that transfers meet and everybody gets to the end. Ranks that are
-alike (`autopar.checks.alike`) are proved once, and named by the first of them.
+               who holds a parameter that some rank updates, updates it
+`check_buffers` and `check_updates` prove the first part, `check_rendezvous` that transfers meet and everybody gets to the end.
+Ranks that are alike (`autopar.checks.alike`) are proved once, and named by the first of them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import NamedTuple
 from autopar.checks.alike import Alike
 from autopar.checks.buffers import check_buffers, describe, place
 from autopar.checks.rendezvous import check_peers, check_rendezvous
+from autopar.checks.updates import check_holders, check_updates
 from autopar.checks.violation import Violation
 from autopar.ir.instructions import Launch, Pause
 from autopar.ir.mesh import Mesh
@@ -42,6 +45,8 @@ def check_schedule(
         if id(schedule) not in walked:
             walked.add(id(schedule))
             found += check_buffers(rank, schedule, mesh, actions, is_executable)
+            found += check_updates(rank, schedule)
+    found += check_holders(schedules)
     missing = [rank for rank in range(mesh.size) if rank not in schedules]
     if missing:
         return [*found, Violation("ranks without a schedule", got=str(missing), fix=f"one schedule for each of {mesh.size} ranks")]

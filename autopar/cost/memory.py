@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
 from autopar.ir.units import BYTES, parse_quantity
@@ -25,14 +27,27 @@ class OptimizerKind:
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerKind:
-        """From a name ("adamw", "sgd", "momentum", …), a class of torch.optim, or an instance. Raises `AutoparError` for another."""
+        """From a name ("adamw", "sgd", "momentum", …), a class of torch.optim, or an instance. Raises `AutoparError` for another.
+
+        Of an instance of an unknown class a second one is made, and a step of it looked at.
+        """
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         name = (optimizer if isinstance(optimizer, str) else kind.__name__).lower()
         if name == "sgd" and any(group.get("momentum") for group in getattr(optimizer, "param_groups", ())):
             name = "momentum"
+        if name not in _COPIES and isinstance(optimizer, torch.optim.Optimizer):
+            return _tried(optimizer, name)
         if name not in _COPIES:
             raise AutoparError(f"optimizer={optimizer!r} is unknown; use one of {', '.join(sorted(_COPIES))}, or its class of torch.optim")
         return OptimizerKind(name, _COPIES[name], 0 if name in _UNCOUNTED else _STEP_BYTES)
+
+    @staticmethod
+    def known(optimizer: Any) -> OptimizerKind:
+        """As `of`, and as Adam where that is not known."""
+        try:
+            return OptimizerKind() if optimizer is None else OptimizerKind.of(optimizer)
+        except AutoparError:
+            return OptimizerKind()
 
     def state_bytes(self, item: Input, local_bytes: float) -> float:
         """Bytes of state for `item`, of which a rank holds `local_bytes`."""
@@ -42,6 +57,23 @@ class OptimizerKind:
         """Bytes of an input with all that belongs to it: a trainable parameter has a gradient and optimizer state."""
         gradient = local_bytes if item.kind == "parameter" and item.requires_grad else 0.0
         return local_bytes + gradient + self.state_bytes(item, local_bytes)
+
+
+def _tried(optimizer: torch.optim.Optimizer, name: str) -> OptimizerKind:
+    """What a step over a small matrix allocates; statistics that are smaller than their parameter count as they are here."""
+    parameter = torch.nn.Parameter(torch.zeros(8, 4))
+    parameter.grad = torch.ones(8, 4)
+    try:
+        twin = type(optimizer)([parameter], **optimizer.defaults)
+        twin.step()
+    except Exception as error:  # whatever its class wants
+        raise AutoparError(
+            f"how much state optimizer={type(optimizer).__name__} holds cannot be tried ({error}): its class must be made of parameters "
+            "and its own defaults, and step without a closure; without memory_budget nobody asks"
+        ) from error
+    tensors = [value for value in twin.state[parameter].values() if isinstance(value, torch.Tensor)]
+    copies = [value for value in tensors if value.shape == parameter.shape]
+    return OptimizerKind(name, len(copies), sum(value.nbytes for value in tensors) - sum(value.nbytes for value in copies))
 
 
 @dataclass(frozen=True)
@@ -58,7 +90,8 @@ class MemoryBudget:
     @staticmethod
     def of(budget: str | float | None, optimizer: Any = None) -> MemoryBudget:
         """From "40GiB", "80 GB" or a number of bytes. Raises `AutoparError` for what is neither."""
-        kind = OptimizerKind() if optimizer is None else OptimizerKind.of(optimizer)
+        is_asked = optimizer is not None and (budget is not None or isinstance(optimizer, str))
+        kind = OptimizerKind.of(optimizer) if is_asked else OptimizerKind.known(optimizer)
         return MemoryBudget(bytes_of(budget) if budget is not None else float("inf"), kind)
 
 

@@ -231,6 +231,16 @@ def _packed(name: str) -> str:
     return f"bucket {name}"
 
 
+def lies_with(fragment: Fragment) -> tuple[int, ...]:
+    """By result of a fragment the first of its inputs and results, in this order, that lies in the same memory.
+
+    Of a fragment whose inputs have no known shapes nothing is said to be a view.
+    """
+    if any("val" not in node.meta for node in fragment.module.graph.find_nodes(op="placeholder")):
+        return ()
+    return tuple(source for source, _ in _places(fragment))
+
+
 # By fragment: passes that look for what fits walk through one schedule many times.
 _PLACES: WeakKeyDictionary[GraphModule, _Places] = WeakKeyDictionary()
 

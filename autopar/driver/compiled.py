@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
+
+import torch
 
 from autopar.cost.model import CostModel
 from autopar.ir.actions import PipelineSchedule
@@ -76,6 +79,7 @@ class Compiled:
     cost      what priced it
     decide_again  `pins -> (program, decision, stages)`: the search with other pins, from the program before them on
     keyed     a FORWARD program of `steps` with its draws keyed as those of `forward` are
+    updating  the schedule of `train_step`, with its updates; None where there is no optimizer, or nothing to update
     stages    where the forward is cut, and what each stage takes; None where one microbatch runs through one stage
     """
 
@@ -91,6 +95,7 @@ class Compiled:
     separated: Program | None = None
     keyed: Callable[[Program], Program] | None = None
     stages: StageDecision | None = None
+    updating: ScheduleProgram | None = None
     schedule_steps: tuple[SchedulePassRun, ...] = ()
 
     @property
@@ -108,10 +113,16 @@ class Compiled:
         """By parameter the stages that read it; none without a pipeline."""
         return {} if self.stages is None else holders_of(self.program)
 
+    @cached_property
+    def computes_in_half(self) -> bool:
+        """Whether something on a rank is in float16, where gradients of a loss that is not scaled may vanish."""
+        return any(each.type is not None and each.type[1] is torch.float16 for each in self.schedule.buffers.values())
+
     @property
     def fingerprint(self) -> str:
         """Equal on two ranks exactly when they would run the same program."""
-        return "".join(schedule.fingerprint for schedule in self.schedules)
+        more = self.updating.places if self.updating is not None else ()
+        return "".join(schedule.fingerprint for schedule in (*self.schedules, *more))
 
     def schedule_of(self, rank: int) -> Schedule:
         return self.schedule.schedule_of(rank)

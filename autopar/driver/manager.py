@@ -113,6 +113,12 @@ class History:
         assert isinstance(program, Program), f"{chosen} is given a schedule"
         return program
 
+    def schedule_before(self, chosen: type[object] | str) -> ScheduleProgram:
+        """The schedule that a pass was given."""
+        program = self.steps[self.step(chosen).number - 1].program
+        assert isinstance(program, ScheduleProgram), f"{chosen} is given a graph"
+        return program
+
     def last(self, form: Form) -> Program:
         """The program after the last pass of a form."""
         return next(step.program for step in reversed(self.graph_steps) if step.program.form is form)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
@@ -25,7 +26,8 @@ class Options:
     """What the user asked of a compile, as far as passes need to know; `autopar.compile` says what each means.
 
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
-    microbatches in an earlier try. Raises `AutoparError` for a value that an option does not have.
+    microbatches in an earlier try, `updates` when `train_step` updates parameters. Raises `AutoparError` for a value that an option
+    does not have.
     """
 
     cluster: Cluster
@@ -43,6 +45,7 @@ class Options:
     device: str = "cpu"
     is_real: bool = False
     kernels: str = "auto"
+    updates: Literal["bucket", "end"] | None = None
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():

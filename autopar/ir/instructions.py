@@ -7,6 +7,7 @@ SEND 0F2>1 pp=1 (h_3@2, mask@2)             start sending to the rank at coordin
 RECV 0F2>1 pp=0 (h_3@2, mask@2)             start receiving from the rank at coordinate 0 of `pp`
 WAIT h_3                                    block until what was launched under this name is complete
 ADD g_w (g_w@2)                             g_w += g_w@2; the first ADD makes g_w
+UPDATE (w, b) by (g_w, g_b)                 the optimizer takes these gradients of these parameters
 FREE h_2 h_1                                drop buffers
 PAUSE                                       hand the outputs to the caller, wait for their gradients
 
@@ -145,6 +146,21 @@ class Add:
 
 
 @dataclass(frozen=True)
+class Update:
+    """The optimizer takes the `gradients` of `parameters`, in their order; neither is read afterwards.
+
+    It updates them at once, or keeps the gradients: until all ranks have agreed on something (a norm, that all are finite), or for
+    more calls to add theirs.
+    """
+
+    parameters: tuple[str, ...]
+    gradients: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"UPDATE ({', '.join(self.parameters)}) by ({', '.join(self.gradients)})"
+
+
+@dataclass(frozen=True)
 class Free:
     buffers: tuple[str, ...]
 
@@ -158,7 +174,7 @@ class Pause:
         return "PAUSE"
 
 
-Instruction = Run | Launch | Send | Receive | Wait | Add | Free | Pause
+Instruction = Run | Launch | Send | Receive | Wait | Add | Update | Free | Pause
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -185,6 +201,10 @@ _FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Instruction]]] = {
     ),
     "WAIT": (re.compile(r"WAIT (\S+)$"), Wait),
     "ADD": (re.compile(r"ADD (\S+) \((\S+)\)$"), Add),
+    "UPDATE": (
+        re.compile(r"UPDATE \((.+?)\) by \((.+?)\)$"),
+        lambda parameters, gradients: Update(_names(parameters), _names(gradients)),
+    ),
     "FREE": (re.compile(r"FREE (.+)$"), lambda buffers: Free(tuple(buffers.split(" ")))),
     "PAUSE": (re.compile(r"PAUSE$"), Pause),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Send, Wait
+from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Send, Update, Wait
 
 
 def touched(instruction: Instruction) -> tuple[str, ...]:
@@ -17,6 +17,8 @@ def touched(instruction: Instruction) -> tuple[str, ...]:
         return instruction.buffers
     if isinstance(instruction, Add):
         return (instruction.source, instruction.target)
+    if isinstance(instruction, Update):
+        return instruction.parameters + instruction.gradients
     return ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import BackwardError, ValueCheckError
+from autopar.ir.instructions import Update
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import Schedule
+from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.runtime._torch import local_part, scale_in_place
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
@@ -31,6 +34,8 @@ class Call:
     key      what all random draws of this call descend from
     device   where coordinates and keys are made
     places   where inputs and results are, if that was found before
+    program  the schedule to run, if not the plain one: with its updates
+    scale    the gradient of the loss with which a backward starts that runs within the forward
     """
 
     def __init__(
@@ -43,17 +48,26 @@ class Call:
         key: int,
         device: torch.device,
         places: Places | None = None,
+        program: ScheduleProgram | None = None,
+        scale: float = 1.0,
     ) -> None:
         self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
         self.signature = compiled.local.signature
         self.world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self._key, self._device = batch, key, device
         self._shapes: dict[str, torch.Size] = {}
-        self._transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
-        self._places = places or Places(compiled, world.ranks)
-        self.schedules: Mapping[int, Schedule] = self._places.schedules
+        self.transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
+        self.places, self._scale = places or Places(compiled, world.ranks), scale
+        plain = self.places.schedules
+        self.schedules: Mapping[int, Schedule] = plain if program is None else {rank: program.schedule_of(rank) for rank in plain}
         self.is_over_at_pause = any(schedule.is_over_at_pause for schedule in self.schedules.values())
+        self._is_in_half = self.is_over_at_pause and compiled.computes_in_half
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
+
+    @property
+    def hears_late(self) -> bool:
+        """Whether it is known only at the end, after the backward, that the model's own checks hold."""
+        return self.is_over_at_pause and bool(self.signature.outputs_of("check"))
 
     @property
     def has_backward(self) -> bool:
@@ -82,6 +96,16 @@ class Call:
         self._shapes = {name: result.shape for name, result in results.items()}
         return results
 
+    def whole_step(self, update: Callable[[int, Update, list[torch.Tensor]], None]) -> dict[str, torch.Tensor]:
+        """Run to the end, the gradient of the loss being `scale`; the results by flat index. Rank by rank `update` takes gradients."""
+        for rank, state in self.states.items():
+            state.update = partial(update, rank)
+        results = self.forward()
+        if not self.is_over_at_pause:
+            self._fill(self.signature.inputs_of("tangent"))
+            self._run()
+        return results
+
     def _check_values(self) -> None:
         """Raise `ValueCheckError` for what the model asserts of values, and does not hold."""
         checks = self.signature.outputs_of("check")
@@ -105,7 +129,7 @@ class Call:
             for item in self.signature.inputs_of("tangent"):
                 self._put(item, given[item.name])
         self._run()
-        owned = OwnedMemory(self._transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
+        owned = OwnedMemory(self.transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
         found = {}
         for item in self.signature.outputs_of("gradient"):
             held = self.held(item)
@@ -113,8 +137,18 @@ class Call:
                 found[item.name] = self.world.gradient(held.parts, held.item, held.mesh, self._tensors[item.name], owned.own)
         if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
-            scale_in_place([local_of(gradient) for gradient in found.values()], scale)
+            self._check_scale(scale)
+            scale_in_place([local_of(gradient) for gradient in found.values()], scale if self._scale == 1.0 else scale / self._scale)
         return found
+
+    def _check_scale(self, scale: torch.Tensor) -> None:
+        """Raise `BackwardError` where the loss was scaled for the sake of a backward in float16 that is over by then."""
+        if self._is_in_half and self._scale == 1.0 and float(scale) > 1.0:
+            raise BackwardError(
+                f"the loss was multiplied by {float(scale):g}, but with pp > 1 or several microbatches the backward ran inside the call, "
+                "in float16, from the loss as it was: gradients that vanished are not brought back. In place of torch.amp.GradScaler use "
+                "parallel.scaler(), which says the scale before the call, or train_step with TrainStep(loss_scale=LossScale())"
+            )
 
     def _reached(self, given: set[str]) -> set[str]:
         """The parameters whose gradients come back through one of the results that have a tangent, here or on another rank.
@@ -135,7 +169,7 @@ class Call:
 
         In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
         """
-        found = self._places.of(item)
+        found = self.places.of(item)
         parts: Parts = {}
         for place, rank, name in found.buffers:
             parts.setdefault(place, self.states[rank].buffers[name])
@@ -148,11 +182,11 @@ class Call:
         kind = self._device.type
         executions = [
             execute(self.schedules[rank], state, self._fragments, transport)
-            for (rank, state), transport in zip(self.states.items(), self._transports, strict=True)
+            for (rank, state), transport in zip(self.states.items(), self.transports, strict=True)
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            self.world.run(executions, self._transports)
+            self.world.run(executions, self.transports)
 
     def _fill(self, items: Sequence[Input]) -> None:
         for item in items:
@@ -160,7 +194,7 @@ class Call:
 
     def _put(self, item: Input, parts: Parts) -> None:
         """`parts` are by rank, and by microbatch where there are several."""
-        for place, rank, name in self._places.of_input(item):
+        for place, rank, name in self.places.of_input(item):
             self.states[rank].buffers[name] = parts[place]
 
     def _parts(self, item: Input) -> Parts:
@@ -174,7 +208,7 @@ class Call:
         if item.kind == "random_key":
             return dict.fromkeys(ranks, self._scalar(self._key))
         if item.kind == "tangent":
-            return dict.fromkeys(ranks, torch.ones(item.shape, dtype=item.dtype, device=self._device))
+            return dict.fromkeys(ranks, torch.full(item.shape, self._scale, dtype=item.dtype, device=self._device))
         values: dict[str, Callable[[], torch.Tensor]] = {
             "buffer": lambda: self._tensors[item.name],
             "batch": lambda: self._batch[int(item.name)],

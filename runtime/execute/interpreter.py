@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import ScheduleError
-from autopar.ir.instructions import Add, Free, Launch, Pause, Receive, Run, Send, Wait
+from autopar.ir.instructions import Add, Free, Launch, Pause, Receive, Run, Send, Update, Wait
 from autopar.ir.schedule import Schedule, TensorType
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.transport import Transport
@@ -31,6 +31,8 @@ class RankState:
     position: int = 0
     # Called with the number of each instruction when it begins and when it is over.
     watch: Callable[[int, bool], None] | None = None
+    # Takes the gradients of an UPDATE, in its order.
+    update: Callable[[Update, list[torch.Tensor]], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,11 @@ class _Rank:
             )
         target += source
 
+    def update(self, instruction: Update) -> None:
+        if self.state.update is None:
+            raise ScheduleError(f"{instruction}: there is no optimizer in this run")
+        self.state.update(instruction, [self.read(name) for name in instruction.gradients])
+
     def free(self, instruction: Free) -> None:
         buffers, sums = self.state.buffers, self.state.sums
         for name in instruction.buffers:
@@ -172,5 +179,6 @@ _ACTIONS: dict[type, Callable[[_Rank, Any], None]] = {
     Receive: _Rank.receive,
     Wait: _Rank.wait,
     Add: _Rank.add,
+    Update: _Rank.update,
     Free: _Rank.free,
 }

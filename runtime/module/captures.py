@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.driver.compiled import Compiled
 from autopar.driver.options import BatchDims
+from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import Backend, share_contents
@@ -27,6 +28,8 @@ from autopar.runtime.module.names import NamesOfModel, check_names
 from autopar.runtime.module.parameters import Placement, same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
+from autopar.runtime.train.scaler import Scaler
+from autopar.runtime.train.trainer import Trainer
 
 logger = logging.getLogger("autopar")
 
@@ -46,6 +49,8 @@ _PRIVATE_NAMES = (
     "_latest",
     "_for_copy",
     "_tensors",
+    "_trainer",
+    "_scaler",
 )
 
 Capture = Callable[..., Compiled]
@@ -105,6 +110,7 @@ class CapturingModule(NamesOfModel):
         num_microbatches: int | None = None,
         world: World | None = None,
         for_copy: ForCopy | None = None,
+        trainer: Trainer | None = None,
     ) -> None:
         super().__init__()
         check_names(model, type(self), (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
@@ -119,6 +125,9 @@ class CapturingModule(NamesOfModel):
         self._latest: Compiled | None = None
         self._guard, self._for_copy = ModelGuard(model), for_copy
         self._tensors: ModelTensors | None = None
+        self._trainer = trainer or Trainer(None, TrainStep())
+        self._scaler: Scaler | None = None
+        self._trainer.bind(model)
         self.__dict__["_model"] = model  # the last: names that come after it are the model's
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:

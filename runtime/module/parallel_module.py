@@ -6,8 +6,10 @@ import copy
 from typing import Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from autopar.driver.compiled import Compiled
+from autopar.driver.train_step import LossScale
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime._torch import not_compiled
 from autopar.runtime.execute.call import Call, differentiate
@@ -17,6 +19,8 @@ from autopar.runtime.module.copies import check_copy, share_captures
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_replicas
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
+from autopar.runtime.train.scaler import Scaler
+from autopar.runtime.train.trainer import updating_schedule
 
 
 class ParallelModule(Inspected):
@@ -58,6 +62,10 @@ class ParallelModule(Inspected):
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output structure; see the class. A compiled training loop calls it as it is: its fragments are compiled already."""
+        return self._updating_call(args, kwargs) if self._trainer.is_stepping else self._plain_call(args, kwargs)[0]
+
+    def _plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+        """The output, and its tensors by flat index."""
         call, captured = self.start(args, kwargs)
         if call.has_backward and captured.trainable and torch.is_grad_enabled():
             parameters = self.tensors().parameters
@@ -65,21 +73,70 @@ class ParallelModule(Inspected):
         else:
             with torch.no_grad():
                 tensors = call.forward()
-        return build_output(captured.compiled.local.signature, tensors)
+        return build_output(captured.compiled.local.signature, tensors), tensors
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer of `train_step`; None where none was given. Raises `MeshError` on a real mesh before the first capture."""
+        return self._trainer.optimizer(self)
+
+    @property
+    def ema(self) -> dict[str, torch.Tensor]:
+        """The averages of `TrainStep(ema=...)` by name, as the parameters lie; empty before the first update."""
+        return self._trainer.averages
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What `TrainStep(loss_scale=...)` has the loss multiplied by in the next step; None where it scales nothing."""
+        return None if self._trainer.scaling is None else self._trainer.scaling.scale
+
+    @not_compiled
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, backward and update of one batch; what the call returns, its loss detached.
+
+        Each gradient is used, and freed, as soon as it is final. `train_step=TrainStep(...)` of `autopar.compile` says what else
+        happens. Raises as a call does, and `AutoparError` without an optimizer, without a loss, or where a hook waits for gradients.
+        """
+        self._trainer.check(self)
+        self._trainer.is_stepping = True
+        try:
+            return self(*args, **kwargs)
+        finally:
+            self._trainer.is_stepping = False
+
+    def _updating_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.enable_grad():
+            if self._trainer.takes_closure:
+                return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)
+            call, captured = self.start(args, kwargs, updates=True)
+        self._trainer.optimizer(self)
+        return build_output(captured.compiled.local.signature, self._trainer.run(call, self))
+
+    def scaler(self, options: LossScale | None = None) -> Scaler:
+        """Scales the loss of a plain loop, in a pipeline, too; see `Scaler`. It scales what calls of this module make from now on."""
+        self._scaler = Scaler(options or LossScale(), lambda: dict(self.named_parameters()), self._world)
+        return self._scaler
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """Capture and compile for such a call and place the parameters, without running it. Inputs as in a call."""
         return self.captured(args, kwargs)[1].compiled
 
-    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Captured]:
-        """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`."""
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool = False) -> tuple[Call, Captured]:
+        """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`.
+
+        One that `updates` is run by `train_step`.
+        """
         inputs, captured = self.captured(args, kwargs, runs=True)
         self._before_run(inputs, captured)
         self.step += captured.draws
         assert self.seed is not None
         key = random_key(self.seed, self.step)
         world, device = self._world, self._world.device(self)
-        call = Call(captured.compiled, captured.fragments, world, self.tensors().named, inputs.leaves, key, device, captured.places)
+        program, scale = (None, self._scaler.get_scale() if self._scaler is not None else 1.0)
+        if updates:
+            program, scale = updating_schedule(captured.compiled), self._trainer.scale
+        tensors, places = self.tensors().named, captured.places
+        call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, places, program, scale)
         return call, captured
 
     def _before_run(self, inputs: CallInputs, captured: Captured) -> None:

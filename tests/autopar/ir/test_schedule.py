@@ -5,7 +5,7 @@ import torch
 from torch.fx import symbolic_trace
 
 from autopar.errors import ScheduleError
-from autopar.ir.instructions import Add, Free, Launch, Pause, Receive, Run, Send, Wait, parse
+from autopar.ir.instructions import Add, Free, Launch, Pause, Receive, Run, Send, Update, Wait, parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
 from autopar.ir.schedule import Buffer, Fragment, Schedule, Span
@@ -22,6 +22,8 @@ EVERY_KIND = (
     Receive("1B2>0", "pp.0", 12, ("g@2",)),
     Wait("0F2>1"),
     Add("g_w", "g_w@2"),
+    Update(("w",), ("g_w",)),
+    Update(("w", "b"), ("g_w", "g_b")),
     Free(("h_3@2", "mask@2")),
     Pause(),
 )
@@ -37,13 +39,30 @@ def schedule(text: str, **shapes: tuple[tuple[int, ...], torch.dtype]) -> Schedu
 def test_every_instruction_reads_back_as_it_prints() -> None:
     text = "\n".join(map(str, EVERY_KIND))
     assert parse(text) == EVERY_KIND
-    assert "SEND 0F2>1 pp=1 (h_3@2, mask@2)" in text and "RECV 1B2>0 pp.0=12 (g@2)" in text and "ADD g_w (g_w@2)" in text
+    assert (
+        "SEND 0F2>1 pp=1 (h_3@2, mask@2)" in text
+        and "RECV 1B2>0 pp.0=12 (g@2)" in text
+        and "ADD g_w (g_w@2)" in text
+        and "UPDATE (w, b) by (g_w, g_b)" in text
+    )
     assert all(hash(each) == hash(other) for each, other in zip(parse(text), EVERY_KIND, strict=True))
 
 
 @pytest.mark.parametrize(
     "line",
-    ["SEND 0F2>1 (h)", "SEND 0F2>1 pp (h)", "RECV a b pp=0 (h)", "SEND t pp=-1 (h)", "ADD g", "ADD g (a, b)", "WAIT a b", "COPY a", ""],
+    [
+        "SEND 0F2>1 (h)",
+        "SEND 0F2>1 pp (h)",
+        "RECV a b pp=0 (h)",
+        "SEND t pp=-1 (h)",
+        "ADD g",
+        "ADD g (a, b)",
+        "WAIT a b",
+        "COPY a",
+        "UPDATE w by g",
+        "UPDATE () by ()",
+        "",
+    ],
 )
 def test_a_line_that_is_no_instruction_is_named(line: str) -> None:
     with pytest.raises(ScheduleError, match="line 2 is no instruction"):

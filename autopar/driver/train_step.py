@@ -1,0 +1,77 @@
+"""What a training step does besides the optimizer's own update, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.errors import AutoparError
+
+# What the update of one number depends on, besides the optimizer's settings: that number's own gradient and state, those of its
+# parameter, or those of other parameters as well.
+Scope = Literal["element", "parameter", "model"]
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic scaling of the loss, for gradients in float16; torch's `GradScaler` has the same numbers.
+
+    Gradients are those of the loss times the scale, and are divided by it before they are used. Where one is not finite the step is
+    skipped and the scale multiplied by `backoff_factor`; after `growth_interval` steps in a row that were not, by `growth_factor`.
+    """
+
+    initial: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if not (self.initial > 0 and self.growth_factor >= 1 and 0 < self.backoff_factor <= 1 and self.growth_interval >= 1):
+            raise AutoparError(f"{self}: use initial > 0, growth_factor >= 1, 0 < backoff_factor <= 1, growth_interval >= 1")
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """Options of `parallel.train_step`.
+
+    clip_grad_norm  the joint 2-norm that all gradients have at most, over all axes and stages
+    accumulate      the optimizer steps at every k-th call, by the mean of the gradients of k calls
+    non_finite      what is done where a gradient is infinite or NaN: "raise" a `NonFiniteError` that names parameters, or "skip" the
+                    update; None looks at nothing. All ranks do the same
+    loss_scale      scales the loss, see `LossScale`; steps whose gradients are not finite are skipped
+    ema             keeps an exponential moving average of the parameters, `parallel.ema`: ema · average + (1 - ema) · parameter after
+                    every update, beginning with the parameters after the first
+    update_scope    what the optimizer's update of one number depends on: "element", that number's own gradient and state; "parameter",
+                    those of its parameter; "model", others', too. Known of the optimizers of torch.optim; of others "model" is
+                    assumed, with which all are updated together at the end
+
+    Raises `AutoparError` for values that it cannot have.
+    """
+
+    clip_grad_norm: float | None = None
+    accumulate: int = 1
+    non_finite: Literal["raise", "skip"] | None = None
+    loss_scale: LossScale | None = None
+    ema: float | None = None
+    update_scope: Scope | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise AutoparError(f"clip_grad_norm={self.clip_grad_norm} leaves no gradient; use a number above 0, or None for no clipping")
+        if self.accumulate < 1:
+            raise AutoparError(f"accumulate={self.accumulate} calls make no step; use 1 or more")
+        if self.non_finite not in (None, "raise", "skip"):
+            raise AutoparError(f'non_finite={self.non_finite!r} is unknown; use "raise", "skip" or None')
+        if self.loss_scale is not None and self.non_finite == "raise":
+            raise AutoparError(
+                'non_finite="raise" with loss_scale: a scale is found by steps that overflow, and are skipped; leave one out'
+            )
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise AutoparError(f"ema={self.ema} is no decay; use one from 0 to below 1, such as 0.999")
+        if self.update_scope not in (None, "element", "parameter", "model"):
+            raise AutoparError(f'update_scope={self.update_scope!r} is unknown; use "element", "parameter" or "model"')
+
+    @property
+    def agrees_first(self) -> bool:
+        """Whether ranks must agree on something about all gradients before any of them updates."""
+        return self.clip_grad_norm is not None or self.non_finite is not None or self.loss_scale is not None

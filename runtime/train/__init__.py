@@ -1,0 +1,1 @@
+"""Training steps with their updates: optimizers called part by part, scales, averages."""

@@ -1,0 +1,90 @@
+"""A torch optimizer called for some of its parameters at a time: its own code does the update, its groups and state stay in place."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.runtime._torch import local_part
+from autopar.runtime.module.placement import like
+
+
+class _StandIn(NamedTuple):
+    """This rank's part of a parameter as a plain tensor, its state, and what the optimizer holds for the parameter itself."""
+
+    local: torch.Tensor
+    state: dict[str, Any]
+    outer: dict[str, Any]
+
+
+class PartialStep:
+    """Steps `optimizer` for the parameters that are named, and leaves the others as they are.
+
+    While it steps, `param_groups` have these parameters alone; learning rates and other options are read from them, as ever. With
+    `on_parts` it sees this rank's parts of DTensors as plain tensors, which is quicker, and right for what goes element by element;
+    state is handed on as DTensors, under the parameters themselves.
+    """
+
+    def __init__(self, optimizer: Optimizer, on_parts: bool = False) -> None:
+        self.optimizer, self._on_parts = optimizer, on_parts
+        self._stand_ins: dict[nn.Parameter, _StandIn] = {}
+
+    def step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """By the gradients that they have."""
+        chosen = {id(each): self._stood_in_for(each) for each in parameters}
+        with self._narrowed(chosen):
+            self.optimizer.step()
+        for each in parameters:
+            if chosen[id(each)] is not each:
+                self._hand_back(each)
+
+    @contextmanager
+    def _narrowed(self, chosen: dict[int, torch.Tensor]) -> Generator[None]:
+        optimizer = self.optimizer
+        groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+        try:
+            for group, params in zip(groups, wholes, strict=True):
+                group["params"] = [chosen[id(each)] for each in params if id(each) in chosen]
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            yield
+        finally:
+            optimizer.param_groups = groups
+            for group, params in zip(groups, wholes, strict=True):
+                group["params"] = params
+
+    def _stood_in_for(self, parameter: nn.Parameter) -> torch.Tensor:
+        if not self._on_parts or not isinstance(parameter, DTensor):
+            return parameter
+        known, outer = self._stand_ins.get(parameter), self.optimizer.state.get(parameter, {})
+        local = local_part(parameter).detach()
+        if known is None or known.outer is not outer or known.local.data_ptr() != local.data_ptr():
+            state = {key: local_part(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
+            known = self._stand_ins[parameter] = _StandIn(local, state, outer)
+        assert isinstance(parameter.grad, DTensor)
+        known.local.grad = local_part(parameter.grad)
+        if known.state:
+            self.optimizer.state[known.local] = known.state
+        return known.local
+
+    def _hand_back(self, parameter: nn.Parameter) -> None:
+        known = self._stand_ins[parameter]
+        known.local.grad = None
+        state = self.optimizer.state.pop(known.local, None)
+        if state is None:
+            return
+        assert isinstance(parameter, DTensor)
+        outer = self.optimizer.state[parameter]
+        for key, value in state.items():
+            is_part = key != "step" and isinstance(value, torch.Tensor) and value.shape == known.local.shape
+            held = outer.get(key)
+            if not is_part:
+                outer[key] = value
+            elif not isinstance(held, DTensor) or local_part(held) is not value:
+                outer[key] = like(parameter, value)
+        self._stand_ins[parameter] = _StandIn(known.local, state, outer)

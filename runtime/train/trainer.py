@@ -1,0 +1,222 @@
+"""The whole step of training: what happens around the updates that a schedule writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.driver.compiled import Compiled
+from autopar.driver.optimizers import OptimizerRecipe, scope_of
+from autopar.driver.train_step import Scope, TrainStep
+from autopar.errors import AutoparError, NonFiniteError
+from autopar.pipeline.schedule_program import ScheduleProgram
+from autopar.runtime._torch import has_gradient_hooks, has_step_hooks
+from autopar.runtime.execute.call import Call
+from autopar.runtime.execute.world import DistributedWorld, World, local_of
+from autopar.runtime.module.state import clip_grad_norm
+from autopar.runtime.train.partial_step import PartialStep
+from autopar.runtime.train.placed import check_places, placed_instance
+from autopar.runtime.train.scaler import ScaleState, non_finite, unscale
+from autopar.runtime.train.updates import Updates
+
+Parameters = Mapping[str, nn.Parameter]
+
+
+class Trained(Protocol):
+    """What a trainer needs of a parallel module."""
+
+    _world: World
+    _model: nn.Module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+class Trainer:
+    """The optimizer of one parallel module, made when its parameters have their places, and what `TrainStep` asks for.
+
+    A call that updates runs `updating` of its program. Gradients lie in `parameter.grad` between the calls that accumulate them, and
+    nowhere once they are used.
+    """
+
+    def __init__(self, recipe: OptimizerRecipe | None, options: TrainStep) -> None:
+        self.recipe, self.options = recipe, options
+        self.scaling = ScaleState.of(options.loss_scale) if options.loss_scale is not None else None
+        self.averages: dict[str, torch.Tensor] = {}
+        self.is_stepping = False
+        self._part: PartialStep | None = None
+        self._num_calls = 0
+        self._first: list[tuple[str, nn.Parameter]] = []
+
+    def bind(self, model: nn.Module) -> None:
+        """Note whose parameters these are, before they are replaced. Raises `AutoparError` for an optimizer of others."""
+        self._first = list(model.named_parameters())
+        if self.recipe is None or self.recipe.instance is None:
+            return
+        mine = {id(each) for _, each in self._first}
+        for number, group in enumerate(self.recipe.instance.param_groups):
+            strange = next((each for each in group["params"] if id(each) not in mine), None)
+            if strange is not None:
+                raise AutoparError(
+                    f"group {number} of the optimizer has a parameter of shape {list(strange.shape)} that is none of the model's: make the "
+                    "optimizer from model.parameters(), or pass its class or a function of the parameters"
+                )
+
+    def optimizer(self, module: Trained) -> Optimizer | None:
+        """Made at the first question; None where nobody gave one. Raises where parameters have no places yet, and `AutoparError` for
+        an optimizer that would be wrong for how they lie."""
+        if self.recipe is None:
+            return None
+        if self._part is None:
+            self._part = self._made(self.recipe, dict(module.named_parameters()), module._world)
+        return self._part.optimizer
+
+    def _made(self, recipe: OptimizerRecipe, parameters: Parameters, world: World) -> PartialStep:
+        if recipe.instance is None:
+            assert recipe.make is not None
+            optimizer = recipe.make(list(parameters.values()))
+        else:
+            optimizer = placed_instance(recipe.instance, dict(self._first), parameters)
+        scope = self._scope(optimizer)
+        if isinstance(world, DistributedWorld):
+            check_places(optimizer, scope, parameters, world)
+        return PartialStep(optimizer, on_parts=scope == "element")
+
+    def _scope(self, optimizer: Optimizer) -> Scope:
+        return self.options.update_scope or scope_of(optimizer)
+
+    def check(self, module: Trained) -> None:
+        """Raise `AutoparError` where a step cannot be what the user's loop would be."""
+        if self.recipe is None:
+            raise AutoparError(
+                "train_step without an optimizer: pass optimizer= to autopar.compile, an optimizer, its class, (class, options), or a "
+                'function of the parameters; a name such as "adamw" says only what a memory budget counts'
+            )
+        hooked = [name for name, each in module._model.named_parameters() if has_gradient_hooks(each)]
+        if hooked or has_gradient_hooks(module._model):
+            what = f"the gradient of {hooked[0]!r}" if hooked else "the backward of the model"
+            raise AutoparError(
+                f"there is a hook on {what}, which train_step would not call: gradients are used, and freed, inside the step. Remove it, "
+                "or train by the plain loop: loss.backward(), optimizer.step()"
+            )
+
+    @property
+    def _is_last(self) -> bool:
+        """Whether the optimizer steps in this call."""
+        return (self._num_calls + 1) % self.options.accumulate == 0
+
+    @property
+    def scale(self) -> float:
+        """The gradient of the loss that a step starts from."""
+        return (1.0 if self.scaling is None else self.scaling.scale) / self.options.accumulate
+
+    @torch.no_grad()
+    def run(self, call: Call, module: Trained) -> dict[str, torch.Tensor]:
+        """The results of `call`, whose schedule has updates, by flat index; parameters are updated."""
+        assert self._part is not None
+        optimizer, options, parameters = self._part.optimizer, self.options, dict(module.named_parameters())
+        keeps = options.agrees_first or self._scope(optimizer) == "model" or has_step_hooks(optimizer) or call.hears_late
+        apply = self._apply_to(parameters) if self._is_last else _accumulated
+        updates = Updates(call, parameters, None if keeps else apply)
+        results = call.whole_step(updates.take)
+        updates.commit()
+        if self._is_last and keeps:
+            self._agree_and_apply(parameters, module._world)
+        self._num_calls += 1
+        return results
+
+    def step_by_closure(self, evaluate: Callable[[], tuple[Any, Mapping[str, torch.Tensor]]], module: Trained) -> Any:
+        """A step of an optimizer that asks for the loss several times; what the first call returned. `evaluate` gives an output and its
+        tensors, of which one is the loss."""
+        optimizer = self.optimizer(module)
+        assert optimizer is not None
+        outputs: list[Any] = []
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            output, tensors = evaluate()
+            outputs.append(output)
+            (loss,) = (tensor for tensor in tensors.values() if tensor.requires_grad)
+            loss.backward()
+            loss.detach_()
+            return loss
+
+        optimizer.step(closure)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's own give and take tensors)
+        optimizer.zero_grad()
+        parameters = dict(module.named_parameters())
+        self._average(parameters, list(parameters))
+        return outputs[0]
+
+    @property
+    def takes_closure(self) -> bool:
+        return self.recipe is not None and self.recipe.takes_closure
+
+    def _apply_to(self, parameters: Parameters) -> Callable[[Sequence[str]], None]:
+        def apply(names: Sequence[str]) -> None:
+            assert self._part is not None
+            chosen = [parameters[name] for name in names]
+            self._part.step(chosen)
+            for each in chosen:
+                each.grad = None
+            self._average(parameters, names)
+
+        return apply
+
+    def _agree_and_apply(self, parameters: Parameters, world: World) -> None:
+        options = self.options
+        gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
+        if self.scaling is not None:
+            unscale(gradients, self.scaling.scale)
+        if options.non_finite is not None or self.scaling is not None:
+            bad = non_finite(gradients, world)
+            if self.scaling is not None:
+                self.scaling.update(not bad)
+            if bad:
+                for each in parameters.values():
+                    each.grad = None
+                if options.non_finite == "raise":
+                    raise _not_finite(bad)
+                return
+        if options.clip_grad_norm is not None:
+            clip_grad_norm(parameters, world, options.clip_grad_norm, 2.0, False)
+        self._apply_to(parameters)(list(gradients))
+
+    def _average(self, parameters: Parameters, names: Sequence[str]) -> None:
+        decay = self.options.ema
+        if decay is None:
+            return
+        with torch.no_grad():
+            for name in names:
+                now = parameters[name].detach()
+                if name not in self.averages:
+                    self.averages[name] = now.clone()
+                else:
+                    local_of(self.averages[name]).lerp_(local_of(now), 1 - decay)
+
+
+def _accumulated(names: Sequence[str]) -> None:
+    """They lie in `parameter.grad`, for later calls to add theirs."""
+
+
+def updating_schedule(compiled: Compiled) -> ScheduleProgram:
+    """What a step runs. Raises `AutoparError` for a call that no step can be made of."""
+    losses = compiled.local.signature.inputs_of("tangent")
+    if len(losses) != 1 or losses[0].shape != ():
+        raise AutoparError(
+            "train_step needs a loss, one number of the model's output: return it (alone, as `.loss`, or as the one scalar of a tuple), "
+            "or train by the plain loop with a loss of your own"
+        )
+    if compiled.updating is None:
+        raise AutoparError("train_step has nothing to update: no parameter that requires a gradient is used by this call")
+    return compiled.updating
+
+
+def _not_finite(names: list[str]) -> NonFiniteError:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return NonFiniteError(
+        f"gradients are infinite or NaN: {', '.join(map(repr, names[:3]))}{more}; no parameter was updated on any rank. "
+        'TrainStep(non_finite="skip") leaves such steps out'
+    )

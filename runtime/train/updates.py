@@ -1,0 +1,76 @@
+"""What UPDATE does with gradients: parts of all ranks become the gradient of a parameter, and the optimizer is called for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from autopar.ir.instructions import Update
+from autopar.ir.schedule import Schedule
+from autopar.runtime.execute.call import Call, OwnedMemory
+from autopar.runtime.execute.world import local_of
+
+
+class Updates:
+    """Takes the gradients of one call, rank by rank. A parameter's is complete when every rank of this process that holds it, in
+    whichever stage, has brought its part; on virtual ranks nobody writes a parameter before, which all may read.
+
+    `apply` is called with the names of parameters once their gradients, added to what was there, are in `parameter.grad`. Without it
+    gradients are kept: `commit` adds them.
+    """
+
+    def __init__(self, call: Call, parameters: Mapping[str, nn.Parameter], apply: Callable[[Sequence[str]], None] | None) -> None:
+        self._call, self._parameters, self._apply = call, parameters, apply
+        self._outputs = {item.name: item for item in call.signature.outputs_of("gradient")}
+        self._names = {rank: _parameters_of(schedule) for rank, schedule in call.schedules.items()}
+        self._parts: dict[str, dict[int, torch.Tensor]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+
+    def take(self, rank: int, instruction: Update, gradients: Sequence[torch.Tensor]) -> None:
+        buffers = self._call.states[rank].buffers
+        others = (tensor for name, tensor in buffers.items() if name not in instruction.gradients)
+        owned = OwnedMemory(self._call.transports, others)
+        complete = []
+        for buffer, gradient in zip(instruction.parameters, gradients, strict=True):
+            name = self._names[rank][buffer]
+            parts = self._parts.setdefault(name, {})
+            parts[rank] = gradient if self._call.world.is_virtual else owned.own(gradient)
+            if len(parts) == len(self._ranks_of(name)):
+                complete.append(name)
+        for name in complete:
+            self._kept[name] = self._whole(name)
+        if self._apply is not None and complete:
+            self.commit()
+            self._apply(complete)
+
+    def commit(self) -> None:
+        """Add what was kept to the gradients that parameters have."""
+        for name, gradient in self._kept.items():
+            parameter = self._parameters[name]
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                local_of(parameter.grad).add_(local_of(gradient))
+        self._kept.clear()
+
+    def _ranks_of(self, name: str) -> set[int]:
+        return {rank for _, rank, _ in self._call.places.of(self._outputs[name]).buffers}
+
+    def _whole(self, name: str) -> torch.Tensor:
+        found, brought = self._call.places.of(self._outputs[name]), self._parts.pop(name)
+        parts: dict[int, torch.Tensor] = {}
+        for place, rank, _ in found.buffers:
+            parts.setdefault(place, brought[rank])
+        return self._call.world.gradient(parts, found.item, found.mesh, self._parameters[name], self._own)
+
+    def _own(self, part: torch.Tensor) -> torch.Tensor:
+        """Parts of processes are their own since they were taken."""
+        return part.clone() if self._call.world.is_virtual else part
+
+
+def _parameters_of(schedule: Schedule) -> dict[str, str]:
+    """The names of parameters by their buffers."""
+    items = zip(schedule.signature.inputs, schedule.inputs, strict=True)
+    return {buffer: item.name for item, buffer in items if item.kind == "parameter"}

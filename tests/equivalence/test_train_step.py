@@ -1,0 +1,161 @@
+"""`train_step` is the plain loop: as many steps leave the same parameters, on any mesh, whatever happens inside the step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import autopar
+from autopar.ir.instructions import Update
+from tests.support.models.trained import Lamb, batch, muon, small_gpt
+
+MESHES: dict[str, dict[str, Any]] = {
+    "dp2 tp2": {"mesh": {"dp": 2, "tp": 2}},
+    "pp2": {"mesh": {"pp": 2}, "num_microbatches": 2},
+    "budget": {"mesh": {"dp": 2, "tp": 2}, "cluster": "8xH100"},
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "lamb": Lamb,
+    "muon": muon,
+}
+# Bytes with which parameters must be split over dp, by how much state there is to a parameter.
+BUDGETS = {"adamw": 160_000, "lamb": 160_000, "momentum": 146_000, "muon": 146_000, "adafactor": 134_000}
+TOLERANCE = 1e-9
+
+
+def compiled(where: str, model: nn.Module, backend: str = "eager", **options: Any) -> autopar.ParallelModule:
+    chosen = dict(MESHES[where])
+    mesh = autopar.virtual_mesh(**chosen.pop("mesh"))
+    return autopar.compile(model, mesh, example_inputs=batch(0), backend=backend, **chosen, **options)
+
+
+def plain_losses(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, clip: float | None = None, accumulate: int = 1
+) -> list[Tensor]:
+    """The loop that a user writes."""
+    losses = []
+    for step in range(steps):
+        losses.append(model(**batch(step)))
+        (losses[-1] / accumulate).backward()
+        if (step + 1) % accumulate == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [each.detach() for each in losses]
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((mine - theirs).detach().abs().max()) for mine, theirs in pairs)
+
+
+CASES = [
+    pytest.param(name, where, marks=() if where == "dp2 tp2" or name in ("adamw", "adafactor") else pytest.mark.slow)
+    for name in OPTIMIZERS
+    for where in MESHES
+]
+
+
+@pytest.mark.parametrize(("name", "where"), CASES)
+def test_twenty_steps_leave_the_parameters_of_the_plain_loop(name: str, where: str) -> None:
+    model, make = small_gpt(), OPTIMIZERS[name]
+    reference = copy.deepcopy(model)
+    budget = {"memory_budget": BUDGETS[name]} if where == "budget" else {}
+    parallel = compiled(where, model, optimizer=make, **budget)
+    losses = [parallel.train_step(**batch(step)) for step in range(20)]
+    wanted = plain_losses(reference, make(reference.parameters()), 20)
+    assert all(abs(float(one - other)) <= TOLERANCE for one, other in zip(losses, wanted, strict=True))
+    assert difference(model, reference) <= TOLERANCE
+    assert not any(loss.requires_grad for loss in losses) and all(each.grad is None for each in model.parameters())
+    if where == "budget":
+        lies_over_dp = [item for item in parallel.compiled.local.signature.inputs_of("parameter") if "dp" in item.sharding.axes]
+        assert lies_over_dp, "the budget must split parameters over dp"
+
+
+@pytest.mark.parametrize("where", MESHES)
+def test_clipping_and_accumulation_are_those_of_the_plain_loop(where: str) -> None:
+    model = small_gpt()
+    reference = copy.deepcopy(model)
+    options = autopar.TrainStep(clip_grad_norm=0.3, accumulate=3)
+    budget = {"memory_budget": BUDGETS["adamw"]} if where == "budget" else {}
+    parallel = compiled(where, model, optimizer=(torch.optim.AdamW, {"lr": 1e-2}), train_step=options, **budget)
+    for step in range(20):
+        parallel.train_step(**batch(step))
+    plain_losses(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), 20, clip=0.3, accumulate=3)
+    assert difference(model, reference) <= TOLERANCE
+    # Two calls of the seventh step are there.
+    errors = [float((one.grad - other.grad).abs().max()) for one, other in zip(model.parameters(), reference.parameters(), strict=True)]
+    assert max(errors) <= TOLERANCE
+
+
+def test_accumulation_without_agreement_updates_bucket_by_bucket() -> None:
+    model = small_gpt()
+    reference = copy.deepcopy(model)
+    parallel = compiled("dp2 tp2", model, optimizer=torch.optim.SGD, train_step=autopar.TrainStep(accumulate=3))
+    for step in range(7):
+        parallel.train_step(**batch(step))
+    plain_losses(reference, torch.optim.SGD(reference.parameters()), 7, accumulate=3)
+    assert difference(model, reference) <= TOLERANCE
+    assert parallel.compiled.updating is not None
+    assert sum(isinstance(each, Update) for each in parallel.compiled.updating.places[0].instructions) > 1
+
+
+@pytest.mark.parametrize("where", ["dp2 tp2", "pp2"])
+def test_averages_are_those_of_torch(where: str) -> None:
+    model = small_gpt()
+    reference = copy.deepcopy(model)
+    parallel = compiled(where, model, optimizer=torch.optim.AdamW, train_step=autopar.TrainStep(ema=0.9))
+    averaged, optimizer = AveragedModel(reference, multi_avg_fn=get_ema_multi_avg_fn(0.9)), torch.optim.AdamW(reference.parameters())
+    assert parallel.ema == {}
+    for step in range(4):
+        parallel.train_step(**batch(step))
+        reference(**batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(reference)
+    for name, wanted in averaged.module.named_parameters():
+        torch.testing.assert_close(parallel.ema[name], wanted, atol=TOLERANCE, rtol=0)
+
+
+def test_schedulers_of_learning_rates_and_the_plain_loop_see_the_same_optimizer() -> None:
+    model = small_gpt()
+    reference = copy.deepcopy(model)
+    parallel = compiled("dp2 tp2", model, optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    optimizers = [parallel.optimizer, torch.optim.AdamW(reference.parameters(), lr=1e-2)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in optimizers]
+    for step in range(6):
+        if step % 2:
+            parallel.train_step(**batch(step))
+        else:
+            parallel(**batch(step)).backward()
+            parallel.optimizer.step()
+            parallel.optimizer.zero_grad()
+        reference(**batch(step)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        for each in schedulers:
+            each.step()
+    assert difference(model, reference) <= TOLERANCE
+    assert parallel.optimizer.param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"] == 1e-2 / 8
+    assert len(parallel.optimizer.state) == len(list(model.parameters()))
+
+
+def test_on_the_default_backend() -> None:
+    model = small_gpt()
+    reference = copy.deepcopy(model)
+    parallel = compiled("dp2 tp2", model, backend="inductor", optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    for step in range(3):
+        parallel.train_step(**batch(step))
+    plain_losses(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), 3)
+    assert difference(model, reference) <= TOLERANCE

@@ -1,0 +1,71 @@
+"""Every optimizer of torch.optim, called for a few of its parameters at a time, does what it does for all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.runtime.train.partial_step import PartialStep
+from tests.support.models.trained import Lamb, Sm3
+
+OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
+    torch.optim.Adadelta,
+    torch.optim.Adafactor,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.ASGD,
+    torch.optim.Muon,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    lambda of: torch.optim.AdamW(of, foreach=True, amsgrad=True),
+    lambda of: torch.optim.AdamW(of, fused=True),
+    Lamb,
+    Sm3,
+]
+
+
+def groups(seed: int = 0) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = [nn.Parameter(torch.randn(4, 3, generator=generator)) for _ in range(5)]
+    return made, [{"params": made[:3]}, {"params": made[3:], "lr": 0.05}]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_in_parts_as_in_one(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    (mine, my_groups), (theirs, their_groups) = groups(), groups()
+    optimizer, reference = make(my_groups), make(their_groups)
+    partial = PartialStep(optimizer)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        for one, other in zip(mine, theirs, strict=True):
+            other.grad = torch.randn(4, 3, generator=generator)
+            one.grad = other.grad.clone()
+        for part in ([mine[4], mine[0]], [mine[1]], [mine[2], mine[3]]):
+            partial.step(part)
+        reference.step()
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
+    assert set(optimizer.state) == set(mine)
+    assert optimizer.state_dict()["state"].keys() == reference.state_dict()["state"].keys()
+
+
+def test_groups_are_whole_again_after_an_error() -> None:
+    mine, my_groups = groups()
+    optimizer = torch.optim.SGD(my_groups)
+    mine[0].grad = torch.ones(4, 3)
+    before = copy.copy(optimizer.param_groups)
+    optimizer.register_step_pre_hook(lambda *_: 1 / 0)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ZeroDivisionError):
+        PartialStep(optimizer).step([mine[0]])
+    assert [group is other for group, other in zip(optimizer.param_groups, before, strict=True)] == [True, True]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
