@@ -311,6 +311,10 @@ class DistributedWorld:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.groups.device)
         return self.groups.broadcast(whole, self._refined, self._refined.parts("pp"), holder)
 
+    def whole_at_stage(self, tensor: DTensor, name: str) -> torch.Tensor:
+        """What lies as the parameter does, whole on every rank of its stage. Collective over that."""
+        return self._gathered(tensor, self.placements[name], name)
+
     def _gathered(self, parameter: torch.Tensor, placement: Placement, name: str) -> torch.Tensor:
         assert isinstance(parameter, DTensor), name
         mesh, local = placement.mesh, padded(parameter.to_local().detach(), placement.local_padding(self._place(placement.mesh)))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime._torch import local_part
 from autopar.runtime.module.placement import like
+from autopar.runtime.train.placed import WholeParameters
 
 
 class _StandIn(NamedTuple):
@@ -28,11 +29,11 @@ class PartialStep:
 
     While it steps, `param_groups` have these parameters alone; learning rates and other options are read from them, as ever. With
     `on_parts` it sees this rank's parts of DTensors as plain tensors, which is quicker, and right for what goes element by element;
-    state is handed on as DTensors, under the parameters themselves.
+    state is handed on as DTensors, under the parameters themselves. Those in `wholes` it sees whole, and so is their state.
     """
 
-    def __init__(self, optimizer: Optimizer, on_parts: bool = False) -> None:
-        self.optimizer, self._on_parts = optimizer, on_parts
+    def __init__(self, optimizer: Optimizer, on_parts: bool = False, wholes: WholeParameters | None = None) -> None:
+        self.optimizer, self._on_parts, self._wholes = optimizer, on_parts, wholes
         self._stand_ins: dict[nn.Parameter, _StandIn] = {}
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -41,7 +42,9 @@ class PartialStep:
         with self._narrowed(chosen):
             self.optimizer.step()
         for each in parameters:
-            if chosen[id(each)] is not each:
+            if self._wholes is not None and each in self._wholes:
+                self._put_back(each, chosen[id(each)])
+            elif chosen[id(each)] is not each:
                 self._hand_back(each)
 
     @contextmanager
@@ -59,7 +62,14 @@ class PartialStep:
                 group["params"] = params
 
     def _stood_in_for(self, parameter: nn.Parameter) -> torch.Tensor:
-        if not self._on_parts or not isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if self._wholes is not None and parameter in self._wholes:
+            whole = self._wholes.gather(parameter)
+            if parameter in self.optimizer.state:
+                self.optimizer.state[whole] = self.optimizer.state.pop(parameter)
+            return whole
+        if not self._on_parts:
             return parameter
         known, outer = self._stand_ins.get(parameter), self.optimizer.state.get(parameter, {})
         local = local_part(parameter).detach()
@@ -71,6 +81,12 @@ class PartialStep:
         if known.state:
             self.optimizer.state[known.local] = known.state
         return known.local
+
+    def _put_back(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
+        assert self._wholes is not None and isinstance(parameter, DTensor)
+        self._wholes.put(parameter, whole)
+        if whole in self.optimizer.state:
+            self.optimizer.state[parameter] = self.optimizer.state.pop(whole)
 
     def _hand_back(self, parameter: nn.Parameter) -> None:
         known = self._stand_ins[parameter]

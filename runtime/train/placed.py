@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
+import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from autopar.driver.optimizers import takes_closure
 from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
+from autopar.runtime._torch import local_part
 from autopar.runtime.execute.world import DistributedWorld
 from autopar.runtime.module.placement import dtensor_placements
+
+logger = logging.getLogger("autopar")
 
 
 def placed_instance(optimizer: Optimizer, first: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]) -> Optimizer:
@@ -34,29 +39,54 @@ def placed_instance(optimizer: Optimizer, first: Mapping[str, nn.Parameter], par
     return optimizer
 
 
-def check_places(optimizer: Optimizer, scope: Scope, parameters: Mapping[str, nn.Parameter], world: DistributedWorld) -> None:
-    """Raise `AutoparError` where a statistic of the optimizer would be that of a part: it computes over DTensors then, which cannot
-    do everything, and over those of one stage alone."""
+class WholeParameters:
+    """The parameters that an optimizer sees whole, as plain tensors, gathered for its step: it takes statistics of whole parameters, and
+    DTensor cannot compute them over how these lie, in strided shards or padded. Torch's Adafactor writes in place what DTensor would
+    have to lay out anew, so it sees all that are split like this. Their state is whole on every rank that holds a part.
+    """
+
+    def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], world: DistributedWorld) -> None:
+        chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        self._world = world
+        self._names = {id(each): name for name, each in parameters.items() if id(each) in chosen and self._is_whole(optimizer, each, name)}
+        if self._names:
+            logger.warning(
+                "%s sees %d parameters whole, gathered at every step, and keeps their state whole on each rank: the first is %r",
+                type(optimizer).__name__,
+                len(self._names),
+                next(iter(self._names.values())),
+            )
+
+    def _is_whole(self, optimizer: Optimizer, parameter: nn.Parameter, name: str) -> bool:
+        placement = self._world.placements.get(name)
+        if placement is None or placement.sharding.is_replicated or not isinstance(parameter, DTensor):
+            return False
+        is_plain = all(type(each) in (Shard, Replicate) for each in dtensor_placements(placement)) and placement.padding is None
+        return not is_plain or isinstance(optimizer, torch.optim.Adafactor)
+
+    def __contains__(self, parameter: object) -> bool:
+        return id(parameter) in self._names
+
+    def gather(self, parameter: DTensor) -> torch.Tensor:
+        """The parameter with its gradient, whole. Collective over the ranks of its stage."""
+        name, gradient = self._names[id(parameter)], parameter.grad
+        assert isinstance(gradient, DTensor)
+        whole = self._world.whole_at_stage(parameter, name)
+        whole.grad = self._world.whole_at_stage(gradient, name)
+        return whole
+
+    def put(self, parameter: DTensor, whole: torch.Tensor) -> None:
+        """Write this rank's part of `whole`."""
+        local_part(parameter).copy_(self._world.part(whole, self._names[id(parameter)]))
+
+
+def check_places(optimizer: Optimizer, scope: Scope, world: DistributedWorld) -> None:
+    """Raise `AutoparError` for an optimizer that cannot know what it would have to."""
     kind = type(optimizer).__name__
     if takes_closure(optimizer):
-        raise AutoparError(f"{kind} joins all parameters into one vector, which those of several placements do not: use a virtual mesh")
-    if scope == "element":
-        return
+        raise AutoparError(f"{kind} joins all parameters into one vector, and a process has parts of some: use a virtual mesh")
     if scope == "model" and "pp" in world.mesh.names and world.mesh.size_of(world.mesh.parts("pp")) > 1:
         raise AutoparError(
             f"{kind} is not known to treat each parameter by itself, and with pp on processes it sees those of one stage alone: a "
             'statistic over all parameters would be wrong. If it has none, say so: train_step=TrainStep(update_scope="parameter")'
         )
-    chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for name, parameter in parameters.items():
-        placement = world.placements.get(name)
-        if placement is None or id(parameter) not in chosen or not isinstance(parameter, DTensor):
-            continue
-        is_strided = any(type(each).__name__ == "_StridedShard" for each in dtensor_placements(placement))
-        if is_strided or placement.padding is not None:
-            how = "in strided shards" if is_strided else "padded"
-            raise AutoparError(
-                f"{kind} takes statistics of whole parameters, and {name!r} lies {how} ({placement.sharding.describe(placement.dims)}), "
-                "over which DTensor does not compute them rightly: pin this parameter to another sharding, or use an elementwise optimizer "
-                'for it. If every number is updated by itself, say so: train_step=TrainStep(update_scope="element")'
-            )

@@ -19,7 +19,7 @@ from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.world import DistributedWorld, World, local_of
 from autopar.runtime.module.state import clip_grad_norm
 from autopar.runtime.train.partial_step import PartialStep
-from autopar.runtime.train.placed import check_places, placed_instance
+from autopar.runtime.train.placed import WholeParameters, check_places, placed_instance
 from autopar.runtime.train.scaler import ScaleState, non_finite, unscale
 from autopar.runtime.train.updates import Updates
 
@@ -81,9 +81,11 @@ class Trainer:
         else:
             optimizer = placed_instance(recipe.instance, dict(self._first), parameters)
         scope = self._scope(optimizer)
-        if isinstance(world, DistributedWorld):
-            check_places(optimizer, scope, parameters, world)
-        return PartialStep(optimizer, on_parts=scope == "element")
+        if not isinstance(world, DistributedWorld):
+            return PartialStep(optimizer)
+        check_places(optimizer, scope, world)
+        wholes = None if scope == "element" else WholeParameters(optimizer, parameters, world)
+        return PartialStep(optimizer, on_parts=scope == "element", wholes=wholes)
 
     def _scope(self, optimizer: Optimizer) -> Scope:
         return self.options.update_scope or scope_of(optimizer)

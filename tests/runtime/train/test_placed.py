@@ -48,9 +48,9 @@ def test_parameters_that_stay_may_have_state() -> None:
 )
 def test_what_a_stage_cannot_know_is_refused(make: Any, scope: Any, problem: str) -> None:
     parameters = named("a")
-    world: Any = SimpleNamespace(mesh=Mesh((("pp", 2), ("tp", 2))), placements={})
+    world: Any = SimpleNamespace(mesh=Mesh((("pp", 2), ("tp", 2))))
     if not problem:
-        check_places(make(parameters.values()), scope, parameters, world)
+        check_places(make(parameters.values()), scope, world)
         return
     with pytest.raises(AutoparError, match=problem):
-        check_places(make(parameters.values()), scope, parameters, world)
+        check_places(make(parameters.values()), scope, world)

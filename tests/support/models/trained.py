@@ -12,15 +12,22 @@ VOCABULARY, WIDTH, LENGTH, SAMPLES = 32, 16, 8, 8
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    """Queries, keys and values of one projection, `fused`, or of one each: only those lie in plain shards."""
+
+    def __init__(self, fused: bool = True) -> None:
         super().__init__()
+        self.fused = fused
         self.norm = nn.LayerNorm(WIDTH)
         # A key's bias has a gradient of zero: optimizers that divide by its size would step by rounding.
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        widths = (3 * WIDTH,) if fused else (WIDTH, WIDTH, WIDTH)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, each, bias=False) for each in widths)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (each.unflatten(-1, (4, WIDTH // 4)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, dim=-1))
+        normed = self.norm(x)
+        parts = self.qkv[0](normed).chunk(3, dim=-1) if self.fused else [each(normed) for each in self.qkv]
+        heads = (each.unflatten(-1, (4, WIDTH // 4)).transpose(1, 2) for each in parts)
         x = x + self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(x)))
 
@@ -28,10 +35,10 @@ class Block(nn.Module):
 class SmallGpt(nn.Module):
     """Two blocks; the head is tied to the embedding."""
 
-    def __init__(self, num_blocks: int = 2) -> None:
+    def __init__(self, num_blocks: int = 2, fused: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(fused) for _ in range(num_blocks))
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -41,9 +48,9 @@ class SmallGpt(nn.Module):
         return F.cross_entropy(F.linear(self.norm(x), self.embedding.weight).flatten(0, 1), labels.flatten())
 
 
-def small_gpt(dtype: torch.dtype = torch.float64, num_blocks: int = 2) -> SmallGpt:
+def small_gpt(dtype: torch.dtype = torch.float64, num_blocks: int = 2, fused: bool = True) -> SmallGpt:
     torch.manual_seed(0)
-    return SmallGpt(num_blocks).to(dtype)
+    return SmallGpt(num_blocks, fused).to(dtype)
 
 
 def batch(number: int, samples: int = SAMPLES) -> dict[str, Tensor]:
