@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from autopar.checks.checker import check_schedules
 from autopar.checks.updates import check_holders, check_updates
 from autopar.errors import ScheduleError
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Signature
 from autopar.ir.schedule import Schedule
 from tests.autopar.cost.test_schedule_memory import LAYOUT, schedule_of
-from tests.support.schedules import retyped
+from tests.support.schedules import check_schedules, retyped
 
 MESH = Mesh((("dp", 2),))
 SOUND = "RUN copy (w) -> (g.part)\nLAUNCH all_reduce sum dp (g.part) -> g\nWAIT g\nUPDATE (w) by (g)\nFREE g.part g"

@@ -73,6 +73,7 @@ def two_layers(text: str = BEFORE, checks: bool = False) -> ScheduleProgram:
     signature = Signature((*parameters, Input("batch", "0", *MATRIX)), tuple(outputs))
     schedule = schedule_of(text, "w1 w2 x", "loss g1 g2" + " loss" * checks, signature)
     schedule = retyped(schedule, dict.fromkeys(schedule.buffers, MATRIX))
+    schedule = replace(schedule, is_over_at_pause=text.endswith("PAUSE"))
     return whole(autopar.virtual_mesh(dp=2), schedule)
 
 
@@ -145,9 +146,9 @@ class Heavy(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_gradients_need_not_live_together(axes: dict[str, int]) -> None:
-    """What a rank holds at most is less by most of the gradients."""
+@pytest.mark.parametrize(("axes", "share"), [({"dp": 2}, 0.2), ({"tp": 2}, 0.5)], ids=str)
+def test_gradients_need_not_live_together(axes: dict[str, int], share: float) -> None:
+    """What a rank holds at most is less by most of the gradients, but for those of one bucket, which live together."""
     model = Heavy()
     parallel = autopar.compile(model, autopar.virtual_mesh(**axes), example_inputs=(torch.randn(2, 256),), backend="eager")
     (plain,) = parallel.compiled.schedules
@@ -155,7 +156,7 @@ def test_gradients_need_not_live_together(axes: dict[str, int]) -> None:
     gradients = sum(
         _bytes(plain, name) for item, name in zip(plain.signature.outputs, plain.outputs, strict=True) if item.kind == "gradient"
     )
-    assert peak_bytes(plain) - peak_bytes(updating) >= gradients / 2
+    assert peak_bytes(plain) - peak_bytes(updating) >= share * gradients
 
 
 def _bytes(schedule: Schedule, name: str) -> int:
