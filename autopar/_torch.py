@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -52,9 +53,11 @@ __all__ = [
     "data_detached",
     "describe_input",
     "describe_output",
+    "fake_errors_quiet",
     "fake_mode",
     "fake_mode_of",
     "gives_views",
+    "has_kernel",
     "hooks_replaced",
     "is_fake",
     "joint_graph",
@@ -82,6 +85,17 @@ _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and strides but no storage."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def fake_errors_quiet() -> Generator[None]:
+    """While this is entered, what fails on fake tensors is not logged, whoever handles it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was_disabled
 
 
 def outside_fake_modes() -> AbstractContextManager[Any]:
@@ -114,6 +128,11 @@ def writes_operands(target: object) -> bool:
 def gives_views(op: OpOverload) -> bool:
     """Whether a result of `op` shows the memory of an operand."""
     return any(result.alias_info for result in schema_of(op).returns)
+
+
+def has_kernel(op: OpOverload, key: str) -> bool:
+    """Whether `op` has a kernel of its own under a dispatch key: "AutocastCUDA", "CompositeImplicitAutograd" (it is made of other ops)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
 
 
 def fake_mode_of(tensor: torch.Tensor) -> FakeTensorMode:

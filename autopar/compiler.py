@@ -27,6 +27,7 @@ from autopar.driver.train_step import TrainStep
 from autopar.errors import InputError, MicrobatchError
 from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
+from autopar.graph.autocast import autocast_off
 from autopar.graph.microbatches import has_estimates
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.fusion import KernelDecision
@@ -285,7 +286,8 @@ def compile_call(
     forward = _captured(model, mesh, CallInputs.of(args, kwargs), options, placements)
     passes = default_passes(options, torch.is_grad_enabled(), placements)
     try:
-        run_passes(forward, passes, (Checker(), Log(), history), time.perf_counter() - start, from_first)
+        with autocast_off():
+            run_passes(forward, passes, (Checker(), Log(), history), time.perf_counter() - start, from_first)
     except MicrobatchError as error:
         # A number that nobody asked for turned out to change what the model computes.
         if not error.found or options.is_number_asked or forward.order.num_ranks == 1:
@@ -344,7 +346,7 @@ def _decide_again(program: Program, options: Options, pins: Pins | Plan | None) 
     passes = default_passes(replace(options, plan=None, pins=without_batch(pins)), training=True)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()
-    with outside_fake_modes():
+    with outside_fake_modes(), autocast_off():
         found = run_passes(program.copy(freedom=freedom), passes[first:last], (history,))
     assert isinstance(found, Program)
     return found, history.decision(ChooseShardings), history.decision(PlaceStages)

@@ -25,18 +25,17 @@ from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
 from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.library_checks import library_checks_asserted
-from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.outputs import OutputElement, OutputSpec
 from autopar.frontend.refusals import (
     backward_hooks_apart,
     inference_mode_refused,
-    refuse_autocast,
     refuse_lost,
     warn_of_frozen,
     warn_of_globals,
 )
 from autopar.frontend.traced import as_traced
 from autopar.frontend.value_checks import asserts_assumed
+from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 
@@ -76,9 +75,9 @@ def capture(
     """
     if outputs not in (None, "loss", "all"):
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
-    refuse_autocast(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
-    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted():
+    autocast = Autocast.around(_device(model).type)
+    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached():
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean(), asserts_assumed():
             numbers, hooks = numbers_of(model), num_hooks(model)
             # What has no batch dim is not put together again from what several microbatches make.
@@ -89,13 +88,19 @@ def capture(
                 'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"], nor a tuple with exactly one '
                 'scalar; pass labels, or outputs="all"'
             )
-        program = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs))
+        program = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs), autocast)
     refuse_lost(program, spec.assigned)
     return replace(_with_batch_dims(program, batch_dims), written=tuple(sorted(written)))
 
 
 def _exported(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: Mesh, spec: OutputSpec, places: tuple[OutputElement, ...] | None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mesh: Mesh,
+    spec: OutputSpec,
+    places: tuple[OutputElement, ...] | None,
+    autocast: Autocast | None,
 ) -> Program:
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
     checkpointed: list[None] = []
@@ -115,10 +120,15 @@ def _exported(
                 "%d regions under torch.utils.checkpoint are captured as plain calls: their activations are kept, not recomputed",
                 len(checkpointed),
             )
-        refuse_mixed_dtypes(exported)
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
-        program = forward_program(exported, mesh, trainable, spec.structure, spec.leaves, spec.loss_index, kept)
+        leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type
+        with autocast_off():
+            program = forward_program(exported, mesh, trainable, *leaves, device, autocast)
     return _with_first_names(program, model)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def _kept(spec: OutputSpec, outputs: str | None) -> tuple[OutputElement, ...] | None:
@@ -158,7 +168,7 @@ def _with_batch_dims(program: Program, batch_dims: BatchDimByIndex) -> Program:
 
 def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Fresh tensors of the same shapes: the same tensor given twice (ids as labels) must stay two inputs."""
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = _device(model)
 
     def example(leaf: Any) -> Any:
         return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, torch.Tensor) else leaf

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import operator
 import re
+from dataclasses import dataclass, field
+from dataclasses import replace as replace_fields
 from typing import Any
 
 import torch
@@ -17,19 +19,22 @@ from torch.export.graph_signature import InputSpec
 from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import HigherOrderOperator, fake_mode, pytree
+from autopar._torch import HigherOrderOperator, pytree
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.hooks import hooks_placed
+from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
+from autopar.graph.autocast import Autocast, Region
 from autopar.graph.differentiable import differentiable
-from autopar.graph.emit import replace
+from autopar.graph.emit import replace, tensor_of
+from autopar.graph.fake_values import set_fake_values
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.keys import SOURCE, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
-from autopar.ir.source import set_sources, source_of
+from autopar.ir.source import source_of
 
 # The attribute under which capture wraps the user's model.
 _PREFIX = "model."
@@ -49,8 +54,12 @@ def forward_program(
     leaves: tuple[Any, ...],
     loss_index: int | None,
     kept: tuple[int, ...] | None = None,
+    device: str = "cpu",
+    autocast: Autocast | None = None,
 ) -> Program:
     """The FORWARD program of what was exported.
+
+    The model is on devices of type `device`, and was called under `autocast`, whose casts the program has as nodes.
 
     `trainable` names the parameters that get gradients; `structure` and `leaves` describe the user's output, in which the
     loss is leaf `loss_index` (None: there is none); `kept` are the leaves that the graph returns, all by default.
@@ -64,11 +73,19 @@ def forward_program(
         mapping[node].meta = dict(node.meta)
         if item.kind == "constant":
             constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
-    _copy_calls(exported.graph_module, graph, mapping)
+    copies = _Copies(graph, mapping, device)
+    copies.calls(exported.graph_module, None if autocast is None else Region(autocast))
     hooks_placed(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept)
-    program = Program(graph, mesh, Signature(tuple(item for item, _ in inputs), outputs, structure, leaves), Form.FORWARD, constants)
-    _refake(program)
+    signature = Signature(tuple(item for item, _ in inputs), outputs, structure, leaves)
+    kinds = {region.autocast.device for region in copies.regions.values() if region.autocast is not None}
+    program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None))
+    try:
+        set_fake_values(program, copies.regions)
+    finally:  # also where it fails: for this reason, mostly, which is then the one to tell
+        refuse_mixed_dtypes(program, {mapping[node]: node.name for item, node in inputs if item.kind == "batch"})
+    _refuse_sparse(program.graph)
+    program = _with_dtypes(program)
     _drop_needless_detaches(program)
     return checks_as_outputs(program)
 
@@ -106,58 +123,80 @@ def _placeholder(graph: Graph, item: Input) -> Node:
     return node
 
 
-def _copy_calls(module: GraphModule, graph: Graph, mapping: dict[Node, Any]) -> tuple[Any, ...]:
-    """Copy the calls of `module` into `graph`, regions under `no_grad` or a disabled autocast inlined; returns what it outputs."""
-    for node in module.graph.nodes:
-        if node.op == "output":
-            return torch.fx.map_arg(node.args[0], lambda argument: mapping[argument])
-        # What else torch asserts, of shapes and dtypes, held when it was traced.
-        if node.op in ("placeholder", "get_attr") or ("_assert" in str(node.target) and node.target not in ASSERTS):
-            continue
-        assert node.op == "call_function", node.format_node()
-        if isinstance(node.target, HigherOrderOperator):
-            mapping[node] = _inline(module, node, graph, mapping)
-            continue
-        if node.target is operator.getitem and isinstance(mapping[node.args[0]], tuple):
-            mapping[node] = mapping[node_at(node, 0)][int_at(node, 1)]
-            continue
-        copied = graph.node_copy(node, lambda argument: mapping[argument])
+@dataclass
+class _Copies:
+    """Copies exported calls into `graph`. `regions` says which calls run under which autocast, for tensors on `device`."""
+
+    graph: Graph
+    mapping: dict[Node, Any]
+    device: str
+    regions: dict[Node, Region] = field(default_factory=dict)
+
+    def calls(self, module: GraphModule, region: Region | None) -> tuple[Any, ...]:
+        """Copy the calls of `module`, regions under `no_grad` or autocast inlined; returns what it outputs."""
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return torch.fx.map_arg(node.args[0], lambda argument: self.mapping[argument])
+            # What else torch asserts, of shapes and dtypes, held when it was traced.
+            if node.op in ("placeholder", "get_attr") or ("_assert" in str(node.target) and node.target not in ASSERTS):
+                continue
+            assert node.op == "call_function", node.format_node()
+            if isinstance(node.target, HigherOrderOperator):
+                self.mapping[node] = self._inlined(module, node, region)
+            elif node.target is operator.getitem and isinstance(self.mapping[node.args[0]], tuple):
+                self.mapping[node] = self.mapping[node_at(node, 0)][int_at(node, 1)]
+            else:
+                self._copy(node, region)
+        raise AssertionError("a graph without an output")
+
+    def _copy(self, node: Node, region: Region | None) -> None:
+        copied = self.graph.node_copy(node, lambda argument: self.mapping[argument])
         copied.args, copied.kwargs = pytree.tree_map(_on_cpu, (copied.args, dict(copied.kwargs)))
-        mapping[node] = copied
+        self.mapping[node] = copied
+        if region is not None:
+            self.regions[copied] = region
         if copied.target is torch.ops.autopar.custom_function.default:
             operands, site = copied.args
             copied.target, copied.args = function_at(site), tuple(operands)
         if copied.target is torch.ops.aten.detach_.default:  # of `torch.tensor(...)` in forward; the fake constant may be a view
             copied.target = torch.ops.aten.detach.default
-            mapping[node.args[0]] = copied
-    raise AssertionError("a graph without an output")
+            self.mapping[node_at(node, 0)] = copied
+
+    def _inlined(self, module: GraphModule, call: Node, region: Region | None) -> Any:
+        """The body of a region: what `no_grad` computes with is detached; under an autocast its calls are noted in `regions`."""
+        name, args, detached = str(call.target), list(arguments(call)), False
+        if name == "wrap_with_set_grad_enabled":
+            detached, body, operands = not args[0], args[1], args[2:]
+        elif name == "wrap_with_autocast":
+            region, body, operands = self._entered(args, region), args[4], args[5:]
+        else:
+            raise CaptureError(
+                f"{_region_source(module, args)} runs under {name}{tuple(map(str, args[:4]))}, a region that autopar does not rewrite; "
+                "move the context out of forward"
+            )
+        assert isinstance(body, Node)
+        inner = getattr(module, str(body.target))
+        outer = [self.mapping[operand] for operand in operands]
+        # The operands rather than the results: what is written in place inside has no gradient either.
+        own = [_detached(self.graph, operand) if detached else operand for operand in outer]
+        self.mapping |= zip(inner.graph.find_nodes(op="placeholder"), own, strict=True)
+        results = self.calls(inner, region)
+        # An operand that the region hands back, written in place or not, is itself.
+        themselves = dict(zip(own, outer, strict=True))
+        return tuple(themselves.get(_written(result), result) for result in results)
+
+    def _entered(self, args: list[Any], outer: Region | None) -> Region:
+        """The region that `torch.autocast(device, dtype, enabled, cache)` opens; what is on other devices it leaves as it was."""
+        device, dtype, enabled, caches = args[:4]
+        autocast = outer.autocast if outer is not None else None
+        if self.device in (device, "meta"):
+            keeps = (autocast is None or autocast.caches) if caches is None else bool(caches)
+            autocast = Autocast(device, dtype or torch.get_autocast_dtype(device), keeps) if enabled else None
+        return Region(autocast, outer.weights) if outer is not None else Region(autocast)
 
 
 def _on_cpu(argument: Any) -> Any:
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
-
-
-def _inline(module: GraphModule, call: Node, graph: Graph, mapping: dict[Node, Any]) -> Any:
-    """The body of a region: what `no_grad` computes with is detached; a disabled autocast changes nothing here."""
-    name, args = str(call.target), list(arguments(call))
-    if name == "wrap_with_set_grad_enabled":
-        detached, body, operands = not args[0], args[1], args[2:]
-    elif name == "wrap_with_autocast" and not args[2]:
-        detached, body, operands = False, args[4], args[5:]
-    else:
-        raise CaptureError(
-            f"{_region_source(module, args)} runs under {name}{tuple(map(str, args[:4]))}, a region that autopar does not rewrite; "
-            "move the context out of forward (an enabled autocast: cast the model's weights instead)"
-        )
-    assert isinstance(body, Node)
-    region = getattr(module, str(body.target))
-    outer = [mapping[operand] for operand in operands]
-    # The operands rather than the results: what is written in place inside has no gradient either.
-    own = [_detached(graph, operand) if detached else operand for operand in outer]
-    results = _copy_calls(region, graph, dict(zip(region.graph.find_nodes(op="placeholder"), own, strict=True)))
-    # An operand that the region hands back, written in place or not, is itself.
-    themselves = dict(zip(own, outer, strict=True))
-    return tuple(themselves.get(_written(result), result) for result in results)
 
 
 def _written(result: Node) -> Node:
@@ -211,21 +250,10 @@ def _copy_outputs(
     return tuple(outputs)
 
 
-def _refake(program: Program) -> None:
-    """Give every node a fake value on the CPU, all of one mode, and its source."""
-    mode = fake_mode()
-    values: dict[Node, Any] = {}
-    with mode, torch.no_grad():
-        for item, node in program.named_inputs():
-            values[node] = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-        for node in program.graph.nodes:
-            if node.op == "call_function":
-                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda argument: values[argument])
-                values[node] = node.target(*args, **kwargs)
-            if node in values:
-                node.meta["val"] = values[node]
-    set_sources(program.graph, _PREFIX)
-    _refuse_sparse(program.graph)
+def _with_dtypes(program: Program) -> Program:
+    """Outputs in the dtypes that they have once casts are written out: export does not see those of an autocast in forward."""
+    outputs = tuple(replace_fields(output, dtype=tensor_of(node).dtype) for output, node in program.named_outputs())
+    return replace_fields(program, signature=replace_fields(program.signature, outputs=outputs))
 
 
 def _refuse_sparse(graph: Graph) -> None:

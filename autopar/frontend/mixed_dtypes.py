@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -17,23 +15,22 @@ from autopar.errors import CaptureError, InputError
 from autopar.graph.overwrites import sources_of
 from autopar.ir.arguments import call_of
 from autopar.ir.keys import Source
+from autopar.ir.program import Program
 from autopar.ir.source import user_frames
 
 MAX_ELEMENTS = 1 << 20  # of an operand; an op is tried on real tensors up to there
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "addbmm", "einsum", "bilinear"})
 
 
-def refuse_mixed_dtypes(exported: ExportedProgram) -> None:
+def refuse_mixed_dtypes(program: Program, given: Mapping[Node, str]) -> None:
     """Raise `InputError` where an input's dtype meets another one in an op that takes one dtype, as plain torch does; without such
-    an input it is a `CaptureError`."""
-    state = (*exported.state_dict.values(), *exported.constants.values())
-    usual = {value.dtype for value in state if isinstance(value, torch.Tensor)}
-    given = {spec.arg.name for spec in exported.graph_signature.input_specs if spec.kind == InputKind.USER_INPUT}
-    for node in exported.graph.nodes:
+    an input it is a `CaptureError`. `program` is FORWARD, `given` are its batch inputs with the user's names."""
+    usual = {item.dtype for item in program.signature.inputs if item.kind != "batch"}
+    for node in program.graph.nodes:
         dtypes = {value.dtype for value in _values(node)}
         if node.op == "call_function" and len(dtypes) > 1 and _is_refused(node, dtypes):
-            odd = [each for each in sorted(sources_of([node])) if each.name in given and each.meta["val"].dtype in dtypes - usual]
-            raise _refusal(node, dtypes, odd, usual)
+            odd = [each for each in sorted(sources_of([node])) if each in given and each.meta["val"].dtype in dtypes - usual]
+            raise _refusal(node, dtypes, {given[each]: each.meta["val"].dtype for each in odd}, usual)
 
 
 def _values(node: Node) -> list[torch.Tensor]:
@@ -70,7 +67,7 @@ def _runs(node: Node, dtype: torch.dtype | None) -> bool:
     return True
 
 
-def _refusal(node: Node, dtypes: Collection[torch.dtype], odd: list[Node], usual: Collection[torch.dtype]) -> Exception:
+def _refusal(node: Node, dtypes: Collection[torch.dtype], odd: Mapping[str, torch.dtype], usual: Collection[torch.dtype]) -> Exception:
     frames = user_frames(node.meta.get("stack_trace") or "")
     where = (frames[-1] if frames else Source()).at
     assert isinstance(node.target, OpOverload)
@@ -79,8 +76,8 @@ def _refusal(node: Node, dtypes: Collection[torch.dtype], odd: list[Node], usual
     if not odd:
         return CaptureError(f"{what}\n  how to mend it: cast one of them, as plain torch asks for, too")
     theirs = " and ".join(sorted(_name(dtype) for dtype in set(dtypes) & set(usual))) or "others"
-    casts = "; ".join(f"{each.name!r} is {_name(each.meta['val'].dtype)}, the model's tensors there are {theirs}" for each in odd)
-    return InputError(f"{what}\n  how to mend it: {casts}: pass {odd[0].name}.to(torch.{theirs.split(' and ')[0]}), or cast the model")
+    casts = "; ".join(f"{name!r} is {_name(dtype)}, the model's tensors there are {theirs}" for name, dtype in odd.items())
+    return InputError(f"{what}\n  how to mend it: {casts}: pass {next(iter(odd))}.to(torch.{theirs.split(' and ')[0]}), or cast the model")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -48,17 +48,6 @@ def _model_within(model: object) -> str:
     return "the one that autopar.compile was given" if is_parallel else ""
 
 
-def refuse_autocast(model: nn.Module) -> None:
-    """A program has no casts of an autocast around the call: without them it would compute something else."""
-    kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"} | {"cpu", "cuda"}
-    enabled = [kind for kind in sorted(kinds) if torch.is_autocast_enabled(kind)]
-    if enabled:
-        raise CaptureError(
-            f"{type(model).__name__} is called under torch.autocast({enabled[0]!r}), which autopar does not rewrite; leave the context "
-            f"and cast the model's weights instead: model.to({torch.get_autocast_dtype(enabled[0])})"
-        )
-
-
 def refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
     """Refuse a forward that puts a new tensor in a buffer's place and reads that buffer: a program can only write into the old one.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from autopar._torch import compiling
+from autopar._torch import compiling, fake_errors_quiet
 
 T = TypeVar("T")
 
@@ -16,15 +15,12 @@ def as_traced(run: Callable[[], T]) -> T:
 
     Models ask `torch.compiler.is_compiling()` to leave out what cannot be traced: kernels for some dtypes, for example.
     """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # reports each failure, whoever handles it
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        return run()
-    except Exception as error:
+    with fake_errors_quiet():
         try:
-            with compiling():
-                return run()
-        except Exception:
-            raise error from None
-    finally:
-        log.disabled = was_disabled
+            return run()
+        except Exception as error:
+            try:
+                with compiling():
+                    return run()
+            except Exception:
+                raise error from None

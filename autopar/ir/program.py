@@ -109,6 +109,7 @@ class Program:
 
     `logical_share`: of the FLOPs of the graph's contractions those that are the model's; the rest is padding.
     `written`: the attributes of modules that forward sets, by path; the program has what they were before.
+    `autocast`: the type of device of the `torch.autocast` whose casts the program has as nodes, if it has any: "cpu" or "cuda".
     `order`: which stage of a pipeline runs which microbatch when; one of each unless more was asked for.
     """
 
@@ -121,6 +122,7 @@ class Program:
     logical_share: float = 1.0
     written: tuple[str, ...] = ()
     order: PipelineSchedule = SINGLE
+    autocast: str | None = None
 
     def copy(self, **changes: Any) -> Program:
         graph = Graph()

@@ -17,6 +17,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.options import BatchDims
 from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.execute.fragments import CompiledFragments
@@ -170,8 +171,7 @@ class CapturingModule(NamesOfModel):
         state = self._guard.state()
         device, number = self._world.device(self._model), self._num_microbatches
         kind = "cpu" if device.type == "meta" else device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        key = (inputs.key, kind, state, torch.is_grad_enabled(), autocast, self._guard.trainable())
+        key = (inputs.key, kind, state, torch.is_grad_enabled(), Autocast.around(device.type), self._guard.trainable())
         if key not in self._captures:
             check_arguments(self._model, *inputs.call())
         dims = batch_dims_of(inputs, self._batch_dims)

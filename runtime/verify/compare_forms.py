@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.driver.compiled import Compiled, PassRun
+from autopar.graph.autocast import autocast_off
 from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedule, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
@@ -67,6 +68,7 @@ def verify_compiled(
         if promote:
             stack.enter_context(default_float64())
         forms = _Forms(model, compiled, CallInputs.of(args, kwargs), promote, tolerance, key)
+        stack.enter_context(autocast_off())  # the original has run under it
         difference = forms.compare_programs()
         if run is not None:
             difference = forms.compare_run(run, difference)
@@ -131,6 +133,8 @@ class _Forms:
         self.compiled = promote_compiled(compiled) if promoted else compiled
         self.training = bool(compiled.program.signature.outputs_of("gradient"))
         self.is_random = bool(compiled.forward.signature.inputs_of("random_key"))
+        # What runs here is on a CPU, where torch casts nothing for a GPU's autocast.
+        self.is_captured = self.is_random or compiled.forward.autocast not in (None, "cpu")
         self.case = self._case(model, inputs, key)
         self.errors = Errors()
         self.own_errors = Errors() if compiled.separated is not None else None
@@ -151,8 +155,9 @@ class _Forms:
         )
 
     def _reference(self, model: nn.Module, inputs: CallInputs) -> Results:
-        if self.is_random:
-            return run_forward(self._captured(), self.case, self.training)
+        if self.is_captured:
+            with autocast_off():
+                return run_forward(self._captured(), self.case, self.training)
         values = {id(value): self.case.state[name] for name, value in _named(model).items()}
         copied = copy_model(model, values, promoted=self.promoted)
         args, kwargs = inputs.call(lambda index, tensor: self.case.leaves[index].clone())
@@ -176,7 +181,7 @@ class _Forms:
             loss_error=self.errors.loss,
             gradient_errors=self.errors.gradients,
             tolerance=self.tolerance,
-            reference="forward program" if self.is_random else "original model",
+            reference="forward program" if self.is_captured else "original model",
             promoted=self.promoted,
             buffer_errors=self.errors.buffers,
             replica_errors=self.errors.replicas,

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import autopar.compiler
 from autopar.cost.hardware.cluster import Cluster
 from autopar.frontend.capture import capture
+from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.program import Program
 from autopar.runtime.module.inputs import CallInputs
@@ -61,6 +62,7 @@ def kept_capture(
         batch,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
+        Autocast.around(next((parameter.device.type for parameter in model.parameters()), "cpu")),
         mesh.num_microbatches > 1,
     )
     if key not in _kept:

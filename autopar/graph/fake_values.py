@@ -1,0 +1,124 @@
+"""Gives every node of a graph its fake value, in order, and writes out the casts of calls that run under autocast."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar._torch import FakeTensorMode, fake_errors_quiet, fake_mode, pytree
+from autopar.errors import CaptureError
+from autopar.graph.autocast import CastInsideError, Casts, CastsOfCalls, Region, Tensor
+from autopar.ir.arguments import call_of
+from autopar.ir.program import Program
+from autopar.ir.source import set_sources, source_of
+
+aten = torch.ops.aten
+
+_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr", "from_node")
+
+
+def set_fake_values(program: Program, regions: Mapping[Node, Region]) -> None:
+    """Set `val` of every node of a FORWARD program, on the CPU, all of one mode, and its SOURCE; calls in `regions` get the casts that
+    autocast gives them as nodes. Raises `CaptureError` where a call does not take its operands."""
+    mode = fake_mode()
+    with mode:
+        for item, node in program.named_inputs():
+            node.meta["val"] = torch.empty(item.shape, dtype=item.dtype, device="cpu")
+    _Values(program, mode, regions).set()
+    set_sources(program.graph, "model.")
+
+
+class _Values:
+    def __init__(self, program: Program, mode: FakeTensorMode, regions: Mapping[Node, Region]) -> None:
+        self._graph, self._mode, self._regions = program.graph, mode, regions
+        self._casts = CastsOfCalls(mode)
+        self._trained = {node for item, node in program.named_inputs() if item.kind == "parameter" and item.requires_grad}
+
+    def set(self) -> None:
+        with fake_errors_quiet():
+            self._set()
+
+    def _set(self) -> None:
+        for node in self._graph.nodes:
+            if node.op != "call_function":
+                continue
+            region = self._regions.get(node)
+            try:
+                if region is None or region.autocast is None or not self._cast(node, region):
+                    self._run(node)
+            except CastInsideError as error:
+                raise CaptureError(
+                    f"under torch.autocast {error}, which no program for all devices has\n  where: {source_of(node).at}\n"
+                    "  how to mend it: compute it under torch.autocast(..., enabled=False), its operands cast to float32"
+                ) from None
+            except (RuntimeError, TypeError) as error:
+                raise CaptureError(
+                    f"{node.target} does not take what it gets: {str(error).splitlines()[0]}\n  where: {source_of(node).at}\n"
+                    "  how to mend it: call the model alone; it fails there, too, or cast the operands of this line to one dtype"
+                ) from error
+
+    def _run(self, node: Node) -> None:
+        args, kwargs = self._values(node)
+        with self._mode, torch.no_grad():
+            node.meta["val"] = call_of(node)(*args, **kwargs)
+
+    def _values(self, node: Node) -> tuple[Any, Any]:
+        return torch.fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
+
+    def _cast(self, node: Node, region: Region) -> bool:
+        """Write out the casts of `node`. True if it was replaced, and has no value to compute."""
+        assert region.autocast is not None
+        if node.target is operator.getitem:
+            return False
+        casts = self._casts.of(call_of(node), *self._values(node), region.autocast)
+        if casts.events:
+            self._take_apart(node, casts)
+            return True
+        if casts.dtype is not None:
+            node.kwargs = dict(node.kwargs) | {"dtype": casts.dtype}
+        leaves, structure = pytree.tree_flatten((node.args, dict(node.kwargs)))
+        for place, dtype in casts.operands.items():
+            leaves[place] = self._cast_once(leaves[place], dtype, node, region)
+        node.args, node.kwargs = pytree.tree_unflatten(leaves, structure)
+        return False
+
+    def _cast_once(self, operand: Node, dtype: torch.dtype, reader: Node, region: Region) -> Node:
+        """`operand` in `dtype`. A parameter of float32 is cast to the lower dtype once, as torch keeps the copy."""
+        autocast, value = region.autocast, operand.meta["val"]
+        assert autocast is not None
+        is_kept = autocast.caches and dtype == autocast.dtype and operand in self._trained and value.dtype == torch.float32
+        if not is_kept:
+            return self._call(reader, aten._to_copy.default, (operand,), {"dtype": dtype})
+        if (operand, dtype) not in region.weights:
+            region.weights[operand, dtype] = self._call(reader, aten._to_copy.default, (operand,), {"dtype": dtype})
+        return region.weights[operand, dtype]
+
+    def _call(self, before: Node, target: Any, args: Any, kwargs: Any) -> Node:
+        with self._graph.inserting_before(before):
+            node = self._graph.call_function(target, args, kwargs)
+        node.meta = {record: before.meta[record] for record in _RECORDS if record in before.meta}
+        self._run(node)
+        return node
+
+    def _take_apart(self, node: Node, casts: Casts) -> None:
+        """The ops that `node` consists of under autocast, in its place."""
+        tensors: dict[int, Node] = {
+            place: leaf for place, leaf in enumerate(pytree.tree_leaves((node.args, dict(node.kwargs)))) if isinstance(leaf, Node)
+        }
+        for event in casts.events:
+            leaves = [tensors[leaf.number] if isinstance(leaf, Tensor) else leaf for leaf in event.arguments]
+            leaves = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
+            made = self._call(node, event.target, *pytree.tree_unflatten(leaves, event.structure))
+            for place, number in enumerate(event.results):
+                tensors[number] = self._call(node, operator.getitem, (made, place), {}) if event.is_tuple else made
+        if isinstance(casts.returned, Tensor):
+            node.replace_all_uses_with(tensors[casts.returned.number])
+        else:
+            for user in list(node.users):
+                user.replace_all_uses_with(tensors[casts.returned[user.args[1]].number])
+                self._graph.erase_node(user)
+        self._graph.erase_node(node)
