@@ -22,6 +22,7 @@ from autopar.errors import (
     ValueCheckError,
 )
 from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.ir.precision import MixedPrecision
 from autopar.plans.plan import Plan
 from autopar.runtime.module.parallel_module import ParallelModule
 
@@ -37,6 +38,7 @@ __all__ = [
     "Mesh",
     "MeshError",
     "MicrobatchError",
+    "MixedPrecision",
     "ModelError",
     "NonFiniteError",
     "ParallelModule",

@@ -24,16 +24,18 @@ from autopar.driver.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.driver.optimizers import OptimizerRecipe, updates_of
 from autopar.driver.options import BatchDims, Options
 from autopar.driver.train_step import TrainStep
-from autopar.errors import InputError, MicrobatchError
+from autopar.errors import AutoparError, InputError, MicrobatchError, PlanError
 from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
-from autopar.graph.autocast import autocast_off
+from autopar.graph.autocast import Autocast, autocast_off
 from autopar.graph.microbatches import has_estimates
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.fusion import KernelDecision
 from autopar.ir.mesh import Mesh
+from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Form, Program
 from autopar.partition.whole_batch import Statistics
+from autopar.passes.forward.cast_to_precision import CastToPrecision
 from autopar.passes.forward.choose_kernels import ChooseKernels
 from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.forward.detach_outputs import DetachOutputs
@@ -112,6 +114,7 @@ def compile(
     schedule: str | PipelineSchedule | None = None,
     kernels: str = "auto",
     train_step: TrainStep | None = None,
+    precision: str | MixedPrecision | None = None,
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -145,6 +148,8 @@ def compile(
                     "triton": all of these on any device; "aten": attention alone; "off": none. An op of ours runs in Triton on
                     CUDA and in ATen elsewhere. Where torch's own attention kernels know all of it (no mask, dropout, window, soft
                     cap or ids), "triton" takes ours, "aten" and "off" torch's, "auto" what was measured to be the fastest
+    precision       "bf16", or a `MixedPrecision`: parameters stay float32, contractions and attention compute in bfloat16, norms, softmax,
+                    losses and sums of gradients in float32
 
     Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module`, `MeshError` for a mesh that
     cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that is not one graph,
@@ -169,6 +174,7 @@ def compile(
         is_real=not isinstance(mesh, Mesh),
         kernels=kernels,
         updates=updates_of(recipe, step_options),
+        precision=_precision(precision, plan),
     )
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
@@ -215,6 +221,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
     held = {name: each.stages for name, each in (placements or {}).items() if each.stages}
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
+        CastToPrecision(options.precision),  # the first: what is fused, and how, follows from dtypes
         DetachOutputs(training),  # before the trace, as all here
         DropEmptyParts(),  # before the fusions: they need not know of caches that hold nothing
         FuseCrossEntropy(options.fuses_losses),  # this and the next four before losses are decomposed, …
@@ -265,6 +272,15 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
     )
 
 
+def _precision(asked: str | MixedPrecision | None, plan: Plan | None) -> MixedPrecision | None:
+    """What was asked for, which a plan must not contradict, or the plan's. Raises `PlanError`."""
+    precision = MixedPrecision.of(asked)
+    if plan is None or precision in (None, plan.precision):
+        return precision if plan is None else plan.precision
+    theirs = plan.precision or "no precision= at all"
+    raise PlanError(f"precision= asks for what {precision}, and the plan was made for: {theirs}; leave one of them out")
+
+
 def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:
     """Known placements by parameter; an earlier capture overrides the plan."""
     plans = (each for each in (options.pins, options.plan) if isinstance(each, Plan))
@@ -307,6 +323,8 @@ def _captured(model: nn.Module, mesh: Mesh, inputs: CallInputs, options: Options
     planned = options.plan.schedule if options.plan is not None else None
     schedule, number = chosen_schedule(options.schedule, options.num_microbatches, planned, mesh, batch_sizes)
     order = pipeline_order(schedule, mesh.with_microbatches(number))
+    if options.precision is not None and Autocast.around(options.device) is not None:
+        raise AutoparError("precision= and torch.autocast around the call both say what to compute in; leave one of them out")
     forward = capture(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
     # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
     mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)

@@ -11,6 +11,7 @@ from autopar.cost.memory import MemoryBudget
 from autopar.errors import AutoparError
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.freedom import Freedom
+from autopar.ir.precision import MixedPrecision
 from autopar.partition.whole_batch import Mixing, Statistics
 from autopar.plans.plan import Pins, Plan
 
@@ -46,6 +47,7 @@ class Options:
     is_real: bool = False
     kernels: str = "auto"
     updates: Literal["bucket", "end"] | None = None
+    precision: MixedPrecision | None = None
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():

@@ -31,10 +31,10 @@ from autopar.graph.emit import replace, tensor_of
 from autopar.graph.fake_values import set_fake_values
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.ir.arguments import arguments, int_at, node_at
-from autopar.ir.keys import SOURCE, Source
+from autopar.ir.keys import EXACT, SOURCE, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
-from autopar.ir.source import source_of
+from autopar.ir.source import set_sources, source_of
 
 # The attribute under which capture wraps the user's model.
 _PREFIX = "model."
@@ -79,9 +79,12 @@ def forward_program(
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept)
     signature = Signature(tuple(item for item, _ in inputs), outputs, structure, leaves)
     kinds = {region.autocast.device for region in copies.regions.values() if region.autocast is not None}
-    program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None))
+    # As data-parallel training has it: autocast gives a parameter of float32 a gradient of float32, and that is what is summed.
+    reduce = torch.float32 if kinds else None
+    program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None), reduce=reduce)
     try:
         set_fake_values(program, copies.regions)
+        set_sources(program.graph, _PREFIX)
     finally:  # also where it fails: for this reason, mostly, which is then the one to tell
         refuse_mixed_dtypes(program, {mapping[node]: node.name for item, node in inputs if item.kind == "batch"})
     _refuse_sparse(program.graph)
@@ -155,6 +158,8 @@ class _Copies:
         self.mapping[node] = copied
         if region is not None:
             self.regions[copied] = region
+            if region.autocast is None:
+                EXACT[copied] = True
         if copied.target is torch.ops.autopar.custom_function.default:
             operands, site = copied.args
             copied.target, copied.args = function_at(site), tuple(operands)

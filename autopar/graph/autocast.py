@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import FakeTensorMode, OpOverload, TorchDispatchMode, fake_errors_quiet, has_kernel, pytree, schema_of
+from autopar.ir.arguments import call_of
 
 aten = torch.ops.aten
 
@@ -45,15 +46,6 @@ class Autocast:
             if torch.is_autocast_enabled(kind):
                 return Autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
         return None
-
-
-@dataclass(eq=False)
-class Region:
-    """Calls that run under `autocast` (None: it is disabled there). `weights` are the parameters that are cast already, by parameter and
-    dtype: torch casts one once until it leaves the outermost context."""
-
-    autocast: Autocast | None
-    weights: dict[tuple[Node, torch.dtype], Node] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,6 +103,20 @@ class CastsOfCalls:
                 return found
             self._known[key] = found
         return self._known[key]
+
+
+@dataclass(eq=False)
+class Region:
+    """Calls that run under `autocast` (None: it is disabled there). `weights` are the parameters that are cast already, by parameter and
+    dtype: torch casts one once until it leaves the outermost context. `leaves` are the parameters that it does so with."""
+
+    autocast: Autocast | None
+    weights: dict[tuple[Node, torch.dtype], Node] = field(default_factory=dict)
+    leaves: frozenset[Node] = frozenset()
+
+    def casts_of(self, node: Node, args: Any, kwargs: Any, known: CastsOfCalls) -> Casts:
+        """What it does to the call `node` on fake tensors."""
+        return NOTHING if self.autocast is None else known.of(call_of(node), args, kwargs, self.autocast)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,43 +12,44 @@ from torch.fx import Node
 from autopar._torch import FakeTensorMode, fake_errors_quiet, fake_mode, pytree
 from autopar.errors import CaptureError
 from autopar.graph.autocast import CastInsideError, Casts, CastsOfCalls, Region, Tensor
+from autopar.graph.emit import copy_origin, tensor_of
 from autopar.ir.arguments import call_of
 from autopar.ir.program import Program
-from autopar.ir.source import set_sources, source_of
+from autopar.ir.source import source_of
 
 aten = torch.ops.aten
 
-_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr", "from_node")
 
+def set_fake_values(program: Program, regions: Mapping[Node, Region], leaves: Collection[Node] | None = None) -> None:
+    """Set `val` of every node of a FORWARD program, on the CPU, all of one mode; calls in `regions` get their casts as nodes.
 
-def set_fake_values(program: Program, regions: Mapping[Node, Region]) -> None:
-    """Set `val` of every node of a FORWARD program, on the CPU, all of one mode, and its SOURCE; calls in `regions` get the casts that
-    autocast gives them as nodes. Raises `CaptureError` where a call does not take its operands."""
+    `leaves` are the parameters that are cast once; those that get gradients by default. Raises `CaptureError` where a call does not take
+    its operands.
+    """
+    if leaves is None:
+        leaves = [node for item, node in program.named_inputs() if item.kind == "parameter" and item.requires_grad]
+    for region in {id(region): region for region in regions.values()}.values():
+        region.leaves = frozenset(leaves)
     mode = fake_mode()
     with mode:
         for item, node in program.named_inputs():
             node.meta["val"] = torch.empty(item.shape, dtype=item.dtype, device="cpu")
-    _Values(program, mode, regions).set()
-    set_sources(program.graph, "model.")
+    with fake_errors_quiet():
+        _Values(program, mode, regions).set()
 
 
 class _Values:
     def __init__(self, program: Program, mode: FakeTensorMode, regions: Mapping[Node, Region]) -> None:
         self._graph, self._mode, self._regions = program.graph, mode, regions
         self._casts = CastsOfCalls(mode)
-        self._trained = {node for item, node in program.named_inputs() if item.kind == "parameter" and item.requires_grad}
 
     def set(self) -> None:
-        with fake_errors_quiet():
-            self._set()
-
-    def _set(self) -> None:
         for node in self._graph.nodes:
             if node.op != "call_function":
                 continue
             region = self._regions.get(node)
             try:
-                if region is None or region.autocast is None or not self._cast(node, region):
+                if region is None or node.target is operator.getitem or not self._cast(node, region):
                     self._run(node)
             except CastInsideError as error:
                 raise CaptureError(
@@ -71,10 +72,7 @@ class _Values:
 
     def _cast(self, node: Node, region: Region) -> bool:
         """Write out the casts of `node`. True if it was replaced, and has no value to compute."""
-        assert region.autocast is not None
-        if node.target is operator.getitem:
-            return False
-        casts = self._casts.of(call_of(node), *self._values(node), region.autocast)
+        casts = region.casts_of(node, *self._values(node), self._casts)
         if casts.events:
             self._take_apart(node, casts)
             return True
@@ -88,9 +86,9 @@ class _Values:
 
     def _cast_once(self, operand: Node, dtype: torch.dtype, reader: Node, region: Region) -> Node:
         """`operand` in `dtype`. A parameter of float32 is cast to the lower dtype once, as torch keeps the copy."""
-        autocast, value = region.autocast, operand.meta["val"]
+        autocast = region.autocast
         assert autocast is not None
-        is_kept = autocast.caches and dtype == autocast.dtype and operand in self._trained and value.dtype == torch.float32
+        is_kept = autocast.caches and dtype == autocast.dtype and operand in region.leaves and tensor_of(operand).dtype == torch.float32
         if not is_kept:
             return self._call(reader, aten._to_copy.default, (operand,), {"dtype": dtype})
         if (operand, dtype) not in region.weights:
@@ -100,7 +98,7 @@ class _Values:
     def _call(self, before: Node, target: Any, args: Any, kwargs: Any) -> Node:
         with self._graph.inserting_before(before):
             node = self._graph.call_function(target, args, kwargs)
-        node.meta = {record: before.meta[record] for record in _RECORDS if record in before.meta}
+        copy_origin(before, node)
         self._run(node)
         return node
 

@@ -80,3 +80,5 @@ STAGE: Key[int] = Key("stage")
 ORIGIN: Key[str] = Key("origin")
 # FORWARD form only, of an op that draws: set before anything is rewritten, so that rewrites change no draw.
 SITE: Key[Site] = Key("site")
+# FORWARD form only, of what the user computes under a disabled autocast: no precision changes it.
+EXACT: Key[bool] = Key("exact")

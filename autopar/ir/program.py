@@ -22,6 +22,7 @@ from autopar.ir.arguments import arguments
 from autopar.ir.freedom import Freedom
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import Padding
+from autopar.ir.precision import MixedPrecision
 from autopar.ir.sharding import Dims, Sharding
 
 InputKind = Literal["parameter", "buffer", "batch", "constant", "random_key", "tangent", "coordinate"]
@@ -110,6 +111,7 @@ class Program:
     `logical_share`: of the FLOPs of the graph's contractions those that are the model's; the rest is padding.
     `written`: the attributes of modules that forward sets, by path; the program has what they were before.
     `autocast`: the type of device of the `torch.autocast` whose casts the program has as nodes, if it has any: "cpu" or "cuda".
+    `precision`: by which the program was cast; `reduce`: what gradients are summed over ranks in, where the program has casts of either.
     `order`: which stage of a pipeline runs which microbatch when; one of each unless more was asked for.
     """
 
@@ -123,6 +125,8 @@ class Program:
     written: tuple[str, ...] = ()
     order: PipelineSchedule = SINGLE
     autocast: str | None = None
+    precision: MixedPrecision | None = None
+    reduce: torch.dtype | None = None
 
     def copy(self, **changes: Any) -> Program:
         graph = Graph()

@@ -16,6 +16,7 @@ from torch.fx import Node
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel, is_view
 from autopar.cost.reshard_prices import ReshardPrices
+from autopar.graph.gradient_sums import sums_in_other_dtypes
 from autopar.graph.microbatches import is_summed_later, known_ahead, summed_later
 from autopar.ir.keys import BATCH, DIMS, PHASE
 from autopar.ir.markers import MARKERS, save
@@ -29,6 +30,8 @@ from autopar.partition.solver.assignment import AssignmentNode, Candidate, Probl
 # The result that is read by the input of this kind and name: where it must be left.
 HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
 _NO_LIMIT = MemoryBudget()
+# More than any plan saves by it. A sum that passes through a cast in parts never needs it.
+_UNWANTED_SECONDS = 1.0
 
 
 @dataclass
@@ -102,9 +105,10 @@ class _Builder:
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
-    _moved: dict[ValueIndex, tuple[float, bool, bool]] = field(default_factory=dict[ValueIndex, tuple[float, bool, bool]])
+    _moved: dict[ValueIndex, tuple[float, bool, bool, bool]] = field(default_factory=dict)
     _results: frozenset[Node] = frozenset()
     _ahead: frozenset[Node] = frozenset()
+    _unwanted: frozenset[Node] = frozenset()
     _inputs: dict[tuple[int, tuple[Strategy, ...]], tuple[Candidate, ...]] = field(default_factory=dict)
     _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     _priced: dict[int, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
@@ -118,6 +122,7 @@ class _Builder:
         if self.program.mesh.num_microbatches > 1:
             self._ahead = known_ahead(self.program)
             self._results = frozenset(node for output, node in self.program.named_outputs() if output.kind == "gradient")
+        self._unwanted = sums_in_other_dtypes(self.program)
         self.index = {node.name: number for number, node in enumerate(self._of_index)}
         homes: dict[tuple[str | None, str], Node] = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
         left: dict[Node, Node] = {}
@@ -142,20 +147,23 @@ class _Builder:
 
     def price(self, value: ValueIndex, source: State, target: State) -> float:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
-        num_bytes, is_ahead, is_result = self.price_class(value)
+        num_bytes, is_ahead, is_result, is_unwanted = self.price_class(value)
         seconds = self._reshards.seconds(num_bytes, source, target, is_ahead)
+        if is_unwanted and set(source.unreduced) - set(target.unreduced):
+            seconds += _UNWANTED_SECONDS
         # A gradient is moved when it is summed, once for all microbatches; seconds are those of one.
         is_shared = is_result and is_summed_later(source) and is_summed_later(target)
         return seconds / self.program.mesh.num_microbatches if is_shared else seconds
 
-    def price_class(self, value: ValueIndex) -> tuple[float, bool, bool]:
-        """The bytes of a value, whether it is known ahead of the microbatches, and whether it is a gradient that they sum: what it
-        costs to move it depends on nothing else."""
+    def price_class(self, value: ValueIndex) -> tuple[float, bool, bool, bool]:
+        """The bytes of a value, whether it is known ahead of the microbatches, whether it is a gradient that they sum, and whether ranks
+        should not sum it in its dtype: what it costs to move it depends on nothing else."""
         if value not in self._moved:
             node = self._of_index[value[0]]
             tensor = results_of(node)[value[1]]
             assert tensor is not None
-            self._moved[value] = float(tensor.numel() * tensor.dtype.itemsize), node in self._ahead, node in self._results
+            num_bytes = float(tensor.numel() * tensor.dtype.itemsize)
+            self._moved[value] = num_bytes, node in self._ahead, node in self._results, node in self._unwanted
         return self._moved[value]
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:

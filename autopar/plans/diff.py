@@ -40,9 +40,10 @@ class PlanDiff:
     pipeline: tuple[Change, ...] = ()
     kernels: tuple[Change, ...] = ()
     buckets: tuple[Change, ...] = ()
+    precision: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.ops or self.pipeline or self.kernels or self.buckets)
+        return bool(self.parameters or self.ops or self.pipeline or self.kernels or self.buckets or self.precision)
 
     def __str__(self) -> str:
         if not self:
@@ -50,6 +51,7 @@ class PlanDiff:
         lines = [f"{len(self.parameters)} of {self.num_parameters} parameters and {len(self.ops)} of {self.num_ops} ops differ"]
         for title, changes in (("parameters", self.parameters), ("ops", self.ops), ("kernels", self.kernels)):
             lines += [title, *(f"  {line}" for line in _folded(changes))] if changes else []
+        lines += [f"{each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in self.precision]
         for title, changes in (("pipeline", self.pipeline), ("buckets", self.buckets)):
             rows = [f"  {each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in changes]
             lines += [title, *rows] if rows else []

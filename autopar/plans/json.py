@@ -55,6 +55,7 @@ class PlanEntry(TypedDict):
     fingerprint: NotRequired[str]
     inputs: NotRequired[dict[str, PlacementEntry]]
     strategies: NotRequired[dict[str, StrategyEntry]]
+    precision: NotRequired[dict[str, str | list[str]] | None]
     kernels: NotRequired[dict[str, str]]
     schedule: NotRequired[ScheduleEntry | None]
     reasons: NotRequired[dict[str, str]]

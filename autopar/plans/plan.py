@@ -9,6 +9,7 @@
       "parameters": {"h.0.fc.weight": {"dims": [[32], [64]], "splits": [[], ["tp"]]}},
       "inputs": {"batch 0": {…}},
       "strategies": {"forward h.0.fc aten.mm 0": {"operands": […], "results": […], "factors": {"dp": "m", "tp": "n"}, "num_shards": 4}},
+      "precision": null,
       "kernels": {},
       "buckets": {"dp": 26214400},
       "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
@@ -39,6 +40,7 @@ from autopar.ir.keys import DIMS, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import Mesh, parent
 from autopar.ir.padding import Padding, carried_over
+from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.ir.units import in_bytes
@@ -118,6 +120,7 @@ class Plan:
     reasons      why, in words, by parameter name or node key
     freedom      which axes were let split the batch, and whether its axes were let split parameters
     buckets      by the axes of collectives ("dp") the most bytes of those that go together
+    precision    what the step computes in, where that was asked for
     pinned       the modules whose outputs were pinned: the graph has a node for each
     """
 
@@ -133,6 +136,7 @@ class Plan:
     freedom: Freedom = Freedom()
     pinned: tuple[str, ...] = ()
     buckets: Mapping[str, int] = field(default_factory=dict[str, int])
+    precision: MixedPrecision | None = None
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None, stages: Staged | None = None) -> Plan:
@@ -151,6 +155,7 @@ class Plan:
             fingerprint=fingerprint(program),
             reasons=dict(decision.reasons) if decision else {},
             freedom=program.freedom,
+            precision=program.precision,
             pinned=tuple(dict.fromkeys(SOURCE[node].module for node in program.graph.nodes if node.target is pinned)),
         )
         return plan if stages is None else plan._with_stages(program, stages)
@@ -180,7 +185,7 @@ class Plan:
     def pins(self) -> Plan:
         """The parameters' placements alone: what may be carried to another graph of the same model."""
         reasons = {name: why for name, why in self.reasons.items() if name in self.parameters}
-        return Plan(self.mesh, self.parameters, reasons=reasons, freedom=self.freedom)
+        return Plan(self.mesh, self.parameters, reasons=reasons, freedom=self.freedom, precision=self.precision)
 
     def refines(self, program: Program) -> bool:
         """Whether it was made for the graph of `program`, on its mesh or on one with axes of it broken into sub-axes."""
@@ -248,9 +253,11 @@ class Plan:
         parameters, ops = changes(self.parameters, other.parameters), changes(self.strategies, other.strategies)
         num_parameters = len({*self.parameters, *other.parameters})
         pipeline = changes(self._pipeline(), other._pipeline())
+        precision = changes({"precision": self.precision}, {"precision": other.precision})
         num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
         sizes = ({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in (self, other))
-        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, tuple(pipeline), tuple(kernels), tuple(changes(*sizes)))
+        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision))
+        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, *others)
 
     def _pipeline(self) -> dict[str, object]:
         """Its order, and where its stages begin."""
@@ -272,6 +279,7 @@ class Plan:
             "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},
             "inputs": {name: _from_placement(placement) for name, placement in self.inputs.items()},
             "strategies": {key: from_strategy(strategy) for key, strategy in self.strategies.items()},
+            "precision": self.precision and self.precision.content(),
             "kernels": dict(self.kernels),
             "buckets": dict(self.buckets),
             "schedule": from_schedule(self.schedule, self.cuts),
@@ -302,6 +310,7 @@ class Plan:
                 inputs={name: _to_placement(entry) for name, entry in content.get("inputs", {}).items()},
                 strategies={key: to_strategy(entry) for key, entry in content.get("strategies", {}).items()},
                 fingerprint=content.get("fingerprint", ""),
+                precision=MixedPrecision.of_content(content.get("precision")),
                 kernels=dict(content.get("kernels", {}).items()),
                 buckets={axes: int(size) for axes, size in content.get("buckets", {}).items()},
                 schedule=to_schedule(content.get("schedule")),
@@ -322,6 +331,7 @@ class Plan:
     def __str__(self) -> str:
         width = max((len(name) for name in self.parameters), default=0)
         lines = [f"plan on {self.mesh}: {len(self.parameters)} parameters, {len(self.strategies)} ops"]
+        lines += [f"  {self.precision}"] if self.precision is not None else []
         lines += [f"  {name:<{width}}  {placement}" for name, placement in self.parameters.items()]
         lines += [f"  {key}  by {kernel}" for key, kernel in self.kernels.items()]
         if self.schedule is not None:

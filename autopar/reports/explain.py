@@ -54,6 +54,7 @@ def explain(compiled: Compiled) -> str:
         f"{_where(program.mesh)}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
         *([f"search: {compiled.search}"] if compiled.search is not None else []),
         *(f"  {line}" for line in search_lines(compiled.search)),
+        *_section("precision", () if program.precision is None else (str(program.precision),)),
         *_section("pipeline", () if compiled.stages is None else pipeline_lines(compiled, cost)),
         *_section("microbatches", _microbatches(compiled)),
         *_section("parameters", fold_rows(parameter_rows(compiled))),

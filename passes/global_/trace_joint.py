@@ -69,6 +69,9 @@ def trace_joint(program: Program, training: bool) -> Program:
         program.constants,
         program.freedom,
         order=program.order,
+        autocast=program.autocast,
+        precision=program.precision,
+        reduce=program.reduce,
     )
     _order_by_phase(joint)
     return _with_ways_back(joint, program) if len(joint.signature.inputs_of("tangent")) > 1 else joint

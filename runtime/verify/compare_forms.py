@@ -133,12 +133,14 @@ class _Forms:
         self.compiled = promote_compiled(compiled) if promoted else compiled
         self.training = bool(compiled.program.signature.outputs_of("gradient"))
         self.is_random = bool(compiled.forward.signature.inputs_of("random_key"))
-        # What runs here is on a CPU, where torch casts nothing for a GPU's autocast.
-        self.is_captured = self.is_random or compiled.forward.autocast not in (None, "cpu")
+        # What runs here is on a CPU, where torch casts nothing for a GPU's autocast, nor for precision=. Promoted, no cast rounds.
+        self.is_cast = not promoted and (compiled.forward.autocast not in (None, "cpu") or compiled.forward.precision is not None)
+        self.is_captured = self.is_random or self.is_cast
         self.case = self._case(model, inputs, key)
         self.errors = Errors()
         self.own_errors = Errors() if compiled.separated is not None else None
         self.reference = self._reference(model, inputs)
+        self.cast_error = self._cast_error(model, inputs)
 
     def _case(self, model: nn.Module, inputs: CallInputs, key: int) -> Case:
         def own(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,6 +160,15 @@ class _Forms:
         if self.is_captured:
             with autocast_off():
                 return run_forward(self._captured(), self.case, self.training)
+        return self._original(model, inputs)
+
+    def _cast_error(self, model: nn.Module, inputs: CallInputs) -> float | None:
+        """How far precision= takes the reference from the original; None where nothing was asked for, and where draws are others."""
+        if not self.is_cast or self.is_random or self.compiled.forward.precision is None:
+            return None
+        return errors_between(self.reference, self._original(model, inputs), self.case).worst[0]
+
+    def _original(self, model: nn.Module, inputs: CallInputs) -> Results:
         values = {id(value): self.case.state[name] for name, value in _named(model).items()}
         copied = copy_model(model, values, promoted=self.promoted)
         args, kwargs = inputs.call(lambda index, tensor: self.case.leaves[index].clone())
@@ -168,11 +179,13 @@ class _Forms:
             return run_original(copied, args, kwargs, self.compiled.forward.signature, self.case, self.training)
 
     def _captured(self) -> Program:
-        """The program as it was captured, its draws keyed and nothing else rewritten; where that is not known, the last of FORWARD."""
+        """The program as it was captured, cast to its precision, its draws keyed and nothing else rewritten; where that is not known, the
+        last of FORWARD."""
         forward = self.compiled.forward
         if self.compiled.keyed is None or not self.steps:
             return forward
-        captured = self._own(self.steps[0].program)
+        # Promoted, casts change nothing.
+        captured = self._own(next(step.program for step in self.steps if step.program.precision == forward.precision))
         # Of a pipeline the loss alone is differentiated.
         return replace(captured, signature=replace(captured.signature, outputs=forward.signature.outputs))
 
@@ -182,6 +195,8 @@ class _Forms:
             gradient_errors=self.errors.gradients,
             tolerance=self.tolerance,
             reference="forward program" if self.is_captured else "original model",
+            is_random=self.is_random,
+            cast_error=self.cast_error,
             promoted=self.promoted,
             buffer_errors=self.errors.buffers,
             replica_errors=self.errors.replicas,

@@ -49,6 +49,8 @@ class Report:
     num_detached     outputs of which a pipeline gives the values alone: the gradients compared are those of the loss
     own_statistics_error  where each microbatch takes its own statistics, the largest error of the module's own run, buffers aside, against
                      the program that does so, run side by side; None elsewhere. The other errors are those against the original
+    is_random        whether the model draws random numbers
+    cast_error       with precision= the largest error of the reference, which has its casts, against the original, which has none
     """
 
     loss_error: float
@@ -62,6 +64,8 @@ class Report:
     narrowest: torch.dtype = torch.float32
     num_detached: int = 0
     own_statistics_error: float | None = None
+    is_random: bool = False
+    cast_error: float | None = None
 
     def __bool__(self) -> bool:
         return self.first_difference is None and self.worst <= self.tolerance
@@ -79,10 +83,14 @@ class Report:
         name = str(self.narrowest).removeprefix("torch.")
         how = "promoted to float64" if self.promoted else "in the model's own precision" + (f", {name} in part" if is_rounded else "")
         lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
-        if self.reference == "forward program":
+        if self.is_random:
             lines.append(
                 "  (it draws random numbers, keyed by position, not eager's: compared with the program as it was captured, on one device)"
             )
+        elif self.reference == "forward program":
+            lines.append("  (compared with the program as it was captured, with its casts and nothing else rewritten, on one device)")
+        if self.cast_error is not None:
+            lines.append(f"  precision= takes that program off the original by {self.cast_error:.3g}; promote=True compares without casts")
         if self.num_detached:
             outputs = f"{self.num_detached} other output{'s' if self.num_detached > 1 else ''}"
             lines.append(f"  (gradients are those of the loss alone: a pipeline refuses a backward through {outputs}, compared by value)")

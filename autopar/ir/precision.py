@@ -1,0 +1,87 @@
+"""In which dtypes a step computes, as the user asked for it."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autopar.errors import AutoparError
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """Float32 masters, computed with in a lower dtype.
+
+    param   what contractions and attention compute in, and parameters are gathered in: torch.bfloat16, or torch.float16 (whose gradients
+            underflow: scale the loss)
+    reduce  what gradients are summed over ranks in: float32 by default, as Megatron-LM and torchtitan have it (FSDP2's own default is
+            `param`)
+    grad    what gradients arrive in. The masters are float32, and `.grad` has their dtype
+    keep    patterns of module paths ("*.router", "head") that compute in float32
+
+    Norms, softmax, exponentials, powers, sums and losses are in float32, as under torch's autocast on a GPU, on any device. Partial sums
+    of activations (a row-split layer) are added up in `param`, as Megatron's are. Raises `AutoparError` for other dtypes.
+    """
+
+    param: torch.dtype = torch.bfloat16
+    reduce: torch.dtype = torch.float32
+    grad: torch.dtype = torch.float32
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
+        for name in ("param", "reduce", "grad"):
+            dtype = getattr(self, name)
+            if dtype not in _DTYPES:
+                known = ", ".join(map(str, _DTYPES))
+                raise AutoparError(f"MixedPrecision({name}={dtype!r}) is none of the dtypes that it knows: {known}")
+        if self.grad != torch.float32:
+            raise AutoparError(
+                f"MixedPrecision(grad={self.grad}) cannot be: the masters are float32, and torch gives `.grad` the dtype of its parameter; "
+                "leave grad out, or let gradients be summed in another dtype by reduce="
+            )
+
+    @staticmethod
+    def of(asked: str | MixedPrecision | None) -> MixedPrecision | None:
+        """From `precision=` of `autopar.compile`. Raises `AutoparError` for what is none."""
+        if asked is None or isinstance(asked, MixedPrecision):
+            return asked
+        if asked == "bf16":
+            return MixedPrecision()
+        if asked == "fp16":
+            raise AutoparError(
+                'precision="fp16" needs a scaler of the loss, which autopar does not have yet: use "bf16", or '
+                "MixedPrecision(param=torch.float16) and scale the loss yourself"
+            )
+        raise AutoparError(f'precision={asked!r} is unknown; use "bf16" or autopar.MixedPrecision(param=..., reduce=..., keep=[...])')
+
+    def keeps(self, module: str) -> bool:
+        """Whether the module at this path, or one that it is in, computes in float32."""
+        parts = module.split(".")
+        paths = [".".join(parts[: number + 1]) for number in range(len(parts))]
+        return any(fnmatch.fnmatchcase(path, pattern) for path in paths for pattern in self.keep)
+
+    def content(self) -> dict[str, str | Sequence[str]]:
+        """As a JSON value."""
+        return {**{name: _name(getattr(self, name)) for name in ("param", "reduce", "grad")}, "keep": list(self.keep)}
+
+    @staticmethod
+    def of_content(content: Mapping[str, str | Sequence[str]] | None) -> MixedPrecision | None:
+        """Read back what `content` gave."""
+        if content is None:
+            return None
+        dtypes = {name: getattr(torch, str(value)) for name, value in content.items() if name != "keep"}
+        return MixedPrecision(**dtypes, keep=tuple(content.get("keep", ())))
+
+    def __str__(self) -> str:
+        kept = f", float32 in {', '.join(self.keep)}" if self.keep else ""
+        return f"computes in {_name(self.param)}, gradients summed in {_name(self.reduce)}, masters float32{kept}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,148 @@
+"""Contractions and attention in a lower dtype, everything that wants digits in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from autopar._torch import OpOverload, has_kernel, pytree
+from autopar.errors import AutoparError
+from autopar.graph.autocast import NOTHING, Autocast, Casts, CastsOfCalls, Region
+from autopar.graph.emit import Emitter, tensor_of
+from autopar.graph.emit import replace as replace_node
+from autopar.graph.fake_values import set_fake_values
+from autopar.ir.arguments import node_at
+from autopar.ir.keys import EXACT, SOURCE
+from autopar.ir.precision import MixedPrecision
+from autopar.ir.program import Program
+from autopar.ops.traits import CASTS
+
+aten = torch.ops.aten
+
+# torch's autocast leaves them alone, so that kernels take operands of two dtypes; some releases have no list for the second.
+_NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default, aten.rms_norm.default})
+# They write the elements of one operand into another, and take no two dtypes.
+_PLACING = frozenset(
+    {
+        aten.index_put.default, aten.index_put_.default, aten.index_add.default, aten.index_add_.default, aten.index_copy.default,
+        aten.index_copy_.default, aten.scatter.src, aten.scatter_.src, aten.scatter_add.default, aten.scatter_add_.default,
+        aten.scatter_reduce.two, aten.scatter_reduce_.two, aten.masked_scatter.default, aten.masked_scatter_.default,
+        aten.slice_scatter.default, aten.select_scatter.default,
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CastToPrecision:
+    """Casts by `precision`: the lists of torch's autocast on a GPU, on any device, and parameters cast where anything else reads them.
+
+        linear(x, w)                  linear(x → bf16, w → bf16)
+        embedding(w, ids)        →    embedding(w → bf16, ids)       what follows is bfloat16, too, down the residual stream
+        layer_norm(h, w, b)           layer_norm(h → f32, w, b)      softmax, exp, pow, sum, losses likewise
+
+    A parameter is cast once, where it lies, so that what is gathered of it is the lower dtype. What no parameter and no floating-point
+    input has a part in (angles of rotary embeddings, masks) stays as it is, and so do calls of modules that are kept, under a
+    disabled autocast, and of a `torch.autograd.Function`: these get float32.
+
+    Reads: a FORWARD program as it was captured, SOURCE, EXACT. Writes: casts; `precision` and `reduce` of the program.
+    Ensures: inputs and outputs have the dtypes that they had. Raises `AutoparError` for trainable parameters that are not float32.
+    """
+
+    precision: MixedPrecision | None
+    name: str = "cast to precision"
+
+    def apply(self, program: Program) -> Program:
+        if self.precision is None:
+            return program
+        _require_masters(program)
+        program = program.copy(precision=self.precision, reduce=self.precision.reduce)
+        dtypes = [output.dtype for output in program.signature.outputs]
+        _drop_moves(program)
+        regions = _regions(program, self.precision)
+        set_fake_values(program, regions, [node for item, node in program.named_inputs() if item.kind == "parameter"])
+        return _with_outputs_in(program, dtypes)
+
+
+def _require_masters(program: Program) -> None:
+    others = [item for item in program.signature.inputs_of("parameter") if item.requires_grad and item.dtype != torch.float32]
+    if others:
+        raise AutoparError(
+            f"precision= computes with copies of float32 parameters, and {others[0].name!r}, one of {len(others)}, is {others[0].dtype}: "
+            "call model.float() before, or leave precision= out for a model that is in a lower dtype itself"
+        )
+
+
+def _drop_moves(program: Program) -> None:
+    """`x.to(device)` was traced with the dtype that x had, which it is not to have now."""
+    for node in list(program.graph.nodes):
+        if node.target in (aten.to.dtype_layout, aten.to.device) and tensor_of(node).dtype == tensor_of(node.args[0]).dtype:
+            replace_node(node, node_at(node, 0))
+
+
+def _regions(program: Program, precision: MixedPrecision) -> Mapping[Node, Region]:
+    """By call what casts it."""
+    low = _Low(Autocast("cuda", precision.param))
+    exact = _Exact(Autocast("cuda", torch.float32))
+    descends = {node for item, node in program.named_inputs() if item.kind == "parameter" or (item.kind == "batch" and _is_float(node))}
+    regions: dict[Node, Region] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or descends.isdisjoint(node.all_input_nodes):
+            continue
+        descends.add(node)
+        is_exact = node in EXACT or not isinstance(node.target, OpOverload) or precision.keeps(SOURCE[node].module)
+        regions[node] = exact if is_exact else low
+    return regions
+
+
+def _is_float(node: Node) -> bool:
+    return tensor_of(node).is_floating_point()
+
+
+@dataclass(eq=False)
+class _Exact(Region):
+    """Calls in float32."""
+
+    def casts_of(self, node: Node, args: Any, kwargs: Any, known: CastsOfCalls) -> Casts:
+        return NOTHING if node.target in CASTS else _all_to(torch.float32, args, kwargs)
+
+
+@dataclass(eq=False)
+class _Low(Region):
+    """Calls in the lower dtype, as far as they can be."""
+
+    def casts_of(self, node: Node, args: Any, kwargs: Any, known: CastsOfCalls) -> Casts:
+        assert self.autocast is not None and isinstance(node.target, OpOverload)
+        if node.target in _NORMS:
+            return _all_to(torch.float32, args, kwargs)
+        if node.target in _PLACING:
+            return _all_to(args[0].dtype, args, kwargs)
+        casts = known.of(node.target, args, kwargs, self.autocast)
+        if casts != NOTHING or has_kernel(node.target, "AutocastCUDA") or node.target in CASTS:
+            return casts
+        leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
+        return Casts({place: self.autocast.dtype for place, leaf in enumerate(leaves) if self._is_master(leaf)})
+
+    def _is_master(self, leaf: Any) -> bool:
+        return isinstance(leaf, Node) and leaf in self.leaves and tensor_of(leaf).dtype == torch.float32
+
+
+def _all_to(dtype: torch.dtype, args: Any, kwargs: Any) -> Casts:
+    """Every operand of at most 32 bits in `dtype`."""
+    leaves = enumerate(pytree.tree_leaves((args, kwargs)))
+    floats = (torch.float16, torch.bfloat16, torch.float32)
+    return Casts(
+        {place: dtype for place, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype in floats and leaf.dtype != dtype}
+    )
+
+
+def _with_outputs_in(program: Program, dtypes: list[torch.dtype]) -> Program:
+    results = list(program.results)
+    for place, dtype in enumerate(dtypes):
+        if tensor_of(results[place]).dtype != dtype:
+            results[place] = Emitter(program.graph, program.graph.output_node(), results[place]).cast(results[place], dtype)
+    program.graph.output_node().args = (tuple(results),)
+    return program

@@ -1,0 +1,144 @@
+"""The casts of `precision=`: which calls get which dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar._torch import OpOverload
+from autopar.errors import AutoparError
+from autopar.frontend.capture import capture
+from autopar.graph.promote import default_float64, promote
+from autopar.ir.mesh import virtual_mesh
+from autopar.ir.precision import MixedPrecision
+from autopar.ir.program import Program
+from autopar.passes.forward.cast_to_precision import CastToPrecision
+from tests.support.programs import assert_close, inputs_of, run_forward
+
+BF16 = MixedPrecision()
+IDS = torch.zeros(4, 6, dtype=torch.int64)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * 2
+
+
+class Model(nn.Module):
+    """A table, a linear layer, a norm, a table of angles that is not trained, and a scale."""
+
+    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.linear, self.norm = nn.Embedding(10, 8), nn.Linear(8, 8, bias=False), nn.LayerNorm(8)
+        self.batch_norm, self.scale = nn.BatchNorm1d(6), nn.Parameter(torch.ones(8))
+        self.register_buffer("angles", torch.rand(8, 1))
+        self.compute = compute
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.compute(self, ids)
+
+
+def cast(compute: Callable[[Any, Tensor], Tensor], precision: MixedPrecision | None = BF16, model: Any = None) -> Program:
+    captured = capture(model or Model(compute), (IDS,), {}, virtual_mesh(dp=1), outputs="all")
+    return CastToPrecision(precision).apply(captured)
+
+
+def dtypes(program: Program) -> dict[str, tuple[str, ...]]:
+    """By op what its floating-point operands are, and what it gives."""
+    found: dict[str, tuple[str, ...]] = {}
+    for node in program.graph.nodes:
+        if isinstance(node.target, OpOverload) and isinstance(node.meta["val"], Tensor) and "_to_copy" not in str(node.target):
+            values = [each.meta["val"] for each in (*node.all_input_nodes, node)]
+            name = str(node.target).split(".")[1]
+            found[name] = tuple(str(value.dtype).removeprefix("torch.") for value in values if value.is_floating_point())
+    return found
+
+
+LOW, WIDE = "bfloat16", "float32"
+RULES: dict[str, tuple[Callable[[Any, Tensor], Tensor], dict[str, tuple[str, ...]]]] = {
+    "a table, and what follows": (lambda model, ids: model.linear(model.table(ids)), {"embedding": (LOW, LOW), "linear": (LOW, LOW, LOW)}),
+    "a norm": (lambda model, ids: model.norm(model.table(ids)), {"embedding": (LOW, LOW), "layer_norm": (WIDE, WIDE, WIDE, WIDE)}),
+    "batch norm": (lambda model, ids: model.batch_norm(model.table(ids)), {"batch_norm": (WIDE,) * 6}),
+    "softmax": (lambda model, ids: model.table(ids).softmax(-1), {"softmax": (LOW, WIDE)}),
+    "a sum": (lambda model, ids: model.table(ids).sum(-1), {"sum": (LOW, WIDE)}),
+    "a loss": (lambda model, ids: F.cross_entropy(model.table(ids).flatten(0, 1), ids.flatten()), {"cross_entropy_loss": (WIDE, WIDE)}),
+    "a scale": (lambda model, ids: model.table(ids) * model.scale, {"mul": (LOW, LOW, LOW)}),
+    "residual": (lambda model, ids: (x := model.table(ids)) + model.linear(model.norm(x)), {"linear": (LOW,) * 3, "add": (LOW,) * 3}),
+    "angles": (
+        lambda model, ids: model.table(ids) * (model.angles @ ids[:1].float()[:, :1]).cos().mT,
+        {"matmul": (WIDE, WIDE, WIDE), "mul": (LOW, WIDE, WIDE)},
+    ),
+    "a move": (lambda model, ids: model.table(ids) + model.table(ids).to("cpu"), {"add": (LOW, LOW, LOW)}),
+    "asked to be float32": (lambda model, ids: model.table(ids).float() * 2, {"to": (LOW, WIDE), "mul": (WIDE, WIDE)}),
+    "written in place": (
+        lambda model, ids: torch.zeros(4, 8).index_add(0, ids[0, :4], model.linear(model.table(ids[:, 0]))),
+        {"linear": (LOW, LOW, LOW), "index_add": (WIDE, WIDE, WIDE)},
+    ),
+    "a function of the user's": (lambda model, ids: Double.apply(model.table(ids)) + 1, {"add": (WIDE, WIDE)}),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_calls_compute_in(name: str) -> None:
+    compute, expected = RULES[name]
+    found = dtypes(cast(compute))
+    assert {op: found[op] for op in expected} == expected
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_casts_are_all_that_is_new(name: str) -> None:
+    """Promoted, where no cast rounds, both compute the same."""
+    compute, _ = RULES[name]
+    model = Model(compute)
+    plain, low = (cast(compute, precision, model) for precision in (None, BF16))
+    wide = {key: value.double() if value.is_floating_point() else value for key, value in inputs_of(plain, model, (IDS,), {}).items()}
+    with default_float64():
+        assert_close(run_forward(promote(low), wide), run_forward(promote(plain), wide), 1e-12)
+    assert [item.dtype for item in low.signature.outputs] == [item.dtype for item in plain.signature.outputs]
+
+
+def test_without_one_nothing_changes() -> None:
+    captured = capture(Model(RULES["residual"][0]), (IDS,), {}, virtual_mesh(dp=1), outputs="all")
+    assert CastToPrecision(None).apply(captured) is captured
+
+
+def test_a_parameter_is_cast_once() -> None:
+    program = cast(lambda model, ids: model.linear(model.linear(model.table(ids))))
+    assert sum(node.target is torch.ops.aten._to_copy.default for node in program.graph.nodes) == 3  # two parameters, and the output
+
+
+def test_what_is_kept_computes_in_float32() -> None:
+    def compute(model: Any, ids: Tensor) -> Tensor:
+        return model.linear(model.table(ids))
+
+    assert dtypes(cast(compute, MixedPrecision(keep=("linear",)))) == {"embedding": (LOW, LOW), "linear": (WIDE, WIDE, WIDE)}
+
+
+def test_a_disabled_autocast_is_kept_in_float32() -> None:
+    def compute(model: Any, ids: Tensor) -> Tensor:
+        x = model.table(ids)
+        with torch.autocast("cpu", enabled=False):
+            return model.linear(x)
+
+    assert dtypes(cast(compute)) == {"embedding": (LOW, LOW), "linear": (WIDE, WIDE, WIDE)}
+
+
+def test_a_program_says_what_it_was_cast_by() -> None:
+    program = cast(RULES["residual"][0], MixedPrecision(torch.float16, torch.bfloat16))
+    assert program.precision == MixedPrecision(torch.float16, torch.bfloat16) and program.reduce == torch.bfloat16
+
+
+def test_parameters_that_are_no_masters_are_refused() -> None:
+    model = Model(RULES["residual"][0]).to(torch.bfloat16)
+    with pytest.raises(AutoparError, match=r"'table\.weight', one of \d, is torch\.bfloat16: call model\.float\(\) before"):
+        cast(RULES["residual"][0], model=model)
