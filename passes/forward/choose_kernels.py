@@ -76,6 +76,8 @@ class ChooseKernels:
 
     def read(self, program: Program, value: Mapping[str, Sequence[str]]) -> KernelDecision:
         """The places in the source are found here."""
+        if not self.is_asked:
+            return KernelDecision(())
         found: list[KernelChoice] = []
         for node, key in node_keys(program).items():
             if node.target is attention:

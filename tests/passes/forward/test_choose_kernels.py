@@ -81,6 +81,14 @@ def test_ours_run_what_torchs_do_not_know(model: nn.Module, unknown: str) -> Non
         assert chosen(model, kernels) == ("triton", chosen(model)[1]) and f"torch's kernels do not know {unknown}" in chosen(model)[1]
 
 
+def test_ranks_that_read_the_decision_leave_attention_alone_where_nothing_is_asked() -> None:
+    """Rank 0 says nothing then, and would go on with another program than they."""
+    program, choose = unified(Attends()), ChooseKernels("auto", "a100", is_asked=False)
+    first = choose.decide(program)
+    read = choose.read(program, choose.written(program, first))  # type: ignore[arg-type]
+    assert read == first and choose.apply(program, read) is program
+
+
 def test_a_plan_decides_and_an_unknown_kernel_is_refused() -> None:
     program = unified(Attends())
     (key,) = ChooseKernels("auto", "a100").decide(program).kernels
