@@ -123,6 +123,8 @@ class _Low(Region):
         casts = known.of(node.target, args, kwargs, self.autocast)
         if casts != NOTHING or has_kernel(node.target, "AutocastCUDA") or node.target in CASTS:
             return casts
+        if node.target.namespace != "aten":
+            return _all_to(self.autocast.dtype, args, kwargs)  # kernels of other libraries take no two dtypes
         leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
         return Casts({place: self.autocast.dtype for place, leaf in enumerate(leaves) if self._is_master(leaf)})
 
