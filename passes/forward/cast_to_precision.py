@@ -15,6 +15,7 @@ from autopar.graph.autocast import NOTHING, Autocast, Casts, CastsOfCalls, Regio
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.emit import replace as replace_node
 from autopar.graph.fake_values import set_fake_values
+from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.ir.arguments import node_at
 from autopar.ir.keys import EXACT, SOURCE
 from autopar.ir.precision import MixedPrecision
@@ -49,7 +50,8 @@ class CastToPrecision:
     disabled autocast, and of a `torch.autograd.Function`: these get float32.
 
     Reads: a FORWARD program as it was captured, SOURCE, EXACT. Writes: casts; `precision` and `reduce` of the program.
-    Ensures: inputs and outputs have the dtypes that they had. Raises `AutoparError` for trainable parameters that are not float32.
+    Ensures: inputs and outputs have the dtypes that they had. Raises `AutoparError` for trainable parameters that are not float32, and for
+    writes that a cast would lose.
     """
 
     precision: MixedPrecision | None
@@ -62,8 +64,10 @@ class CastToPrecision:
         program = program.copy(precision=self.precision, reduce=self.precision.reduce)
         dtypes = [output.dtype for output in program.signature.outputs]
         _drop_moves(program)
+        before = frozenset(program.graph.nodes)
         regions = _regions(program, self.precision)
         set_fake_values(program, regions, [node for item, node in program.named_inputs() if item.kind == "parameter"])
+        _require_own_memory(program, before)
         return _with_outputs_in(program, dtypes)
 
 
@@ -77,10 +81,21 @@ def _require_masters(program: Program) -> None:
 
 
 def _drop_moves(program: Program) -> None:
-    """`x.to(device)` was traced with the dtype that x had, which it is not to have now."""
+    """`x.to(device)` was traced with the dtype that x had, which it is not to have now. What names a dtype is another op (`to.device`)."""
     for node in list(program.graph.nodes):
-        if node.target in (aten.to.dtype_layout, aten.to.device) and tensor_of(node).dtype == tensor_of(node.args[0]).dtype:
+        if node.target is aten.to.dtype_layout and not node.kwargs.get("copy") and tensor_of(node).dtype == tensor_of(node.args[0]).dtype:
             replace_node(node, node_at(node, 0))
+
+
+def _require_own_memory(program: Program, before: frozenset[Node]) -> None:
+    """Raise where a call would write into a cast's copy: what it writes was to be seen elsewhere."""
+    for writer in writers_of(program.graph):
+        memory = memory_of(written_by(writer))
+        if memory not in before and memory.target in CASTS:
+            raise AutoparError(
+                f"precision= would cast what {writer.target} writes into, and the write would be lost, at {SOURCE.get(writer)}. "
+                "Write out of place (x = x.mul(2), torch.where), or name the module that makes the value in MixedPrecision(keep=[...]), too"
+            )
 
 
 def _regions(program: Program, precision: MixedPrecision) -> Mapping[Node, Region]:

@@ -7,7 +7,7 @@ The program has each op in the form that shards well; run op by op, that form co
     add(mm(x, w), bias)              → addmm(bias, x, w)     one kernel, which reads and writes the product once
     torch.ops.aten.mm.default(x, w)  → torch.mm(x, w)        the same kernel, called in half the time
 
-Values are those of the graph, but for the rounding of `addmm`, which is what `nn.Linear` calls. Strides of results may differ.
+Values and strides are those of the graph, but for the rounding of `addmm`, which is what `nn.Linear` calls.
 """
 
 from __future__ import annotations
@@ -104,11 +104,20 @@ def _fold_view(node: Node) -> None:
         node.replace_all_uses_with(source)
     elif node.target in _RESHAPES and source.target in _RESHAPES and len(source.users) == 1:
         # The one below may copy, of which the other is then a view: with other readers that would be two copies.
-        node.target, node.args = aten.reshape.default, (source.args[0], node.args[1])
+        if _lies_alike(node, source.args[0]):
+            node.target, node.args = aten.reshape.default, (source.args[0], node.args[1])
     elif node.target in _ORDERS and source.target in _ORDERS:
         inner, outer = _order(source), _order(node)
         if [inner[dim] for dim in outer] == list(range(len(inner))):
             node.replace_all_uses_with(arguments(source)[0])
+
+
+def _lies_alike(node: Node, source: Any) -> bool:
+    """Whether `source` in the shape of `node` lies as `node` does: there are kernels that ask for strides."""
+    value, below = node.meta.get("val"), source.meta.get("val") if isinstance(source, Node) else None
+    if value is None or below is None:
+        return False
+    return torch.empty_strided(below.shape, below.stride(), device="meta").reshape(value.shape).stride() == value.stride()
 
 
 def _order(node: Node) -> Sequence[int]:

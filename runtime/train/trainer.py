@@ -120,21 +120,30 @@ class Trainer:
         """The results of `call`, whose schedule has updates, by flat index; parameters are updated."""
         assert self._part is not None
         optimizer, options, parameters = self._part.optimizer, self.options, dict(module.named_parameters())
+        if self.scaling is not None and self._num_calls % options.accumulate == 0:
+            _require_no_gradients(parameters)
         keeps = options.agrees_first or self._scope(optimizer) == "model" or has_step_hooks(optimizer) or call.hears_late
         apply = self._apply_to(parameters) if self._is_last else _accumulated
         updates = Updates(call, parameters, None if keeps else apply)
         results = call.whole_step(updates.take)
         updates.commit()
-        if self._is_last and keeps:
+        is_last, self._num_calls = self._is_last, self._num_calls + 1
+        if is_last and keeps:
             self._agree_and_apply(parameters, module._world)
-        self._num_calls += 1
+        elif is_last and (left := [name for name, each in parameters.items() if each.grad is not None]):
+            self._apply_to(parameters)(left)  # what earlier calls used, and this one did not
         return results
 
     def step_by_closure(self, evaluate: Callable[[], tuple[Any, Mapping[str, torch.Tensor]]], module: Trained) -> Any:
         """A step of an optimizer that asks for the loss several times; what the first call returned. `evaluate` gives an output and its
         tensors, of which one is the loss."""
-        optimizer = self.optimizer(module)
+        optimizer, asked = self.optimizer(module), self.options
         assert optimizer is not None
+        if asked.accumulate != 1 or asked.agrees_first:
+            raise AutoparError(
+                f"{type(optimizer).__name__} asks for the loss several times in a step, and {asked} cannot be kept then: leave out "
+                "accumulate, clip_grad_norm, loss_scale and non_finite, or train by the plain loop with a closure of your own"
+            )
         outputs: list[Any] = []
 
         def closure() -> torch.Tensor:
@@ -197,6 +206,15 @@ class Trainer:
                     self.averages[name] = now.clone()
                 else:
                     local_of(self.averages[name]).lerp_(local_of(now), 1 - decay)
+
+
+def _require_no_gradients(parameters: Parameters) -> None:
+    left = [name for name, each in parameters.items() if each.grad is not None]
+    if left:
+        raise AutoparError(
+            f"{left[0]!r}, one of {len(left)}, has a gradient already, which is not multiplied by the loss scale as those of this step "
+            "are: call parallel.zero_grad() before"
+        )
 
 
 def _accumulated(names: Sequence[str]) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
+from autopar import LossScale, TrainStep
+from autopar.errors import AutoparError
 from autopar.ir.instructions import Update
 from tests.support.models.trained import Lamb, batch, muon, small_gpt
 
@@ -159,3 +161,53 @@ def test_on_the_default_backend() -> None:
         parallel.train_step(**batch(step))
     plain_losses(reference, torch.optim.AdamW(reference.parameters(), lr=1e-2), 3)
     assert difference(model, reference) <= TOLERANCE
+
+
+class TwoHeads(nn.Module):
+    """Which head is used is said in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        return (self.one if first else self.two)(torch.tanh(self.body(x))).square().mean()
+
+
+def test_what_an_earlier_call_of_a_cycle_used_is_updated_with_the_others() -> None:
+    model, plain, x = TwoHeads().double(), TwoHeads().double(), torch.randn(4, 4, dtype=torch.float64)
+    options = {"optimizer": (torch.optim.SGD, {"lr": 0.1}), "train_step": TrainStep(accumulate=2), "backend": "eager"}
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), **options)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for first in (True, False):
+            parallel.train_step(x, first)
+            (plain(x, first) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(parallel.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+        assert ours.grad is None
+
+
+def test_lbfgs_takes_no_options_that_it_would_not_keep() -> None:
+    parallel = autopar.compile(
+        TwoHeads(), autopar.virtual_mesh(dp=2), optimizer=torch.optim.LBFGS, train_step=TrainStep(accumulate=2), backend="eager"
+    )
+    with pytest.raises(AutoparError, match="asks for the loss several times"):
+        parallel.train_step(torch.randn(4, 4), True)
+
+
+def test_a_gradient_of_another_scale_is_refused() -> None:
+    parallel = autopar.compile(
+        TwoHeads(),
+        autopar.virtual_mesh(dp=2),
+        optimizer=torch.optim.SGD,
+        train_step=TrainStep(loss_scale=LossScale()),
+        backend="eager",
+    )
+    x = torch.randn(4, 4)
+    parallel(x, True).backward()
+    with pytest.raises(AutoparError, match="has a gradient already"):
+        parallel.train_step(x, True)

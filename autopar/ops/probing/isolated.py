@@ -59,7 +59,10 @@ def _work(function: Callable[[], object], writing: int) -> None:
 def _read(reading: int, seconds: float) -> bytes:
     """All that is written until the other end is closed; nothing when that takes too long."""
     found = b""
-    while select.select([reading], [], [], seconds)[0]:
+    # Not `select`, which takes no descriptor above 1,023: a rank may have many connections.
+    poll = select.poll()
+    poll.register(reading, select.POLLIN)
+    while poll.poll(seconds * 1000):
         chunk = os.read(reading, 1 << 16)
         if not chunk:
             return found

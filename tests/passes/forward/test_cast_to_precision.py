@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autopar
 from autopar._torch import OpOverload
 from autopar.errors import AutoparError
 from autopar.frontend.capture import capture
@@ -142,3 +143,69 @@ def test_parameters_that_are_no_masters_are_refused() -> None:
     model = Model(RULES["residual"][0]).to(torch.bfloat16)
     with pytest.raises(AutoparError, match=r"'table\.weight', one of \d, is torch\.bfloat16: call model\.float\(\) before"):
         cast(RULES["residual"][0], model=model)
+
+
+class Writes(nn.Module):
+    """`write` changes what the linear layer made, in a module that is kept in float32."""
+
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first, self.kept = nn.Linear(4, 4), Kept(write)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        return self.kept(h).square().mean()
+
+
+class Kept(nn.Module):
+    def __init__(self, write: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.write = write
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.write(h)
+        return h
+
+
+def test_a_write_that_a_cast_would_lose_is_refused() -> None:
+    model = Writes(lambda h: h[:, 0].mul_(5.0))
+    with pytest.raises(AutoparError, match="the write would be lost"):
+        autopar.compile(
+            model,
+            virtual_mesh(dp=1),
+            example_inputs=(torch.randn(4, 4),),
+            backend="eager",
+            precision=MixedPrecision(param=torch.bfloat16, keep=("kept",)),
+        )
+
+
+def test_rows_that_an_embedding_renormalises_are_the_parameters_own() -> None:
+    class Renormed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4, max_norm=0.5)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.table(ids).square().mean()
+
+    with pytest.raises(AutoparError):
+        autopar.compile(Renormed(), virtual_mesh(dp=1), example_inputs=(torch.arange(8),), backend="eager", precision="bf16")
+
+
+def test_a_copy_and_a_dtype_that_were_asked_for_are_kept() -> None:
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            copy = h.to(h.device, torch.float32, copy=True)
+            copy.mul_(3.0)
+            exact = ((h.to(h.device, torch.float32) + 1000.0) - 1000.0).square().mean()
+            return (copy * h).mean() + exact
+
+    torch.manual_seed(0)
+    model, x = Copies(), torch.randn(8, 4)
+    parallel = autopar.compile(model, virtual_mesh(dp=2), example_inputs=(x,), backend="eager", precision="bf16")
+    torch.testing.assert_close(parallel(x), model(x), rtol=0.02, atol=1e-3)
