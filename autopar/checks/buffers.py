@@ -138,11 +138,11 @@ class _Walk:
     def land(self, name: str) -> None:
         """What was launched under `name`, if anything, is complete."""
         flight = self.flying.pop(name, None)
-        for buffer in _targets(flight) if flight else ():
+        for buffer in flight.writes if flight else ():
             self.arriving.pop(buffer, None)
             if buffer not in self.freed:
                 self.alive.add(buffer)
-        for buffer in _sources(flight) if flight else ():
+        for buffer in flight.reads if flight else ():
             self.lent[buffer].remove(name)
 
     def launch(self, instruction: Launch) -> None:
@@ -307,20 +307,6 @@ def _word(flight: Launch | Send | Receive) -> str:
 
 def _noun(flight: Launch | Send | Receive) -> str:
     return "collective" if isinstance(flight, Launch) else "send" if isinstance(flight, Send) else "receive"
-
-
-def _targets(flight: Launch | Send | Receive) -> tuple[str, ...]:
-    """What `flight` fills."""
-    if isinstance(flight, Launch):
-        return flight.targets
-    return flight.buffers if isinstance(flight, Receive) else ()
-
-
-def _sources(flight: Launch | Send | Receive) -> tuple[str, ...]:
-    """What `flight` reads."""
-    if isinstance(flight, Launch):
-        return flight.sources
-    return flight.buffers if isinstance(flight, Send) else ()
 
 
 def _result_shape(launch: Launch, source: tuple[int, ...], size: int) -> tuple[int, ...] | None:

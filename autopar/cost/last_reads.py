@@ -28,10 +28,8 @@ def reads(schedule: Schedule) -> Iterator[tuple[int, Instruction, frozenset[str]
         used = frozenset(lies_in[name] for name in touched(instruction) if name in lies_in)
         if isinstance(instruction, Wait):
             used = under_way.pop(instruction.target, frozenset())
-        elif isinstance(instruction, Launch):
+        elif isinstance(instruction, (Launch, Send, Receive)):
             under_way[instruction.name] = used
-        elif isinstance(instruction, (Send, Receive)):
-            under_way[instruction.transfer] = used
         if used:
             yield number, instruction, used
 

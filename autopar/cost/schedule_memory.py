@@ -140,13 +140,10 @@ class _Walk:
 
     def depart(self, instruction: Launch | Receive) -> None:
         """Something that will fill buffers is launched."""
-        name, buffers = (
-            (instruction.name, instruction.targets) if isinstance(instruction, Launch) else (instruction.transfer, instruction.buffers)
-        )
         if self.sizes.arrival == "wait":
-            self.launched[name] = buffers
+            self.launched[instruction.name] = instruction.writes
             return
-        self.arrive(buffers)
+        self.arrive(instruction.writes)
         if isinstance(instruction, Launch):
             self.pack(instruction)
 

@@ -11,6 +11,9 @@ UPDATE (w, b) by (g_w, g_b)                 the optimizer takes these gradients 
 FREE h_2 h_1                                drop buffers
 PAUSE                                       hand the outputs to the caller, wait for their gradients
 
+Each knows the buffers that it `reads` and `writes`. What a LAUNCH, SEND or RECV reads is in use, and what it writes is not there, until
+the WAIT; a WAIT itself has neither.
+
 A channel is a directed pair of ranks: its k-th SEND meets its k-th RECV. A launch, SEND or RECV never blocks; a WAIT
 blocks until all ends have launched. A name says nothing of itself: what a buffer is stands in the schedule's table
 (`autopar.ir.schedule.Buffer`); that names of one microbatch end in its number, `h_3@2`, is for readers.
@@ -21,7 +24,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from autopar.errors import ScheduleError
 from autopar.ir.mesh import Mesh
@@ -31,11 +34,24 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Channel = tuple[int, int]
 
 
+class _NoOperands:
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+
 @dataclass(frozen=True)
 class Run:
     fragment: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.inputs
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.outputs
 
     def __str__(self) -> str:
         return f"RUN {self.fragment} ({', '.join(self.inputs)}) -> ({', '.join(self.outputs)})"
@@ -64,6 +80,14 @@ class Launch:
         """What WAIT calls it."""
         return self.targets[0]
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.sources
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.targets
+
     def __str__(self) -> str:
         targets = self.name if len(self.targets) == 1 else f"({', '.join(self.targets)})"
         return f"LAUNCH {self.collective} {self.kind} {','.join(self.axes)} ({', '.join(self.sources)}) -> {targets}"
@@ -85,6 +109,19 @@ class Send:
         """(rank, receiver) when `rank` launches it. Raises `ScheduleError` when there is no such receiver."""
         return rank, _peer_of(self, mesh, rank)
 
+    @property
+    def name(self) -> str:
+        """What WAIT calls it."""
+        return self.transfer
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.buffers
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return ()
+
     def __str__(self) -> str:
         return f"SEND {self.transfer} {self.axis}={self.peer} ({', '.join(self.buffers)})"
 
@@ -105,6 +142,19 @@ class Receive:
         """(sender, rank) when `rank` launches it. Raises `ScheduleError` when there is no such sender."""
         return _peer_of(self, mesh, rank), rank
 
+    @property
+    def name(self) -> str:
+        """What WAIT calls it."""
+        return self.transfer
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.buffers
+
     def __str__(self) -> str:
         return f"RECV {self.transfer} {self.axis}={self.peer} ({', '.join(self.buffers)})"
 
@@ -122,7 +172,7 @@ def _peer_of(instruction: Send | Receive, mesh: Mesh, rank: int) -> int:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(_NoOperands):
     """Until the collective into `target`, or the transfer of this name, is complete."""
 
     target: str
@@ -141,6 +191,14 @@ class Add:
     target: str
     source: str
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.target,)
+
     def __str__(self) -> str:
         return f"ADD {self.target} ({self.source})"
 
@@ -156,12 +214,20 @@ class Update:
     parameters: tuple[str, ...]
     gradients: tuple[str, ...]
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.gradients
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.parameters
+
     def __str__(self) -> str:
         return f"UPDATE ({', '.join(self.parameters)}) by ({', '.join(self.gradients)})"
 
 
 @dataclass(frozen=True)
-class Free:
+class Free(_NoOperands):
     buffers: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -169,7 +235,7 @@ class Free:
 
 
 @dataclass(frozen=True)
-class Pause:
+class Pause(_NoOperands):
     def __str__(self) -> str:
         return "PAUSE"
 

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Send, Update, Wait
+from autopar.ir.instructions import Free, Instruction, Launch, Receive, Send, Wait
 
 
 def touched(instruction: Instruction) -> tuple[str, ...]:
     """The buffers that an instruction reads or writes; none of a WAIT, which names what was launched."""
-    if isinstance(instruction, Run):
-        return instruction.inputs + instruction.outputs
-    if isinstance(instruction, Launch):
-        return instruction.sources + instruction.targets
-    if isinstance(instruction, (Send, Receive)):
-        return instruction.buffers
-    if isinstance(instruction, Add):
-        return (instruction.source, instruction.target)
-    if isinstance(instruction, Update):
-        return instruction.parameters + instruction.gradients
-    return ()
+    return instruction.reads + instruction.writes
 
 
 def with_frees(instructions: Sequence[Instruction], kept: Collection[str]) -> list[list[Instruction]]:
@@ -30,10 +20,8 @@ def with_frees(instructions: Sequence[Instruction], kept: Collection[str]) -> li
     last: dict[str, int] = {}
     under_way: dict[str, tuple[str, ...]] = {}
     for position, instruction in enumerate(instructions):
-        if isinstance(instruction, Launch):
-            under_way[instruction.name] = instruction.sources + instruction.targets
-        elif isinstance(instruction, (Send, Receive)):
-            under_way[instruction.transfer] = instruction.buffers
+        if isinstance(instruction, (Launch, Send, Receive)):
+            under_way[instruction.name] = touched(instruction)
         names = under_way[instruction.target] if isinstance(instruction, Wait) else touched(instruction)
         last |= dict.fromkeys(names, position)
     ends: dict[int, list[str]] = {}
