@@ -127,8 +127,15 @@ def regions() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return Regions(), (torch.randn(4, 6, 8), torch.randint(0, 4, (4, 6)))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2}], ids=["dp2×tp2", "pp2"])
+@pytest.mark.parametrize(
+    ("mesh", "backend"),
+    [
+        pytest.param({"dp": 2, "tp": 2}, "eager", id="dp2×tp2, eager"),
+        pytest.param({"pp": 2}, "eager", id="pp2, eager"),
+        pytest.param({"pp": 2}, "inductor", id="pp2, inductor"),
+        pytest.param({"dp": 2, "tp": 2}, "inductor", id="dp2×tp2, inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_regions_in_forward(mesh: dict[str, int], backend: str) -> None:
     model, batch = regions()
     parallel = compiled(model, mesh, batch, backend=backend)

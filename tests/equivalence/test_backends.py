@@ -53,7 +53,7 @@ CELLS = {
     "dropout": Cell(lambda: zoo.gpt2(1, 0.1), is_drawn=True),
 }
 BACKENDS = ("inductor", "aot_eager", "eager")
-QUICK = {("inductor", "gpt2"), ("inductor", "pipeline"), ("inductor", "dropout")}
+QUICK = {("inductor", "gpt2"), ("inductor", "pipeline")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(BACKENDS, CELLS)]
 
 

@@ -219,7 +219,9 @@ PIPELINE = {"dp": 2, "pp": 2}
 SHARDED = {"memory_budget": "1.35 MB"}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow), pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_collectives_are_launched_as_scheduled_and_in_one_order_on_all_ranks(gloo_ranks: Any, backend: str) -> None:
     found = gloo_ranks.run(launched, backend, PIPELINE, {"num_microbatches": 2})
     for rank in found:

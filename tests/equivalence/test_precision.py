@@ -198,7 +198,9 @@ def test_training_follows_float32(mesh: dict[str, int]) -> None:
     assert low != plain
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2}], ids=["dp2×tp2", "pp2"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"dp": 2, "tp": 2}, id="dp2×tp2"), pytest.param({"pp": 2}, id="pp2", marks=pytest.mark.slow)]
+)
 def test_a_few_steps_on_the_default_backend(mesh: dict[str, int]) -> None:
     (plain, _), (low, model) = trained(mesh, 3), trained(mesh, 3, precision="bf16", backend="inductor")
     assert low == pytest.approx(plain, rel=1e-2) and low != plain

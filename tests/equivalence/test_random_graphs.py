@@ -171,7 +171,7 @@ def try_graphs(number: int, max_calls: int, num_graphs: int, num_plans: int) -> 
     return tally
 
 
-@pytest.mark.parametrize("number", range(5))
+@pytest.mark.parametrize("number", [0, 1, *(pytest.param(number, marks=pytest.mark.slow) for number in (2, 3, 4))])
 def test_every_plan_of_a_small_graph_is_exact(number: int) -> None:
     """A hundred cases for each number."""
     try_graphs(number, 5, *QUICK)

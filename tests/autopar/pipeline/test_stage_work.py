@@ -33,6 +33,8 @@ PIPES: dict[str, Callable[[], ParallelModule]] = {
     "tied, one batch": partial(zoo_pipe, "gpt2", 1),
     **{name: partial(zoo_pipe, name) for name in ("gpt2", "t5", "bert", "albert")},
 }
+# The others show the same, and take their time.
+CASES = [pytest.param(name, marks=pytest.mark.slow if name in ("t5", "bert", "tied, one batch") else ()) for name in PIPES]
 TIED = ("tied", "tied, one batch", "gpt2", "t5", "bert", "albert")
 
 
@@ -55,7 +57,7 @@ def lowered(nodes: Iterable[Node], cut: StageCut) -> set[str]:
     return {node.name for node in nodes} & left
 
 
-@pytest.mark.parametrize("kind", PIPES)
+@pytest.mark.parametrize("kind", CASES)
 def test_stages_compute_what_their_actions_do(kind: str) -> None:
     work, cut = both(kind)
     for stage in range(cut.num_stages):
@@ -68,7 +70,7 @@ def test_stages_compute_what_their_actions_do(kind: str) -> None:
         assert lowered(backward - waited, cut) == origins(cut.actions[stage, "W"])
 
 
-@pytest.mark.parametrize("kind", PIPES)
+@pytest.mark.parametrize("kind", CASES)
 def test_values_cross_where_they_are_sent_and_are_as_large(kind: str) -> None:
     work, cut = both(kind)
     sent = {ends: sum(node.meta["val"].nbytes for node in nodes) for ends, nodes in cut.transfers.items()}
@@ -76,7 +78,7 @@ def test_values_cross_where_they_are_sent_and_are_as_large(kind: str) -> None:
     assert {ends: len(nodes) for ends, nodes in work.transfers.items()} == {ends: len(nodes) for ends, nodes in cut.transfers.items()}
 
 
-@pytest.mark.parametrize("kind", PIPES)
+@pytest.mark.parametrize("kind", CASES)
 def test_what_runs_once_is_what_no_action_has(kind: str) -> None:
     work, cut = both(kind)
     inside = {node for nodes in (*cut.actions.values(), *cut.ahead.values()) for node in nodes}
@@ -84,7 +86,7 @@ def test_what_runs_once_is_what_no_action_has(kind: str) -> None:
     assert lowered(work.per_step, cut) == origins(calls - inside)
 
 
-@pytest.mark.parametrize("kind", PIPES)
+@pytest.mark.parametrize("kind", CASES)
 def test_stages_exchange_the_sums_that_several_want(kind: str) -> None:
     work, cut = both(kind)
     exchanged = {(ORIGIN[tie.part], tie.source, tie.targets) for each in cut.sums for tie in each.ties}
