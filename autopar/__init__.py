@@ -23,6 +23,7 @@ from autopar.errors import (
 )
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.precision import MixedPrecision
+from autopar.ir.zero import ZeRO
 from autopar.plans.plan import Plan
 from autopar.runtime.module.parallel_module import ParallelModule
 
@@ -49,6 +50,7 @@ __all__ = [
     "TrainStep",
     "UnmatchedPinError",
     "ValueCheckError",
+    "ZeRO",
     "calibrate",
     "compile",
     "virtual_mesh",

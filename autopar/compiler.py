@@ -34,6 +34,7 @@ from autopar.ir.fusion import KernelDecision
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Form, Program
+from autopar.ir.zero import ZeRO
 from autopar.partition.whole_batch import Statistics
 from autopar.passes.forward.cast_to_precision import CastToPrecision
 from autopar.passes.forward.choose_kernels import ChooseKernels
@@ -57,11 +58,13 @@ from autopar.passes.global_.decompose_batch_norm import DecomposeBatchNorm
 from autopar.passes.global_.decompose_convolutions import DecomposeConvolutions
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.fold_no_ops import FoldNoOps
+from autopar.passes.global_.hold_copies import HoldCopies
 from autopar.passes.global_.insert_reshards import InsertReshards
 from autopar.passes.global_.mark_pinned import MarkPinned
 from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
 from autopar.passes.global_.pad_atoms import PadAtoms
+from autopar.passes.global_.pad_parameters import PadParameters
 from autopar.passes.global_.place_stages import PlaceStages
 from autopar.passes.global_.reduce_compared import ReduceCompared
 from autopar.passes.global_.refine_mesh import RefineMesh
@@ -115,6 +118,7 @@ def compile(
     kernels: str = "auto",
     train_step: TrainStep | None = None,
     precision: str | MixedPrecision | None = None,
+    zero: int | ZeRO | None = None,
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -150,6 +154,8 @@ def compile(
                     cap or ids), "triton" takes ours, "aten" and "off" torch's, "auto" what was measured to be the fastest
     precision       "bf16", or a `MixedPrecision`: parameters stay float32, contractions and attention compute in bfloat16, norms, softmax,
                     losses and sums of gradients in float32
+    zero            level 1, 2 or 3 of ZeRO, or a `ZeRO`: parameters, gradients and optimizer state lie in parts over dp. 0: whole.
+                    Without it they lie whole, and under a memory budget as it takes
 
     Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module`, `MeshError` for a mesh that
     cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that is not one graph,
@@ -167,7 +173,7 @@ def compile(
         without_batch(pins),
         search_timeout,
         MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer),
-        freedom_of(pins, plan, logical, memory_budget is not None),
+        freedom_of(pins, plan, logical, memory_budget is not None, ZeRO.of(zero)),
         num_microbatches,
         microbatch_statistics,
         schedule=schedule,
@@ -247,9 +253,11 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         ReduceCompared(),  # after merging, which may find more readers of a value
+        HoldCopies(),  # after saving, for it takes the place of what is saved; before atoms, which its nodes need
         FindAtoms(),  # needs the final views
         ChooseMicrobatches(options.is_number_asked, own, options.mixing),  # needs atoms, which follow the samples
         PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
+        PadParameters(),  # after padded atoms, which may divide; the mesh and the search need the sizes
         RefineMesh(plan),  # needs atoms; the search needs the final axes
         choose,  # needs atoms, padding and the mesh: they say what can be split
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
@@ -360,7 +368,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
 
 def _decide_again(program: Program, options: Options, pins: Pins | Plan | None) -> tuple[Program, ShardingDecision, StageDecision | None]:
     """Decide anew about `program`, as it was before pins were applied, with `pins` and no plan: with its reshards and stages, if any."""
-    freedom = freedom_of(pins, None, program.mesh, options.budget.capacity_bytes < math.inf)
+    freedom = freedom_of(pins, None, program.mesh, options.budget.capacity_bytes < math.inf, options.freedom.zero)
     passes = default_passes(replace(options, plan=None, pins=without_batch(pins)), training=True)
     first, last = (next(i for i, each in enumerate(passes) if isinstance(each, kind)) for kind in (MarkPinned, Lower))
     history = History()

@@ -78,6 +78,8 @@ SHARDING: Key[tuple[Sharding, ...]] = Key("sharding")
 STAGE: Key[int] = Key("stage")
 # LOCAL form only: the name of the GLOBAL node whose value this one holds a part of.
 ORIGIN: Key[str] = Key("origin")
+# LOCAL form only, of a call that makes a copy of a parameter: it runs once a step, ahead of the first microbatch.
+COPY: Key[bool] = Key("copy")
 # FORWARD form only, of an op that draws: set before anything is rewritten, so that rewrites change no draw.
 SITE: Key[Site] = Key("site")
 # FORWARD form only, of what the user computes under a disabled autocast: no precision changes it.

@@ -20,4 +20,9 @@ def reduced(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-MARKERS = frozenset({save, pinned, reduced})
+def held(x: torch.Tensor) -> torch.Tensor:
+    """x, a copy of a parameter, in the sharding in which it is there all step: made once, ahead of the first microbatch."""
+    return x
+
+
+MARKERS = frozenset({save, pinned, reduced, held})

@@ -59,6 +59,11 @@ class Sharding:
         return tuple(axis for split in self.splits for axis in split) + tuple(axis for axis, _ in self.unreduced)
 
     @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes that split it."""
+        return tuple(axis for split in self.splits for axis in split)
+
+    @property
     def is_replicated(self) -> bool:
         return not self.unreduced and not any(self.splits)
 

@@ -204,7 +204,8 @@ def strategies_of(node: Node, mesh: Mesh, freedom: Freedom = _DEFAULT) -> tuple[
     """Every strategy of `node` on `mesh`, in a fixed order, without duplicates. Reads DIMS and BATCH.
 
     `freedom` says which axes split a batch factor (wherever one divides), may split it, or never do. Several axes
-    may split one factor, in mesh order, major first. For a getitem the one operand sharding is that of the selected result.
+    may split one factor, in mesh order, major first, those of ZeRO last. For a getitem the one operand sharding is that of the selected
+    result.
     """
     return strategies_in(space_of(node), mesh, freedom)
 
@@ -215,7 +216,8 @@ def strategies_in(space: Space, mesh: Mesh, freedom: Freedom = _DEFAULT) -> tupl
     axes = [(axis, size) for axis, size in mesh.axes if size > 1 and parent(axis) != "pp"]
     found: dict[object, Strategy] = {}
     for picks in _picks(space, axes, freedom, {}):
-        strategy = build(space, tuple(zip((axis for axis, _ in axes), picks, strict=True)), mesh)
+        choices = zip((axis for axis, _ in axes), picks, strict=True)
+        strategy = build(space, sorted(choices, key=lambda each: _minor(*each, freedom)), mesh)
         found.setdefault((strategy.operands, strategy.results), strategy)
     return tuple(found.values())
 
@@ -244,6 +246,11 @@ def _choices(space: Space, axis: str, size: int, freedom: Freedom, used: dict[Fa
         # Atoms of one dim are split from the major one on, so that each rank's share stays contiguous.
         return [batch[0]]
     return [None, *(others if freedom.may_split_parameters(axis) else ()), *space.linear]
+
+
+def _minor(axis: str, choice: AxisChoice, freedom: Freedom) -> int:
+    """The batch keeps the order of the mesh; of all else an axis over which ZeRO has parts splits what the others leave."""
+    return freedom.minor(axis) if isinstance(choice, Factor) and not choice.is_batch else 0
 
 
 def build(space: Space, choices: Sequence[tuple[str, AxisChoice]], mesh: Mesh) -> Strategy:

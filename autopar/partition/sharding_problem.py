@@ -19,13 +19,15 @@ from autopar.cost.reshard_prices import ReshardPrices
 from autopar.graph.gradient_sums import sums_in_other_dtypes
 from autopar.graph.microbatches import is_summed_later, known_ahead, summed_later
 from autopar.ir.keys import BATCH, DIMS, PHASE
-from autopar.ir.markers import MARKERS, save
+from autopar.ir.markers import MARKERS, held, save
 from autopar.ir.mesh import Mesh, parent
 from autopar.ir.program import Input, Output, Program, operands, results_of
 from autopar.ir.reshard import is_slice
 from autopar.ir.sharding import Dims, Sharding, Strategy
+from autopar.ir.zero import DATA
 from autopar.ops.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
 from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem, State, ValueIndex
+from autopar.partition.zero_placements import in_parts, is_in_parts, kept_whole, of_copies
 
 # The result that is read by the input of this kind and name: where it must be left.
 HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
@@ -64,7 +66,8 @@ def whole_axes(
     Every sub-axis multiplies the strategies of an op, but apart they serve one purpose: two key heads on four ranks.
     Then the major one is on the first such atom of its dim, and the others do what they like.
     """
-    families = [mesh.parts(axis) for axis in dict.fromkeys(map(parent, mesh.names)) if len(mesh.parts(axis)) > 1]
+    # Those of dp have roles of their own.
+    families = [mesh.parts(axis) for axis in dict.fromkeys(map(parent, mesh.names)) if len(mesh.parts(axis)) > 1 and axis != DATA]
     dims = (*operand_dims, *result_dims)
     return tuple(each for each in strategies if all(_together(each, family, dims, mesh) for family in families))
 
@@ -109,6 +112,7 @@ class _Builder:
     _results: frozenset[Node] = frozenset()
     _ahead: frozenset[Node] = frozenset()
     _unwanted: frozenset[Node] = frozenset()
+    _kept_whole: frozenset[Node] = frozenset()
     _inputs: dict[tuple[int, tuple[Strategy, ...]], tuple[Candidate, ...]] = field(default_factory=dict)
     _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     _priced: dict[int, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
@@ -123,6 +127,7 @@ class _Builder:
             self._ahead = known_ahead(self.program)
             self._results = frozenset(node for output, node in self.program.named_outputs() if output.kind == "gradient")
         self._unwanted = sums_in_other_dtypes(self.program)
+        self._kept_whole = kept_whole(self.program)
         self.index = {node.name: number for number, node in enumerate(self._of_index)}
         homes: dict[tuple[str | None, str], Node] = {(item.kind, item.name): node for item, node in self.program.named_inputs()}
         left: dict[Node, Node] = {}
@@ -151,8 +156,9 @@ class _Builder:
         seconds = self._reshards.seconds(num_bytes, source, target, is_ahead)
         if is_unwanted and set(source.unreduced) - set(target.unreduced):
             seconds += _UNWANTED_SECONDS
-        # A gradient is moved when it is summed, once for all microbatches; seconds are those of one.
-        is_shared = is_result and is_summed_later(source) and is_summed_later(target)
+        # A gradient is moved when it is summed, once for all microbatches, unless it is cut after each; seconds are those of one.
+        is_cut = self.program.freedom.cuts_each_microbatch and any(map(self.program.freedom.is_batch, target.split_axes))
+        is_shared = is_result and is_summed_later(source) and is_summed_later(target) and not is_cut
         return seconds / self.program.mesh.num_microbatches if is_shared else seconds
 
     def price_class(self, value: ValueIndex) -> tuple[float, bool, bool, bool]:
@@ -168,9 +174,8 @@ class _Builder:
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
         """`left` is the result that must be left where this input lies."""
-        dims, mesh = DIMS[node][0], self.program.mesh
-        strategies = placeholder_strategies(item.kind, dims, mesh, BATCH[node][0], self.program.freedom)
-        strategies = (self.pinned[node.name],) if node.name in self.pinned else whole_axes(strategies, (), (dims,), mesh)
+        dims = DIMS[node][0]
+        strategies = (self.pinned[node.name],) if node.name in self.pinned else self._placements(item, node)
         reads = () if left is None else (self.value_of(left),)
         kind = self._number(("input", item.kind, dims, item.dtype, item.requires_grad, len(reads)))
         if (kind, strategies) not in self._inputs:
@@ -182,6 +187,15 @@ class _Builder:
         phase = "backward" if item.kind == "parameter" else "forward"
         self.nodes.append(AssignmentNode(node.name, reads, candidates, kind, phase=phase))
         self.strategies.append(strategies)
+
+    def _placements(self, item: Input, node: Node) -> tuple[Strategy, ...]:
+        dims, mesh, freedom = DIMS[node][0], self.program.mesh, self.program.freedom
+        if freedom.zero is not None and item.kind == "parameter":
+            freedom = replace(freedom, shards_parameters=False)
+        strategies = whole_axes(placeholder_strategies(item.kind, dims, mesh, BATCH[node][0], freedom), (), (dims,), mesh)
+        if not is_in_parts(item, self.program.freedom):
+            return strategies
+        return in_parts(strategies, dims, mesh, self.program.freedom.master_axes(mesh)) or strategies
 
     def _or_summed_later(
         self, strategies: tuple[Strategy, ...], candidates: tuple[Candidate, ...]
@@ -204,14 +218,17 @@ class _Builder:
         return self._kinds.setdefault(kind, len(self._kinds))
 
     def _add_call(self, node: Node) -> None:
-        kind = self._number(("call", signature_of(node), PHASE.get(node)))
+        is_whole = node in self._kept_whole
+        kind = self._number(("call", signature_of(node), PHASE.get(node), is_whole))
         if node.name in self.pinned:
             strategies = (self.pinned[node.name],)
             candidates = self._candidates(node, strategies)
         else:
             if kind not in self._priced:
-                mesh = self.program.mesh
-                strategies = whole_axes(strategies_of(node, mesh, self.program.freedom), operand_dims(node), DIMS[node], mesh)
+                mesh, freedom = self.program.mesh, self.program.freedom
+                freedom = replace(freedom, shards_parameters=False) if is_whole else freedom
+                strategies = whole_axes(strategies_of(node, mesh, freedom), operand_dims(node), DIMS[node], mesh)
+                strategies = of_copies(strategies, self.program) if node.target is held else strategies
                 self._priced[kind] = (strategies, self._candidates(node, strategies))
             strategies, candidates = self._priced[kind]
         reads = tuple(self.value_of(operand) for operand in operands(node))
@@ -224,12 +241,12 @@ class _Builder:
 
     def _candidate(self, node: Node, strategy: Strategy) -> Candidate:
         """What is saved is held; what any other op but a view reads and writes is there while it runs."""
-        held = working = 0.0
-        if node.target is save:
-            held = self.cost.local_bytes(DIMS[node][0], node.meta["val"].dtype, strategy.results[0])
+        held_bytes = working = 0.0
+        if node.target in (save, held):
+            held_bytes = self.cost.local_bytes(DIMS[node][0], node.meta["val"].dtype, strategy.results[0])
         elif self.budget.capacity_bytes < math.inf and not is_view(node):
             working = self.cost.traffic_bytes(node, strategy)
-        return Candidate(strategy.operands, strategy.results, self.cost.node(node, strategy).seconds, held, working)
+        return Candidate(strategy.operands, strategy.results, self.cost.node(node, strategy).seconds, held_bytes, working)
 
     def _add_result(self, output: Output, node: Node) -> None:
         """A result without an input that it belongs to."""

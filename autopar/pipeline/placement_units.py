@@ -9,7 +9,8 @@ stages: it goes by sequence numbers, maxima and minima alone, so that stages and
     copied ops  (masks, positions, transposed weights: `copied`) are no units and no values: each stage makes its own.
                 Their seconds are the first reader's.
     saved       bytes are the producer's. A stage that reads the value of another one in its backward has received it.
-    parameters  that one unit reads are its own; those of several units, be it through copied ops, are shared.
+    parameters  that one unit reads are its own; those of several units, be it through copied ops, are shared. So are copies of them
+                that are there all step.
     buffers     that change from microbatch to microbatch are read and made by one unit.
     gradients   are reduced over replicas once a step, not for each microbatch: that reshard has no seconds here, nor has what
                 else runs once a step.
@@ -36,6 +37,7 @@ from autopar.ir.program import Program, results_of
 from autopar.ir.reshard import steps
 from autopar.pipeline.assign import assign_stages, copied
 from autopar.pipeline.placement_problem import Line, Shared, Unit, Value
+from autopar.pipeline.stage_rules import is_copy
 from autopar.pipeline.stage_work import Work
 
 aten = torch.ops.aten
@@ -174,16 +176,17 @@ class _Reading:
 
     def parameters(self) -> tuple[list[float], tuple[Shared, ...]]:
         """What each unit holds alone, and what several do."""
-        held, shared = [0.0] * self.num_units, list[Shared]()
-        for item, node in self.program.named_inputs():
-            if item.kind not in ("parameter", "buffer"):
-                continue
-            num_bytes = self.cost.optimizer.held_bytes(item, self.num_bytes(node))
+        own, shared = [0.0] * self.num_units, list[Shared]()
+        named = self.program.named_inputs()
+        sizes = {
+            node: self.cost.optimizer.held_bytes(item, self.num_bytes(node)) for item, node in named if item.kind in ("parameter", "buffer")
+        }
+        for node, num_bytes in (sizes | {node: self.num_bytes(node) for node in self.calls if is_copy(node)}).items():
             if len(self.readers[node]) > 1:
                 shared.append(Shared(tuple(sorted(self.readers[node])), num_bytes))
             else:
-                held[self.unit_of[node]] += num_bytes
-        return held, tuple(shared)
+                own[self.unit_of[node]] += num_bytes
+        return own, tuple(shared)
 
     def values(self) -> Iterator[Value]:
         """What units make and later ones read, in the backward as well; a value and the views that show all of it are one."""

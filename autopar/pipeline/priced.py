@@ -15,7 +15,7 @@ from autopar.ir.markers import MARKERS
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.reshard import steps
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
-from autopar.pipeline.stage_rules import operand_of
+from autopar.pipeline.stage_rules import is_copy, operand_of
 from autopar.pipeline.stage_work import Work
 
 
@@ -27,7 +27,7 @@ def price_pipeline(program: Program, cost: CostModel, num_stages: int, speeds: S
     reduce             what runs once a step: changes of sharding of losses and gradients, the exchange of those that several
                        stages want
     saved              what the backward of a stage reads of a forward, its own or what came in from another stage
-    held               the parameters that the stage reads, with gradients and optimizer state, and its buffers
+    held               the parameters that the stage reads, with gradients, optimizer state and copies, and its buffers
     edges              the values that cross, each sent by itself
 
     Reads: STAGE, PHASE, STRATEGY, SHARDING, DIMS of a program with its reshards.
@@ -86,6 +86,11 @@ def _shows_input(node: Node) -> bool:
     return node.op == "placeholder"
 
 
+def copies_bytes(work: Work, stages: frozenset[int], cost: CostModel) -> float:
+    """Bytes of the copies of parameters that ranks with `stages` hold all step."""
+    return sum(value_bytes(node, cost) for node in work.calls if is_copy(node) and stages.intersection(work.stages[node]))
+
+
 @dataclass
 class _Pricing:
     program: Program
@@ -135,7 +140,7 @@ class _Pricing:
         for item, node in self.program.named_inputs():
             if item.kind in ("parameter", "buffer") and stage in (self.work.reading(node) or {0}):
                 total += self.cost.optimizer.held_bytes(item, value_bytes(node, self.cost))
-        return total
+        return total + copies_bytes(self.work, frozenset({stage}), self.cost)
 
     def edges(self) -> dict[Edge, EdgeCost]:
         latency, seconds_per_byte = self.cost.send()

@@ -1,5 +1,6 @@
 """A LOCAL program of a pipeline in pieces: what each action computes, what stages send, what is summed over the microbatches.
 
+copies   of parameters, there all step: once, before all else
 ahead    for every microbatch, before the first: what the sums over the microbatches that the network reads are made of
 from_counts  what follows from those sums alone (a token count, summed over dp)
 F B I W  one microbatch through one stage: forward; backward, whole or as the gradients that other stages wait for
@@ -30,6 +31,7 @@ class StageCut:
 
     program: Program
     num_stages: int
+    copies: Mapping[int, tuple[Node, ...]]
     ahead: Mapping[int, tuple[Node, ...]]
     counts: Mapping[int, tuple[tuple[Node, Node], ...]]
     from_counts: Mapping[int, tuple[Node, ...]]
@@ -45,7 +47,8 @@ class StageCut:
     @property
     def per_step(self) -> frozenset[Node]:
         """The calls whose values there is one of a step, not one of a microbatch."""
-        found = {node for nodes in self.from_counts.values() for node in nodes} | {node for each in self.sums for node in each.after}
+        found = {node for each in (self.copies, self.from_counts) for nodes in each.values() for node in nodes}
+        found |= {node for each in self.sums for node in each.after}
         return frozenset(found | {launch for pairs in self.counts.values() for _, launch in pairs})
 
 
@@ -71,4 +74,5 @@ def cut_stages(program: Program, num_stages: int) -> StageCut:
         actions[stage, "I"] = tuple(node for node in backward if node in waited)
         actions[stage, "W"] = tuple(node for node in backward if node not in waited)
     sources = {stage: tuple((operand_of(node), node) for node in nodes) for stage, nodes in by_stage(counted).items()}
-    return StageCut(program, num_stages, by_stage(ahead), sources, by_stage(work.counted - added), actions, work.transfers, work.sums)
+    copies, from_counts = by_stage(work.copies), by_stage(work.counted - added)
+    return StageCut(program, num_stages, copies, by_stage(ahead), sources, from_counts, actions, work.transfers, work.sums)

@@ -14,11 +14,12 @@ from torch.fx import Node
 
 from autopar.graph.microbatches import is_summed_later, known_ahead
 from autopar.ir.actions import Direction
-from autopar.ir.collectives import LAUNCHES, is_launch, reshard, wait
-from autopar.ir.keys import PHASE, SHARDING, STAGE, Phase
-from autopar.ir.markers import MARKERS
+from autopar.ir.arguments import arguments
+from autopar.ir.collectives import LAUNCHES, is_launch, reduce_scatter, reshard, wait
+from autopar.ir.keys import COPY, PHASE, SHARDING, STAGE, Phase
+from autopar.ir.markers import MARKERS, held
 from autopar.ir.mesh import MICROBATCHES
-from autopar.ir.program import Input, Program
+from autopar.ir.program import Form, Input, Program
 from autopar.ops.traits import WHOLE_VIEWS
 
 aten = torch.ops.aten
@@ -94,6 +95,18 @@ def follows_counts(program: Program) -> frozenset[Node]:
     return frozenset(found)
 
 
+def makes_copies(program: Program) -> frozenset[Node]:
+    """The calls that make the copies of parameters which are there all step (`held`), and those copies: once a step, ahead of all else."""
+    if program.form is Form.LOCAL:
+        return frozenset(node for node in program.graph.nodes if node in COPY)
+    return frozenset(ancestors(node for node in program.graph.nodes if node.target is held))
+
+
+def is_copy(node: Node) -> bool:
+    """Whether a call of a GLOBAL program is a copy of a parameter with memory of its own."""
+    return node.target is held and operand_of(node).op != "placeholder"
+
+
 def differs(item: Input) -> bool:
     """Whether an input differs from microbatch to microbatch."""
     if item.kind == "coordinate":
@@ -101,13 +114,30 @@ def differs(item: Input) -> bool:
     return item.sharding is not None and MICROBATCHES in item.sharding.axes
 
 
-def way_to(result: Node) -> list[Node]:
-    """The calls from a result back that only move what one call makes, each read by the next alone; none where the result is that call."""
+def way_to(result: Node, cut_over: frozenset[str] = frozenset()) -> list[Node]:
+    """The calls from a result back that only move what one call makes, each read by the next alone; none where the result is that call.
+
+    What reduces and scatters over the axes `cut_over` counts as such a call."""
     found: list[Node] = []
-    while _is_moved(result):
+    while _is_moved(result) and not _cuts(result, cut_over):
         found.append(result)
         result = operand_of(result)
     return found
+
+
+def _cuts(node: Node, axes: frozenset[str]) -> bool:
+    """Whether a call gives each rank along `axes` its part of their sum."""
+    if node.target is reshard:
+        summed = {axis for axis, _ in SHARDING[operand_of(node)][0].unreduced}
+        return not axes.isdisjoint(summed.intersection(SHARDING[node][0].split_axes))
+    launch = operand_of(node) if node.target is wait else node
+    return launch.target is reduce_scatter and not axes.isdisjoint(arguments(launch)[1])
+
+
+def cut_axes(program: Program) -> frozenset[str]:
+    """The axes over which gradients are cut to parts after every microbatch; none where there is one microbatch."""
+    is_cut = program.freedom.cuts_each_microbatch and program.mesh.num_microbatches > 1
+    return frozenset(axis for axis in program.mesh.ranks.names if is_cut and program.freedom.is_batch(axis))
 
 
 def _is_moved(node: Node) -> bool:

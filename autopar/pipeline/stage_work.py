@@ -1,8 +1,9 @@
 """Where and how often each call of a program runs in a step, by the rules of `stage_rules`, of whatever form it is.
 
     stages   a call with a STAGE runs there, one without on every stage that reads it
-    per_step calls that run once a step, not for each microbatch: what follows from sums over the microbatches that are known
-             ahead (a count of tokens), and what is done to the sums of losses and gradients at the end
+    per_step calls that run once a step, not for each microbatch: copies of parameters that are there all step, what follows
+             from sums over the microbatches that are known ahead (a count of tokens), and what is done to the sums of losses and
+             gradients at the end
     transfers values that one stage sends another, each microbatch
     sums     results that are added up over the microbatches, or over stages
 
@@ -79,8 +80,9 @@ class Work:
 
     @cached_property
     def per_step(self) -> frozenset[Node]:
-        """Calls that run once a step, not once a microbatch. With one microbatch only what is done to sums over stages is."""
-        return self.counted | self.dropped | {node for each in self.sums for node in each.after}
+        """Calls that run once a step, not once a microbatch. Of one microbatch these are copies of parameters and what
+        is done to sums over stages."""
+        return self.counted | self.copies | self.dropped | {node for each in self.sums for node in each.after}
 
     def runs(self, node: Node) -> int:
         """How often each stage of `node` computes it in a step."""
@@ -134,7 +136,7 @@ class Work:
         return tuple(each for each in gradients if each in chosen)
 
     def _sum(self, output: Output, result: Node) -> Sum:
-        way = rules.way_to(result)
+        way = rules.way_to(result, rules.cut_axes(self.program))
         target = operand_of(way[-1]) if way else result
         # With whatever else the calls on the way read: a rank's index.
         after = {each for call in way for each in (call, *call.all_input_nodes[1:]) if each.op == "call_function"}
@@ -153,11 +155,17 @@ class Work:
         return rules.follows_counts(self.program)
 
     @cached_property
+    def copies(self) -> frozenset[Node]:
+        """Copies of parameters that are there all step, and what makes them."""
+        return rules.makes_copies(self.program)
+
+    @cached_property
     def finishing(self) -> frozenset[Node]:
         """What is done to losses and gradients that are complete but for the sum over the microbatches, of one microbatch as well."""
         ahead = known_ahead(self.program)
         results = [node for output, node in self.program.named_outputs() if output.kind in ("loss", "gradient") and node not in ahead]
-        return frozenset(node for result in results for node in rules.way_to(result))
+        cut = rules.cut_axes(self.program)
+        return frozenset(node for result in results for node in rules.way_to(result, cut))
 
     @cached_property
     def dropped(self) -> frozenset[Node]:

@@ -9,6 +9,7 @@ from typing import NotRequired, TypeAlias, TypedDict
 from autopar.ir.actions import PipelineSchedule, parse_schedule
 from autopar.ir.freedom import Freedom
 from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy
+from autopar.ir.zero import ZeRO
 
 # What json.dumps takes; lists may be tuples.
 Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
@@ -35,6 +36,7 @@ class FreedomEntry(TypedDict, total=False):
     batch: list[str]
     free: list[str]
     stored: bool
+    zero: dict[str, int] | None
 
 
 class ScheduleEntry(TypedDict):
@@ -73,7 +75,13 @@ def to_sharding(entry: ShardingEntry) -> Sharding:
 
 
 def to_freedom(entry: FreedomEntry) -> Freedom:
-    return Freedom(tuple(entry.get("batch", ("dp",))), tuple(entry.get("free", ())), bool(entry.get("stored", False)))
+    batch, free = tuple(entry.get("batch", ("dp",))), tuple(entry.get("free", ()))
+    return Freedom(batch, free, bool(entry.get("stored", False)), ZeRO.of_content(entry.get("zero")))
+
+
+def from_freedom(freedom: Freedom) -> dict[str, Json]:
+    zero = {"zero": freedom.zero.content()} if freedom.zero is not None else {}
+    return {"batch": freedom.batch, "free": freedom.flexible, "stored": freedom.shards_parameters, **zero}
 
 
 def to_dims(entry: list[list[int]]) -> Dims:

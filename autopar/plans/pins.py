@@ -29,6 +29,7 @@ from autopar.ir.pattern import matches_module, matches_name, near_names
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.ir.source import module_calls
+from autopar.ir.zero import ZeRO
 from autopar.ops.strategies import strategies_of
 from autopar.plans.plan import DimPin, Pins, Plan, PlannedInput
 
@@ -179,12 +180,19 @@ def without_batch(pins: Pins | Plan | None) -> Pins | Plan | None:
     return pins if pins is None or isinstance(pins, Plan) else {name: pin for name, pin in pins.items() if name != "batch"}
 
 
-def freedom_of(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budget: bool) -> Freedom:
-    """What the axes may split: as the plan was made with, else as the pins and the budget have it."""
+def freedom_of(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budget: bool, zero: ZeRO | None = None) -> Freedom:
+    """What the axes may split: as the plan was made with, else as the pins, the budget and `zero` have it. Raises `PlanError`."""
+    zero = zero and zero.on(mesh)
     if plan is not None:
+        theirs = plan.freedom.zero or ("parameters in parts as its budget had it" if plan.freedom.shards_parameters else "no ZeRO at all")
+        is_none = zero is not None and zero.level == 0 and not plan.freedom.shards_parameters
+        if zero not in (None, plan.freedom.zero) and not is_none:
+            raise PlanError(f"zero= asks for {zero}, and the plan was made with {theirs}; leave one of them out")
         return plan.freedom
     axes = tuple(str(axis) for axis in pins.get("batch", ("dp",))) if isinstance(pins, Mapping) else ("dp",)
     unknown = [axis for axis in axes if not mesh.parts(axis)]
     if unknown and axes != ("dp",):
         raise PlanError(f'pins["batch"] names the axis {unknown[0]!r}, which is not on the mesh ({mesh})')
-    return Freedom(flexible=tuple(axis for axis in axes if axis != "dp"), shards_parameters=has_budget)
+    in_parts = has_budget if zero is None else zero.level > 0
+    asked = zero if zero is not None and zero.level > 0 else None
+    return Freedom(flexible=tuple(axis for axis in axes if axis != "dp"), shards_parameters=in_parts, zero=asked)

@@ -49,6 +49,7 @@ from autopar.plans.json import (
     Json,
     PlacementEntry,
     PlanEntry,
+    from_freedom,
     from_schedule,
     from_sharding,
     from_strategy,
@@ -118,7 +119,7 @@ class Plan:
     schedule     which rank of a pipeline runs which microbatch of which stage when; None where there is nothing to order
     cuts         the first op of each stage but the first, by `node_keys`, reshards included
     reasons      why, in words, by parameter name or node key
-    freedom      which axes were let split the batch, and whether its axes were let split parameters
+    freedom      which axes were let split the batch, and whether its axes were let split parameters, or had to (ZeRO)
     buckets      by the axes of collectives ("dp") the most bytes of those that go together
     precision    what the step computes in, where that was asked for
     pinned       the modules whose outputs were pinned: the graph has a node for each
@@ -273,7 +274,7 @@ class Plan:
         return {
             "version": VERSION,
             "mesh": dict(self.mesh.axes),
-            "freedom": {"batch": self.freedom.batch, "free": self.freedom.flexible, "stored": self.freedom.shards_parameters},
+            "freedom": from_freedom(self.freedom),
             "pinned": self.pinned,
             "fingerprint": self.fingerprint,
             "parameters": {name: _from_placement(placement) for name, placement in self.parameters.items()},

@@ -58,7 +58,8 @@ class Summary(TypedDict):
     replicated     dearest first
     communication  axis → collective → {"forward", "backward", "count"}: bytes that a rank sends in a step; "pp" → "send" from stage
                    to stage
-    memory         bytes of a rank: parameters, gradients, optimizer state, buffers, saved activations
+    memory         bytes of a rank: parameters, copies of them that are held all step, gradients, optimizer state, buffers, saved
+                   activations
     pipeline       None without stages and microbatches
     search         None where nothing was searched
     """

@@ -34,6 +34,7 @@ from autopar.reports.buckets import bucket_lines
 from autopar.reports.communication import sent
 from autopar.reports.search import search_lines
 from autopar.reports.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
+from autopar.reports.zero import zero_lines
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ def explain(compiled: Compiled) -> str:
         *_section("precision", () if program.precision is None else (str(program.precision),)),
         *_section("pipeline", () if compiled.stages is None else pipeline_lines(compiled, cost)),
         *_section("microbatches", _microbatches(compiled)),
+        *_section("parameters over dp", zero_lines(program)),
         *_section("parameters", fold_rows(parameter_rows(compiled))),
         *_section(
             "contractions (tp:n: axis tp splits factor n; a split of one that the result lacks, k, leaves partial sums)",

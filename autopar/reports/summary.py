@@ -24,7 +24,7 @@ from autopar.ir.program import Program, operands, results_of
 from autopar.ir.sharding import REDUCTION_KINDS, Strategy
 from autopar.ops.lookup import rule_of
 from autopar.pipeline.order import live_microbatches
-from autopar.pipeline.priced import saved_values, value_bytes
+from autopar.pipeline.priced import copies_bytes, saved_values, value_bytes
 from autopar.pipeline.report import pipeline_summary
 from autopar.pipeline.stage_work import Work
 from autopar.reports.communication import Traffic, sent, transfers
@@ -184,7 +184,7 @@ def _held(program: Program, cost: CostModel, stages: frozenset[int]) -> dict[str
     for item, node in program.named_outputs():
         if item.kind == "gradient" and item.name in names:
             found["gradients"] += sum(_result_bytes(node, cost))
-    return found
+    return found | {"parameter_copies": copies_bytes(work, stages, cost)}
 
 
 def seconds_of(node: Node, cost: CostModel) -> tuple[float, float]:

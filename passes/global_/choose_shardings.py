@@ -24,6 +24,7 @@ from autopar.partition.penalties import without_penalties
 from autopar.partition.sharding_problem import ShardingProblem
 from autopar.partition.solver.folding import ROUNDS
 from autopar.partition.solver.search import Solution, search
+from autopar.partition.zero_placements import require_in_parts
 from autopar.plans.decisions import ShardingDecision
 from autopar.plans.json import Json, PlanEntry
 from autopar.plans.pins import resolve
@@ -122,6 +123,7 @@ class ChooseShardings:
             pinned |= resolved.outputs
         if self.placements:
             self._pin(_kept(self.placements, inputs, program.mesh), "as the first capture placed it", inputs, pinned, reasons)
+        require_in_parts(program, {name: pinned[inputs[name].name].results[0] for name in reasons}, reasons)
         return pinned, reasons
 
     def _pin(

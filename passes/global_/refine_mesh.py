@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from autopar.ir.keys import DIMS
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.program import Program
+from autopar.ir.zero import DATA
 from autopar.plans.json import Json
 from autopar.plans.plan import Plan
 
 # What splits the batch, stages or time is no smaller than it is.
-_WHOLE = ("dp", "pp", MICROBATCHES)
+_WHOLE = (DATA, "pp", MICROBATCHES)
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,11 @@ class RefineMesh:
     """Break tp = 4 into 2 × 2 where a parameter has 2 key-value heads: two ranks split heads, two something else.
 
     Only the outermost atom of a parameter's dim that shares a factor with the axis is looked at: the inner ones
-    are reached anyway, and every sub-axis multiplies the strategies of an op. The axes of the batch stay whole. A `plan` that was made
-    for this graph and these ranks says how it broke them.
+    are reached anyway, and every sub-axis multiplies the strategies of an op. The axes of the batch stay whole, but for `dp` where ZeRO
+    splits parameters over groups of it: dp.0 counts the groups, dp.1 the neighbours inside. A `plan` that was made for this graph and
+    these ranks says how it broke them.
 
-    Reads: DIMS. Writes: the program's mesh. Ensures: the same ranks in the same order.
+    Reads: DIMS, freedom. Writes: the program's mesh. Ensures: the same ranks in the same order.
     """
 
     plan: Plan | None = None
@@ -33,7 +35,9 @@ class RefineMesh:
     def decide(self, program: Program) -> Mesh:
         if self.plan is not None and self.plan.refines(program):
             return self.plan.mesh
-        mesh = program.mesh
+        mesh, zero = program.mesh, program.freedom.zero
+        if zero is not None and zero.group is not None and DATA in mesh.names:
+            mesh = mesh.refine(DATA, (mesh.size_of([DATA]) // zero.group, zero.group))
         for axis, size in program.mesh.axes:
             divisors = {found for found in _divisors(program, size) if 1 < found < size}
             if axis == parent(axis) and axis not in _WHOLE and divisors:  # an axis that an earlier capture refined stays as it is

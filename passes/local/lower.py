@@ -10,13 +10,14 @@ from torch.fx import Graph, Node
 
 from autopar.graph.emit import copy_origin
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, reduce_scatter, reshard, wait
-from autopar.ir.keys import DIMS, ORIGIN, SHARDING, STRATEGY
+from autopar.ir.keys import COPY, DIMS, ORIGIN, SHARDING, STRATEGY
 from autopar.ir.markers import MARKERS
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, Program, operands
 from autopar.ir.reshard import ReshardStep, steps
 from autopar.ir.sharding import Dims, flat
 from autopar.ops.localise import LocalBuilder, localise
+from autopar.pipeline.stage_rules import makes_copies
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ class Lower:
 
     Rank coordinates become inputs, so one program serves all ranks.
     Reads: DIMS, SHARDING, STRATEGY, PHASE. Writes: ORIGIN (the GLOBAL node a value is a part of), DIMS and SHARDING of
-    that value. Ensures: form LOCAL; every value's shape is its sharding's local shape.
+    that value; COPY where `held` nodes were. Ensures: form LOCAL; every value's shape is its sharding's local shape.
     """
 
     name: str = "lower"
@@ -48,6 +49,7 @@ class _Lowering:
         self.graph = Graph()
         self.builder = LocalBuilder(self.graph)
         self.local: dict[Node, Node] = {}
+        self.copies = makes_copies(program)
 
     def placeholder(self, item: Input, node: Node) -> None:
         shape = SHARDING[node][0].local_shape(DIMS[node][0], self.program.mesh)
@@ -84,6 +86,8 @@ class _Lowering:
                 return
             if emitted.op == "call_function":
                 copy_origin(node, emitted)
+                if node in self.copies:
+                    COPY[emitted] = True
 
     def record(self, node: Node, local: Node) -> None:
         self.local[node] = local

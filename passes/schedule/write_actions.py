@@ -27,8 +27,8 @@ from autopar.pipeline.step_end import all_waits, once_a_step
 class WriteActions:
     """Write out what each action computes for its microbatch, what it adds to sums, and what stages send.
 
-    What the network reads of sums over the microbatches is computed ahead of the first action. A collective is waited for just
-    before its first reader, be that in a later action of its microbatch.
+    Copies of parameters, and what the network reads of sums over the microbatches, are computed ahead of the first action. A
+    collective is waited for just before its first reader, be that in a later action of its microbatch.
 
     Every rank has all inputs: which of them it reads is known when all is written.
 
@@ -90,8 +90,8 @@ class _Writer:
         return [*self.handed_out(), instruction] if isinstance(instruction, Pause) else [instruction]
 
     def ahead(self, stage: int) -> list[Instruction]:
-        """What the network reads of sums over all microbatches, and what follows from these alone."""
-        found: list[Instruction] = []
+        """Copies of parameters; what the network reads of sums over all microbatches, and what follows from these alone."""
+        found = once_a_step(self.cut.copies[stage], self.cutter, self.names)
         for number in range(self.program.order.num_microbatches):
             rename, under_way = self.names.of_microbatch(number), set[Node]()
             found += renamed(self.cutter.section(self.cut.ahead[stage], under_way), rename)

@@ -1,0 +1,139 @@
+"""Parameters that ZeRO cannot cut to equal parts are padded where they lie: what is gathered of one is cut to its size again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.emit import Emitter
+from autopar.ir.keys import DIMS, PHASE
+from autopar.ir.markers import held
+from autopar.ir.padding import Padding
+from autopar.ir.program import Input, Output, Program
+from autopar.ir.sharding import flat
+from autopar.ops.traits import CASTS
+from autopar.partition.zero_placements import is_in_parts
+from autopar.passes.global_.find_atoms import FindAtoms
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class UnevenParameters:
+    """By the name of a parameter the dim that is padded, and its size then."""
+
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name}: dim {dim} has {size} elements" for name, (dim, size) in self.sizes.items()) or "nothing is padded"
+
+
+@dataclass(frozen=True)
+class PadParameters:
+    """Pad the longest dim of each parameter that the level of ZeRO wants in parts and of which no atom divides by their number.
+
+        w [10]  →  w [12@dp] → gathered [12] → slice [10], and of its gradient: [10] → padded [12] → reduce-scattered [12@dp]
+
+    Nothing but the parameter, its casts and its copy is padded, so that no op has to know. A scalar stays whole.
+
+    Reads: DIMS, freedom. Writes: DIMS, BATCH, `padding` in the signature, slices with PHASE. Ensures: every other value is what it was.
+    """
+
+    name: str = "pad parameters"
+
+    def decide(self, program: Program) -> UnevenParameters:
+        zero, found = program.freedom.zero, dict[str, tuple[int, int]]()
+        parts = zero.num_parts(program.mesh) if zero is not None else 1
+        for item, node in program.named_inputs():
+            if parts == 1 or not is_in_parts(item, program.freedom) or item.padding is not None or not item.shape:
+                continue
+            if all(size % parts for size in flat(DIMS[node][0])):
+                dim = max(range(len(item.shape)), key=item.shape.__getitem__)
+                found[item.name] = dim, -(-item.shape[dim] // parts) * parts
+        return UnevenParameters(found)
+
+    def apply(self, program: Program, decision: UnevenParameters) -> Program:
+        if not decision.sizes:
+            return program
+        program = program.copy()
+        gradients = {output.name: number for number, output in enumerate(program.signature.outputs) if output.kind == "gradient"}
+        for item, node in program.named_inputs():
+            if item.name in decision.sizes:
+                dim, size = decision.sizes[item.name]
+                _pad_input(program, node, dim, size)
+                if item.name in gradients:
+                    _pad_result(program, gradients[item.name], dim, size - item.shape[dim])
+        return _with_paddings(FindAtoms().apply(program), decision)
+
+    def written(self, program: Program, decision: UnevenParameters) -> dict[str, tuple[int, int]]:
+        return dict(decision.sizes)
+
+    def read(self, program: Program, value: Mapping[str, tuple[int, int]]) -> UnevenParameters:
+        return UnevenParameters({name: (dim, size) for name, (dim, size) in value.items()})
+
+
+def _grown(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Another fake tensor, of `size` in `dim`."""
+    return value.new_empty([*value.shape[:dim], size, *value.shape[dim + 1 :]])
+
+
+def _pad_input(program: Program, node: Node, dim: int, size: int) -> None:
+    """Let `node`, its casts and copies have the padding, and what else reads them its elements, cut out once in each phase."""
+    logical, padded = node.meta["val"].shape[dim], [node]
+    for value in padded:
+        value.meta["val"] = _grown(value.meta["val"], dim, size)
+        padded += [user for user in value.users if user.target is held or user.target in CASTS]
+    for value in padded:
+        readers = [user for user in value.users if user.op == "call_function" and user not in padded]
+        for phase in ("forward", "backward"):
+            users = [user for user in readers if (PHASE.get(user) or "forward") == phase]
+            if users:
+                first = next(each for each in program.graph.nodes if each in users)
+                emit = Emitter(program.graph, first)
+                cut = emit.call(aten.slice.Tensor, value, dim, 0, logical)
+                if dim:  # readers expect the strides of the parameter
+                    PHASE[cut] = phase
+                    cut = emit.call(aten.clone.default, cut, memory_format=torch.contiguous_format)
+                PHASE[cut] = phase
+                for user in users:
+                    user.replace_input_with(value, cut)
+
+
+def _pad_result(program: Program, number: int, dim: int, more: int) -> None:
+    """Append zeros to a gradient, in front of its last casts: it is summed over ranks in the dtype that it had."""
+    results = list(program.results)
+    node, last = results[number], program.graph.output_node()
+    pads = [0] * (2 * (node.meta["val"].ndim - 1 - dim)) + [0, more]
+    while node.target in CASTS and len(node.users) == 1 and isinstance(node.args[0], Node):
+        last, node = node, node.args[0]
+        last.meta["val"] = _grown(last.meta["val"], dim, last.meta["val"].shape[dim] + more)
+    grown = Emitter(program.graph, last, node).call(aten.constant_pad_nd.default, node, pads)
+    PHASE[grown] = PHASE.get(node) or "backward"
+    if last is program.graph.output_node():
+        results[number] = grown
+        last.args = (tuple(results),)
+    else:
+        last.replace_input_with(node, grown)
+
+
+def _with_paddings(program: Program, decision: UnevenParameters) -> Program:
+    paddings = dict(_paddings(program, decision))
+    signature = program.signature
+    inputs = [replace(item, padding=paddings[item.name]) if _is_padded(item, "parameter", paddings) else item for item in signature.inputs]
+    outputs = [replace(item, padding=paddings[item.name]) if _is_padded(item, "gradient", paddings) else item for item in signature.outputs]
+    return replace(program, signature=replace(signature, inputs=tuple(inputs), outputs=tuple(outputs)))
+
+
+def _is_padded(item: Input | Output, kind: str, paddings: Mapping[str, Padding]) -> bool:
+    return item.kind == kind and item.name in paddings
+
+
+def _paddings(program: Program, decision: UnevenParameters) -> Iterator[tuple[str, Padding]]:
+    for item, node in program.named_inputs():
+        if item.kind == "parameter" and item.name in decision.sizes:
+            dim, after = decision.sizes[item.name][0], DIMS[node][0]
+            assert len(after[dim]) == 1, f"{item.name}: the padded dim {dim} has the atoms {after[dim]}"
+            yield item.name, Padding((*after[:dim], (item.shape[dim],), *after[dim + 1 :]), after)

@@ -1,0 +1,50 @@
+"""Parameters of which ZeRO makes no equal parts are padded, and nothing else is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from autopar.ir.freedom import Freedom
+from autopar.ir.keys import DIMS
+from autopar.ir.program import Program
+from autopar.ir.zero import ZeRO
+from autopar.passes.global_.pad_parameters import PadParameters
+from tests.support.graphs import MESH, text, traced, with_atoms
+
+aten = torch.ops.aten
+
+
+def program(zero: ZeRO | None) -> Program:
+    """x @ w + b, with 5 columns."""
+
+    def function(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return aten.add.Tensor(aten.mm.default(x, w), b)
+
+    found = traced(function, torch.randn(8, 4), torch.randn(4, 5), torch.randn(5), parameters=(1, 2))
+    return with_atoms(replace(found, freedom=Freedom(shards_parameters=zero is not None, zero=zero)))
+
+
+def test_the_longest_dim_of_what_does_not_divide() -> None:
+    """The weight has a dim of 4, which two ranks divide."""
+    before = program(ZeRO(3))
+    assert MESH.size_of(["dp"]) == 2
+    decision = PadParameters().decide(before)
+    assert str(decision) == "2: dim 0 has 6 elements"
+    after = PadParameters().apply(before, decision)
+    (bias,) = [(item, node) for item, node in after.named_inputs() if item.name == "2"]
+    assert bias[0].shape == (5,) and DIMS[bias[1]][0] == ((6,),) and bias[1].meta["val"].shape == (6,)
+    assert bias[0].padding is not None and (bias[0].padding.before, bias[0].padding.after) == (((5,),), ((6,),))
+    assert any("aten.slice.Tensor(b_1, 0, 0, 5)" in line for line in text(after)), text(after)
+    assert PadParameters().read(before, PadParameters().written(before, decision)) == decision
+
+
+def test_nothing_is_padded_without_zero_or_below_level_3_where_nothing_is_trained() -> None:
+    plain = program(None)
+    assert not PadParameters().decide(plain).sizes
+    assert PadParameters().apply(plain, PadParameters().decide(plain)) is plain
+    frozen = program(ZeRO(2))
+    inputs = tuple(replace(item, requires_grad=False) for item in frozen.signature.inputs)
+    assert not PadParameters().decide(replace(frozen, signature=replace(frozen.signature, inputs=inputs))).sizes
