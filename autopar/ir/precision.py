@@ -19,9 +19,10 @@ class MixedPrecision:
 
     param   what contractions and attention compute in, and parameters are gathered in: torch.bfloat16, or torch.float16 (whose gradients
             underflow: scale the loss)
-    reduce  what gradients are summed over ranks in: float32 by default, as Megatron-LM and torchtitan have it (FSDP2's own default is
+    reduce  what gradients are summed over ranks in: `grad` by default, as Megatron-LM and torchtitan have it (FSDP2's own default is
             `param`)
-    grad    what gradients arrive in. The masters are float32, and `.grad` has their dtype
+    grad    what gradients are summed over the microbatches in, and wait for their update: float32 by default. The masters are float32,
+            and so are `.grad` and what an optimizer gets: a sum in another dtype is cast once it is complete
     keep    patterns of module paths ("*.router", "head") that compute in float32
 
     Norms, softmax, exponentials, powers, sums and losses are in float32, as under torch's autocast on a GPU, on any device. Partial sums
@@ -29,21 +30,22 @@ class MixedPrecision:
     """
 
     param: torch.dtype = torch.bfloat16
-    reduce: torch.dtype = torch.float32
+    reduce: torch.dtype | None = None
     grad: torch.dtype = torch.float32
     keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
+        object.__setattr__(self, "reduce", self.grad if self.reduce is None else self.reduce)
         for name in ("param", "reduce", "grad"):
             dtype = getattr(self, name)
             if dtype not in _DTYPES:
                 known = ", ".join(map(str, _DTYPES))
                 raise AutoparError(f"MixedPrecision({name}={dtype!r}) is none of the dtypes that it knows: {known}")
-        if self.grad != torch.float32:
+        if self.grad not in (torch.float32, self.param) or (self.grad != torch.float32 and self.reduce != self.grad):
             raise AutoparError(
-                f"MixedPrecision(grad={self.grad}) cannot be: the masters are float32, and torch gives `.grad` the dtype of its parameter; "
-                "leave grad out, or let gradients be summed in another dtype by reduce="
+                f"MixedPrecision(param={self.param}, reduce={self.reduce}, grad={self.grad}) cannot be: gradients come in param, and are "
+                "summed over microbatches in no lower dtype than over ranks; let grad be param or float32, and leave reduce out"
             )
 
     @staticmethod
@@ -80,7 +82,8 @@ class MixedPrecision:
 
     def __str__(self) -> str:
         kept = f", float32 in {', '.join(self.keep)}" if self.keep else ""
-        return f"computes in {_name(self.param)}, gradients summed in {_name(self.reduce)}, masters float32{kept}"
+        summed = _name(self.grad if self.reduce is None else self.reduce)
+        return f"computes in {_name(self.param)}, gradients summed in {summed}, masters float32{kept}"
 
 
 def _name(dtype: torch.dtype) -> str:

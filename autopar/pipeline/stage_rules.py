@@ -114,12 +114,12 @@ def differs(item: Input) -> bool:
     return item.sharding is not None and MICROBATCHES in item.sharding.axes
 
 
-def way_to(result: Node, cut_over: frozenset[str] = frozenset()) -> list[Node]:
+def way_to(result: Node, cut_over: frozenset[str] = frozenset(), low: torch.dtype | None = None) -> list[Node]:
     """The calls from a result back that only move what one call makes, each read by the next alone; none where the result is that call.
 
-    What reduces and scatters over the axes `cut_over` counts as such a call."""
+    What reduces and scatters over the axes `cut_over` counts as such a call; a cast from the dtype `low` to another only moves."""
     found: list[Node] = []
-    while _is_moved(result) and not _cuts(result, cut_over):
+    while (_is_moved(result) or _is_cast(result, low)) and not _cuts(result, cut_over):
         found.append(result)
         result = operand_of(result)
     return found
@@ -132,6 +132,16 @@ def _cuts(node: Node, axes: frozenset[str]) -> bool:
         return not axes.isdisjoint(summed.intersection(SHARDING[node][0].split_axes))
     launch = operand_of(node) if node.target is wait else node
     return launch.target is reduce_scatter and not axes.isdisjoint(arguments(launch)[1])
+
+
+def _is_cast(node: Node, low: torch.dtype | None) -> bool:
+    is_cast = node.target is aten._to_copy.default and len(node.users) == 1 and operand_of(node).op == "call_function"
+    return is_cast and operand_of(node).meta["val"].dtype == low
+
+
+def summed_in(program: Program) -> torch.dtype | None:
+    """The dtype in which gradients are summed over the microbatches, where that is another than that of their parameters."""
+    return None if program.precision is None or program.precision.grad == torch.float32 else program.precision.grad
 
 
 def cut_axes(program: Program) -> frozenset[str]:

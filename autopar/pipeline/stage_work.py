@@ -136,7 +136,7 @@ class Work:
         return tuple(each for each in gradients if each in chosen)
 
     def _sum(self, output: Output, result: Node) -> Sum:
-        way = rules.way_to(result, rules.cut_axes(self.program))
+        way = self._way_to(result)
         target = operand_of(way[-1]) if way else result
         # With whatever else the calls on the way read: a rank's index.
         after = {each for call in way for each in (call, *call.all_input_nodes[1:]) if each.op == "call_function"}
@@ -164,8 +164,10 @@ class Work:
         """What is done to losses and gradients that are complete but for the sum over the microbatches, of one microbatch as well."""
         ahead = known_ahead(self.program)
         results = [node for output, node in self.program.named_outputs() if output.kind in ("loss", "gradient") and node not in ahead]
-        cut = rules.cut_axes(self.program)
-        return frozenset(node for result in results for node in rules.way_to(result, cut))
+        return frozenset(node for result in results for node in self._way_to(result))
+
+    def _way_to(self, result: Node) -> list[Node]:
+        return rules.way_to(result, rules.cut_axes(self.program), rules.summed_in(self.program))
 
     @cached_property
     def dropped(self) -> frozenset[Node]:

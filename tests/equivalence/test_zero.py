@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar import MeshError, ParallelModule, Plan, PlanError, ZeRO
+from autopar import MeshError, MixedPrecision, ParallelModule, Plan, PlanError, ZeRO
 from autopar.errors import AutoparError
 from autopar.ir.instructions import Add, Launch
 from autopar.ir.schedule import Schedule
@@ -118,6 +118,21 @@ def test_copies_have_the_dtype_that_is_computed_in() -> None:
         assert memory["parameter_copies"] == 2 * whole * part
         (schedule,) = parallel.compiled.schedules
         assert {schedule.type_of(name)[1] for each in launches(schedule, "all_gather") for name in each.sources} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("level", "dtype"), [(1, torch.bfloat16), (2, torch.bfloat16), (2, torch.float32)])
+def test_gradients_are_summed_in_the_dtype_asked_for(level: int, dtype: torch.dtype) -> None:
+    """Of two microbatches; what is handed out is float32."""
+    model, mesh, batch = plain({"dp": 2}, torch.float32)
+    precision = MixedPrecision(grad=dtype)
+    parallel = compiled(model, mesh, batch, zero=level, precision=precision, num_microbatches=2)
+    assert parallel.verify(*batch, promote=True).worst <= 1e-9
+    (schedule,) = parallel.compiled.schedules
+    sums = {each.target for each in schedule.instructions if isinstance(each, Add)} - set(schedule.outputs[:1])
+    dtypes = [schedule.type_of(name)[1] for name in sums if schedule.type_of(name)[0]]
+    assert dtypes == [dtype] * 4
+    parallel(*batch).backward()
+    assert {parameter.grad.dtype for parameter in parallel.parameters()} == {torch.float32}
 
 
 class Uneven(nn.Module):

@@ -13,6 +13,7 @@ from autopar.ir.precision import MixedPrecision
 def test_the_short_name_and_the_defaults() -> None:
     assert MixedPrecision.of("bf16") == MixedPrecision(torch.bfloat16, torch.float32, torch.float32, ())
     assert MixedPrecision.of(None) is None
+    assert MixedPrecision(grad=torch.bfloat16).reduce == torch.bfloat16
     asked = MixedPrecision(param=torch.float16)
     assert MixedPrecision.of(asked) is asked and autopar.MixedPrecision is MixedPrecision
 
@@ -34,7 +35,8 @@ def test_other_names_are_refused(asked: str, message: str) -> None:
     [
         ({"param": torch.float64}, r"MixedPrecision\(param=torch.float64\) is none"),
         ({"reduce": torch.int8}, r"MixedPrecision\(reduce=torch.int8\) is none"),
-        ({"grad": torch.bfloat16}, r"grad=torch.bfloat16\) cannot be: the masters are float32"),
+        ({"grad": torch.float16}, r"param=torch.bfloat16, reduce=torch.float16, grad=torch.float16\) cannot be: gradients come in param"),
+        ({"reduce": torch.float32, "grad": torch.bfloat16}, r"in no lower dtype than over ranks"),
     ],
 )
 def test_dtypes_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
