@@ -152,8 +152,9 @@ def compile(
                     "triton": all of these on any device; "aten": attention alone; "off": none. An op of ours runs in Triton on
                     CUDA and in ATen elsewhere. Where torch's own attention kernels know all of it (no mask, dropout, window, soft
                     cap or ids), "triton" takes ours, "aten" and "off" torch's, "auto" what was measured to be the fastest
-    precision       "bf16", or a `MixedPrecision`: parameters stay float32, contractions and attention compute in bfloat16, norms, softmax,
-                    losses and sums of gradients in float32
+    precision       "bf16", "fp16", or a `MixedPrecision`: parameters stay float32, contractions and attention compute in the lower dtype,
+                    norms, softmax, losses and sums of gradients in float32. With "fp16" `train_step` scales the loss (`LossScale`), and
+                    a plain loop has to, by `parallel.scaler()`
     zero            level 1, 2 or 3 of ZeRO, or a `ZeRO`: parameters, gradients and optimizer state lie in parts over dp. 0: whole.
                     Without it they lie whole, and under a memory budget as it takes
 
@@ -164,7 +165,8 @@ def compile(
     refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
     logical.require_supported(None if isinstance(mesh, Mesh) else torch.distributed.get_world_size())
-    recipe, step_options = OptimizerRecipe.of(optimizer), train_step or TrainStep()
+    in_dtypes = _precision(precision, plan)
+    recipe, step_options = OptimizerRecipe.of(optimizer), (train_step or TrainStep()).scaled_for(in_dtypes)
     options = Options(
         Cluster.asked_for(cluster, mesh),
         outputs,
@@ -180,7 +182,7 @@ def compile(
         is_real=not isinstance(mesh, Mesh),
         kernels=kernels,
         updates=updates_of(recipe, step_options),
-        precision=_precision(precision, plan),
+        precision=in_dtypes,
     )
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:

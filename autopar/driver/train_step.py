@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.errors import AutoparError
+from autopar.ir.precision import MixedPrecision
 
 # What the update of one number depends on, besides the optimizer's settings: that number's own gradient and state, those of its
 # parameter, or those of other parameters as well.
@@ -36,11 +37,14 @@ class TrainStep:
 
     clip_grad_norm  the joint 2-norm that all gradients have at most, over all axes and stages
     accumulate      the optimizer steps at every k-th call, by the mean of the gradients of k calls
-    non_finite      what is done where a gradient is infinite or NaN: "raise" a `NonFiniteError` that names parameters, or "skip" the
-                    update; None looks at nothing. All ranks do the same
-    loss_scale      scales the loss, see `LossScale`; steps whose gradients are not finite are skipped
-    ema             keeps an exponential moving average of the parameters, `parallel.ema`: ema · average + (1 - ema) · parameter after
-                    every update, beginning with the parameters after the first
+    non_finite      what is done where the loss or a gradient is infinite or NaN: "raise" a `NonFiniteError` that names parameters, and
+                    where such a value first appeared: the node with its source line, ranks, microbatch; or "skip" the update, which
+                    is logged, the first time with that place. None looks at nothing. All ranks do the same
+    loss_scale      scales the loss, see `LossScale`; steps whose gradients are not finite are skipped. With precision= in float16
+                    `LossScale()` where it is left out. With it `non_finite` is about the loss, which no scale mends
+    ema             keeps an exponential moving average of all parameters, trained or not, `parallel.ema`, as torch's `AveragedModel`
+                    does: ema · average + (1 - ema) · parameter after every step, beginning with the parameters after the first. A call
+                    that only accumulates, or is skipped, is no step
     update_scope    what the optimizer's update of one number depends on: "element", that number's own gradient and state; "parameter",
                     those of its parameter; "model", others', too. Known of the optimizers of torch.optim; of others "model" is
                     assumed, with which all are updated together at the end
@@ -62,14 +66,15 @@ class TrainStep:
             raise AutoparError(f"accumulate={self.accumulate} calls make no step; use 1 or more")
         if self.non_finite not in (None, "raise", "skip"):
             raise AutoparError(f'non_finite={self.non_finite!r} is unknown; use "raise", "skip" or None')
-        if self.loss_scale is not None and self.non_finite == "raise":
-            raise AutoparError(
-                'non_finite="raise" with loss_scale: a scale is found by steps that overflow, and are skipped; leave one out'
-            )
         if self.ema is not None and not 0 <= self.ema < 1:
             raise AutoparError(f"ema={self.ema} is no decay; use one from 0 to below 1, such as 0.999")
         if self.update_scope not in (None, "element", "parameter", "model"):
             raise AutoparError(f'update_scope={self.update_scope!r} is unknown; use "element", "parameter" or "model"')
+
+    def scaled_for(self, precision: MixedPrecision | None) -> TrainStep:
+        """With a scale where `precision` needs one and none was given."""
+        is_missing = precision is not None and precision.needs_scale and self.loss_scale is None
+        return replace(self, loss_scale=LossScale()) if is_missing else self
 
     @property
     def agrees_first(self) -> bool:

@@ -17,8 +17,9 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class MixedPrecision:
     """Float32 masters, computed with in a lower dtype.
 
-    param   what contractions and attention compute in, and parameters are gathered in: torch.bfloat16, or torch.float16 (whose gradients
-            underflow: scale the loss)
+    param   what contractions and attention compute in, and parameters are gathered in: torch.bfloat16, or torch.float16, whose gradients
+            underflow: `train_step` scales the loss then, by `LossScale()` where it was told nothing else, and a plain loop by
+            `parallel.scaler()`
     reduce  what gradients are summed over ranks in: `grad` by default, as Megatron-LM and torchtitan have it (FSDP2's own default is
             `param`)
     grad    what gradients are summed over the microbatches in, and wait for their update: float32 by default. The masters are float32,
@@ -56,11 +57,14 @@ class MixedPrecision:
         if asked == "bf16":
             return MixedPrecision()
         if asked == "fp16":
-            raise AutoparError(
-                'precision="fp16" needs a scaler of the loss, which autopar does not have yet: use "bf16", or '
-                "MixedPrecision(param=torch.float16) and scale the loss yourself"
-            )
-        raise AutoparError(f'precision={asked!r} is unknown; use "bf16" or autopar.MixedPrecision(param=..., reduce=..., keep=[...])')
+            return MixedPrecision(param=torch.float16)
+        known = 'use "bf16", "fp16" or autopar.MixedPrecision(param=..., reduce=..., keep=[...])'
+        raise AutoparError(f"precision={asked!r} is unknown; {known}")
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether gradients are in float16 somewhere, where those of a loss that is not scaled vanish."""
+        return torch.float16 in (self.param, self.reduce, self.grad)
 
     def keeps(self, module: str) -> bool:
         """Whether the module at this path, or one that it is in, computes in float32."""

@@ -22,6 +22,7 @@ from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.pattern import folded, pattern_of
+from autopar.ir.precision import MixedPrecision
 from autopar.ir.printing import op_name
 from autopar.ir.program import Input, Program, operands
 from autopar.ir.sharding import REDUCTION_KINDS, Dims, Sharding
@@ -55,7 +56,7 @@ def explain(compiled: Compiled) -> str:
         f"{_where(program.mesh)}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
         *([f"search: {compiled.search}"] if compiled.search is not None else []),
         *(f"  {line}" for line in search_lines(compiled.search)),
-        *_section("precision", () if program.precision is None else (str(program.precision),)),
+        *_section("precision", _precision(program.precision)),
         *_section("pipeline", () if compiled.stages is None else pipeline_lines(compiled, cost)),
         *_section("microbatches", _microbatches(compiled)),
         *_section("parameters over dp", zero_lines(program)),
@@ -108,6 +109,13 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
     found = list(lines)
     if found:
         yield from ("", title, *(f"  {line}" for line in found))
+
+
+def _precision(precision: MixedPrecision | None) -> Iterator[str]:
+    if precision is not None:
+        yield str(precision)
+        if precision.needs_scale:
+            yield "gradients vanish in float16: train_step scales the loss (LossScale), a plain loop has to, by parallel.scaler()"
 
 
 def fold_rows(rows: Iterable[Row]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import OpOverload, has_kernel, pytree
+from autopar._torch import OpOverload, has_kernel, pytree, schema_of, writes_operands
 from autopar.errors import AutoparError
 from autopar.graph.autocast import NOTHING, Autocast, Casts, CastsOfCalls, Region
 from autopar.graph.emit import Emitter, tensor_of
@@ -24,6 +24,7 @@ from autopar.ops.traits import CASTS
 
 aten = torch.ops.aten
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # torch's autocast leaves them alone, so that kernels take operands of two dtypes; some releases have no list for the second.
 _NORMS = frozenset({aten.batch_norm.default, aten.instance_norm.default, aten.rms_norm.default})
 # They write the elements of one operand into another, and take no two dtypes.
@@ -47,7 +48,8 @@ class CastToPrecision:
 
     A parameter is cast once, where it lies, so that what is gathered of it is the lower dtype. What no parameter and no floating-point
     input has a part in (angles of rotary embeddings, masks) stays as it is, and so do calls of modules that are kept, under a
-    disabled autocast, and of a `torch.autograd.Function`: these get float32.
+    disabled autocast, and of a `torch.autograd.Function`: these get float32. What is written into an operand is cast to that one's
+    dtype, and operands of which a call takes no two dtypes to float32.
 
     Reads: a FORWARD program as it was captured, SOURCE, EXACT. Writes: casts; `precision` and `reduce` of the program.
     Ensures: inputs and outputs have the dtypes that they had. Raises `AutoparError` for trainable parameters that are not float32, and for
@@ -135,24 +137,48 @@ class _Low(Region):
             return _all_to(torch.float32, args, kwargs)
         if node.target in _PLACING:
             return _all_to(args[0].dtype, args, kwargs)
+        if writes_operands(node.target):
+            written = _written(node.target, args, kwargs)
+            return _all_to(written.dtype, args, kwargs) if written.is_floating_point() else NOTHING
         casts = known.of(node.target, args, kwargs, self.autocast)
         if casts != NOTHING or has_kernel(node.target, "AutocastCUDA") or node.target in CASTS:
             return casts
         if node.target.namespace != "aten":
             return _all_to(self.autocast.dtype, args, kwargs)  # kernels of other libraries take no two dtypes
         leaves = pytree.tree_leaves((node.args, dict(node.kwargs)))
-        return Casts({place: self.autocast.dtype for place, leaf in enumerate(leaves) if self._is_master(leaf)})
+        masters = {place: self.autocast.dtype for place, leaf in enumerate(leaves) if self._is_master(leaf)}
+        return Casts(masters) if _takes(node.target, args, kwargs, masters) else _all_to(torch.float32, args, kwargs)
 
     def _is_master(self, leaf: Any) -> bool:
         return isinstance(leaf, Node) and leaf in self.leaves and tensor_of(leaf).dtype == torch.float32
 
 
+def _written(target: OpOverload, args: Any, kwargs: Any) -> torch.Tensor:
+    """The operand that the call writes into."""
+    named = dict(zip((each.name for each in schema_of(target).arguments), args, strict=False)) | dict(kwargs)
+    return next(named[each.name] for each in schema_of(target).arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
+def _takes(target: OpOverload, args: Any, kwargs: Any, casts: Mapping[int, torch.dtype]) -> bool:
+    """Whether a call takes its operands, cast like this, where they are of several dtypes: most promote, some refuse (`lerp`)."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves = [leaf.to(casts[place]) if place in casts else leaf for place, leaf in enumerate(leaves)]
+    if len({leaf.dtype for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype in _FLOATS}) < 2:
+        return True
+    cast_args, cast_kwargs = pytree.tree_unflatten(leaves, structure)
+    try:
+        with torch.no_grad():
+            target(*cast_args, **cast_kwargs)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
 def _all_to(dtype: torch.dtype, args: Any, kwargs: Any) -> Casts:
     """Every operand of at most 32 bits in `dtype`."""
     leaves = enumerate(pytree.tree_leaves((args, kwargs)))
-    floats = (torch.float16, torch.bfloat16, torch.float32)
     return Casts(
-        {place: dtype for place, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype in floats and leaf.dtype != dtype}
+        {place: dtype for place, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dtype in _FLOATS and leaf.dtype != dtype}
     )
 
 

@@ -54,7 +54,7 @@ class Call:
         self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
         self.signature = compiled.local.signature
         self.world, self._fragments, self._tensors = world, fragments, tensors
-        self._batch, self._key, self._device = batch, key, device
+        self._batch, self.key, self._device = batch, key, device
         self._shapes: dict[str, torch.Size] = {}
         self.transports: tuple[Transport, ...] = world.transports(self.mesh.ranks)
         self.places, self._scale = places or Places(compiled, world.ranks), scale
@@ -206,7 +206,7 @@ class Call:
         if item.kind == "coordinate":
             return {rank: self._scalar(self.mesh.index(rank, item.name.split(","))) for rank in ranks}
         if item.kind == "random_key":
-            return dict.fromkeys(ranks, self._scalar(self._key))
+            return dict.fromkeys(ranks, self._scalar(self.key))
         if item.kind == "tangent":
             return dict.fromkeys(ranks, torch.full(item.shape, self._scale, dtype=item.dtype, device=self._device))
         values: dict[str, Callable[[], torch.Tensor]] = {

@@ -78,6 +78,7 @@ class Captured:
     fragments: CompiledFragments
     places: Places
     are_replicas_checked: bool = False
+    is_scale_missed: bool = False
 
     @cached_property
     def trainable(self) -> frozenset[str]:

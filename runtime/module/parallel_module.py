@@ -19,8 +19,9 @@ from autopar.runtime.module.copies import check_copy, share_captures
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_replicas
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
-from autopar.runtime.train.scaler import Scaler
-from autopar.runtime.train.trainer import updating_schedule
+from autopar.runtime.train.scaler import Scaler, tell_of_scale
+from autopar.runtime.train.trainer import Evaluated, updating_schedule
+from autopar.runtime.verify.non_finite import first_non_finite
 
 
 class ParallelModule(Inspected):
@@ -64,8 +65,8 @@ class ParallelModule(Inspected):
         """The model's output structure; see the class. A compiled training loop calls it as it is: its fragments are compiled already."""
         return self._updating_call(args, kwargs) if self._trainer.is_stepping else self._plain_call(args, kwargs)[0]
 
-    def _plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-        """The output, and its tensors by flat index."""
+    def _plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluated:
+        """The output, its tensors by flat index, and which of them gradients come back through."""
         call, captured = self.start(args, kwargs)
         if call.has_backward and captured.trainable and torch.is_grad_enabled():
             parameters = self.tensors().parameters
@@ -73,7 +74,8 @@ class ParallelModule(Inspected):
         else:
             with torch.no_grad():
                 tensors = call.forward()
-        return build_output(captured.compiled.local.signature, tensors), tensors
+        signature = captured.compiled.local.signature
+        return build_output(signature, tensors), tensors, [item.name for item in signature.inputs_of("tangent")]
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -110,7 +112,12 @@ class ParallelModule(Inspected):
                 return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)
             call, captured = self.start(args, kwargs, updates=True)
         self._trainer.optimizer(self)
-        return build_output(captured.compiled.local.signature, self._trainer.run(call, self))
+        scale = self._trainer.scale
+
+        def trace() -> str:
+            return first_non_finite(self, args, kwargs, captured.compiled, call.key, scale)
+
+        return build_output(captured.compiled.local.signature, self._trainer.run(call, self, trace))
 
     def scaler(self, options: LossScale | None = None) -> Scaler:
         """Scales the loss of a plain loop, in a pipeline, too; see `Scaler`. It scales what calls of this module make from now on."""
@@ -128,6 +135,8 @@ class ParallelModule(Inspected):
         """
         inputs, captured = self.captured(args, kwargs, runs=True)
         self._before_run(inputs, captured)
+        if not updates and self._scaler is None:
+            tell_of_scale(captured)
         self.step += captured.draws
         assert self.seed is not None
         key = random_key(self.seed, self.step)

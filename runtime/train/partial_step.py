@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
 from autopar.runtime.module.placement import like
 from autopar.runtime.train.placed import WholeParameters
@@ -29,7 +30,8 @@ class PartialStep:
 
     While it steps, `param_groups` have these parameters alone; learning rates and other options are read from them, as ever. With
     `on_parts` it sees this rank's parts of DTensors as plain tensors, which is quicker, and right for what goes element by element;
-    state is handed on as DTensors, under the parameters themselves. Those in `wholes` it sees whole, and so is their state.
+    state is handed on as DTensors, under the parameters themselves, and what takes the place of an entry there is used from then on.
+    Those in `wholes` it sees whole, and so is their state.
     """
 
     def __init__(self, optimizer: Optimizer, on_parts: bool = False, wholes: WholeParameters | None = None) -> None:
@@ -73,8 +75,10 @@ class PartialStep:
             return parameter
         known, outer = self._stand_ins.get(parameter), self.optimizer.state.get(parameter, {})
         local = local_part(parameter).detach()
-        if known is None or known.outer is not outer or known.local.data_ptr() != local.data_ptr():
-            state = {key: local_part(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
+        state = {key: local_part(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
+        is_known = known is not None and known.outer is outer and known.local.data_ptr() == local.data_ptr()
+        if known is None or not is_known or not _are_same(known.state, state):
+            _check_parts(state, local)
             known = self._stand_ins[parameter] = _StandIn(local, state, outer)
         assert isinstance(parameter.grad, DTensor)
         known.local.grad = local_part(parameter.grad)
@@ -104,3 +108,18 @@ class PartialStep:
             elif not isinstance(held, DTensor) or local_part(held) is not value:
                 outer[key] = like(parameter, value)
         self._stand_ins[parameter] = _StandIn(known.local, state, outer)
+
+
+def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether both hold the same objects: an entry that somebody has replaced is another."""
+    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+
+
+def _check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
+    """Raise `AutoparError` for state that cannot be this rank's part."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape != local.shape:
+            raise AutoparError(
+                f"the optimizer's state has {key!r} of shape {list(value.shape)} for a parameter of which this rank holds "
+                f"{list(local.shape)}: put a DTensor there that lies as the parameter does, or use optimizer.load_state_dict"
+            )

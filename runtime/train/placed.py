@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,29 +15,50 @@ from autopar.driver.optimizers import takes_closure
 from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
-from autopar.runtime.execute.world import DistributedWorld
-from autopar.runtime.module.placement import dtensor_placements
+from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.module.placement import dtensor_placements, like
 
 logger = logging.getLogger("autopar")
 
 
-def placed_instance(optimizer: Optimizer, first: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+def placed_instance(
+    optimizer: Optimizer, first: Mapping[str, nn.Parameter], parameters: Mapping[str, nn.Parameter], world: World | None = None
+) -> Optimizer:
     """`optimizer`, made of the parameters that were there `first`, of those that took their places; what other stages hold is left out.
 
-    Raises `AutoparError` where it has state of the former already.
+    State that it has from its birth (Adagrad's sums) is split as the parameters are. Raises `AutoparError` where it has stepped already.
     """
     names = {id(each): name for name, each in first.items()}
     if all(parameters.get(name) is each for name, each in first.items()):
         return optimizer
-    if optimizer.state:
+    if any(not _is_at_birth(state) for state in optimizer.state.values()):
         raise AutoparError(
             "the optimizer has stepped before its parameters were placed, and its state is that of whole parameters: compile before the "
             "first step, or pass its class to autopar.compile and load its state afterwards"
         )
+    born = {names[id(each)]: optimizer.state.pop(each) for each in list(optimizer.state)}
+    for name, state in born.items():
+        if name in parameters:
+            optimizer.state[parameters[name]] = {
+                key: _placed(value, first[name], parameters[name], name, world) for key, value in state.items()
+            }
     for group in optimizer.param_groups:
         held = (parameters.get(names[id(each)]) for each in group["params"])
         group["params"] = [each for each in held if each is not None]
     return optimizer
+
+
+def _is_at_birth(state: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter is one that no step has changed."""
+    return "step" in state and not float(state["step"])
+
+
+def _placed(value: Any, first: nn.Parameter, parameter: nn.Parameter, name: str, world: World | None) -> Any:
+    """An entry of the state of `first`, as that of `parameter`."""
+    if not (isinstance(value, torch.Tensor) and value.shape == first.shape and isinstance(parameter, DTensor)) or not value.ndim:
+        return value
+    assert isinstance(world, DistributedWorld)
+    return like(parameter, world.part(value, name).to(local_part(parameter).device))
 
 
 class WholeParameters:

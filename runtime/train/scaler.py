@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from autopar.driver.compiled import Compiled
 from autopar.driver.train_step import LossScale
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NonFiniteError
 from autopar.runtime.execute.world import DistributedWorld, World, local_of
+
+logger = logging.getLogger("autopar")
 
 
 @dataclass
@@ -33,6 +37,11 @@ class ScaleState:
         self.num_finite = self.num_finite + 1 if is_finite else 0
         if not is_finite:
             self.scale *= options.backoff_factor
+            if self.scale < torch.finfo(torch.float32).tiny:
+                raise NonFiniteError(
+                    f"gradients are infinite or NaN at every loss scale, down to {self.scale:.2g}: it is not the "
+                    'scale. TrainStep(non_finite="raise") says where such a value first appears in a loss; check the batch and the weights'
+                )
         elif self.num_finite == options.growth_interval:
             self.scale, self.num_finite = self.scale * options.growth_factor, 0
 
@@ -52,6 +61,27 @@ def non_finite(gradients: Mapping[str, torch.Tensor], world: World) -> list[str]
         return []
     told = world.gather([name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad])
     return sorted(set().union(*told))
+
+
+class Told(Protocol):
+    """A captured call, of which a user is told once."""
+
+    compiled: Compiled
+    is_scale_missed: bool
+
+    @property
+    def trainable(self) -> frozenset[str]: ...
+
+
+def tell_of_scale(call: Told) -> None:
+    """Say once of a call in a plain loop that nobody scales its loss, where precision= needs that."""
+    precision = call.compiled.forward.precision
+    if precision is not None and precision.needs_scale and call.trainable and not call.is_scale_missed:
+        call.is_scale_missed = True
+        logger.warning(
+            "precision= has gradients in float16, which vanish where the loss is not scaled: in a plain loop use parallel.scaler(), "
+            "made before the call (torch's GradScaler where nothing is in a pipeline or in microbatches); train_step scales by itself"
+        )
 
 
 def unscale(gradients: Mapping[str, torch.Tensor], scale: float) -> None:

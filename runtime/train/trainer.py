@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -23,7 +24,14 @@ from autopar.runtime.train.placed import WholeParameters, check_places, placed_i
 from autopar.runtime.train.scaler import ScaleState, non_finite, unscale
 from autopar.runtime.train.updates import Updates
 
+logger = logging.getLogger("autopar")
+
 Parameters = Mapping[str, nn.Parameter]
+# Runs a call again, node by node, and says where a value that is not finite first appears in it; "" where none does. Collective.
+Trace = Callable[[], str]
+# What a call gives: its output, its tensors by flat index, and what is to be differentiated of them.
+Evaluated = tuple[Any, Mapping[str, torch.Tensor], Sequence[str]]
+LOSS = "the loss"
 
 
 class Trained(Protocol):
@@ -50,6 +58,10 @@ class Trainer:
         self._part: PartialStep | None = None
         self._num_calls = 0
         self._first: list[tuple[str, nn.Parameter]] = []
+        # Of the calls since the last step: their losses, and how to find out where one of them went wrong.
+        self._losses: list[torch.Tensor] = []
+        self._traces: list[Trace] = []
+        self._is_place_told = False
 
     def bind(self, model: nn.Module) -> None:
         """Note whose parameters these are, before they are replaced. Raises `AutoparError` for an optimizer of others."""
@@ -79,7 +91,7 @@ class Trainer:
             assert recipe.make is not None
             optimizer = recipe.make(list(parameters.values()))
         else:
-            optimizer = placed_instance(recipe.instance, dict(self._first), parameters)
+            optimizer = placed_instance(recipe.instance, dict(self._first), parameters, world)
         scope = self._scope(optimizer)
         if not isinstance(world, DistributedWorld):
             return PartialStep(optimizer)
@@ -116,8 +128,9 @@ class Trainer:
         return (1.0 if self.scaling is None else self.scaling.scale) / self.options.accumulate
 
     @torch.no_grad()
-    def run(self, call: Call, module: Trained) -> dict[str, torch.Tensor]:
-        """The results of `call`, whose schedule has updates, by flat index; parameters are updated."""
+    def run(self, call: Call, module: Trained, trace: Trace) -> dict[str, torch.Tensor]:
+        """The results of `call`, whose schedule has updates, by flat index; parameters are updated. `trace` is asked where a value is
+        not finite that must be."""
         assert self._part is not None
         optimizer, options, parameters = self._part.optimizer, self.options, dict(module.named_parameters())
         if self.scaling is not None and self._num_calls % options.accumulate == 0:
@@ -127,38 +140,43 @@ class Trainer:
         updates = Updates(call, parameters, None if keeps else apply)
         results = call.whole_step(updates.take)
         updates.commit()
+        if options.non_finite is not None:
+            self._losses += [results[item.name].detach() for item in call.signature.inputs_of("tangent")]
+            self._traces.append(trace)
         is_last, self._num_calls = self._is_last, self._num_calls + 1
         if is_last and keeps:
             self._agree_and_apply(parameters, module._world)
-        elif is_last and (left := [name for name, each in parameters.items() if each.grad is not None]):
-            self._apply_to(parameters)(left)  # what earlier calls used, and this one did not
+        elif is_last:
+            if left := [name for name, each in parameters.items() if each.grad is not None]:
+                self._apply_to(parameters)(left)  # what earlier calls used, and this one did not
+            self._average(parameters)
         return results
 
-    def step_by_closure(self, evaluate: Callable[[], tuple[Any, Mapping[str, torch.Tensor]]], module: Trained) -> Any:
-        """A step of an optimizer that asks for the loss several times; what the first call returned. `evaluate` gives an output and its
-        tensors, of which one is the loss."""
+    def step_by_closure(self, evaluate: Callable[[], Evaluated], module: Trained) -> Any:
+        """A step of an optimizer that asks for the loss several times; what the first call returned."""
         optimizer, asked = self.optimizer(module), self.options
         assert optimizer is not None
         if asked.accumulate != 1 or asked.agrees_first:
             raise AutoparError(
                 f"{type(optimizer).__name__} asks for the loss several times in a step, and {asked} cannot be kept then: leave out "
-                "accumulate, clip_grad_norm, loss_scale and non_finite, or train by the plain loop with a closure of your own"
+                "accumulate, clip_grad_norm, loss_scale (which float16 needs) and non_finite, or train by the plain loop with a closure of "
+                "your own"
             )
         outputs: list[Any] = []
 
         def closure() -> torch.Tensor:
             optimizer.zero_grad()
-            output, tensors = evaluate()
+            output, tensors, differentiated = evaluate()
             outputs.append(output)
-            (loss,) = (tensor for tensor in tensors.values() if tensor.requires_grad)
+            loss = tensors[the_loss(tuple((name, tensors[name].shape) for name in differentiated))]
             loss.backward()
-            loss.detach_()
+            for tensor in tensors.values():
+                tensor.detach_()
             return loss
 
         optimizer.step(closure)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's own give and take tensors)
         optimizer.zero_grad()
-        parameters = dict(module.named_parameters())
-        self._average(parameters, list(parameters))
+        self._average(dict(module.named_parameters()))
         return outputs[0]
 
     @property
@@ -172,7 +190,6 @@ class Trainer:
             self._part.step(chosen)
             for each in chosen:
                 each.grad = None
-            self._average(parameters, names)
 
         return apply
 
@@ -181,31 +198,52 @@ class Trainer:
         gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
         if self.scaling is not None:
             unscale(gradients, self.scaling.scale)
-        if options.non_finite is not None or self.scaling is not None:
-            bad = non_finite(gradients, world)
-            if self.scaling is not None:
-                self.scaling.update(not bad)
-            if bad:
-                for each in parameters.values():
-                    each.grad = None
-                if options.non_finite == "raise":
-                    raise _not_finite(bad)
-                return
+        if (options.non_finite is not None or self.scaling is not None) and (bad := self._not_finite(gradients, world)):
+            for each in parameters.values():
+                each.grad = None
+            self._skip(bad)
+            return
         if options.clip_grad_norm is not None:
             clip_grad_norm(parameters, world, options.clip_grad_norm, 2.0, False)
+        self._traces = []
         self._apply_to(parameters)(list(gradients))
+        self._average(parameters)
 
-    def _average(self, parameters: Parameters, names: Sequence[str]) -> None:
+    def _not_finite(self, gradients: Mapping[str, torch.Tensor], world: World) -> list[str]:
+        """What forbids the optimizer to step, agreed by all ranks; the next scale is found. Collective."""
+        losses, self._losses = self._losses, []
+        bad = non_finite(({LOSS: torch.stack(losses)} if losses else {}) | dict(gradients), world)
+        if self.scaling is not None:
+            self.scaling.update(not bad or bad == [LOSS])
+        return bad
+
+    def _skip(self, bad: Sequence[str]) -> None:
+        """Tell of a step that is skipped, or raise `NonFiniteError`, as was asked for. Collective."""
+        traces, asked = self._traces, self.options.non_finite
+        self._traces = []
+        # A scale is found by steps that overflow. A loss is scaled behind the forward alone: none mends it.
+        if asked is None or (self.scaling is not None and LOSS not in bad):
+            return
+        place = "" if self._is_place_told else next((found for trace in traces if (found := trace())), "")
+        if asked == "raise":
+            raise NonFiniteError(f'{_told(bad, place)}\n  how to go on: TrainStep(non_finite="skip") leaves such steps out')
+        self._is_place_told = True
+        logger.warning("a step is skipped: %s", _told(bad, place))
+
+    def _average(self, parameters: Parameters) -> None:
+        """Take in what parameters are now, all that this process holds, after a step."""
         decay = self.options.ema
         if decay is None:
             return
         with torch.no_grad():
-            for name in names:
-                now = parameters[name].detach()
+            for name, parameter in parameters.items():
+                now = parameter.detach()
                 if name not in self.averages:
                     self.averages[name] = now.clone()
-                else:
+                elif now.is_floating_point() or now.is_complex():
                     local_of(self.averages[name]).lerp_(local_of(now), 1 - decay)
+                else:
+                    local_of(self.averages[name]).copy_(local_of(now))
 
 
 def _require_no_gradients(parameters: Parameters) -> None:
@@ -223,20 +261,30 @@ def _accumulated(names: Sequence[str]) -> None:
 
 def updating_schedule(compiled: Compiled) -> ScheduleProgram:
     """What a step runs. Raises `AutoparError` for a call that no step can be made of."""
-    losses = compiled.local.signature.inputs_of("tangent")
-    if len(losses) != 1 or losses[0].shape != ():
-        raise AutoparError(
-            "train_step needs a loss, one number of the model's output: return it (alone, as `.loss`, or as the one scalar of a tuple), "
-            "or train by the plain loop with a loss of your own"
-        )
+    the_loss(tuple((item.name, item.shape) for item in compiled.local.signature.inputs_of("tangent")))
     if compiled.updating is None:
         raise AutoparError("train_step has nothing to update: no parameter that requires a gradient is used by this call")
     return compiled.updating
 
 
-def _not_finite(names: list[str]) -> NonFiniteError:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return NonFiniteError(
-        f"gradients are infinite or NaN: {', '.join(map(repr, names[:3]))}{more}; no parameter was updated on any rank. "
-        'TrainStep(non_finite="skip") leaves such steps out'
+def the_loss(differentiated: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """The flat index of the loss among the outputs that are differentiated, of which there are names and shapes. Raises `AutoparError`."""
+    if len(differentiated) == 1 and not differentiated[0][1]:
+        return differentiated[0][0]
+    if len(differentiated) > 1:
+        raise AutoparError(
+            f"train_step needs a loss, one number, to start from, and gradients come back through {len(differentiated)} outputs of this "
+            'call: leave out outputs="all", where the model returns a loss among others, or let it return the loss alone'
+        )
+    raise AutoparError(
+        "train_step needs a loss, one number of the model's output: return it (alone, as `.loss`, or as the one scalar of a tuple), "
+        "or train by the plain loop with a loss of your own"
     )
+
+
+def _told(bad: Sequence[str], place: str) -> str:
+    gradients = [name for name in bad if name != LOSS]
+    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
+    what = ["the loss is infinite or NaN"] if LOSS in bad else []
+    what += [f"gradients are infinite or NaN: {', '.join(map(repr, gradients[:3]))}{more}"] if gradients else []
+    return f"{' and '.join(what)}; no parameter was updated on any rank{place and f'. {place}'}"

@@ -118,6 +118,23 @@ def _errors_in(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Ten
     return errors
 
 
+def case_of(model: nn.Module, inputs: CallInputs, key: int, tangents: Mapping[str, torch.Tensor], promoted: bool = False) -> Case:
+    """One call of `model`, on the CPU."""
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.detach().cpu()
+        return promote_tensor(tensor) if promoted else tensor
+
+    first_names = {id(value): name for name, value in model.named_parameters()}
+    return Case(
+        state={name: own(value) for name, value in _named(model).items()},
+        leaves=[own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves],
+        first_names={name: first_names[id(value)] for name, value in model.named_parameters(remove_duplicate=False)},
+        key=key,
+        tangents=tangents,
+    )
+
+
 def _narrowest(program: Program) -> torch.dtype:
     """The floating-point dtype of fewest digits among the program's values."""
     values = (node.meta.get("val") for node in program.graph.nodes)
@@ -136,25 +153,25 @@ class _Forms:
         # What runs here is on a CPU, where torch casts nothing for a GPU's autocast, nor for precision=. Promoted, no cast rounds.
         self.is_cast = not promoted and (compiled.forward.autocast not in (None, "cpu") or compiled.forward.precision is not None)
         self.is_captured = self.is_random or self.is_cast
-        self.case = self._case(model, inputs, key)
+        self.case = case_of(model, inputs, key, tangents_of(self.compiled.forward.signature), promoted)
         self.errors = Errors()
         self.own_errors = Errors() if compiled.separated is not None else None
-        self.reference = self._reference(model, inputs)
+        self.reference = self._scaled_reference(model, inputs)
         self.cast_error = self._cast_error(model, inputs)
 
-    def _case(self, model: nn.Module, inputs: CallInputs, key: int) -> Case:
-        def own(tensor: torch.Tensor) -> torch.Tensor:
-            tensor = tensor.detach().cpu()
-            return promote_tensor(tensor) if self.promoted else tensor
-
-        first_names = {id(value): name for name, value in model.named_parameters()}
-        return Case(
-            state={name: own(value) for name, value in _named(model).items()},
-            leaves=[own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves],
-            first_names={name: first_names[id(value)] for name, value in model.named_parameters(remove_duplicate=False)},
-            key=key,
-            tangents=tangents_of(self.compiled.forward.signature),
-        )
+    def _scaled_reference(self, model: nn.Module, inputs: CallInputs) -> Results:
+        """The reference; in float16 with the gradient of the loss from 2^16 down, as large as it can be: from 1 gradients would vanish."""
+        losses = [item for item in self.compiled.forward.signature.outputs_of("loss") if item.requires_grad]
+        if self.promoted or not losses or _narrowest(self.compiled.forward) != torch.float16:
+            return self._reference(model, inputs)
+        tangents = dict(self.case.tangents)
+        for scale in (2.0**16, 2.0**12, 2.0**8, 2.0**4, 1.0):
+            scaled = {item.name: torch.full(item.shape, scale, dtype=torch.float32) for item in losses}
+            self.case = replace(self.case, tangents=tangents | scaled)
+            reference = self._reference(model, inputs)
+            if all(bool(each.isfinite().all()) for each in reference.gradients.values()):
+                break
+        return reference
 
     def _reference(self, model: nn.Module, inputs: CallInputs) -> Results:
         if self.is_captured:

@@ -41,20 +41,20 @@ def verify(
     world = parallel._world
     seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
     key = random_key(seed, parallel.step + captured.draws)
-    model = parallel._model if world.is_virtual else _whole_model(parallel)
-    args, kwargs = inputs.call() if world.is_virtual else _global_inputs(parallel, inputs)
+    model = parallel._model if world.is_virtual else whole_model(parallel)
+    args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs)
     run = _OwnRun(parallel, inputs, captured.fragments, promote)
     return verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
 
 
-def _whole_model(parallel: ModuleState) -> nn.Module:
+def whole_model(parallel: ModuleState) -> nn.Module:
     """A copy of the model with every parameter whole, on the CPU."""
     full = parallel.full_state_dict()
     named = dict(parallel._model.named_parameters(remove_duplicate=False)) | dict(parallel._model.named_buffers(remove_duplicate=False))
     return copy_model(parallel._model, {id(value): full.get(name, value).cpu() for name, value in named.items()}, promoted=False)
 
 
-def _global_inputs(parallel: ModuleState, inputs: CallInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def global_inputs(parallel: ModuleState, inputs: CallInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call on the global batch, from every rank's share along dp."""
     dims, mesh = batch_dims_of(inputs, parallel._batch_dims), parallel.mesh
     everyone = parallel._world.gather({index: tensor.detach().cpu() for index, _, tensor in inputs.tensors})
@@ -85,7 +85,7 @@ class _OwnRun:
     def __call__(self, compiled: Compiled, case: Case, agrees: Callable[[Results], bool]) -> Difference | None:
         fragments = CompiledFragments(compiled.schedule.fragments, self.backend) if self.promoted else self.fragments
         buffers = {name: tensor.clone() for name, tensor in self.tensors.items()}
-        call = Call(compiled, fragments, self.world, buffers, self.leaves, case.key, self.device)
+        call = Call(compiled, fragments, self.world, buffers, self.leaves, case.key, self.device, scale=_scale(compiled, case))
         self._run(call, compiled, case)
         signature = compiled.local.signature
         results = [self._everyones(call.held(item)) for item in signature.outputs]
@@ -149,6 +149,7 @@ class _OwnRun:
             self.leaves,
             case.key,
             self.device,
+            scale=_scale(compiled, case),
         )
         for state in call.states.values():
             state.buffers = _Kept()
@@ -173,6 +174,12 @@ class _OwnRun:
         if first is None:
             return Difference("(no single node)", "", "runtime", float("nan"))
         return Difference(first.node, first.source, "runtime", first.error, first.detail)
+
+
+def _scale(compiled: Compiled, case: Case) -> float:
+    """The gradient of the loss."""
+    losses = compiled.local.signature.outputs_of("loss")
+    return float(case.tangents[losses[0].name]) if losses and losses[0].name in case.tangents else 1.0
 
 
 class _Kept(dict[str, torch.Tensor]):

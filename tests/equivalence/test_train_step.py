@@ -113,6 +113,40 @@ def test_accumulation_without_agreement_updates_bucket_by_bucket() -> None:
     assert sum(isinstance(each, Update) for each in parallel.compiled.updating.places[0].instructions) > 1
 
 
+class Sometimes(nn.Module):
+    """A parameter that is frozen, and one that a call without `extra` does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt, self.frozen, self.extra = small_gpt(), nn.Parameter(torch.ones(2).double()), nn.Parameter(torch.ones(2).double())
+        self.frozen.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, labels: Tensor, extra: bool = True) -> Tensor:
+        return self.gpt(tokens, labels) * self.frozen.sum() + (self.extra.square().sum() if extra else 0.0)
+
+
+def test_what_a_step_does_not_update_is_averaged_too() -> None:
+    model = Sometimes()
+    parallel = autopar.compile(
+        model,
+        autopar.virtual_mesh(tp=2),
+        example_inputs=batch(0),
+        backend="eager",
+        optimizer=torch.optim.AdamW,
+        train_step=TrainStep(ema=0.9, accumulate=2),
+    )
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for step in range(8):
+        if step == 3:
+            model.frozen.data.mul_(2.0)
+        parallel.train_step(**batch(step), extra=step < 4)
+        if step % 2:
+            averaged.update_parameters(model)
+    assert parallel.ema.keys() == dict(model.named_parameters()).keys()
+    for name, wanted in averaged.module.named_parameters():
+        torch.testing.assert_close(parallel.ema[name], wanted.detach(), atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("where", ["dp2 tp2", "pp2"])
 def test_averages_are_those_of_torch(where: str) -> None:
     model = small_gpt()

@@ -21,7 +21,6 @@ def test_the_short_name_and_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("fp16", r"needs a scaler of the loss.*MixedPrecision\(param=torch.float16\)"),
         ("half", r'precision=\'half\' is unknown; use "bf16"'),
     ],
 )

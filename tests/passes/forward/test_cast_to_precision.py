@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -209,3 +210,37 @@ def test_a_copy_and_a_dtype_that_were_asked_for_are_kept() -> None:
     model, x = Copies(), torch.randn(8, 4)
     parallel = autopar.compile(model, virtual_mesh(dp=2), example_inputs=(x,), backend="eager", precision="bf16")
     torch.testing.assert_close(parallel(x), model(x), rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda mean, h: mean.lerp_(h.mean(0), 0.1),
+        lambda mean, h: mean.mul_(0.9).add_(h.mean(0), alpha=0.1),
+        lambda mean, h: mean.addcmul_(h.mean(0), h.mean(0)),
+        lambda mean, h: mean.copy_(torch.lerp(mean, h.mean(0), 0.1)),
+    ],
+    ids=["lerp_", "add_", "addcmul_", "lerp"],
+)
+def test_what_is_written_into_keeps_its_dtype(update: Callable[[Tensor, Tensor], Any]) -> None:
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.full((4,), 1.0 + 2.0**-12))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            with torch.no_grad():
+                update(self.mean, h)
+            return (h - self.mean).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Running(), torch.randn(8, 4)
+    parallel = autopar.compile(model, virtual_mesh(dp=2), example_inputs=(x,), backend="eager", precision="bf16")
+    assert parallel.verify(x, promote=True)
+    reference = copy.deepcopy(model)
+    wanted = reference(x)
+    torch.testing.assert_close(parallel(x), wanted, rtol=0.02, atol=1e-3)
+    assert model.mean.dtype == torch.float32
+    torch.testing.assert_close(model.mean, reference.mean, rtol=0, atol=8e-3)

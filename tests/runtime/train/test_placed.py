@@ -37,6 +37,17 @@ def test_parameters_that_stay_may_have_state() -> None:
         placed_instance(optimizer, first, named("a"))
 
 
+def test_state_that_no_step_has_changed_goes_with_the_parameters() -> None:
+    first, placed = named("a", "b"), named("a")
+    optimizer = torch.optim.Adagrad(first.values(), initial_accumulator_value=0.5)
+    assert placed_instance(optimizer, first, placed).state.keys() == {placed["a"]}
+    assert float(optimizer.state[placed["a"]]["sum"].min()) == 0.5
+    placed["a"].grad = torch.ones(2, 2)
+    optimizer.step()
+    with pytest.raises(AutoparError, match="has stepped before its parameters were placed"):
+        placed_instance(optimizer, placed, named("a"))
+
+
 @pytest.mark.parametrize(
     ("make", "scope", "problem"),
     [

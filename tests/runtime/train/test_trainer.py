@@ -101,7 +101,10 @@ def test_steps_that_are_not_finite_are_skipped_or_raise(axes: dict[str, int]) ->
         bad = torch.ones(8, 4)
         bad[5, 2] = torch.inf
         if non_finite == "raise":
-            with pytest.raises(NonFiniteError, match=r"infinite or NaN: '0.weight'.* no parameter was updated on any rank"):
+            with pytest.raises(
+                NonFiniteError,
+                match=r"the loss is infinite or NaN and gradients are infinite or NaN: '0.weight'.* no parameter was updated on any rank",
+            ):
                 parallel.train_step(bad)
         else:
             parallel.train_step(bad)
@@ -169,6 +172,18 @@ def test_an_optimizer_that_asks_for_the_loss_again() -> None:
         assert not loss.requires_grad
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_which_of_several_outputs_is_the_loss() -> None:
+    class Outputs(Line):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": super().forward(x), "logits": x @ self.weight, "inputs": 2 * x}
+
+    for optimizer in (partial(torch.optim.LBFGS, max_iter=2), torch.optim.SGD):
+        with pytest.raises(AutoparError, match='gradients come back through 2 outputs of this call: leave out outputs="all"'):
+            parallel_of(Outputs(), optimizer=optimizer, outputs="all").train_step(torch.ones(8, 4))
+        output = parallel_of(Outputs(), optimizer=optimizer).train_step(torch.ones(8, 4))
+        assert not output["loss"].requires_grad
 
 
 def test_a_copy_has_no_optimizer() -> None:
