@@ -34,6 +34,7 @@ from autopar.ir.fusion import KernelDecision
 from autopar.ir.mesh import Mesh
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Form, Program
+from autopar.ir.shares import UnequalShares
 from autopar.ir.zero import ZeRO
 from autopar.partition.whole_batch import Statistics
 from autopar.passes.forward.cast_to_precision import CastToPrecision
@@ -64,6 +65,7 @@ from autopar.passes.global_.mark_pinned import MarkPinned
 from autopar.passes.global_.mark_saved import MarkSaved
 from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
 from autopar.passes.global_.pad_atoms import PadAtoms
+from autopar.passes.global_.pad_batch import PadBatch
 from autopar.passes.global_.pad_parameters import PadParameters
 from autopar.passes.global_.place_stages import PlaceStages
 from autopar.passes.global_.reduce_compared import ReduceCompared
@@ -140,7 +142,7 @@ def compile(
     outputs         "loss": the loss alone, where there is one (the default where gradients are on); "all": every tensor of the output
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
     timeout         seconds that a real rank waits for its peers
-    num_microbatches  how many slices every rank's share of the batch runs in, one after another; it must divide the share. By
+    num_microbatches  how many slices every rank's share of the batch runs in, one after another; shares are padded to it. By
                     default 1, and with pp > 1 the largest divisor of the share up to 4 · pp with which the model computes what it
                     does on the whole batch: 1 where it mixes samples (batch norm in training, the root of a mean)
     microbatch_statistics  "own": where the model mixes samples each microbatch takes its own, as if it were the whole batch. Without
@@ -188,9 +190,16 @@ def compile(
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
         """A parallel module that has captured nothing yet; a deep copy is made by this, too, in the same world."""
 
-        def capture_call(args: tuple[Any, ...], kwargs: dict[str, Any], pins: Mapping[str, Placement] | None = None) -> Compiled:
+        def capture_call(
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            pins: Mapping[str, Placement] | None = None,
+            shares: UnequalShares | None = None,
+        ) -> Compiled:
             # A model may move before a call.
             here = replace(options, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type)
+            if shares is not None:
+                here = replace(here, shares=shares)
             with outside_fake_modes():  # what we compute ourselves, masks and angles, has values
                 return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
 
@@ -251,6 +260,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         ViewsOfStrides(),  # before folding, as chunks below: it leaves views, too
         ViewsOfChunks(),  # before folding: a split turned into views leaves views that change nothing
         FoldNoOps(),  # before merging: two calls are equal only once what lies between them is gone
+        PadBatch(options.shares),  # before merging: a range of samples may be equal to one of positions, and only one is padded
         MarkPinned(options.pinned_modules),  # before saving: what the backward reads of a pinned value is the pinned one
         MarkSaved(),  # before merging: views that the backward makes anew may be there already
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
@@ -326,19 +336,29 @@ def compile_call(
 def _captured(model: nn.Module, mesh: Mesh, inputs: CallInputs, options: Options, placements: Mapping[str, Placement] | None) -> Program:
     """The FORWARD program of a call, with the order of its microbatches and stages."""
     args, kwargs = inputs.call()
-    dims = batch_dims_of(inputs, options.batch_dims)
+    dims = batch_dims_of(inputs, options.batch_dims) if options.shares is None else dict(options.shares.dims)
     if placements:
         mesh = next(iter(placements.values())).mesh
     batch_sizes = [tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims]
     planned = options.plan.schedule if options.plan is not None else None
     schedule, number = chosen_schedule(options.schedule, options.num_microbatches, planned, mesh, batch_sizes)
     order = pipeline_order(schedule, mesh.with_microbatches(number))
+    if options.microbatch_statistics == "own" and number > 1 and any(size % (_num_shares(mesh) * number) for size in batch_sizes):
+        raise InputError(
+            f'microbatch_statistics="own" takes the statistics of equal microbatches, and a batch of {min(batch_sizes)} does not divide '
+            f"into {_num_shares(mesh) * number} of them (dp = {_num_shares(mesh)} × num_microbatches = {number}): pad or drop it, or leave "
+            "microbatch_statistics out"
+        )
     if options.precision is not None and Autocast.around(options.device) is not None:
         raise AutoparError("precision= and torch.autocast around the call both say what to compute in; leave one of them out")
     forward = capture(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
     # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
     mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)
     return number_sites(replace(forward, mesh=mesh, freedom=options.freedom, order=order))
+
+
+def _num_shares(mesh: Mesh) -> int:
+    return mesh.size_of(mesh.parts("dp"))
 
 
 def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:

@@ -23,8 +23,13 @@ class Options:
     width: int
     heads: int
     dropout: float
+    epoch: int
+    optimizer: str
     learning_rate: float
     warmup: int
+    clip: float
+    accumulate: int
+    precision: str | None
     seed: int
     text: Path | None
     losses: Path | None
@@ -61,8 +66,13 @@ def parse(title: str, arguments: Sequence[str] | None = None) -> Options:
     training = parser.add_argument_group("the training")
     training.add_argument("--steps", type=int, default=120)
     training.add_argument("--batch", type=int, default=16, help="sequences in the global batch")
+    training.add_argument("--epoch", type=int, default=0, help="sequences in an epoch, whose last batch may be smaller; 0: no epochs")
+    training.add_argument("--optimizer", default="AdamW", help="a class of torch.optim")
     training.add_argument("--learning-rate", type=float, default=1e-3)
     training.add_argument("--warmup", type=int, default=20, help="steps over which the learning rate rises; a cosine follows")
+    training.add_argument("--clip", type=float, default=1.0, help="the norm that the gradients of a step have at most")
+    training.add_argument("--accumulate", type=int, default=1, help="batches whose gradients make one update")
+    training.add_argument("--precision", choices=("bf16",), help="what matrix products and attention compute in; else float32")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--text", type=Path, help="a text to learn instead of the Python standard library's sources")
     # not "--log": torchrun would take that for an unfinished flag of its own, wherever it stands

@@ -32,7 +32,7 @@ class Place:
         """What this process feeds of a global batch: its `dp` share on real ranks, elsewhere all of it."""
         if isinstance(self.mesh, DeviceMesh) and "dp" in (self.mesh.mesh_dim_names or ()):
             axis = self.mesh["dp"]
-            batch = {name: value.chunk(axis.size())[axis.get_local_rank()] for name, value in batch.items()}
+            batch = {name: value.tensor_split(axis.size())[axis.get_local_rank()] for name, value in batch.items()}
         return {name: value.to(self.device) for name, value in batch.items()}
 
 

@@ -40,16 +40,22 @@ def _standard_library(max_bytes: int) -> bytes:
 
 
 class Windows:
-    """Random windows of a text. The sequence depends on the seed only, so every rank draws the same global batches."""
+    """Random windows of a text, in batches of `num_windows`, the last of every `epoch` windows as many as are left.
 
-    def __init__(self, text: Tensor, num_windows: int, length: int, seed: int) -> None:
+    The sequence depends on the seed only, so every rank draws the same global batches.
+    """
+
+    def __init__(self, text: Tensor, num_windows: int, length: int, seed: int, epoch: int = 0) -> None:
         if len(text) <= length:
             raise ValueError(f"the text has {len(text)} bytes; windows of {length} need at least {length + 1}")
         self._text, self._num_windows = text, num_windows
+        self._epoch, self._num_drawn = epoch, 0
         self._offsets = torch.arange(length)
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self) -> Tensor:
-        """The next windows, int64 [num_windows, length]."""
-        starts = torch.randint(len(self._text) - len(self._offsets) + 1, (self._num_windows, 1), generator=self._generator)
+        """The next windows, int64 [num_windows, length]; fewer at the end of an epoch."""
+        number = min(self._num_windows, self._epoch - self._num_drawn % self._epoch) if self._epoch else self._num_windows
+        self._num_drawn += number
+        starts = torch.randint(len(self._text) - len(self._offsets) + 1, (number, 1), generator=self._generator)
         return self._text[starts + self._offsets].long()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -55,7 +56,7 @@ def train(example: Example, arguments: list[str] | None = None) -> list[Step]:
     console.print(f"training {example.title} of {num_parameters / 1e6:.1f} million parameters on {len(text) / 1e6:.1f} MB of text")
     console.print(f"on {place.description}", highlight=False)
 
-    windows = Windows(text, options.batch, options.length + 1, options.seed)
+    windows = Windows(text, options.batch, options.length + 1, options.seed, options.epoch)
     parallel = None
     if not options.single:
         parallel = _parallelise(example, options, place, model, console)
@@ -84,15 +85,24 @@ def _parallelise(example: Example, options: Options, place: Place, model: nn.Mod
     # A virtual mesh would be planned for free links; here virtual and real ranks shall take the same decisions.
     cluster = "cpu" if place.device.type == "cpu" else None
     example_inputs = place.share(example.make_batch(windows))
-    parallel = autopar.compile(model, place.mesh, example_inputs=example_inputs, backend=backend, cluster=cluster)
+    parallel = autopar.compile(
+        model,
+        place.mesh,
+        example_inputs=example_inputs,
+        backend=backend,
+        cluster=cluster,
+        precision=options.precision,
+        optimizer=lambda parameters: make_optimizer(parameters, options),
+        train_step=autopar.TrainStep(clip_grad_norm=options.clip, accumulate=options.accumulate),
+    )
     console.print(f"captured, planned and lowered in {time.perf_counter() - started:.1f} s", highlight=False)
     return parallel
 
 
 def _loop(example: Example, options: Options, place: Place, model: Any, windows: Windows, console: Console) -> list[Step]:
-    """`options.steps` steps of AdamW. `model` is a plain module or a ParallelModule; only clipping differs."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, foreach=True)  # foreach: quickest on sharded parameters
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate(step, options))
+    """`options.steps` batches through `model`, a plain module or a ParallelModule, whose step is one call."""
+    optimizer = make_optimizer(model.parameters(), options) if options.single else model.optimizer
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: _learning_rate(update * options.accumulate, options))
     steps: list[Step] = []
     with ExitStack() as stack:
         progress = stack.enter_context(_progress(console))
@@ -100,22 +110,35 @@ def _loop(example: Example, options: Options, place: Place, model: Any, windows:
         task = progress.add_task("training (the first step compiles)", total=options.steps, loss=math.nan, speed=0.0)
         for number in range(options.steps):
             started = time.perf_counter()
-            batch = place.share(example.make_batch(windows.draw()))
-            output = model(**batch)
+            batch, updates = place.share(example.make_batch(windows.draw())), (number + 1) % options.accumulate == 0
+            output = _plain_step(model, optimizer, batch, options, updates) if options.single else model.train_step(**batch)
             loss = getattr(output, "loss", output)  # transformers returns a structure, our GPT the loss alone
-            loss.backward()
-            if options.single:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            else:
-                model.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+            if updates:
+                schedule.step()
             steps.append(Step(number, loss.item(), time.perf_counter() - started))
             _report(steps, options, progress, task)
             if log:
                 print(json.dumps(asdict(steps[-1])), file=log, flush=True)
     return steps
+
+
+def make_optimizer(parameters: Iterable[nn.Parameter], options: Options) -> torch.optim.Optimizer:
+    """Of the class that was asked for, which loops over all parameters at once where it can."""
+    kind = getattr(torch.optim, options.optimizer)
+    at_once = {"foreach": True} if "foreach" in inspect.signature(kind).parameters else {}
+    return kind(parameters, lr=options.learning_rate, **at_once)
+
+
+def _plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], options: Options, updates: bool) -> Any:
+    """What `train_step` does, in plain PyTorch."""
+    with torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bf16"):
+        output = model(**batch)
+    (getattr(output, "loss", output) / options.accumulate).backward()
+    if updates:
+        nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return output
 
 
 def _learning_rate(step: int, options: Options) -> float:

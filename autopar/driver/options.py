@@ -12,6 +12,7 @@ from autopar.errors import AutoparError
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.freedom import Freedom
 from autopar.ir.precision import MixedPrecision
+from autopar.ir.shares import UnequalShares
 from autopar.partition.whole_batch import Mixing, Statistics
 from autopar.plans.plan import Pins, Plan
 
@@ -27,7 +28,8 @@ class Options:
     """What the user asked of a compile, as far as passes need to know; `autopar.compile` says what each means.
 
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
-    microbatches in an earlier try, `updates` when `train_step` updates parameters. Raises `AutoparError` for a value that an option
+    microbatches in an earlier try, `updates` when `train_step` updates parameters, `shares` are those of real ranks that pass unequal ones
+    of the batch. Raises `AutoparError` for a value that an option
     does not have.
     """
 
@@ -48,6 +50,7 @@ class Options:
     kernels: str = "auto"
     updates: Literal["bucket", "end"] | None = None
     precision: MixedPrecision | None = None
+    shares: UnequalShares | None = None
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():

@@ -1,6 +1,7 @@
 """Padding of sizes that a mesh axis does not divide: some atoms of a value are enlarged, and what is added is zero.
 
 A vocabulary of 97 on tp = 4 is stored as 100 words, 25 a rank: the last rank holds 22 words and 3 rows of zeros.
+What is added to the user's batch repeats its first sample instead: whatever the model divides by or looks up, it can with that.
 """
 
 from __future__ import annotations
@@ -29,6 +30,15 @@ class Padding:
         whole = tensor.new_zeros(flat(self.after))
         whole[self._elements].copy_(tensor.detach().reshape(flat(self.before)))
         return whole.view(shape_of(self.after))
+
+    def repeat_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `pad`, but along each atom its first element is repeated."""
+        whole = tensor.detach().reshape(flat(self.before))
+        for position, (before, after) in enumerate(zip(flat(self.before), flat(self.after), strict=True)):
+            if before != after:
+                first = whole.narrow(position, 0, 1)
+                whole = torch.cat([whole, *[first] * (after - before)], position)
+        return whole.reshape(shape_of(self.after))
 
     def unpad(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` of the shape of `after` without the padding: contiguous, a view where that is possible."""

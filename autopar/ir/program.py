@@ -41,9 +41,10 @@ class Input:
 
     `name` is the original parameter or buffer name, the flat index of a batch input ("0", "1", …),
     the index of the output a tangent belongs to, or the axes a coordinate counts along ("tp", "tp.0,tp.1").
-    `shape` is the logical shape in every form; a parameter with `padding` enters the graph with it.
+    `shape` is the logical shape in every form; a parameter, batch input or tangent with `padding` enters the graph with it.
     A tied parameter is one input under its first name.
-    `batch_dim` is the dim of a batch input that counts samples; None for one that every rank gets whole.
+    `batch_dim` is the dim of a batch input, or of a tangent of which ranks have unequal shares, that counts samples; None for one that
+    every rank gets whole. `shares` says how many of them each place along dp passes, where real ranks pass unequal ones.
     """
 
     kind: InputKind
@@ -55,6 +56,13 @@ class Input:
     sharding: Sharding | None = None
     batch_dim: int | None = None
     padding: Padding | None = None
+    shares: tuple[int, ...] = ()
+
+    def entering(self, value: torch.Tensor) -> torch.Tensor:
+        """`value`, whole and of the logical shape, with the padding that it enters the graph with."""
+        if self.padding is None:
+            return value
+        return self.padding.repeat_first(value) if self.kind == "batch" else self.padding.pad(value)
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,8 @@ class Output:
 
     `name` is a gradient's parameter, a buffer's name, or the flat index in the user's output structure. A gradient has its
     parameter's `padding`, and comes back `through` the outputs of these flat indices; through all where none is named. Of an output
-    that `is_detached` the model would let gradients come back, and this program does not.
+    that `is_detached` the model would let gradients come back, and this program does not. `shares` say how many samples along `batch_dim`
+    each place along dp gets of the user's output, where real ranks pass unequal shares of the batch.
     """
 
     kind: OutputKind
@@ -77,6 +86,8 @@ class Output:
     padding: Padding | None = None
     through: tuple[str, ...] = ()
     is_detached: bool = False
+    batch_dim: int | None = None
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

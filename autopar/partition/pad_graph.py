@@ -14,18 +14,23 @@ from autopar.graph.emit import copy_origin
 from autopar.ir.arguments import node_at
 from autopar.ir.keys import DIMS, PHASE
 from autopar.ir.padding import Padding
-from autopar.ir.program import Input, Output, Program, operands, results_of
+from autopar.ir.program import Input, InputKind, Output, Program, operands, results_of
 from autopar.ir.sharding import Dims, ReductionKind, flat, shape_of
-from autopar.ops.atom_classes import Atom, AtomClasses, read_by
+from autopar.ops.atom_classes import Atom, AtomClasses, atoms_of, read_by
 from autopar.ops.localise import LocalBuilder
 from autopar.ops.padded_ops import LOOKUPS, can_be_padded, classes_of, inside, keeps_clean, mask, pad, padded_call, unpad, with_atoms
-from autopar.ops.rules.labels import value_of
+from autopar.ops.rules.labels import aten, value_of
 from autopar.ops.strategies import Factor, Space, operand_dims, space_of
 
+_SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
-def padded_program(program: Program, paddings: Mapping[str, Padding], classes: AtomClasses) -> Program:
-    """`program` with the parameters in `paddings` padded, and all that walks with them where ops can take it."""
-    return _Rewrite(program, paddings, classes).program()
+
+def padded_program(program: Program, paddings: Mapping[str, Padding], classes: AtomClasses, kind: InputKind = "parameter") -> Program:
+    """`program` with the inputs of `kind` in `paddings` padded, and all that walks with them where ops can take it.
+
+    With parameters go their gradients, with batch inputs the user's outputs, and tangents with these.
+    """
+    return _Rewrite(program, paddings, classes, kind).program()
 
 
 def covered(node: Node, classes: AtomClasses) -> tuple[set[Atom], set[Atom]]:
@@ -50,11 +55,11 @@ class _Rewrite:
     the forward stays what was saved.
     """
 
-    def __init__(self, program: Program, paddings: Mapping[str, Padding], classes: AtomClasses) -> None:
-        self.old, self.paddings, self.classes = program, paddings, classes
+    def __init__(self, program: Program, paddings: Mapping[str, Padding], classes: AtomClasses, kind: InputKind) -> None:
+        self.old, self.paddings, self.classes, self.kind = program, paddings, classes, kind
         self.padded_sizes: dict[Atom, int] = {}
         for item, node in program.named_inputs():
-            padding = paddings.get(item.name) if item.kind == "parameter" else None
+            padding = paddings.get(item.name) if item.kind == kind else None
             for position, sizes in enumerate(zip(flat(padding.before), flat(padding.after), strict=True) if padding else ()):
                 if sizes[0] != sizes[1]:
                     self.padded_sizes[classes.find((node, 0, position))] = sizes[1]
@@ -88,7 +93,9 @@ class _Rewrite:
         return replace(self.old, graph=self.graph, signature=signature)
 
     def _input(self, item: Input, node: Node) -> Input:
-        padding = self.paddings.get(item.name) if item.kind == "parameter" else None
+        padding = self.paddings.get(item.name) if item.kind == self.kind else None
+        if self.kind == "batch" and item.kind == "tangent":
+            padding = self._padding_of(node)
         made = self.graph.node_copy(node)
         if padding is None:
             self.logical[node] = made
@@ -96,11 +103,14 @@ class _Rewrite:
         with self.builder.mode:
             made.meta["val"] = torch.empty(shape_of(padding.after), dtype=item.dtype)
         self.padded[node] = made
-        self._is_clean(node, 0)
+        if item.kind != "batch":  # what stands in the padding of these is no zero
+            self._is_clean(node, 0)
         return replace(item, padding=padding)
 
     def _result(self, item: Output, node: Node) -> tuple[Output, Node]:
-        padding = self.paddings.get(item.name) if item.kind == "gradient" else None
+        padding = None
+        if item.kind == {"parameter": "gradient", "batch": "output"}[self.kind]:
+            padding = self.paddings.get(item.name) if self.kind == "parameter" else self._padding_of(node)
         return (item, self._as_logical(node, node)) if padding is None else (replace(item, padding=padding), self._as_padded(node, node))
 
     def _call(self, node: Node) -> None:
@@ -116,7 +126,13 @@ class _Rewrite:
             return False
         if node.target is operator.getitem:
             return node.args[0] in self.padded
-        return not any(root in self.padded_sizes for root in covered(node, self.classes)[1])
+        if any(root in self.padded_sizes for root in covered(node, self.classes)[1]):
+            return False
+        space = space_of(node)
+        return all(can_be_masked(node, factor, space) for factor in space.factors if self._is_padded(node, factor))
+
+    def _is_padded(self, node: Node, factor: Factor) -> bool:
+        return any(self.classes.find(atom) in self.padded_sizes for atom in atoms_of(node, factor, read_by(node)))
 
     def _run_padded(self, node: Node) -> None:
         space, last = space_of(node), self._last()
@@ -212,6 +228,11 @@ class _Rewrite:
     def _padded_dims(self, node: Node, result: int, dims: Dims) -> Dims:
         return with_atoms(dims, self._sizes(node, result, dims))
 
+    def _padding_of(self, node: Node) -> Padding | None:
+        """The padding of a value; None where none of its atoms is padded."""
+        padding = self._padding(node)
+        return None if padding.before == padding.after else padding
+
     def _padding(self, node: Node) -> Padding:
         return Padding(DIMS[node][0], self._padded_dims(node, 0, DIMS[node][0]))
 
@@ -228,6 +249,15 @@ class _Rewrite:
                 return
             if emitted.op == "call_function" and PHASE.get(emitted) is None:
                 copy_origin(like, emitted)
+
+
+def can_be_masked(node: Node, factor: Factor, space: Space) -> bool:
+    """Whether the padding of `factor` adds nothing to what `node` sums over it, once the operands that have it are zero there: the op must
+    be linear in some of these, or a sum of truth values. A count of elements is neither."""
+    if "sum" not in _reducing(node, factor) or classes_of(node) is not None or node.target in LOOKUPS or node.target in _SUMS:
+        return True
+    carriers = {operand for operand, place in enumerate(factor.operands) if place is not None}
+    return any(group and group <= carriers for group in space.linear)
 
 
 def _reducing(node: Node, factor: Factor) -> set[ReductionKind]:

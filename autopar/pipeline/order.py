@@ -11,6 +11,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.actions import SINGLE, PipelineSchedule
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
+from autopar.ir.sharding import shape_of
 from autopar.pipeline.auto_schedule import auto_schedule
 from autopar.pipeline.priced import price_pipeline
 from autopar.pipeline.schedules import GENERATORS, generate
@@ -27,13 +28,19 @@ def default_number(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
 def _share(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
     """What a number must divide so that it divides a rank's share of every input; 1 where none has a batch."""
     num_shares = mesh.size_of(mesh.parts("dp"))
-    return max(math.gcd(*batch_sizes) // num_shares, 1)
+    return max(-(-math.gcd(*batch_sizes) // num_shares), 1)  # the largest share, to which the others are padded
 
 
 def share_of(program: Program) -> int:
     """What a number of microbatches must divide, by the inputs of `program`."""
-    batches = [item.shape[item.batch_dim] for item in program.signature.inputs_of("batch") if item.batch_dim is not None]
-    return _share(program.mesh, batches)
+    return _share(program.mesh, batch_sizes(program))
+
+
+def batch_sizes(program: Program) -> list[int]:
+    """The samples of each input that has a batch dim, with their padding."""
+    inputs = [item for item in program.signature.inputs_of("batch") if item.batch_dim is not None]
+    shapes = [item.shape if item.padding is None else shape_of(item.padding.after) for item in inputs]
+    return [shape[item.batch_dim or 0] for item, shape in zip(inputs, shapes, strict=True)]
 
 
 def chosen_schedule(

@@ -10,7 +10,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.keys import Source
 from autopar.ir.program import Program
 from autopar.partition.whole_batch import MicrobatchDecision, Mixing, Needed, Statistics, mixing, refusal, shown, undivided
-from autopar.pipeline.order import ordered_for, share_of
+from autopar.pipeline.order import batch_sizes, ordered_for, share_of
 from autopar.plans.json import Json
 
 logger = logging.getLogger("autopar")
@@ -40,7 +40,7 @@ class ChooseMicrobatches:
 
     With `is_asked` the number is the user's, and one that changes something is refused. With `statistics` "own" it is accepted that
     each microbatch takes its own sums and maxima where the model needs the whole batch's; what needs all samples at once has none.
-    `seen` is what mixed after all in a program that was made for several: then it runs in one.
+    `seen` is what mixed after all in a program that was made for several: then it runs in one, as does a batch that they do not divide.
 
     Reads: DIMS, BATCH, the signature's batch dims, the order. Writes: the axis of the microbatches on the program's mesh, the order.
     """
@@ -58,6 +58,9 @@ class ChooseMicrobatches:
         wanted = program.order.num_microbatches
         if wanted == 1:
             return MicrobatchDecision(1, 1)
+        num_shares = program.mesh.size_of(program.mesh.parts("dp"))
+        if any(size % (num_shares * wanted) for size in batch_sizes(program)):
+            return MicrobatchDecision(1, wanted)  # a batch that could not be padded: each of them would compute all of it
         is_asked = self.is_asked or program.order.num_ranks == 1  # without a pipeline nobody runs several unasked
         found = self.seen or mixing(program, wanted) or (() if is_asked else undivided(program, wanted))
         if not found or (self.statistics == "own" and all(each.has_estimate for each in found)):

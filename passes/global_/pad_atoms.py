@@ -85,7 +85,7 @@ class PadAtoms:
         if not decision.paddings:
             return program
         result = FindAtoms().apply(padded_program(program, decision.paddings, _classes(program)))
-        result = replace(result, logical_share=_work(program) / _work(result))
+        result = replace(result, logical_share=program.logical_share * work_of(program) / work_of(result))
         for item, node in result.named_inputs():
             if item.padding is not None and DIMS[node][0] != item.padding.after:
                 logger.warning("nothing is padded: with padding %s has the atoms %s, not %s", item.name, DIMS[node][0], item.padding.after)
@@ -153,10 +153,10 @@ def _worth_it(program: Program, classes: AtomClasses, sizes: set[int], least: fl
                 work[root] = work.get(root, 0.0) + flops
             for root in others:
                 found.pop(root, None)
-    return {root: size for root, size in found.items() if work.get(root, 0.0) > least * _work(program)}
+    return {root: size for root, size in found.items() if work.get(root, 0.0) > least * work_of(program)}
 
 
-def _work(program: Program) -> float:
+def work_of(program: Program) -> float:
     """FLOPs of all contractions."""
     return sum(_flops(node) for node in program.graph.nodes if node.op == "call_function")
 

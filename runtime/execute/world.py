@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from autopar.ir.sharding import Sharding
 from autopar.runtime._torch import local_part
 from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
 from autopar.runtime.execute.interpreter import Execution
+from autopar.runtime.execute.shares import joined, own_share
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
 from autopar.runtime.module.parameters import Placement, assemble, local_shard, replicas
@@ -143,24 +145,24 @@ class VirtualWorld:
         assert item.sharding is not None, item
         if item.sharding.is_replicated and parameter.is_contiguous() and item.padding is None:
             return dict.fromkeys(range(mesh.size), parameter.detach())
-        return self.parts(padded(parameter, item.padding), item, mesh)
+        return self.parts(parameter, item, mesh)
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert item.sharding is not None, item
-        found: Parts = {}
+        value, found = item.entering(value), dict[int, torch.Tensor]()
         for first, holders in replicas(item.sharding, mesh).items():
             found |= dict.fromkeys(holders, local_shard(value, item.dims, item.sharding, mesh, first))
         return found
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
         assert item.sharding is not None, item
-        return assemble(parts, item.dims, item.sharding, mesh)
+        return unpadded(assemble(parts, item.dims, item.sharding, mesh), item.padding)
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert item.sharding is not None, item
         if item.sharding.is_replicated and item.padding is None:
             return own(parts[0])
-        return unpadded(self.whole(parts, item, mesh), item.padding)
+        return self.whole(parts, item, mesh)
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         return parameter.detach().clone()
@@ -198,6 +200,7 @@ class DistributedWorld:
         launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
         tangents = [_dp_axes_beside(item, mesh) for item in compiled.local.signature.inputs_of("tangent")]
         axes_sets = [step.axes for step in launches] + tangents + [mesh.parts("pp"), mesh.without("pp").names]
+        axes_sets += [mesh.parts("dp")] if any(item.shares for item in compiled.local.signature.inputs) else []
         self.groups.create(mesh, [axes for axes in axes_sets if axes])
         self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
 
@@ -209,7 +212,7 @@ class DistributedWorld:
             self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
         self.placements = all_placements(model, compiled.local.signature, stage)
         self.holders = _holders(self.placements, compiled)
-        held = {name for name, stages in self.holders.items() if self._stage in stages}
+        held = {name for name, stages in self.holders.items() if self.stage in stages}
         with self.groups.naming_all("the groups of the parameters' mesh"):
             device_mesh = stage_device_mesh(self.device_mesh, stage)
         place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held)
@@ -240,7 +243,7 @@ class DistributedWorld:
         return mesh.rank_at({MICROBATCHES: 0, "dp": 0, **self._refined.coordinates(self.rank)})
 
     @property
-    def _stage(self) -> int:
+    def stage(self) -> int:
         """This rank's place on `pp`."""
         return self._refined.index(self.rank, self._refined.parts("pp"))
 
@@ -249,7 +252,7 @@ class DistributedWorld:
         placement = self.placements.get(name)
         mesh, used = (placement.mesh, placement.sharding.axes) if placement else (self.mesh, ())
         at = mesh.coordinates(self._place(mesh))
-        return self.holders.get(name, (0,))[0] == self._stage and all(index == 0 for axis, index in at.items() if axis not in used)
+        return self.holders.get(name, (0,))[0] == self.stage and all(index == 0 for axis, index in at.items() if axis not in used)
 
     def _places(self, mesh: Mesh) -> range:
         """This rank's places on a mesh that may count microbatches."""
@@ -262,14 +265,25 @@ class DistributedWorld:
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert item.sharding is not None, item
-        placement = Placement(item.dims, item.sharding, mesh)
-        if item.kind in ("batch", "tangent"):
+        placement, ranks = Placement(item.dims, item.sharding, mesh), mesh.ranks
+        if item.shares:
+            value = joined(value, item, partial(self._gathered_along, ranks.parts("dp"), ranks))
+        elif item.kind in ("batch", "tangent"):
             placement = _within_share(placement)
         if item.kind == "tangent":
-            ranks = mesh.ranks
             # Each rank's own loss has a tangent of its own; what is differentiated is their mean.
-            value = self._summed(value, _dp_axes_beside(item, ranks), ranks) / ranks.size_of(ranks.parts("dp"))
+            value = value if item.shares else self._summed(value, _dp_axes_beside(item, ranks), ranks)
+            value = value / ranks.size_of(ranks.parts("dp"))
+        value = item.entering(value)
         return {place: local_shard(value, placement.dims, placement.sharding, mesh, place) for place in self._places(mesh)}
+
+    def _gathered_along(self, axes: tuple[str, ...], mesh: Mesh, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What each rank along `axes` has, in order. Collective."""
+        if not axes:
+            return (tensor,)
+        (transport,) = self.transports(mesh)
+        (gathered,) = transport.wait(transport.launch(Launch("all_gather", "copy", axes, ("shares",), ("shares",)), [tensor]))
+        return tuple(gathered)
 
     def _summed(self, value: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
         if not axes:
@@ -282,9 +296,11 @@ class DistributedWorld:
         share = _within_share(Placement(item.dims, item.sharding, mesh))
         if len(parts) > 1:
             over_time = Mesh(((MICROBATCHES, mesh.num_microbatches),))
-            return assemble(dict(enumerate(parts[place] for place in sorted(parts))), share.dims, share.sharding, over_time)
-        assert share.sharding.is_replicated, f"{item.kind} {item.name} must leave split by dp at most, not {item.sharding}"
-        return next(iter(parts.values())).clone()
+            found = assemble(dict(enumerate(parts[place] for place in sorted(parts))), share.dims, share.sharding, over_time)
+        else:
+            assert share.sharding.is_replicated, f"{item.kind} {item.name} must leave split by dp at most, not {item.sharding}"
+            found = next(iter(parts.values())).clone()
+        return own_share(found, item, self._refined, self.rank, self._gathered_along) if item.shares else found
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
@@ -305,11 +321,15 @@ class DistributedWorld:
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         placement = self.placements.get(name) or whole_placement(parameter, self.mesh.without("pp"))
         holder = self.holders.get(name, (0,))[0]
-        if self._stage == holder:
+        if self.stage == holder:
             whole = self._gathered(parameter, placement, name)
         else:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.groups.device)
-        return self.groups.broadcast(whole, self._refined, self._refined.parts("pp"), holder)
+        return self.from_stage(whole, holder)
+
+    def from_stage(self, whole: torch.Tensor, stage: int) -> torch.Tensor:
+        """What the ranks of `stage` have, on those of all; the others give memory to write into. Collective."""
+        return self.groups.broadcast(whole, self._refined, self._refined.parts("pp"), stage)
 
     def whole_at_stage(self, tensor: DTensor, name: str) -> torch.Tensor:
         """What lies as the parameter does, whole on every rank of its stage. Collective over that."""

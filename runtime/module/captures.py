@@ -19,12 +19,13 @@ from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh
+from autopar.ir.shares import UnequalShares
 from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World, from_first
 from autopar.runtime.module.guard import ModelGuard
-from autopar.runtime.module.inputs import CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call
+from autopar.runtime.module.inputs import CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call, shares_to_pad
 from autopar.runtime.module.names import NamesOfModel, check_names
 from autopar.runtime.module.parameters import Placement, same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
@@ -77,6 +78,7 @@ class Captured:
     compiled: Compiled
     fragments: CompiledFragments
     places: Places
+    batch_dims: Mapping[int, int]
     are_replicas_checked: bool = False
     is_scale_missed: bool = False
 
@@ -138,11 +140,13 @@ class CapturingModule(NamesOfModel):
         Where it `runs`, the inputs and the model's parameters must have values.
         """
         inputs = CallInputs.of(args, kwargs)
-        key = self._check(inputs) if self._world.is_virtual else self._agreed(inputs)
+        key, shares = (self._check(inputs), None) if self._world.is_virtual else self._agreed(inputs)
+        if shares is not None:
+            key = (shares, inputs.kinds, *key[1:])
         if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
             check_values(inputs, self.tensors().named.items())
         if key not in self._captures:
-            self._captures[key] = self._compile(inputs)
+            self._captures[key] = self._compile(inputs, shares)
         self._latest = self._captures[key].compiled
         return inputs, self._captures[key]
 
@@ -153,8 +157,9 @@ class CapturingModule(NamesOfModel):
             self._tensors = ModelTensors(dict(self.named_parameters()), dict(self.named_buffers()), seen)
         return self._tensors
 
-    def _agreed(self, inputs: CallInputs) -> CallKey:
-        """The key, once all ranks agree that they make this call. Collective."""
+    def _agreed(self, inputs: CallInputs) -> tuple[CallKey, UnequalShares | None]:
+        """The key, once all ranks agree that they make this call, and their shares of the batch where these are unequal, or are to be
+        padded. Collective."""
         error, key = None, ()
         try:
             key = self._check(inputs)
@@ -162,30 +167,38 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            agree_on_call(inputs, error and problem, key, self._world.gather, self._world.is_equal)
+            told = (inputs.kinds, *key[1:]) if key else ()
+            shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, self._world.is_equal)
         except AutoparError as refusal:
             raise refusal from error
-        return key
+        if shares is None:
+            num_shares = self.mesh.size_of(self.mesh.parts("dp"))
+            shares = shares_to_pad(inputs, batch_dims_of(inputs, self._batch_dims), num_shares, self._num_microbatches)
+        return key, shares
 
     def _check(self, inputs: CallInputs) -> CallKey:
         """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""
         state = self._guard.state()
-        device, number = self._world.device(self._model), self._num_microbatches
+        device = self._world.device(self._model)
         kind = "cpu" if device.type == "meta" else device.type
         key = (inputs.key, kind, state, torch.is_grad_enabled(), Autocast.around(device.type), self._guard.trainable())
         if key not in self._captures:
             check_arguments(self._model, *inputs.call())
         dims = batch_dims_of(inputs, self._batch_dims)
-        check_inputs(inputs, dims, self.mesh, device, is_virtual=self._world.is_virtual, num_microbatches=number)
+        check_inputs(inputs, dims, device, is_virtual=self._world.is_virtual)
         return key
 
-    def _compile(self, inputs: CallInputs) -> Captured:
+    def _compile(self, inputs: CallInputs, shares: UnequalShares | None) -> Captured:
         self._announce(inputs)
         args, kwargs = inputs.call()
+        dims = batch_dims_of(inputs, self._batch_dims) if shares is None else shares.dims
         if not self._world.is_virtual:
-            args, kwargs = global_call(inputs, batch_dims_of(inputs, self._batch_dims), self.mesh.size_of(self.mesh.parts("dp")))
+            num_shares = self.mesh.size_of(self.mesh.parts("dp"))
+            sizes = {index: tensor.shape[dims[index]] * num_shares for index, _, tensor in inputs.tensors if index in dims}
+            sizes = sizes if shares is None else {index: sum(each) for index, each in shares.sizes.items()}
+            args, kwargs = global_call(inputs, dims, sizes)
         with global_parameters(self._model):
-            compiled = self._capture(args, kwargs, pins=dict(self._placements) or None)
+            compiled = self._capture(args, kwargs, pins=dict(self._placements) or None, shares=shares)
         self._world.prepare(compiled)
         placements = placements_of(compiled.local.signature, compiled.local.mesh.ranks)
         if not self._captures:
@@ -197,7 +210,7 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements
         self._guard.captured(compiled.forward.written)
-        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), Places(compiled, self._world.ranks))
+        return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), Places(compiled, self._world.ranks), dims)
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What `make` gives on rank 0, on every rank; it is called there alone. Collective."""

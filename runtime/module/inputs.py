@@ -13,6 +13,7 @@ import torch
 from autopar.driver.options import BatchDims
 from autopar.errors import InputError, MeshError
 from autopar.ir.mesh import Mesh
+from autopar.ir.shares import UnequalShares
 from autopar.runtime._torch import flatten, flatten_with_names, has_values, is_fake_mode_active, unflatten
 
 
@@ -38,6 +39,11 @@ class CallInputs:
                 yield index, name, leaf
 
     @property
+    def kinds(self) -> tuple[Any, ...]:
+        """The key without shapes."""
+        return (self.structure, *(_leaf_kind(leaf) for leaf in self.leaves))
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one program serves, as far as inputs go."""
         return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves))
@@ -51,9 +57,13 @@ class CallInputs:
 
 
 def _leaf_key(leaf: Any) -> Any:
+    return (leaf.shape, _leaf_kind(leaf)) if isinstance(leaf, torch.Tensor) else _leaf_kind(leaf)
+
+
+def _leaf_kind(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         device = "cpu" if leaf.is_meta else leaf.device.type  # not the index: it is each rank's own
-        return (leaf.shape, leaf.dtype, device, leaf.requires_grad)
+        return (leaf.dtype, device, leaf.requires_grad)
     return (type(leaf), repr(leaf))
 
 
@@ -84,14 +94,12 @@ def _covers(given: str, name: str) -> bool:
     return name == given or name.startswith((f"{given}[", f"{given}."))
 
 
-def check_inputs(
-    inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, device: torch.device, *, is_virtual: bool, num_microbatches: int | None = None
-) -> None:
-    """Raise `InputError` with every reason why these inputs cannot run: device, batch size, gradients asked for.
+def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.device, *, is_virtual: bool) -> None:
+    """Raise `InputError` with every reason why these inputs cannot run: device, an empty batch, gradients asked for.
 
-    For virtual ranks what is on meta, inputs or parameters, is planned with: see `check_values` for calls.
+    For virtual ranks what is on meta, inputs or parameters, is planned with: see `check_values` for calls. The share of a real rank may
+    be empty.
     """
-    num_shares = mesh.size_of(mesh.parts("dp"))
     problems = []
     for index, name, tensor in inputs.tensors:
         is_planned = is_virtual and "meta" in (tensor.device.type, device.type)
@@ -99,11 +107,8 @@ def check_inputs(
             problems.append(f"{name!r} is on {tensor.device}, the parameters are on {device}: pass {name}.to({str(device)!r})")
         if tensor.requires_grad and torch.is_grad_enabled():
             problems.append(f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach()")
-        if index in dims and is_virtual:
-            problems += _batch_problem(name, tensor.shape[dims[index]], num_shares)
-        if index in dims and num_microbatches and not problems:
-            share = tensor.shape[dims[index]] // (num_shares if is_virtual else 1)
-            problems += _microbatch_problem(name, share, num_microbatches)
+        if index in dims and is_virtual and tensor.shape[dims[index]] == 0:
+            problems.append(f"{name!r} has no samples (shape {list(tensor.shape)}): pass at least one")
     if problems:
         raise InputError("the inputs of this call cannot run on the mesh:\n  " + "\n  ".join(problems))
 
@@ -128,31 +133,22 @@ def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) 
         raise InputError(f"on meta or fake, without values: {names}; a program can be planned with them, but not run: pass real tensors")
 
 
-def _batch_problem(name: str, size: int, num_shares: int) -> list[str]:
-    if size < num_shares:
-        return [f"{name!r} has a batch of {size}, smaller than dp = {num_shares}: pass at least {num_shares} samples, or use a smaller dp"]
-    if size % num_shares:
-        lower = size // num_shares * num_shares
-        return [f"{name!r} has a batch of {size}, not divisible by dp = {num_shares}: pass {lower} or {lower + num_shares} samples"]
-    return []
-
-
-def _microbatch_problem(name: str, share: int, number: int) -> list[str]:
-    if share % number == 0:
-        return []
-    divisors = ", ".join(str(each) for each in range(1, share + 1) if share % each == 0)
-    return [f"a rank's share of {name!r} is {share} samples, which num_microbatches={number} does not divide: use one of {divisors}"]
-
-
 def agree_on_call(
-    inputs: CallInputs, problem: str | None, key: object, gather: Callable[..., Sequence[Any]], is_equal: Callable[[int, str], bool]
-) -> None:
-    """Raise `InputError` on every rank when one of them cannot run its call, or when their calls need different programs. Collective.
+    inputs: CallInputs,
+    problem: str | None,
+    key: object,
+    mesh: Mesh,
+    batch_dims: BatchDims,
+    gather: Callable[..., Sequence[Any]],
+    is_equal: Callable[[int, str], bool],
+) -> UnequalShares | None:
+    """The ranks' shares of the batch where they are unequal, None where all are alike. Collective.
 
     problem     why this rank's inputs cannot run, or None
-    key         what chooses the program; its repr must be equal on all ranks, but for addresses
+    key         what chooses the program, besides shapes; its repr must be equal on all ranks, but for addresses
 
-    Otherwise the others would wait for a rank that raised, or that captures anew while they run.
+    Raises `InputError` on every rank when one of them cannot run its call, or when their calls need different programs: otherwise the
+    others would wait for a rank that raised, or that captures anew while they run.
     """
     shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for _, name, tensor in inputs.tensors}
     digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(key)).encode()).hexdigest()
@@ -160,7 +156,7 @@ def agree_on_call(
     # A number says in one short message that all is well; who differs, and in what, takes several.
     told = hashlib.sha256(repr((problem, digest, shapes)).encode()).digest()
     if is_equal(int.from_bytes(told[:7]), what) and problem is None:
-        return
+        return None
     everyone = gather((problem, digest, shapes), what)
     problems: dict[str, int] = {}
     for rank, (text, _, _) in enumerate(everyone):
@@ -170,24 +166,78 @@ def agree_on_call(
         raise InputError("\n".join(f"rank {rank}: {text}" for text, rank in problems.items()))
     _, first_digest, first_shapes = everyone[0]
     for rank, (_, theirs, their_shapes) in enumerate(everyone):
-        if their_shapes != first_shapes:
+        if theirs != first_digest or their_shapes.keys() != first_shapes.keys():
             raise InputError(
-                f"ranks 0 and {rank} pass inputs of different shapes: {first_shapes} and {their_shapes}; pad or drop the last batch"
-            )
-        if theirs != first_digest:
-            raise InputError(
-                f"ranks 0 and {rank} make different calls with inputs of equal shapes ({first_shapes}): arguments that are no tensors, "
+                f"ranks 0 and {rank} make different calls, with inputs {first_shapes} and {their_shapes}: arguments that are no tensors, "
                 "grad mode, autocast, requires_grad and the model's modes, hooks, attributes and submodules must be equal on all ranks"
             )
+    return unequal_shares(inputs, [theirs for _, _, theirs in everyone], mesh, batch_dims)
 
 
-def global_call(inputs: CallInputs, dims: Mapping[int, int], num_shares: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The call with the global batch's shapes, from one rank's share: values are uninitialised and take no memory that is not touched."""
+def unequal_shares(
+    inputs: CallInputs, shapes: Sequence[Mapping[str, tuple[tuple[int, ...], str]]], mesh: Mesh, batch_dims: BatchDims
+) -> UnequalShares:
+    """What each place along dp passes of each input with a batch dim; `shapes` and dtypes are by rank and by the inputs' names.
+
+    Without `batch_dims` an input has one where its dim 0 is, on every rank, as long as that of the first. Raises `InputError` where
+    shapes differ in anything else.
+    """
+    sized = [name for _, name, tensor in inputs.tensors if tensor.ndim]
+    counted = {name for name in sized if all(len(of[name][0]) and of[name][0][0] == of[sized[0]][0][0] for of in shapes)}
+    dims = {index: 0 for index, name, _ in inputs.tensors if name in counted} if batch_dims is None else batch_dims_of(inputs, batch_dims)
+    first = {mesh.index(rank, mesh.parts("dp")): rank for rank in reversed(range(mesh.size))}
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    for index, name, _ in inputs.tensors:
+        for rank, of in enumerate(shapes):
+            place = mesh.index(rank, mesh.parts("dp"))
+            other = 0 if index not in dims else first[place]
+            if of[name] != shapes[other][name]:
+                raise _unequal(
+                    name, other, rank, shapes, "ranks at one place along dp pass the same" if index in dims else "it has no batch"
+                )
+            if index in dims and _beside(of[name], dims[index]) != _beside(shapes[0][name], dims[index]):
+                raise _unequal(name, 0, rank, shapes, f"only dim {dims[index]}, which counts samples, may differ")
+        if index in dims:
+            sizes = tuple(shapes[first[place]][name][0][dims[index]] for place in sorted(first))
+            if not any(sizes):
+                raise InputError(f"{name!r} has no samples on any rank: pass at least one")
+            found.append((index, dims[index], sizes))
+    return UnequalShares(tuple(found))
+
+
+def _beside(kind: tuple[tuple[int, ...], str], dim: int) -> tuple[object, ...]:
+    """Shape and dtype, but for one dim."""
+    shape, dtype = kind
+    return (len(shape), shape[:dim], shape[dim + 1 :], dtype)
+
+
+def _unequal(name: str, one: int, other: int, shapes: Sequence[Mapping[str, Any]], why: str) -> InputError:
+    return InputError(
+        f"ranks {one} and {other} pass {name!r} of different shapes, {shapes[one][name]} and {shapes[other][name]}, but {why}; which dims "
+        "count samples is said by batch_dims="
+    )
+
+
+def shares_to_pad(inputs: CallInputs, dims: Mapping[int, int], num_shares: int, number: int | None) -> UnequalShares | None:
+    """Equal shares that `number` microbatches do not divide: padding moves samples between real ranks; None where they do divide."""
+    sizes = {index: tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims}
+    if all(size % (number or 1) == 0 and size for size in sizes.values()):
+        return None
+    if 0 in sizes.values():
+        raise InputError("the inputs have no samples on any rank: pass at least one")
+    return UnequalShares(tuple((index, dims[index], (size,) * num_shares) for index, size in sizes.items()))
+
+
+def global_call(inputs: CallInputs, dims: Mapping[int, int], sizes: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call with the global batch's shapes, from one rank's share: values are uninitialised and take no memory that is not touched.
+
+    `sizes` are those of the global batch, by flat index.
+    """
 
     def grown(index: int, tensor: torch.Tensor) -> torch.Tensor:
         shape = list(tensor.shape)
         if index in dims:
-            shape[dims[index]] *= num_shares
+            shape[dims[index]] = sizes[index]
         return torch.empty(shape, dtype=tensor.dtype)
 
     return inputs.call(grown)

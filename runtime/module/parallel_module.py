@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from autopar.runtime.execute.call import Call, differentiate
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.module.captures import Captured
 from autopar.runtime.module.copies import check_copy, share_captures
-from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_replicas
+from autopar.runtime.module.inputs import CallInputs, check_replicas
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
 from autopar.runtime.train.scaler import Scaler, tell_of_scale
@@ -43,12 +44,13 @@ class ParallelModule(Inspected):
 
     `step` counts the calls that draw random numbers, `seed` is where those begin; both are in the state.
 
-    capture     `(args, kwargs, *, pins) -> Compiled`: inputs of global shape (values are not read on a real mesh), and the
-                placements of parameters that an earlier capture fixed, by name (None at the first)
+    capture     `(args, kwargs, *, pins, shares) -> Compiled`: inputs of global shape (values are not read on a real mesh), and the
+                placements of parameters that an earlier capture fixed, by name (None at the first); `shares` of the batch where they
+                are unequal
     backend     "eager", the name of any torch.compile backend, or such a backend itself
     batch_dims  see `autopar.runtime.module.inputs.batch_dims_of`
     timeout     seconds that a real rank waits for its peers; None keeps torch's default
-    num_microbatches  which must divide every rank's share of the batch; None where the capture chooses it
+    num_microbatches  to a multiple of which every rank's share of the batch is padded; None where the capture chooses it
     world       that of the module of which this is a copy
     for_copy    makes the parallel module of a deep copy of the model, in the same world; without it copies are refused
 
@@ -92,6 +94,17 @@ class ParallelModule(Inspected):
         """What `TrainStep(loss_scale=...)` has the loss multiplied by in the next step; None where it scales nothing."""
         return None if self._trainer.scaling is None else self._trainer.scaling.scale
 
+    def train_state_dict(self) -> dict[str, Any]:
+        """What `train_step` goes on from, besides `state_dict()`: the optimizer's state, averages, loss scale and counts, whole values by
+        the parameters' names, on every rank; of any mesh, for any mesh. Collective. Raises `AutoparError` amid an accumulation."""
+        return {"seed": self.seed, "step": self.step, **self._trainer.state(self)}
+
+    def load_train_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `train_state_dict` gave. Collective. Raises `AutoparError`, and changes nothing, where options or parameters are
+        others."""
+        self._trainer.load_state(state, self)
+        self.seed, self.step = state["seed"], state["step"]
+
     @not_compiled
     def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, backward and update of one batch; what the call returns, its loss detached.
@@ -115,7 +128,7 @@ class ParallelModule(Inspected):
         scale = self._trainer.scale
 
         def trace() -> str:
-            return first_non_finite(self, args, kwargs, captured.compiled, call.key, scale)
+            return first_non_finite(self, args, kwargs, captured, call.key, scale)
 
         return build_output(captured.compiled.local.signature, self._trainer.run(call, self, trace))
 
@@ -152,7 +165,7 @@ class ParallelModule(Inspected):
         if self.seed is None:
             self.seed = int(self._world.gather(torch.initial_seed())[0])
         if not captured.are_replicas_checked and not self._world.is_virtual:
-            check_replicas(inputs, batch_dims_of(inputs, self._batch_dims), self.mesh, self._world.gather)
+            check_replicas(inputs, captured.batch_dims, self.mesh, self._world.gather)
         captured.are_replicas_checked = True
 
     # ---- copies

@@ -35,7 +35,7 @@ class PartialStep:
     """
 
     def __init__(self, optimizer: Optimizer, on_parts: bool = False, wholes: WholeParameters | None = None) -> None:
-        self.optimizer, self._on_parts, self._wholes = optimizer, on_parts, wholes
+        self.optimizer, self._on_parts, self.wholes = optimizer, on_parts, wholes
         self._stand_ins: dict[nn.Parameter, _StandIn] = {}
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -44,7 +44,7 @@ class PartialStep:
         with self._narrowed(chosen):
             self.optimizer.step()
         for each in parameters:
-            if self._wholes is not None and each in self._wholes:
+            if self.wholes is not None and each in self.wholes:
                 self._put_back(each, chosen[id(each)])
             elif chosen[id(each)] is not each:
                 self._hand_back(each)
@@ -66,8 +66,8 @@ class PartialStep:
     def _stood_in_for(self, parameter: nn.Parameter) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
             return parameter
-        if self._wholes is not None and parameter in self._wholes:
-            whole = self._wholes.gather(parameter)
+        if self.wholes is not None and parameter in self.wholes:
+            whole = self.wholes.gather(parameter)
             if parameter in self.optimizer.state:
                 self.optimizer.state[whole] = self.optimizer.state.pop(parameter)
             return whole
@@ -87,8 +87,8 @@ class PartialStep:
         return known.local
 
     def _put_back(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-        assert self._wholes is not None and isinstance(parameter, DTensor)
-        self._wholes.put(parameter, whole)
+        assert self.wholes is not None and isinstance(parameter, DTensor)
+        self.wholes.put(parameter, whole)
         if whole in self.optimizer.state:
             self.optimizer.state[parameter] = self.optimizer.state.pop(whole)
 

@@ -69,14 +69,16 @@ class Told(Protocol):
     compiled: Compiled
     is_scale_missed: bool
 
-    @property
-    def trainable(self) -> frozenset[str]: ...
-
 
 def tell_of_scale(call: Told) -> None:
     """Say once of a call in a plain loop that nobody scales its loss, where precision= needs that."""
     precision = call.compiled.forward.precision
-    if precision is not None and precision.needs_scale and call.trainable and not call.is_scale_missed:
+    if (
+        precision is not None
+        and precision.needs_scale
+        and call.compiled.local.signature.outputs_of("gradient")
+        and not call.is_scale_missed
+    ):
         call.is_scale_missed = True
         logger.warning(
             "precision= has gradients in float16, which vanish where the loss is not scaled: in a plain loop use parallel.scaler(), "

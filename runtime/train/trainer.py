@@ -22,6 +22,7 @@ from autopar.runtime.module.state import clip_grad_norm
 from autopar.runtime.train.partial_step import PartialStep
 from autopar.runtime.train.placed import WholeParameters, check_places, placed_instance
 from autopar.runtime.train.scaler import ScaleState, non_finite, unscale
+from autopar.runtime.train.state import check_optimizer_state, load_optimizer_state, optimizer_state, placed_like, whole_entries
 from autopar.runtime.train.updates import Updates
 
 logger = logging.getLogger("autopar")
@@ -183,6 +184,57 @@ class Trainer:
     def takes_closure(self) -> bool:
         return self.recipe is not None and self.recipe.takes_closure
 
+    def state(self, module: Trained) -> dict[str, Any]:
+        """What a run goes on from, besides the model's state: whole values by name, on every rank. Collective.
+
+        Raises `AutoparError` between the calls of an accumulation, whose gradients are in no state.
+        """
+        if self._num_calls % self.options.accumulate:
+            raise AutoparError(
+                f"{self._num_calls % self.options.accumulate} of the {self.options.accumulate} calls that make an update are done, and "
+                "their gradients are in no state: save after the call that updates"
+            )
+        optimizer, names, world = self.optimizer(module), _names(module._model), module._world
+        averages = whole_entries({(name, "ema"): value for name, value in self.averages.items()}, world)
+        return {
+            "num_calls": self._num_calls,
+            "loss_scale": None if self.scaling is None else {"scale": self.scaling.scale, "num_finite": self.scaling.num_finite},
+            "ema": {name: averages[name, "ema"] for name in dict.fromkeys(names.values()) if (name, "ema") in averages},
+            "optimizer": None if optimizer is None else optimizer_state(optimizer, names, world),
+        }
+
+    def load_state(self, state: Mapping[str, Any], module: Trained) -> None:
+        """Go on from a `state`, of whatever mesh. Collective. Raises `AutoparError`, and changes nothing, where it is one of other options
+        or parameters."""
+        optimizer, parameters, world = self.optimizer(module), dict(module.named_parameters()), module._world
+        self._check_state(state, optimizer)
+        if optimizer is not None:
+            check_optimizer_state(state["optimizer"], optimizer, _names(module._model), world)
+            assert self._part is not None
+            load_optimizer_state(state["optimizer"], optimizer, parameters, self._part.wholes, world)
+        self._num_calls = state["num_calls"]
+        if self.scaling is not None:
+            self.scaling.scale, self.scaling.num_finite = state["loss_scale"]["scale"], state["loss_scale"]["num_finite"]
+        held = {name: value for name, value in state["ema"].items() if name in parameters}
+        self.averages = {name: placed_like(value, parameters[name], name, world) for name, value in held.items()}
+
+    def _check_state(self, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+        problems: list[str] = []
+        for what, theirs, ours in (
+            ("an optimizer", state["optimizer"] is not None, optimizer is not None),
+            ("a loss scale", state["loss_scale"] is not None, self.scaling is not None),
+        ):
+            if theirs != ours:
+                problems.append(f"{what} is in the saved state {'alone' if theirs else 'not, and here one is used'}")
+        if state["ema"] and self.options.ema is None:
+            problems.append("averages (ema=) are in the saved state alone")
+        if state["num_calls"] % self.options.accumulate:
+            problems.append(f"{state['num_calls']} calls were made, and accumulate={self.options.accumulate} does not divide them")
+        if problems:
+            raise AutoparError(
+                "the saved state of training does not fit: " + "; ".join(problems) + ". Compile with the options of that run"
+            )
+
     def _apply_to(self, parameters: Parameters) -> Callable[[Sequence[str]], None]:
         def apply(names: Sequence[str]) -> None:
             assert self._part is not None
@@ -244,6 +296,10 @@ class Trainer:
                     local_of(self.averages[name]).lerp_(local_of(now), 1 - decay)
                 else:
                     local_of(self.averages[name]).copy_(local_of(now))
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(each): name for name, each in model.named_parameters()}
 
 
 def _require_no_gradients(parameters: Parameters) -> None:

@@ -22,6 +22,7 @@ from autopar.ir.arguments import arguments
 from autopar.ir.collectives import is_launch
 from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.program import Program
+from autopar.runtime.module.captures import Captured
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.verify.compare_forms import case_of
@@ -31,16 +32,17 @@ from autopar.runtime.verify.verify import global_inputs, whole_model
 
 
 def first_non_finite(
-    parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: Compiled, key: int, scale: float
+    parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any], captured: Captured, key: int, scale: float
 ) -> str:
-    """Where the call of `compiled` with these inputs, whose backward starts from `scale`, has its first value that is infinite or NaN,
+    """Where the call of `captured` with these inputs, whose backward starts from `scale`, has its first value that is infinite or NaN,
     of which the loss or a gradient is made; "" where there is none.
 
     Memory and time are those of `verify`: it is for a step that has failed. Collective; the same text on every rank.
     """
     inputs, world = CallInputs.of(args, kwargs), parallel._world
     model = parallel._model if world.is_virtual else whole_model(parallel)
-    args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs)
+    args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs, captured.batch_dims)
+    compiled = captured.compiled
     program = compiled.separated or compiled.local
     inputs = CallInputs.of(args, kwargs)
     case = case_of(model, inputs, key, {item.name: torch.full(item.shape, scale) for item in program.signature.inputs_of("tangent")})

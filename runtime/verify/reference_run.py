@@ -20,7 +20,7 @@ from autopar.ir.arguments import arguments, call_of, list_at
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
 from autopar.ir.instructions import Collective, Launch
 from autopar.ir.keys import ORIGIN
-from autopar.ir.padding import padded, unpadded
+from autopar.ir.padding import unpadded
 from autopar.ir.program import Form, Input, Program, Signature
 from autopar.runtime._torch import flatten
 from autopar.runtime.execute.virtual import collect
@@ -48,16 +48,16 @@ class Case:
     def value(self, item: Input, program: Program) -> torch.Tensor:
         """The value of one input of `program`, whole, with the padding that it enters `program` with."""
         if item.kind in ("parameter", "buffer"):
-            return padded(self.state[item.name].detach(), item.padding)
+            return item.entering(self.state[item.name].detach())
         if item.kind == "batch":
-            return self.leaves[int(item.name)].detach()
+            return item.entering(self.leaves[int(item.name)].detach())
         if item.kind == "constant":
             return program.constants[item.name]
         if item.kind == "random_key":
             return torch.tensor(self.key, dtype=torch.int64)
         assert item.kind == "tangent", item
         tangent = self.tangents.get(item.name)
-        return torch.ones(item.shape, dtype=item.dtype) if tangent is None else tangent.to(item.dtype)
+        return item.entering(torch.ones(item.shape, dtype=item.dtype) if tangent is None else tangent.to(item.dtype))
 
 
 @dataclass(frozen=True)

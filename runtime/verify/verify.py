@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,13 +12,15 @@ from torch.fx import Node
 from autopar.driver.compiled import Compiled
 from autopar.graph.promote import copy_model, promote_tensor
 from autopar.ir.mesh import Mesh, parent
+from autopar.ir.padding import unpadded
 from autopar.ir.program import Input
 from autopar.ir.sharding import Sharding
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.random_key import random_key
+from autopar.runtime.execute.shares import share_of
 from autopar.runtime.execute.world import Parts, RankParts
-from autopar.runtime.module.inputs import CallInputs, batch_dims_of
+from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.verify.compare_forms import verify_compiled
@@ -42,7 +44,7 @@ def verify(
     seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
     key = random_key(seed, parallel.step + captured.draws)
     model = parallel._model if world.is_virtual else whole_model(parallel)
-    args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs)
+    args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs, captured.batch_dims)
     run = _OwnRun(parallel, inputs, captured.fragments, promote)
     return verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
 
@@ -54,9 +56,9 @@ def whole_model(parallel: ModuleState) -> nn.Module:
     return copy_model(parallel._model, {id(value): full.get(name, value).cpu() for name, value in named.items()}, promoted=False)
 
 
-def global_inputs(parallel: ModuleState, inputs: CallInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def global_inputs(parallel: ModuleState, inputs: CallInputs, dims: Mapping[int, int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call on the global batch, from every rank's share along dp."""
-    dims, mesh = batch_dims_of(inputs, parallel._batch_dims), parallel.mesh
+    mesh = parallel.mesh
     everyone = parallel._world.gather({index: tensor.detach().cpu() for index, _, tensor in inputs.tensors})
     first = {mesh.index(rank, mesh.parts("dp")): rank for rank in reversed(range(mesh.size))}
 
@@ -100,13 +102,15 @@ class _OwnRun:
             return
         tangents = {}
         for item in compiled.local.signature.inputs_of("tangent"):
-            whole = case.value(item, compiled.local)
+            whole = unpadded(case.value(item, compiled.local), item.padding)
             tangents[item.name] = whole.to(self.device) if self.world.is_virtual else self._share(whole, item, compiled.local.mesh)
         call.backward(tangents)
 
     def _share(self, tangent: torch.Tensor, item: Input, mesh: Mesh) -> torch.Tensor:
         """This rank's part along dp of an output's tangent."""
         assert item.sharding is not None, item
+        if item.shares:
+            return share_of(tangent, item, mesh, self.world.ranks[0]).to(self.device)
         along = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in item.sharding.splits))
         return local_shard(tangent, item.dims, along, mesh, self.world.ranks[0]).to(self.device)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import BackwardError, CaptureError, InputError, PlanError, ScheduleError, virtual_mesh
+from autopar import BackwardError, CaptureError, PlanError, ScheduleError, virtual_mesh
 from autopar.ir.actions import parse_schedule
 from autopar.pipeline.schedules import generate
 from tests.support.models.language import mixtral
@@ -289,11 +289,6 @@ def test_a_schedule_for_other_numbers_is_refused() -> None:
 
 def test_an_unknown_schedule_is_refused() -> None:
     assert "no schedule is called 'zigzag': there are auto, gpipe, 1f1b" in refusal(ScheduleError, PP2, 4, "zigzag")
-
-
-def test_a_number_that_does_not_divide_the_share_is_refused() -> None:
-    found = refusal(InputError, PP2_DP2, 3)
-    assert "a rank's share of 'ids' is 4 samples, which num_microbatches=3 does not divide: use one of 1, 2, 4" in found
 
 
 # ---- models

@@ -17,7 +17,7 @@ from autopar.driver.manager import run_passes
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import STAGE
 from autopar.ir.mesh import Mesh
-from autopar.ir.padding import padded, unpadded
+from autopar.ir.padding import unpadded
 from autopar.ir.program import Form, Program
 from autopar.ir.schedule import Schedule
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
@@ -101,7 +101,7 @@ def inputs_of(program: Program, model: nn.Module, args: Sequence[Any], kwargs: M
 def run(program: Program, inputs: Values) -> Values:
     """A GLOBAL program on one device. Raises AssertionError where a value is not of the traced shape or dtype."""
     assert program.form is Form.GLOBAL
-    values = (padded(inputs[item.kind, item.name].clone(), item.padding) for item in program.signature.inputs)
+    values = (item.entering(inputs[item.kind, item.name].clone()) for item in program.signature.inputs)
     results = _Traced(program.module(), program).run(*values)
     return {(item.kind, item.name): unpadded(value, item.padding) for item, value in zip(program.signature.outputs, results, strict=True)}
 
@@ -153,7 +153,7 @@ def _rank_inputs(schedule: Schedule, mesh: Mesh, inputs: Values, rank: int) -> R
         elif item.sharding is None:
             buffers[name] = inputs[item.kind, item.name]
         else:
-            whole = padded(inputs[item.kind, item.name], item.padding)
+            whole = item.entering(inputs[item.kind, item.name])
             buffers[name] = local_shard(whole, item.dims, item.sharding, mesh, rank)
     return RankState(buffers)
 

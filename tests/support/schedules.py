@@ -177,7 +177,7 @@ def parallel_mlp(mesh: Mesh, **options: Any) -> tuple[ParallelModule, Mlp]:
     model = Mlp()
     captures: list[Any] = []
 
-    def capture(args: tuple[Any, ...], kwargs: dict[str, Any], *, pins: Any) -> Any:
+    def capture(args: tuple[Any, ...], kwargs: dict[str, Any], *, pins: Any, shares: Any) -> Any:
         captures.append((args, kwargs, pins))
         return mlp_compiled(mesh, torch.is_grad_enabled())
 

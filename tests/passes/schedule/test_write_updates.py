@@ -162,3 +162,13 @@ def test_gradients_need_not_live_together(axes: dict[str, int], share: float) ->
 def _bytes(schedule: Schedule, name: str) -> int:
     shape, dtype = schedule.type_of(name) or ((), torch.float32)
     return torch.Size(shape).numel() * dtype.itemsize
+
+
+def test_what_reads_a_transfer_waits_for_it() -> None:
+    """A stage whose backward gives gradients and nothing else."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model.forward = lambda x: nn.Sequential.forward(model, x).square().mean()  # type: ignore[method-assign]
+    parallel = autopar.compile(model, autopar.virtual_mesh(pp=2), backend="eager", optimizer=torch.optim.SGD, num_microbatches=1)
+    before = model[0].weight.detach().clone()
+    parallel.train_step(torch.ones(2, 4, dtype=torch.float64))
+    assert not torch.equal(before, model[0].weight)

@@ -83,7 +83,7 @@ def real_mlp(**options: Any) -> tuple[ParallelModule, Mlp]:
     model = Mlp()
     reference, mesh = copy.deepcopy(model), Mesh.of(device_mesh)
 
-    def capture(args: Any, kwargs: dict[str, torch.Tensor], *, pins: Any) -> Compiled:
+    def capture(args: Any, kwargs: dict[str, torch.Tensor], *, pins: Any, shares: Any) -> Compiled:
         assert kwargs["x"].shape == (BATCH, WIDTH), "capture sees the global batch"
         assert all(not isinstance(parameter, DTensor) and parameter.shape in ((8, 6), (6, 8)) for parameter in model.parameters())
         return mlp_compiled(mesh, torch.is_grad_enabled())
@@ -246,10 +246,10 @@ def ranks_compile_different_programs() -> str:
     [
         (ranks_pass_different_shares, "'y' differs between ranks 0 and 1, which must pass the same share of the batch"),
         (ranks_pass_different_constants, "'scale' differs between ranks 0 and 2, which must pass the same value"),
-        (ranks_pass_different_shapes, "ranks 0 and 3 pass inputs of different shapes"),
+        (ranks_pass_different_shapes, "ranks 2 and 3 pass 'x' of different shapes"),
         (ranks_pass_different_shares_to_a_later_capture, "'y' differs between ranks 0 and 1"),
-        (one_rank_passes_a_short_last_batch, "ranks 0 and 3 pass inputs of different shapes"),
-        (one_rank_is_in_another_mode, "ranks 0 and 1 make different calls with inputs of equal shapes"),
+        (one_rank_passes_a_short_last_batch, "ranks 2 and 3 pass 'x' of different shapes"),
+        (one_rank_is_in_another_mode, "ranks 0 and 1 make different calls, with inputs"),
         (one_ranks_inputs_are_refused, "rank 2: the inputs of this call cannot run on the mesh:\n  'x' requires grad"),
         (ranks_compile_different_programs, "ranks 0 and 1 compiled different programs"),
     ],

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from autopar.errors import InputError, MeshError
-from autopar.ir.mesh import Mesh, virtual_mesh
-from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_inputs, check_replicas, check_values, global_call
+from autopar.ir.mesh import Mesh
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_inputs, check_replicas, check_values, global_call, unequal_shares
 
 INPUTS = CallInputs.of(
     (torch.ones(3, 4),), {"extra": {"mask": torch.ones(2, 3), "flag": None}, "bias": torch.ones(7), "n": 5, "ids": torch.ones(3)}
@@ -52,8 +52,8 @@ def test_keys_tell_calls_apart() -> None:
 
 
 def test_a_share_grows_to_the_global_batch() -> None:
-    args, kwargs = global_call(INPUTS, {0: 0, 2: 1}, 4)
-    assert args[0].shape == (12, 4) and kwargs["extra"]["mask"].shape == (2, 12) and kwargs["bias"].shape == (7,) and kwargs["n"] == 5
+    args, kwargs = global_call(INPUTS, {0: 0, 2: 1}, {0: 12, 2: 10})
+    assert args[0].shape == (12, 4) and kwargs["extra"]["mask"].shape == (2, 10) and kwargs["bias"].shape == (7,) and kwargs["n"] == 5
 
 
 def test_replicas_are_compared_by_dtype_shape_and_bytes() -> None:
@@ -75,7 +75,7 @@ def test_replicas_are_compared_by_dtype_shape_and_bytes() -> None:
 def test_inputs_on_another_device_are_refused_and_those_on_meta_planned_with(is_virtual: bool) -> None:
     inputs = CallInputs.of((torch.ones(4, 2),), {"y": torch.ones(4, device="meta")})
     with pytest.raises(InputError) as caught:
-        check_inputs(inputs, {0: 0, 1: 0}, Mesh.of(virtual_mesh(dp=2)), torch.device("cuda"), is_virtual=is_virtual)
+        check_inputs(inputs, {0: 0, 1: 0}, torch.device("cuda"), is_virtual=is_virtual)
     assert "'args[0]' is on cpu, the parameters are on cuda: pass args[0].to('cuda')" in str(caught.value)
     assert ("'y' is on meta" in str(caught.value)) is not is_virtual
 
@@ -86,3 +86,21 @@ def test_what_has_no_values_is_named() -> None:
         check_values(inputs, {"weight": torch.ones(2)}.items())
     with pytest.raises(MeshError, match="1 parameters and buffers are on meta or fake, the first is 'scale'"):
         check_values(inputs, {"weight": torch.ones(2), "scale": torch.ones(2, device="meta")}.items())
+
+
+def shares_of(*sizes: int, dims: Any = None, width: int = 4) -> Any:
+    """Of two places along dp, two ranks each: x [n, 4], y [n] and a table [3, 4]."""
+    every = [{"x": ((size, 4), "f"), "y": ((size,), "f"), "z": ((3, width if rank else 4), "f")} for rank, size in enumerate(sizes)]
+    inputs = CallInputs.of((), {"x": torch.ones(sizes[0], 4), "y": torch.ones(sizes[0]), "z": torch.ones(3, 4)})
+    return unequal_shares(inputs, every, Mesh((("dp", 2), ("tp", 2))), dims).inputs
+
+
+def test_unequal_shares_are_told_by_place_along_dp() -> None:
+    assert shares_of(3, 3, 1, 1) == ((0, 0, (3, 1)), (1, 0, (3, 1)))  # z has a dim of 3, too, on ranks 2 and 3 alone no batch
+    assert shares_of(0, 0, 2, 2, dims={"x": 0, "y": 0}) == ((0, 0, (0, 2)), (1, 0, (0, 2)))
+    with pytest.raises(InputError, match="ranks 0 and 1 pass 'x' of different shapes.* ranks at one place along dp pass the same"):
+        shares_of(3, 2, 2, 2)
+    with pytest.raises(InputError, match="ranks 0 and 1 pass 'z' of different shapes.* it has no batch"):
+        shares_of(3, 3, 2, 2, width=5)
+    with pytest.raises(InputError, match="'x' has no samples on any rank"):
+        shares_of(0, 0, 0, 0)
