@@ -46,7 +46,7 @@ def _penalties(problem: Problem) -> Problem:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
         if not reachable(source, target):
             return math.inf
-        _, is_ahead, _, _ = problem.price_class(value)  # type: ignore[misc]
+        _, is_ahead, *_ = problem.price_class(value)  # type: ignore[misc]
         return MIXING_SECONDS * sum(is_mixing(move, bool(is_ahead)) for move in moves(source, target))
 
     return replace(problem, price=price)

@@ -27,12 +27,12 @@ from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.ir.zero import DATA
 from autopar.ops.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
 from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem, State, ValueIndex
-from autopar.partition.zero_placements import in_parts, is_in_parts, kept_whole, of_copies
+from autopar.partition.zero_placements import has_copy, in_parts, is_in_parts, kept_whole, of_copies
 
 # The result that is read by the input of this kind and name: where it must be left.
 HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
 _NO_LIMIT = MemoryBudget()
-# More than any plan saves by it. A sum that passes through a cast in parts never needs it.
+# More than any plan saves by it. A sum that passes through a cast in parts never needs it, nor does a copy of a parameter.
 _UNWANTED_SECONDS = 1.0
 
 
@@ -108,7 +108,7 @@ class _Builder:
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
-    _moved: dict[ValueIndex, tuple[float, bool, bool, bool]] = field(default_factory=dict)
+    _moved: dict[ValueIndex, tuple[float, bool, bool, bool, bool]] = field(default_factory=dict)
     _results: frozenset[Node] = frozenset()
     _ahead: frozenset[Node] = frozenset()
     _unwanted: frozenset[Node] = frozenset()
@@ -152,24 +152,28 @@ class _Builder:
 
     def price(self, value: ValueIndex, source: State, target: State) -> float:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
-        num_bytes, is_ahead, is_result, is_unwanted = self.price_class(value)
+        num_bytes, is_ahead, is_result, is_unwanted, is_once = self.price_class(value)
         seconds = self._reshards.seconds(num_bytes, source, target, is_ahead)
         if is_unwanted and set(source.unreduced) - set(target.unreduced):
             seconds += _UNWANTED_SECONDS
+        if is_once and self.program.freedom.zero is None and self._beside_batch(source) != self._beside_batch(target):
+            seconds += _UNWANTED_SECONDS  # a copy is whole over dp, or in parts; over other axes it lies as the parameter does
         # A gradient is moved when it is summed, once for all microbatches, unless it is cut after each; seconds are those of one.
         is_cut = self.program.freedom.cuts_each_microbatch and any(map(self.program.freedom.is_batch, target.split_axes))
         is_shared = is_result and is_summed_later(source) and is_summed_later(target) and not is_cut
-        return seconds / self.program.mesh.num_microbatches if is_shared else seconds
+        return seconds / self.program.mesh.num_microbatches if is_shared or is_once else seconds
 
-    def price_class(self, value: ValueIndex) -> tuple[float, bool, bool, bool]:
-        """The bytes of a value, whether it is known ahead of the microbatches, whether it is a gradient that they sum, and whether ranks
-        should not sum it in its dtype: what it costs to move it depends on nothing else."""
+    def price_class(self, value: ValueIndex) -> tuple[float, bool, bool, bool, bool]:
+        """The bytes of a value, whether it is known ahead of the microbatches, whether it is a gradient that they sum, whether ranks should
+        not sum it in its dtype, and whether it is read for a copy that is made once a step: what it costs to move it depends on nothing
+        else."""
         if value not in self._moved:
             node = self._of_index[value[0]]
             tensor = results_of(node)[value[1]]
             assert tensor is not None
             num_bytes = float(tensor.numel() * tensor.dtype.itemsize)
-            self._moved[value] = num_bytes, node in self._ahead, node in self._results, node in self._unwanted
+            is_once = bool(node.users) and all(user.target is held for user in node.users)
+            self._moved[value] = num_bytes, node in self._ahead, node in self._results, node in self._unwanted, is_once
         return self._moved[value]
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
@@ -177,9 +181,9 @@ class _Builder:
         dims = DIMS[node][0]
         strategies = (self.pinned[node.name],) if node.name in self.pinned else self._placements(item, node)
         reads = () if left is None else (self.value_of(left),)
-        kind = self._number(("input", item.kind, dims, item.dtype, item.requires_grad, len(reads)))
+        kind = self._number(("input", item.kind, dims, item.dtype, item.requires_grad, len(reads), has_copy(node)))
         if (kind, strategies) not in self._inputs:
-            candidates = tuple(self._input_candidate(item, dims, strategy, len(reads)) for strategy in strategies)
+            candidates = tuple(self._input_candidate(item, dims, strategy, len(reads), has_copy(node)) for strategy in strategies)
             self._inputs[kind, strategies] = candidates
         candidates = self._inputs[kind, strategies]
         if reads and item.kind != "buffer":
@@ -206,10 +210,13 @@ class _Builder:
         later = tuple(replace(each, operands=tuple(map(summed_later, each.operands))) for each in candidates)  # type: ignore[arg-type]
         return strategies * 2, candidates + later
 
-    def _input_candidate(self, item: Input, dims: Dims, strategy: Strategy, num_reads: int) -> Candidate:
+    def _input_candidate(self, item: Input, dims: Dims, strategy: Strategy, num_reads: int, has_copy: bool) -> Candidate:
+        """A parameter that lies whole is its own copy, and the copy counts it."""
         sharding = strategy.results[0]
         seconds = self.cost.parameter(dims, item.dtype, sharding, item.requires_grad).seconds if item.kind == "parameter" else 0.0
         held = self.budget.optimizer.held_bytes(item, self.cost.local_bytes(dims, item.dtype, sharding))
+        if has_copy and not self._is_over_batch(sharding):
+            held -= self.cost.local_bytes(dims, item.dtype, sharding)
         # What there is to do once a step is shared by all microbatches.
         return Candidate((sharding,) * num_reads, (sharding,), seconds / self.program.mesh.num_microbatches, held)
 
@@ -242,11 +249,19 @@ class _Builder:
     def _candidate(self, node: Node, strategy: Strategy) -> Candidate:
         """What is saved is held; what any other op but a view reads and writes is there while it runs."""
         held_bytes = working = 0.0
-        if node.target in (save, held):
+        if node.target is held and has_copy(operands(node)[0]) and self._is_over_batch(strategy.results[0]):
+            pass  # the parameter itself
+        elif node.target in (save, held):
             held_bytes = self.cost.local_bytes(DIMS[node][0], node.meta["val"].dtype, strategy.results[0])
         elif self.budget.capacity_bytes < math.inf and not is_view(node):
             working = self.cost.traffic_bytes(node, strategy)
         return Candidate(strategy.operands, strategy.results, self.cost.node(node, strategy).seconds, held_bytes, working)
+
+    def _beside_batch(self, sharding: Sharding) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(axis for axis in split if not self.program.freedom.is_batch(axis)) for split in sharding.splits)
+
+    def _is_over_batch(self, sharding: Sharding) -> bool:
+        return any(map(self.program.freedom.is_batch, sharding.split_axes))
 
     def _add_result(self, output: Output, node: Node) -> None:
         """A result without an input that it belongs to."""

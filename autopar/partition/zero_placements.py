@@ -45,6 +45,11 @@ def of_copies(strategies: Iterable[Strategy], program: Program) -> tuple[Strateg
     return found or tuple(each for each in strategies if not set(masters) & set(each.results[0].axes))
 
 
+def has_copy(node: Node) -> bool:
+    """Whether a parameter itself, no cast of it, is read by a copy."""
+    return node.op == "placeholder" and any(user.target is held for user in node.users)
+
+
 def kept_whole(program: Program) -> frozenset[Node]:
     """What ZeRO does not mean, though it has no batch: what is made of the call's inputs alone (positions, masks), and of whole copies of
     parameters. It is not cut over `dp`, to be gathered again where links cost nothing."""

@@ -80,7 +80,9 @@ def _holds(item: Input, node: Node, compiled: Compiled, cost: CostModel) -> Iter
         yield f"holds {in_bytes(local)} a rank"
         return
     candidate = _candidate(node, compiled)
-    together = f", {in_bytes(candidate.held_bytes)} with its gradient and optimizer state" if candidate is not None else ""
+    # The search counts what lies whole as a copy's.
+    held_bytes = cost.optimizer.held_bytes(item, local)
+    together = f", {in_bytes(held_bytes)} with its gradient and optimizer state" if candidate is not None else ""
     update = in_seconds(cost.parameter(dims, item.dtype, sharding).seconds)
     yield f"holds {in_bytes(local)} a rank{together}; its update takes {update}"
 

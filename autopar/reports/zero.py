@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
+from torch.fx import Node
+
+from autopar.ir.collectives import reshard
 from autopar.ir.keys import SHARDING
+from autopar.ir.markers import held
 from autopar.ir.program import Input, Program
 from autopar.ir.units import in_bytes
+from autopar.ops.traits import CASTS
 from autopar.partition.zero_placements import is_in_parts
 from autopar.pipeline.stage_rules import is_copy
 from autopar.pipeline.stage_work import Work
 
 _SHOWN = 3
+_LEVELS = (
+    "whole on every rank",
+    "in parts with a whole copy, gathered once a step (level 2)",
+    "in parts, gathered by each phase (level 3)",
+)
 
 
 def zero_lines(program: Program) -> Iterator[str]:
-    """Nothing where no level was asked for."""
+    """What was asked for, or chosen under a budget; nothing where neither is."""
     zero, mesh = program.freedom.zero, program.mesh
     if zero is None:
+        yield from _chosen(program)
         return
     masters = program.freedom.master_axes(mesh)
     if not masters:
@@ -40,6 +52,27 @@ def zero_lines(program: Program) -> Iterator[str]:
     padded = [item for item in parts if item.padding is not None]
     if padded:
         yield f"padded: {_named(padded)}"
+
+
+def _chosen(program: Program) -> Iterator[str]:
+    """How many parameters lie how, where the search was free to choose."""
+    if not program.freedom.shards_parameters:
+        return
+    found = Counter(_level(node, program) for item, node in program.named_inputs() if item.kind == "parameter")
+    yield "chosen as memory asks for it: " + ", ".join(f"{found[each]} {each}" for each in _LEVELS if found[each])
+
+
+def _level(parameter: Node, program: Program) -> str:
+    def is_in_parts(node: Node) -> bool:
+        return any(map(program.freedom.is_batch, SHARDING[node][0].split_axes))
+
+    if not is_in_parts(parameter):
+        return _LEVELS[0]
+    pending, copies = [parameter], list[Node]()
+    for node in pending:
+        copies += [node] if node.target is held else []
+        pending += [user for user in node.users if user.target is held or user.target is reshard or user.target in CASTS]
+    return _LEVELS[1] if any(not is_in_parts(copy) for copy in copies) else _LEVELS[2]
 
 
 def _copies(program: Program) -> str:

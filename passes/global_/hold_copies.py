@@ -18,6 +18,9 @@ from autopar.ops.traits import CASTS
 class HoldCopies:
     """Let forward and backward read parameters through one `held` node each, where the level of ZeRO that was asked for has copies.
 
+    Where parameters may lie in parts as memory asks for it, the search decides by these nodes: a copy that lies whole is gathered once
+    a step, one in parts takes no memory, and is gathered by each phase.
+
     At levels 1 and 2, and with a secondary shard, these are copies of what ops read: of the parameter where one reads it itself, of its
     cast where one reads that. At level 3 they are casts alone: what is not cast is gathered from the master each time. A frozen
     parameter has no optimizer state, and lies whole below level 3.
@@ -30,12 +33,12 @@ class HoldCopies:
 
     def apply(self, program: Program) -> Program:
         zero = program.freedom.zero
-        if zero is None:
+        if not program.freedom.shards_parameters:
             return program
-        program = program.copy()
+        program, is_3 = program.copy(), zero is not None and zero.level == 3
         for item, node in list(program.named_inputs()):
-            if item.kind == "parameter" and (item.requires_grad or zero.level == 3):
-                for value in list(_copied(item, node, only_casts=zero.level == 3 and zero.secondary is None)):
+            if item.kind == "parameter" and (item.requires_grad or is_3):
+                for value in list(_copied(item, node, only_casts=is_3 and zero is not None and zero.secondary is None)):
                     _hold(program, value)
         return program
 

@@ -21,6 +21,10 @@ from autopar.passes.global_.find_atoms import FindAtoms
 aten = torch.ops.aten
 
 
+# What is padded although its size divides grows by no more than this.
+_LIMIT = 1.25
+
+
 @dataclass(frozen=True)
 class UnevenParameters:
     """By the name of a parameter the dim that is padded, and its size then."""
@@ -37,6 +41,9 @@ class PadParameters:
 
         w [10]  →  w [12@dp] → gathered [12] → slice [10], and of its gradient: [10] → padded [12] → reduce-scattered [12@dp]
 
+    A dim that does divide, but none of its atoms (a fused bias of 3 × 12 × 64 over 256 ranks), is padded by a part, so that a slice
+    parts its atoms from those of the parameter; it stays whole where that is much of it.
+
     Nothing but the parameter, its casts and its copy is padded, so that no op has to know. A scalar stays whole.
 
     Reads: DIMS, freedom. Writes: DIMS, BATCH, `padding` in the signature, slices with PHASE. Ensures: every other value is what it was.
@@ -52,7 +59,10 @@ class PadParameters:
                 continue
             if all(size % parts for size in flat(DIMS[node][0])):
                 dim = max(range(len(item.shape)), key=item.shape.__getitem__)
-                found[item.name] = dim, -(-item.shape[dim] // parts) * parts
+                size = item.shape[dim]
+                after = (size // parts + 1) * parts
+                if size % parts or after <= _LIMIT * size:
+                    found[item.name] = dim, after
         return UnevenParameters(found)
 
     def apply(self, program: Program, decision: UnevenParameters) -> Program:

@@ -226,6 +226,20 @@ def test_zero_0_keeps_parameters_whole_under_a_budget() -> None:
         compiled(model, mesh, batch, zero=0, memory_budget=3 * whole)
 
 
+def test_a_budget_chooses_the_level() -> None:
+    """The less memory there is, the less lies whole: all; copies beside masters in parts; nothing but what is in use."""
+    model, mesh, batch = plain({"dp": 8})
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    found: list[tuple[bool, bool]] = []
+    for budget in (8.0, 2.4, 1.2):
+        parallel = compiled(model, mesh, batch, memory_budget=budget * whole, cluster="8xH100")
+        assert parallel.verify(*batch, promote=True).worst <= 1e-9
+        memory = parallel.summary()["memory"]
+        assert sum(memory.values()) <= budget * whole and "chosen as memory asks for it" in parallel.explain()
+        found.append((memory["parameters"] == whole, memory["parameter_copies"] > 0))
+    assert found == [(True, False), (False, True), (False, False)]
+
+
 # ---- on the ranks
 
 
