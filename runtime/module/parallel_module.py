@@ -95,8 +95,11 @@ class ParallelModule(Inspected):
         return None if self._trainer.scaling is None else self._trainer.scaling.scale
 
     def train_state_dict(self) -> dict[str, Any]:
-        """What `train_step` goes on from, besides `state_dict()`: the optimizer's state, averages, loss scale and counts, whole values by
-        the parameters' names, on every rank; of any mesh, for any mesh. Collective. Raises `AutoparError` amid an accumulation."""
+        """What `train_step` goes on from, besides `state_dict()`: the optimizer's state, averages, loss scale and counts, whole values
+        by the parameters' names, on every rank. Of any mesh, for any mesh. Collective.
+
+        Raises `AutoparError` in the middle of an accumulation.
+        """
         return {"seed": self.seed, "step": self.step, **self._trainer.state(self)}
 
     def load_train_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -99,6 +99,26 @@ class Lamb(torch.optim.Optimizer):
                 parameter.add_(change * (parameter.norm() / change.norm()), alpha=-group["lr"])
 
 
+class Lars(torch.optim.Optimizer):
+    """Momentum with each parameter's gradient scaled by the norms of both (arXiv:1708.03888): a statistic of wholes."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 1e-1, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter)
+                trust = parameter.norm() / (parameter.grad.norm() + 1e-9)
+                state["momentum"].mul_(group["momentum"]).add_(parameter.grad * trust * 0.01)
+                parameter.add_(state["momentum"], alpha=-group["lr"])
+
+
 class Sm3(torch.optim.Optimizer):
     """One statistic a row and a column (arXiv:1901.11150): maxima over wholes."""
 
