@@ -43,3 +43,8 @@ def test_windows_are_pieces_of_the_text_and_follow_the_seed() -> None:
 def test_a_text_shorter_than_a_window_is_refused() -> None:
     with pytest.raises(ValueError, match="5 bytes; windows of 5 need at least 6"):
         Windows(torch.zeros(5, dtype=torch.uint8), 1, 5, seed=0)
+
+
+def test_the_last_batch_of_an_epoch_has_what_is_left() -> None:
+    windows = Windows(torch.arange(50, dtype=torch.uint8), num_windows=4, length=5, seed=0, epoch=10)
+    assert [len(windows.draw()) for _ in range(6)] == [4, 4, 2, 4, 4, 2]
