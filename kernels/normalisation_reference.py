@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import accumulation_dtype
+from autopar.kernels.registration import accumulation_dtype, as_dtype
 
 aten = torch.ops.aten
 
@@ -25,13 +25,13 @@ _BLOCK_ELEMENTS = 1 << 18
 def norm_reference(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(out, mean, reciprocal)."""
     exact = accumulation_dtype(x)
-    weight, bias = (None if item is None else item.to(exact) for item in (weight, bias))
+    weight, bias = weight if weight is None else as_dtype(weight, exact), bias if bias is None else as_dtype(bias, exact)
     if centred:
-        value = x if x.device.type == "cpu" else x.to(exact)
+        value = x if x.is_cpu else as_dtype(x, exact)
         if weight is None and (bias is not None or value.dtype != exact):
             weight = x.new_ones(x.shape[-1:], dtype=exact)
-        out, mean, reciprocal = aten.native_layer_norm.default(value, x.shape[-1:], weight, bias, eps)
-        return out.to(x.dtype), mean.squeeze(-1), reciprocal.squeeze(-1)
+        out, mean, reciprocal = torch.native_layer_norm(value, x.shape[-1:], weight, bias, eps)
+        return as_dtype(out, x.dtype), mean.squeeze(-1), reciprocal.squeeze(-1)
     out, reciprocal = _rms_norm(x.reshape(x.shape[:-1].numel(), x.shape[-1]), weight, bias, eps)
     reciprocal = reciprocal.reshape(x.shape[:-1])
     return out.reshape(x.shape), torch.zeros_like(reciprocal), reciprocal
@@ -49,14 +49,13 @@ def norm_backward_reference(
     has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and bias; of the latter two in the dtype of `mean`."""
-    scale = None if weight is None else weight.to(mean.dtype)
+    scale = None if weight is None else as_dtype(weight, mean.dtype)
     arguments = (grad_out, grad_total, total, mean, reciprocal, scale, has_bias)
     grad, grad_weight, grad_bias = _layer_norm_backward(*arguments) if centred else _rms_norm_backward(*arguments)
-    absent = mean.new_empty((0,))
     return (
-        grad.to(total.dtype).contiguous(),
-        absent if weight is None or grad_weight is None else grad_weight,
-        absent.clone() if not has_bias or grad_bias is None else grad_bias,
+        as_dtype(grad, total.dtype).contiguous(),
+        mean.new_empty((0,)) if weight is None or grad_weight is None else grad_weight,
+        mean.new_empty((0,)) if not has_bias or grad_bias is None else grad_bias,
     )
 
 
@@ -73,7 +72,7 @@ def _layer_norm_backward(
         weight = total.new_ones(columns, dtype=exact)
     statistics = [item.contiguous().unsqueeze(-1) for item in (mean, reciprocal)]
     bias = weight if has_bias else None  # of which its op reads the shape alone
-    contiguous = (grad_out.to(exact).contiguous(), total.to(exact).contiguous())
+    contiguous = (as_dtype(grad_out, exact).contiguous(), as_dtype(total, exact).contiguous())
     grad, *others = aten.native_layer_norm_backward.default(*contiguous, columns, *statistics, weight, bias, wanted)
     return grad if grad_total is None else grad.add_(grad_total), others[0], others[1]
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node, symbolic_trace
 
 import autopar
+from autopar.kernels.registration import IMPLEMENTATIONS
 from autopar.runtime.execute.eager_function import DIRECT, eager_function, simplified
 from tests.support.graphs import traced
 from tests.support.models.zoo import ZOO
@@ -100,7 +101,28 @@ def test_a_product_and_its_bias_are_one_op(x: Tensor, swapped: bool) -> None:
         product = aten.mm(x, aten.t(w))
         return aten.add(bias, product) if swapped else aten.add(product, bias)
 
-    assert ops_of(linear, x, torch.randn(5, 6), torch.randn(5)) == ["aten.t.default", "aten.addmm.default"]
+    assert ops_of(linear, x, torch.randn(5, 6), torch.randn(5)) == [str(torch.nn.functional.linear)]
+
+
+def test_a_product_with_a_transposed_matrix_is_linear(x: Tensor) -> None:
+    linear = str(torch.nn.functional.linear)
+    assert ops_of(lambda x, w: aten.mm(x, aten.t(w)), x, torch.randn(5, 6)) == [linear]
+    assert ops_of(lambda x, w: aten.mm(aten.t(x), w), x, torch.randn(4, 5)) == ["aten.t.default", "aten.mm.default"]
+    # A whole matrix that is added is no bias.
+    assert linear not in ops_of(lambda x, w, y: aten.addmm(y, x, aten.t(w)), x, torch.randn(5, 6), torch.randn(4, 5))
+
+
+def test_a_sum_over_rows_needs_no_reshape(x: Tensor) -> None:
+    assert ops_of_calls(lambda x: (reshape(aten.sum.dim_IntList(x, [0], True), [6]),), x) == [str(torch.sum)]
+    kept = [str(torch.sum), "aten.reshape.default"]
+    assert ops_of_calls(lambda x: (reshape(aten.sum.dim_IntList(x, [1], True), [4]),), x) == kept
+    assert ops_of_calls(lambda x: (reshape(aten.sum.dim_IntList(x, [0], True), [2, 3]),), x) == kept
+
+
+def test_an_op_of_ours_is_called_past_the_dispatcher(x: Tensor) -> None:
+    op = torch.ops.autopar.norm.default
+    options = {"eps": 1e-5, "centred": True}
+    assert ops_of_calls(lambda x: op(x, None, None, **options), x) == [str(IMPLEMENTATIONS[op])]
 
 
 @pytest.mark.parametrize(
