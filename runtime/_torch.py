@@ -36,6 +36,7 @@ __all__ = [
     "has_gradient_hooks",
     "has_step_hooks",
     "has_values",
+    "is_alone",
     "is_fake_mode_active",
     "metadata_of",
     "not_compiled",
@@ -187,6 +188,15 @@ def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
 def num_holders(tensor: torch.Tensor) -> int:
     """How many tensors and storages share the memory of `tensor`, this question included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = num_holders(torch.empty(1))
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has its memory for itself: all of it, and no other tensor shares it."""
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) == _ALONE
 
 
 def all_gather_flat(output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from autopar.cost.hardware.cluster import Cluster
@@ -34,6 +34,7 @@ class Options:
     """
 
     cluster: Cluster
+    _: KW_ONLY
     outputs: str | None = None
     batch_dims: BatchDims = None
     plan: Plan | None = None

@@ -15,7 +15,7 @@ from autopar.ir.instructions import Update
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.runtime._torch import local_part, scale_in_place
+from autopar.runtime._torch import is_alone, local_part, scale_in_place
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.places import Places
@@ -221,18 +221,20 @@ class Call:
 
 
 class OwnedMemory:
-    """Sees to it that a gradient shares memory with nothing: optimizers and clipping write into it. Its place in a bucket is its own."""
+    """Sees to it that a gradient shares memory with nothing: optimizers and clipping write into it. Its place in a bucket is its own.
+
+    Of what else there is only `others` may be the same tensor; that another one shares its memory is read off the memory itself.
+    """
 
     def __init__(self, transports: Sequence[Transport], others: Iterable[torch.Tensor]) -> None:
-        self._taken = {tensor.untyped_storage().data_ptr() for tensor in others}
+        self._others = set(map(id, others))
+        self._taken: set[int] = set()
         self._parts = {address: size for transport in transports for address, size in transport.bucket_parts().items()}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        storage, needed = tensor.untyped_storage(), tensor.nbytes
-        address, size = storage.data_ptr(), storage.nbytes()
-        if self._parts and self._parts.get(tensor.data_ptr()) == needed:
-            address, size = tensor.data_ptr(), needed
-        shared = address in self._taken or size > needed or not tensor.is_contiguous()
+        address, needed = tensor.data_ptr(), tensor.nbytes
+        is_whole = self._parts.get(address) == needed or is_alone(tensor)
+        shared = not is_whole or address in self._taken or id(tensor) in self._others or not tensor.is_contiguous()
         self._taken.add(address)
         return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
 

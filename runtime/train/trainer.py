@@ -43,6 +43,10 @@ class Trained(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
+    def tensors(self) -> Any:
+        """`parameters` by name, as this call has seen them: to walk the modules takes milliseconds."""
+        ...
+
 
 class Trainer:
     """The optimizer of one parallel module, made when its parameters have their places, and what `TrainStep` asks for.
@@ -133,7 +137,8 @@ class Trainer:
         """The results of `call`, whose schedule has updates, by flat index; parameters are updated. `trace` is asked where a value is
         not finite that must be."""
         assert self._part is not None
-        optimizer, options, parameters = self._part.optimizer, self.options, dict(module.named_parameters())
+        optimizer, options = self._part.optimizer, self.options
+        parameters: Parameters = module.tensors().parameters
         if self.scaling is not None and self._num_calls % options.accumulate == 0:
             _require_no_gradients(parameters)
         keeps = options.agrees_first or self._scope(optimizer) == "model" or has_step_hooks(optimizer) or call.hears_late

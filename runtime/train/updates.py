@@ -25,18 +25,20 @@ class Updates:
         self._call, self._parameters, self._apply = call, parameters, apply
         self._outputs = {item.name: item for item in call.signature.outputs_of("gradient")}
         self._names = {rank: _parameters_of(schedule) for rank, schedule in call.schedules.items()}
+        # Parts of several ranks of this process may be one tensor.
+        self._is_alone = len(call.states) == 1
         self._parts: dict[str, dict[int, torch.Tensor]] = {}
         self._kept: dict[str, torch.Tensor] = {}
 
     def take(self, rank: int, instruction: Update, gradients: Sequence[torch.Tensor]) -> None:
         buffers = self._call.states[rank].buffers
-        others = (tensor for name, tensor in buffers.items() if name not in instruction.gradients)
+        others = map(buffers.__getitem__, buffers.keys() - set(instruction.gradients))
         owned = OwnedMemory(self._call.transports, others)
         complete = []
         for buffer, gradient in zip(instruction.parameters, gradients, strict=True):
             name = self._names[rank][buffer]
             parts = self._parts.setdefault(name, {})
-            parts[rank] = gradient if self._call.world.is_virtual else owned.own(gradient)
+            parts[rank] = owned.own(gradient) if self._is_alone else gradient
             if len(parts) == len(self._ranks_of(name)):
                 complete.append(name)
         for name in complete:
@@ -66,8 +68,8 @@ class Updates:
         return self._call.world.gradient(parts, found.item, found.mesh, self._parameters[name], self._own)
 
     def _own(self, part: torch.Tensor) -> torch.Tensor:
-        """Parts of processes are their own since they were taken."""
-        return part.clone() if self._call.world.is_virtual else part
+        """Those of one rank are their own since they were taken."""
+        return part if self._is_alone else part.clone()
 
 
 def _parameters_of(schedule: Schedule) -> dict[str, str]:
