@@ -38,7 +38,7 @@ from autopar.runtime.verify.reference_run import (
     run_original,
     tangents_of,
 )
-from autopar.runtime.verify.report import Difference, Report, error_of, floor_of, norm, own_tolerance
+from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, norm
 
 # The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
 # results do not satisfy the predicate.
@@ -62,12 +62,12 @@ def verify_compiled(
     program's random key. `run` adds the module's own run. Nothing of `model` changes. Needs memory for a copy of the model
     and for the activations of every rank.
     """
-    if tolerance is None:
-        tolerance = 1e-9 if promote else own_tolerance(_narrowest(compiled.forward))
+    asked = 1e-9 if promote and tolerance is None else tolerance
+    limits = Limits.of(torch.float64 if promote else _narrowest(compiled.forward), asked)
     with ExitStack() as stack:
         if promote:
             stack.enter_context(default_float64())
-        forms = _Forms(model, compiled, CallInputs.of(args, kwargs), promote, tolerance, key)
+        forms = _Forms(model, compiled, CallInputs.of(args, kwargs), promote, limits, key)
         stack.enter_context(autocast_off())  # the original has run under it
         difference = forms.compare_programs()
         if run is not None:
@@ -99,23 +99,31 @@ class Errors:
                 mine[name] = max(mine.get(name, 0.0), error)
 
 
-def errors_between(results: Results, wanted: Results, case: Case) -> Errors:
-    """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros, a buffer as unchanged."""
+def errors_between(results: Results, wanted: Results, case: Case, floor: float | None = None) -> Errors:
+    """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros, a buffer as unchanged. `floor` as of
+    `floor_of`, which it takes the place of."""
     outputs = [error_of(results.outputs.get(name), value) for name, value in wanted.outputs.items()]
     changed = dict.fromkeys([*wanted.buffers, *results.buffers])
     found, expected = ({name: side.buffers.get(name, case.state[name]) for name in changed} for side in (results, wanted))
-    gradients, buffers = _errors_in(results.gradients, wanted.gradients), _errors_in(found, expected)
+    gradients, buffers = _errors_in(results.gradients, wanted.gradients, floor), _errors_in(found, expected, floor)
     return Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
 
 
-def _errors_in(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def _errors_in(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], floor: float | None) -> dict[str, float]:
     """The error of each, where one that should be zero by cancellation is measured by a share of them all, see `floor_of`."""
     scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.values()))
     errors: dict[str, float] = {}
     for name in dict.fromkeys([*wanted, *found]):
         known = wanted[name] if name in wanted else found[name]
-        errors[name] = error_of(found.get(name), wanted.get(name), floor_of(known.dtype) * scale)
+        errors[name] = error_of(found.get(name), wanted.get(name), (floor_of(known.dtype) if floor is None else floor) * scale)
     return errors
+
+
+def joint_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """The error of all gradients together, as one vector."""
+    gaps = [value.double() - found[name].double() if name in found else value.double() for name, value in wanted.items()]
+    scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.values()))
+    return math.sqrt(sum(norm(gap) ** 2 for gap in gaps)) / scale if scale else 0.0
 
 
 def case_of(model: nn.Module, inputs: CallInputs, key: int, tangents: Mapping[str, torch.Tensor], promoted: bool = False) -> Case:
@@ -143,8 +151,17 @@ def _narrowest(program: Program) -> torch.dtype:
 
 
 class _Forms:
-    def __init__(self, model: nn.Module, compiled: Compiled, inputs: CallInputs, promoted: bool, tolerance: float, key: int) -> None:
-        self.promoted, self.tolerance = promoted, tolerance
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: Compiled,
+        inputs: CallInputs,
+        promoted: bool,
+        limits: Limits,
+        key: int,
+        tangents: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.promoted, self.limits = promoted, limits
         self.steps = compiled.steps
         self.lowering = _lowering(compiled)
         self.compiled = promote_compiled(compiled) if promoted else compiled
@@ -153,11 +170,14 @@ class _Forms:
         # What runs here is on a CPU, where torch casts nothing for a GPU's autocast, nor for precision=. Promoted, no cast rounds.
         self.is_cast = not promoted and (compiled.forward.autocast not in (None, "cpu") or compiled.forward.precision is not None)
         self.is_captured = self.is_random or self.is_cast
-        self.case = case_of(model, inputs, key, tangents_of(self.compiled.forward.signature), promoted)
+        random = tangents_of(self.compiled.forward.signature) if tangents is None else tangents
+        self.case = case_of(model, inputs, key, random, promoted)
         self.errors = Errors()
         self.own_errors = Errors() if compiled.separated is not None else None
         self.reference = self._scaled_reference(model, inputs)
-        self.cast_error = self._cast_error(model, inputs)
+        self.cast_error: float | None = None
+        if not promoted and self.limits.is_low:
+            self._measure_casts(model, compiled, inputs, key)
 
     def _scaled_reference(self, model: nn.Module, inputs: CallInputs) -> Results:
         """The reference; in float16 with the gradient of the loss from 2^16 down, as large as it can be: from 1 gradients would vanish."""
@@ -179,11 +199,14 @@ class _Forms:
                 return run_forward(self._captured(), self.case, self.training)
         return self._original(model, inputs)
 
-    def _cast_error(self, model: nn.Module, inputs: CallInputs) -> float | None:
-        """How far precision= takes the reference from the original; None where nothing was asked for, and where draws are others."""
-        if not self.is_cast or self.is_random or self.compiled.forward.precision is None:
-            return None
-        return errors_between(self.reference, self._original(model, inputs), self.case).worst[0]
+    def _measure_casts(self, model: nn.Module, compiled: Compiled, inputs: CallInputs, key: int) -> None:
+        """How far the lower dtype takes the reference from the original in float64, of whose draws it has the same."""
+        with default_float64():
+            exact = _Forms(model, compiled, inputs, True, self.limits, key, self.case.tangents)
+        # Wide enough for the errors of what was rounded, and for the floors of what cancels.
+        errors = errors_between(self.reference, exact.reference, exact.case, self.limits.floor)
+        self.cast_error = errors.worst[0]
+        self.limits = self.limits.beside(joint_error(self.reference.gradients, exact.reference.gradients), errors.loss)
 
     def _original(self, model: nn.Module, inputs: CallInputs) -> Results:
         values = {id(value): self.case.state[name] for name, value in _named(model).items()}
@@ -210,7 +233,10 @@ class _Forms:
         return Report(
             loss_error=self.errors.loss,
             gradient_errors=self.errors.gradients,
-            tolerance=self.tolerance,
+            tolerance=self.limits.tolerance,
+            gradient_tolerance=self.limits.gradients,
+            cast_tolerance=self.limits.casts,
+            cast_loss_error=self.limits.cast_loss_error,
             reference="forward program" if self.is_captured else "original model",
             is_random=self.is_random,
             cast_error=self.cast_error,
@@ -227,10 +253,14 @@ class _Forms:
         """Whether `results` are the reference's; their errors are kept for the report."""
         errors = self._errors(results)
         self.errors.add(errors)
-        return errors.worst[0] <= self.tolerance
+        return self._are_within(errors)
+
+    def _are_within(self, errors: Errors) -> bool:
+        rest = replace(errors, gradients={})
+        return rest.worst[0] <= self.limits.tolerance and max(errors.gradients.values(), default=0.0) <= self.limits.gradients
 
     def _errors(self, results: Results) -> Errors:
-        errors = errors_between(results, self.reference, self.case)
+        errors = errors_between(results, self.reference, self.case, self.limits.floor)
         if self.compiled.separated is not None:
             errors.buffers.clear()  # they are written as those of a microbatch
         return errors
@@ -242,7 +272,7 @@ class _Forms:
         compiled = self.compiled
         if not self.agrees(run_forward(compiled.forward, self.case, self.training)):
             return self._made_before(compiled.forward, "capture and forward passes")
-        comparison = ValueComparison(compiled.program, compiled.local, self.case, self.tolerance)
+        comparison = ValueComparison(compiled.program, compiled.local, self.case, self.limits.tolerance)
         local, failure = self._local(comparison)
         if not self.agrees(comparison.stepper.results()):
             return self._made_before(compiled.program, "trace joint and the passes after it")
@@ -280,7 +310,7 @@ class _Forms:
         while high - low > 1:
             middle = (low + high) // 2
             errors = self._errors(self._run(self._own(steps[middle].program)))
-            low, high = (middle, high) if errors.worst[0] <= self.tolerance else (low, middle)
+            low, high = (middle, high) if self._are_within(errors) else (low, middle)
         return high
 
     def _own(self, program: Program) -> Program:
@@ -295,7 +325,7 @@ class _Forms:
     def _between(self, before: Program | None, after: Program, name: str) -> Difference:
         """The first node of `after` that differs from the node of that name in `before`; passes keep the names of what they keep."""
         if before is not None and before.form is after.form:
-            found = first_renamed(before, after, self.case, self.tolerance)
+            found = first_renamed(before, after, self.case, self.limits.tolerance)
             if found is not None:
                 return replace(found, made_by=name)
         return self._worst(self._run(after), name)
@@ -314,11 +344,11 @@ class _Forms:
         wanted, own_errors = run_local(self.compiled.separated, self.case), self.own_errors
 
         def agrees(results: Results) -> bool:
-            self.errors.add(errors_between(results, self.reference, self.case))
-            errors = errors_between(results, wanted, self.case)
+            self.errors.add(errors_between(results, self.reference, self.case, self.limits.floor))
+            errors = errors_between(results, wanted, self.case, self.limits.floor)
             errors.buffers.clear()  # each microbatch hands its buffers to the next, which no run side by side shows
             own_errors.add(errors)
-            return errors.worst[0] <= self.tolerance
+            return self._are_within(errors)
 
         return difference or run(self.compiled, self.case, agrees)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -50,7 +50,9 @@ class Report:
     own_statistics_error  where each microbatch takes its own statistics, the largest error of the module's own run, buffers aside, against
                      the program that does so, run side by side; None elsewhere. The other errors are those against the original
     is_random        whether the model draws random numbers
-    cast_error       with precision= the largest error of the reference, which has its casts, against the original, which has none
+    gradient_tolerance  what gradients may be off; in a lower dtype twice what that takes them all together from the original, if more
+    cast_error       in a lower dtype the largest error of the reference against the original in float64; judged by `cast_tolerance`
+    cast_loss_error  that of its loss and outputs, judged by `tolerance`
     """
 
     loss_error: float
@@ -65,17 +67,29 @@ class Report:
     num_detached: int = 0
     own_statistics_error: float | None = None
     is_random: bool = False
+    gradient_tolerance: float = 0.0
     cast_error: float | None = None
+    cast_tolerance: float = math.inf
+    cast_loss_error: float = 0.0
 
     def __bool__(self) -> bool:
-        return self.first_difference is None and self.worst <= self.tolerance
+        gradients = max(map(_known, self.gradient_errors.values()), default=0.0)
+        rest = replace(self, gradient_errors={}).worst
+        are_within = rest <= self.tolerance and gradients <= max(self.tolerance, self.gradient_tolerance)
+        return self.first_difference is None and are_within and self.are_casts_within
+
+    @property
+    def are_casts_within(self) -> bool:
+        """Whether the lower dtype takes the program no farther from the original than its rounding explains."""
+        return self.cast_error is None or (
+            _known(self.cast_error) <= self.cast_tolerance and _known(self.cast_loss_error) <= self.tolerance
+        )
 
     @property
     def worst(self) -> float:
         """The largest of all errors; NaN (which is no error at all) as infinity."""
         tables = (self.gradient_errors, self.buffer_errors, self.replica_errors)
-        errors = [self.loss_error, *(error for table in tables for error in table.values())]
-        return max(math.inf if math.isnan(error) else error for error in errors)
+        return max(map(_known, [self.loss_error, *(error for table in tables for error in table.values())]))
 
     def __str__(self) -> str:
         verdict = "equal" if self else "NOT EQUAL"
@@ -83,6 +97,8 @@ class Report:
         name = str(self.narrowest).removeprefix("torch.")
         how = "promoted to float64" if self.promoted else "in the model's own precision" + (f", {name} in part" if is_rounded else "")
         lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
+        if self.gradient_tolerance > self.tolerance:
+            lines[0] += f", {self.gradient_tolerance:.3g} for gradients"
         if self.is_random:
             lines.append(
                 "  (it draws random numbers, keyed by position, not eager's: compared with the program as it was captured, on one device)"
@@ -90,7 +106,12 @@ class Report:
         elif self.reference == "forward program":
             lines.append("  (compared with the program as it was captured, with its casts and nothing else rewritten, on one device)")
         if self.cast_error is not None:
-            lines.append(f"  precision= takes that program off the original by {self.cast_error:.3g}; promote=True compares without casts")
+            eps = torch.finfo(self.narrowest).eps
+            lines.append(
+                f"  {name} takes that program off the original by {self.cast_error:.3g}, {self.cast_error / eps:.3g} eps of {name}, where "
+                f"{self.cast_tolerance / eps:.3g} {'are allowed' if self.are_casts_within else 'are all that rounding explains'}; its loss "
+                f"by {self.cast_loss_error:.3g}; promote=True compares without casts"
+            )
         if self.num_detached:
             outputs = f"{self.num_detached} other output{'s' if self.num_detached > 1 else ''}"
             lines.append(f"  (gradients are those of the loss alone: a pipeline refuses a backward through {outputs}, compared by value)")
@@ -116,6 +137,48 @@ def _worst_five(title: str, table: Mapping[str, float]) -> list[str]:
 def own_tolerance(narrowest: torch.dtype) -> float:
     """What is asked for in the model's own precision: 1e-4, and eight roundings of the narrowest dtype that it computes in."""
     return max(1e-4, 8 * torch.finfo(narrowest).eps)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What errors may be. `tolerance` is for all but gradients, and `gradients` for these.
+
+    In a lower dtype a mask (of a relu, of a router's choice) flips where its operand is within a rounding of the threshold, in a share of
+    about eps of the entries; a gradient that passes through is then sqrt(eps) off, in norm, whatever computes it. What that comes to is
+    measured: `beside` the reference's own error against the original, twice that is allowed. How far the lower dtype may take the
+    reference itself, `casts`, is four times sqrt(eps). `floor` is as of `floor_of`: with `tolerance`, the rounding of one operation.
+    """
+
+    tolerance: float
+    gradients: float
+    floor: float | None = None
+    casts: float = math.inf
+    cast_loss_error: float = 0.0
+    is_asked: bool = False
+
+    @staticmethod
+    def of(narrowest: torch.dtype, asked: float | None) -> Limits:
+        """For a model that computes in `narrowest`; a tolerance that was `asked` for is that of all."""
+        eps = torch.finfo(narrowest).eps
+        own = own_tolerance(narrowest)
+        chosen = own if asked is None else asked
+        if narrowest.itemsize > 2:
+            return Limits(chosen, chosen, is_asked=asked is not None)
+        return Limits(chosen, chosen, eps / 2 / own, 4 * math.sqrt(eps), is_asked=asked is not None)
+
+    @property
+    def is_low(self) -> bool:
+        return self.floor is not None
+
+    def beside(self, error: float, loss_error: float) -> Limits:
+        """Beside a reference whose gradients are together so far from the original's."""
+        measured = min(2 * _known(error), self.casts)
+        return replace(self, gradients=self.gradients if self.is_asked else max(self.gradients, measured), cast_loss_error=loss_error)
+
+
+def _known(error: float) -> float:
+    """NaN, which is no error at all, as infinity."""
+    return math.inf if math.isnan(error) else error
 
 
 def norm(tensor: torch.Tensor) -> float:

@@ -141,6 +141,20 @@ def test_a_loss_that_no_scale_mends_raises_where_that_was_asked_for() -> None:
         assert parallel.loss_scale == 2.0**14
 
 
+@pytest.mark.parametrize("where", MESHES)
+def test_verify_scales_the_loss_and_says_where_gradients_vanish(where: str) -> None:
+    class Tiny(Planted):
+        def forward(self, x: Tensor, planted: Tensor) -> Tensor:
+            h = self.down[0](self.up[0](x)) * 1e-14
+            return (h * x).half().float().mean() * 1e9 + self.up[1](x).square().mean() * 1e-12
+
+    parallel = compiled(model(), MESHES[where], batch(0), precision="fp16")
+    report = parallel.verify(**batch(0))
+    assert report and report.cast_error is not None and report.cast_error < 0.01, str(report)
+    report = compiled(Tiny(), {"dp": 2}, batch(0), precision="fp16").verify(**batch(0))
+    assert not report and "are all that rounding explains" in str(report) and report.first_difference is None, str(report)
+
+
 def steps_on_a_rank(shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[float | None, float, bool, bool]]:
     """By step the scale, the loss, and whether a parameter of this rank, and whether all, changed."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)

@@ -48,15 +48,15 @@ def test_a_program_with_casts_is_split_exactly(name: str, mesh: str) -> None:
     low = parallel.verify(**case.batch)
     assert low.reference == "forward program" and low.loss_error < 1e-3, str(low)
     assert low.cast_error is not None and low.cast_error > 1e-4, str(low)
-    if name not in ("mixtral", "resnet", "t5"):  # rounding picks other experts, and of their gradients little is left by cancelling
-        assert low and low.cast_error < 0.1, str(low)
+    assert low and low.cast_error < 0.1, str(low)
+    if name not in ("mixtral", "resnet", "t5"):
         assert parallel.summary()["flops_split"] >= 0.98
 
 
 def test_verify_says_what_it_compared_with() -> None:
     case = case_of("gpt2")
     text = str(compiled(case.model, {"dp": 2}, case.batch, precision="bf16").verify(**case.batch))
-    assert "with its casts and nothing else rewritten" in text and "precision= takes that program off the original by 0.0" in text
+    assert "with its casts and nothing else rewritten" in text and "bfloat16 takes that program off the original by 0.0" in text
 
 
 class Wide(nn.Module):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from autopar.runtime.verify.report import Difference, Report, error_of, floor_of, norm, own_tolerance
+from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, norm, own_tolerance
 
 NAN, INF = math.nan, math.inf
 
@@ -95,3 +96,24 @@ def test_accepted_own_statistics_are_told_apart_from_the_original() -> None:
     lines = str(report).splitlines()
     assert not report and lines[0].startswith("NOT EQUAL to the original model")
     assert 'microbatch_statistics="own"' in lines[1] and lines[2] == "  against the program that does so: worst error 3e-14"
+
+
+def test_in_a_lower_dtype_gradients_may_be_off_by_what_that_takes_them_from_the_original() -> None:
+    limits = Limits.of(torch.bfloat16, None)
+    assert (limits.tolerance, limits.gradients, limits.floor) == (0.0625, 0.0625, 0.0625)
+    assert limits.beside(0.01, 0.0).gradients == 0.0625 and limits.beside(0.1, 0.0).gradients == 0.2
+    # No farther than rounding explains, whatever was measured.
+    assert limits.beside(0.9, 0.0).gradients == limits.beside(math.nan, 0.0).gradients == limits.casts == 4 * 2**-3.5
+    assert Limits.of(torch.bfloat16, 1e-3).beside(0.1, 0.0).gradients == 1e-3
+    for dtype in (torch.float32, torch.float64):
+        assert not Limits.of(dtype, None).is_low
+
+
+def test_the_verdict_knows_how_far_casts_lead() -> None:
+    options: dict[str, Any] = {"tolerance": 0.0625, "narrowest": torch.bfloat16, "cast_tolerance": 0.35}
+    report = Report(0.0, {"w": 0.1}, gradient_tolerance=0.2, cast_error=0.3, **options)
+    assert report and "0.2 for gradients" in str(report) and "by 0.3, 38.4 eps of bfloat16, where 44.8 are allowed" in str(report)
+    assert not Report(0.1, {"w": 0.1}, gradient_tolerance=0.2, **options)
+    for far in ({"cast_error": 0.4}, {"cast_error": math.nan}, {"cast_error": 0.1, "cast_loss_error": 0.1}):
+        report = Report(0.0, {}, **options, **far)
+        assert not report and "44.8 are all that rounding explains" in str(report)
