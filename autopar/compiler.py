@@ -24,7 +24,7 @@ from autopar.driver.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.driver.optimizers import OptimizerRecipe, updates_of
 from autopar.driver.options import BatchDims, Options
 from autopar.driver.train_step import TrainStep
-from autopar.errors import AutoparError, InputError, MicrobatchError, PlanError
+from autopar.errors import AutoparError, InputError, MicrobatchError
 from autopar.frontend.capture import capture
 from autopar.frontend.refusals import refuse_no_model
 from autopar.graph.autocast import Autocast, autocast_off
@@ -87,7 +87,7 @@ from autopar.passes.schedule.write_actions import WriteActions
 from autopar.passes.schedule.write_updates import WriteUpdates
 from autopar.pipeline.order import chosen_schedule, pipeline_order
 from autopar.plans.decisions import ShardingDecision, StageDecision
-from autopar.plans.pins import freedom_of, without_batch
+from autopar.plans.pins import freedom_of, precision_of, without_batch
 from autopar.plans.plan import Pins, Plan, PlannedInput
 from autopar.plans.styles import UserPins, without_styles
 from autopar.runtime.execute.world import World
@@ -167,7 +167,7 @@ def compile(
     refuse_no_model(model)
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
     logical.require_supported(None if isinstance(mesh, Mesh) else torch.distributed.get_world_size())
-    in_dtypes = _precision(precision, plan)
+    in_dtypes = precision_of(precision, plan)
     recipe, step_options = OptimizerRecipe.of(optimizer), (train_step or TrainStep()).scaled_for(in_dtypes)
     options = Options(
         cluster=Cluster.asked_for(cluster, mesh),
@@ -197,9 +197,7 @@ def compile(
             shares: UnequalShares | None = None,
         ) -> Compiled:
             # A model may move before a call.
-            here = replace(options, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type)
-            if shares is not None:
-                here = replace(here, shares=shares)
+            here = replace(options, shares=shares, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type)
             with outside_fake_modes():  # what we compute ourselves, masks and angles, has values
                 return compile_call(model, logical, args, kwargs, here, pins, None if isinstance(mesh, Mesh) else parallel.from_first)
 
@@ -290,15 +288,6 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         FreeBuffers(),  # after all that uses buffers: what is added later is in use, too
         WriteUpdates(options.updates),  # after the plain step is whole: `train_step` runs another
     )
-
-
-def _precision(asked: str | MixedPrecision | None, plan: Plan | None) -> MixedPrecision | None:
-    """What was asked for, which a plan must not contradict, or the plan's. Raises `PlanError`."""
-    precision = MixedPrecision.of(asked)
-    if plan is None or precision in (None, plan.precision):
-        return precision if plan is None else plan.precision
-    theirs = plan.precision or "no precision= at all"
-    raise PlanError(f"precision= asks for what {precision}, and the plan was made for: {theirs}; leave one of them out")
 
 
 def _placed(options: Options, placements: Mapping[str, Placement] | None) -> Mapping[str, Placement | PlannedInput]:

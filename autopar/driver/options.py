@@ -28,9 +28,8 @@ class Options:
     """What the user asked of a compile, as far as passes need to know; `autopar.compile` says what each means.
 
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
-    microbatches in an earlier try, `updates` when `train_step` updates parameters, `shares` are those of real ranks that pass unequal ones
-    of the batch. Raises `AutoparError` for a value that an option
-    does not have.
+    microbatches in an earlier try, `updates` when `train_step` updates parameters, `shares` are those of ranks that pass unequal ones of
+    the batch. Raises `AutoparError` for a value that an option does not have.
     """
 
     cluster: Cluster

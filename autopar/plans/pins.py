@@ -26,6 +26,7 @@ from autopar.ir.keys import BATCH, DIMS, SOURCE
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import Mesh
 from autopar.ir.pattern import matches_module, matches_name, near_names
+from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy
 from autopar.ir.source import module_calls
@@ -196,3 +197,12 @@ def freedom_of(pins: Pins | Plan | None, plan: Plan | None, mesh: Mesh, has_budg
     in_parts = has_budget if zero is None else zero.level > 0
     asked = zero if zero is not None and zero.level > 0 else None
     return Freedom(flexible=tuple(axis for axis in axes if axis != "dp"), shards_parameters=in_parts, zero=asked)
+
+
+def precision_of(asked: str | MixedPrecision | None, plan: Plan | None) -> MixedPrecision | None:
+    """What was asked for, which a plan must not contradict, or the plan's. Raises `PlanError`."""
+    precision = MixedPrecision.of(asked)
+    if plan is None or precision in (None, plan.precision):
+        return precision if plan is None else plan.precision
+    theirs = plan.precision or "no precision= at all"
+    raise PlanError(f"precision= asks for what {precision}, and the plan was made for: {theirs}; leave one of them out")
