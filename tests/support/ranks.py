@@ -30,10 +30,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support.captures import keep_captures
 
 WORLD_SIZE = 4
+# Each device mesh and each world leaves process groups behind, with threads and connections: some hundred of them take most of the time.
+CALLS_OF_A_POOL = 16
 
 
 class GlooRanks:
-    """Processes in one gloo world, started at first use and kept.
+    """Processes in one gloo world, started at first use, and anew after `CALLS_OF_A_POOL` calls.
 
         results = gloo_ranks.run(function, *args)     # function(*args) on every rank; the results in rank order
 
@@ -45,6 +47,7 @@ class GlooRanks:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipes: list[Connection] = []
+        self._num_calls = 0
 
     def _start(self) -> None:
         self._directory = tempfile.TemporaryDirectory()
@@ -60,8 +63,11 @@ class GlooRanks:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """Call `function(*args)` on all ranks. The first rank's exception is raised here, with its traceback as a note."""
+        if self._num_calls == CALLS_OF_A_POOL:
+            self.stop()
         if self._process is None:
             self._start()
+        self._num_calls += 1
         code = sys.modules[function.__module__].__file__
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((code, function.__name__, args)))
@@ -86,7 +92,7 @@ class GlooRanks:
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        self._process, self._pipes = None, []
+        self._process, self._pipes, self._num_calls = None, [], 0
         if self._directory is not None:
             self._directory.cleanup()
 
