@@ -55,7 +55,7 @@ def test_a_step_holds_what_is_predicted(axes: dict[str, int], saved: float) -> N
     call, _ = parallel.start((), {"x": x}, updates=True)
     held = watched(call)
     assert parallel.optimizer is not None
-    parallel._trainer.run(call, parallel)
+    parallel._trainer.run(call, parallel, lambda: "")
     predicted = {rank: peak_bytes(compiled.updating.schedule_of(rank)) for rank in call.states}
     assert held == predicted
     plain = {rank: peak_bytes(compiled.schedule_of(rank)) for rank in call.states}

@@ -253,7 +253,7 @@ def test_dropout_itself_is_verified() -> None:
 
 
 def parallel(compiled: Compiled) -> ParallelModule:
-    return ParallelModule(model(), MESH, capture=lambda args, kwargs, *, pins: compiled, backend="eager")
+    return ParallelModule(model(), MESH, capture=lambda args, kwargs, *, pins, shares: compiled, backend="eager")
 
 
 def test_verify_names_the_rank_with_a_stale_parameter(tiny: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_verify_names_what_a_broken_backend_computes(tiny: Compiled) -> None:
         module.recompile()
         return module.forward
 
-    module = ParallelModule(model(), MESH, capture=lambda args, kwargs, *, pins: tiny, backend=broken)
+    module = ParallelModule(model(), MESH, capture=lambda args, kwargs, *, pins, shares: tiny, backend=broken)
     report = verify(module, (), dict(batch()), promote=True)
     assert not report and report.first_difference is not None and report.first_difference.made_by == "runtime"
     relu = first(tiny.program, lambda node: node.target is aten.relu.default)

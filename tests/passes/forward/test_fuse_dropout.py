@@ -133,7 +133,7 @@ def parallel(name: str, mesh: Mesh, seed: int | None = None) -> ParallelModule:
     schedule = run_passes(forward_program(case.model, batch, mesh), passes, (Checker(), history))
     programs = (history.program(kind) for kind in (KeyRandom, InsertReshards, Lower))
     compiled = Compiled(*programs, schedule, steps=history.graph_steps)
-    return ParallelModule(case.model, mesh, capture=lambda args, kwargs, pins=None: compiled, backend="eager")
+    return ParallelModule(case.model, mesh, capture=lambda args, kwargs, pins=None, shares=None: compiled, backend="eager")
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def counting(mesh: Mesh) -> ParallelModule:
 
     inputs, outputs = "scale count offset x key index tangent", "out new_count draws gradient"
     schedule = schedule_of(text, inputs, outputs, signature, forward=forward, backward=backward)
-    return ParallelModule(Counting(), mesh, capture=lambda args, kwargs, pins: compiled(mesh, schedule, signature), backend="eager")
+    return ParallelModule(Counting(), mesh, capture=lambda args, kwargs, pins, shares: compiled(mesh, schedule, signature), backend="eager")
 
 
 def test_inputs_of_every_kind_and_a_loss_of_the_users_own() -> None:
@@ -128,7 +128,7 @@ def test_gradients_share_no_memory() -> None:
     )
     text = "RUN forward (a, b) -> (out)\nPAUSE"
     schedule = schedule_of(text, "a b tangent", "out tangent tangent", signature, forward=lambda a, b: (a + b,))
-    parallel = ParallelModule(model, mesh, capture=lambda args, kwargs, pins: compiled(mesh, schedule, signature), backend="eager")
+    parallel = ParallelModule(model, mesh, capture=lambda args, kwargs, pins, shares: compiled(mesh, schedule, signature), backend="eager")
     tangent = torch.ones(2)
     parallel().backward(tangent)
     first, second = (parameter.grad for parameter in parallel.parameters())
