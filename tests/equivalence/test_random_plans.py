@@ -108,7 +108,9 @@ def in_pipeline(name: str, seed: int) -> ParallelModule:
     schedule = run_passes(captured, chosen, (Checker(), history))
     programs = (history.program(kind) for kind in (KeyRandom, PlaceStages, Lower))
     compiled = Compiled(*programs, schedule, steps=history.graph_steps)
-    return ParallelModule(case.model, mesh, capture=lambda args, kwargs, pins=None, shares=None: compiled, backend="eager", num_microbatches=NUMBER)
+    return ParallelModule(
+        case.model, mesh, capture=lambda args, kwargs, pins=None, shares=None: compiled, backend="eager", num_microbatches=NUMBER
+    )
 
 
 CASES = [
