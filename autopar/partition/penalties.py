@@ -11,7 +11,7 @@ from autopar.cost.model import MIXING_SECONDS, is_mixing
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.reshard import moves, reachable
 from autopar.ir.sharding import Sharding
-from autopar.partition.sharding_problem import ShardingProblem
+from autopar.partition.sharding_problem import PriceClass, ShardingProblem
 from autopar.partition.solver.assignment import Problem, State, ValueIndex
 from autopar.partition.solver.evaluation import Evaluation
 from autopar.partition.solver.folding import FoldedValue, fold
@@ -46,8 +46,9 @@ def _penalties(problem: Problem) -> Problem:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
         if not reachable(source, target):
             return math.inf
-        _, is_ahead, *_ = problem.price_class(value)  # type: ignore[misc]
-        return MIXING_SECONDS * sum(is_mixing(move, bool(is_ahead)) for move in moves(source, target))
+        found = problem.price_class(value)
+        assert isinstance(found, PriceClass)
+        return MIXING_SECONDS * sum(is_mixing(move, found.is_ahead) for move in moves(source, target))
 
     return replace(problem, price=price)
 

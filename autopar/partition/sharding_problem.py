@@ -10,6 +10,7 @@ import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch.fx import Node
 
@@ -34,6 +35,17 @@ HOMES = {"gradient": "parameter", "buffer": "buffer", "output": "tangent"}
 _NO_LIMIT = MemoryBudget()
 # More than any plan saves by it. A sum that passes through a cast in parts never needs it, nor does a copy of a parameter.
 _UNWANTED_SECONDS = 1.0
+
+
+class PriceClass(NamedTuple):
+    """What it costs to move a value depends on nothing else: its bytes, whether it is known ahead of the microbatches, whether it is a
+    gradient that they sum, whether ranks should not sum it in its dtype, and whether it is read for a copy that is made once a step."""
+
+    num_bytes: float
+    is_ahead: bool
+    is_result: bool
+    is_unwanted: bool
+    is_once: bool
 
 
 @dataclass
@@ -108,7 +120,7 @@ class _Builder:
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
-    _moved: dict[ValueIndex, tuple[float, bool, bool, bool, bool]] = field(default_factory=dict)
+    _moved: dict[ValueIndex, PriceClass] = field(default_factory=dict)
     _results: frozenset[Node] = frozenset()
     _ahead: frozenset[Node] = frozenset()
     _unwanted: frozenset[Node] = frozenset()
@@ -152,28 +164,25 @@ class _Builder:
 
     def price(self, value: ValueIndex, source: State, target: State) -> float:
         assert isinstance(source, Sharding) and isinstance(target, Sharding)
-        num_bytes, is_ahead, is_result, is_unwanted, is_once = self.price_class(value)
-        seconds = self._reshards.seconds(num_bytes, source, target, is_ahead)
-        if is_unwanted and set(source.unreduced) - set(target.unreduced):
+        moved = self.price_class(value)
+        seconds = self._reshards.seconds(moved.num_bytes, source, target, moved.is_ahead)
+        if moved.is_unwanted and set(source.unreduced) - set(target.unreduced):
             seconds += _UNWANTED_SECONDS
-        if is_once and self.program.freedom.zero is None and self._beside_batch(source) != self._beside_batch(target):
+        if moved.is_once and self.program.freedom.zero is None and self._beside_batch(source) != self._beside_batch(target):
             seconds += _UNWANTED_SECONDS  # a copy is whole over dp, or in parts; over other axes it lies as the parameter does
         # A gradient is moved when it is summed, once for all microbatches, unless it is cut after each; seconds are those of one.
         is_cut = self.program.freedom.cuts_each_microbatch and any(map(self.program.freedom.is_batch, target.split_axes))
-        is_shared = is_result and is_summed_later(source) and is_summed_later(target) and not is_cut
-        return seconds / self.program.mesh.num_microbatches if is_shared or is_once else seconds
+        is_shared = moved.is_result and is_summed_later(source) and is_summed_later(target) and not is_cut
+        return seconds / self.program.mesh.num_microbatches if is_shared or moved.is_once else seconds
 
-    def price_class(self, value: ValueIndex) -> tuple[float, bool, bool, bool, bool]:
-        """The bytes of a value, whether it is known ahead of the microbatches, whether it is a gradient that they sum, whether ranks should
-        not sum it in its dtype, and whether it is read for a copy that is made once a step: what it costs to move it depends on nothing
-        else."""
+    def price_class(self, value: ValueIndex) -> PriceClass:
         if value not in self._moved:
             node = self._of_index[value[0]]
             tensor = results_of(node)[value[1]]
             assert tensor is not None
             num_bytes = float(tensor.numel() * tensor.dtype.itemsize)
             is_once = bool(node.users) and all(user.target is held for user in node.users)
-            self._moved[value] = num_bytes, node in self._ahead, node in self._results, node in self._unwanted, is_once
+            self._moved[value] = PriceClass(num_bytes, node in self._ahead, node in self._results, node in self._unwanted, is_once)
         return self._moved[value]
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:

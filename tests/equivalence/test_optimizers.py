@@ -65,14 +65,14 @@ def plain(name: str) -> nn.Module:
     for step in range(STEPS):
         values = batch(step)
 
-        def closure(values: dict[str, Tensor] = values) -> Tensor:
+        def closure(values: dict[str, Tensor] = values) -> float:
             optimizer.zero_grad()
             loss = model(**values)
             loss.backward()
-            return loss
+            return float(loss)
 
         if name == "LBFGS":
-            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.step(closure)
         else:
             closure()
             optimizer.step()
