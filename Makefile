@@ -11,8 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-# Tests and virtual ranks share the cores: one thread a test process is quicker than all of them in each.
-TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# Tests and virtual ranks share the cores: one thread a test process is quicker than all of them in each, and Inductor's own processes.
+TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR_COMPILE_THREADS=1
 # loadgroup keeps the tests of a file, and those on real ranks, in one process, where they share fixtures and one pool of ranks.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -11,6 +12,7 @@ from unittest import mock
 import torch
 from torch._dynamo import functional_export, trace_rules
 from torch._dynamo.side_effects import SideEffects
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
@@ -18,7 +20,14 @@ from torch._guards import TracingContext, tracing
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._library import simple_registry
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.distributions import constraints
 from torch.fx import Graph, GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -53,6 +62,7 @@ __all__ = [
     "data_detached",
     "describe_input",
     "describe_output",
+    "exports_let_go",
     "fake_errors_quiet",
     "fake_mode",
     "fake_mode_of",
@@ -85,6 +95,10 @@ _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and strides but no storage."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+# What Python code raises that looks at the values of fake tensors.
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 @contextmanager
@@ -264,22 +278,60 @@ def _attribute_set(owner: Any, name: str, value: Any) -> Generator[None]:
 
 
 @contextmanager
-def checkpoints_called(note: Callable[[], None]) -> Generator[None]:
-    """While this is entered, what is under `torch.utils.checkpoint` is traced as a plain call; `note` is called for each."""
-    original = TagActivationCheckpoint.__call__
+def checkpoints_called() -> Generator[None]:
+    """While this is entered, what is under `torch.utils.checkpoint` is traced as a plain call.
+
+    Each call that is traced there has the number of its region, the outermost, under torch's own name for it.
+    """
+    original, numbers, inside = TagActivationCheckpoint.__call__, itertools.count(), list[int]()
 
     def call(self: TagActivationCheckpoint, gmod: GraphModule, *operands: Any, **options: Any) -> Any:
-        if get_proxy_mode() is not None:
-            note()
-        # With its calls' own lines and modules, not those of the checkpoint.
-        with preserve_node_meta():
-            return Interpreter(gmod).run(*operands)
+        is_outermost = get_proxy_mode() is not None and not inside
+        if is_outermost:
+            inside.append(next(numbers))
+        for module in gmod.modules():
+            for node in module.graph.nodes if isinstance(module, GraphModule) and inside else ():
+                node.meta["ac_graph_id"] = inside[0]
+        try:
+            # With its calls' own lines and modules, not those of the checkpoint.
+            with preserve_node_meta():
+                return Interpreter(gmod).run(*operands)
+        finally:
+            if is_outermost:
+                inside.clear()
 
     TagActivationCheckpoint.__call__ = call
     try:
         yield
     finally:
         TagActivationCheckpoint.__call__ = original
+
+
+def min_cut_graphs(model: torch.nn.Module, share: float) -> Callable[..., Any]:
+    """`model` as two graphs, traced at its first call and run op by op, between which torch's min-cut partitioner keeps at most `share` of
+    the activations that it would. What is read for the last time is let go of."""
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.aot_autograd import aot_module
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=share):
+            return min_cut_rematerialization_partition(*args, **kwargs)
+
+    return aot_module(model, boxed_nop, boxed_nop, partition_fn=partition)
+
+
+@contextmanager
+def exports_let_go() -> Generator[None]:
+    """When the context ends what `torch.export` has put into a module of Dynamo's is taken out again: functions that hold the graph, and
+    with it all parameters of the model, for as long as the process lives."""
+    names = functional_export.__dict__
+    before = set(names)
+    try:
+        yield
+    finally:
+        for name in [name for name in names if name.startswith("__compiled_fn") and name not in before]:
+            del names[name]
 
 
 @contextmanager

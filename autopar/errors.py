@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class AutoparError(ValueError):
-    """What is wrong, both values, where in the user's source, and how to mend it."""
+    """What is wrong, both values, where in the user's source, and how to mend it. `is_told`: every rank raises this one."""
+
+    is_told = False
 
 
 class CaptureError(AutoparError):
@@ -42,6 +44,10 @@ class MemoryBudgetError(PlanError):
     """No plan fits into the memory of a rank; says what conflicts and what would help."""
 
 
+class WeightsError(AutoparError):
+    """A model cannot be given values: a tensor without an initialiser, files with other names, shapes or dtypes."""
+
+
 class InputError(AutoparError):
     """A call's inputs do not fit: device, batch size, or replicas that differ."""
 
@@ -54,6 +60,10 @@ class ValueCheckError(AutoparError, AssertionError):
     """What the model, or a function of torch that it calls, asserts of values does not hold in this call."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written or read, is damaged, or is not of this model; names the file or what differs."""
+
+
 class NonFiniteError(AutoparError, ArithmeticError):
     """A gradient is infinite or NaN; names parameters."""
 
@@ -64,6 +74,10 @@ class CheckError(AutoparError):
 
 class ScheduleError(AutoparError):
     """A schedule cannot run: a deadlock, an unmatched collective, a buffer misused."""
+
+
+class OffloadError(AutoparError):
+    """What was moved to host memory or to a file cannot be kept there, or came back damaged; names the buffer."""
 
 
 class PeerError(AutoparError, RuntimeError):

@@ -61,7 +61,7 @@ def texts_of(parallel: ParallelModule) -> dict[str, str]:
     # The programs after the last pass of each form; forms follow one another.
     last = {step.program.form.value.lower(): step.name for step in compiled.steps}
     found = {f"{form}.txt": parallel.print_program(after=name) for form, name in last.items()}
-    found |= {"plan.json": parallel.plan.to_json(), "explain.txt": MEASURED.sub("", parallel.explain())}
+    found |= {"plan.json": parallel.plan.to_json(), "explain.txt": MEASURED.sub("", parallel.explain(detail="all"))}
     schedules: list[str] = []
     for schedule in compiled.schedules:
         lines = ["inputs", *schedule.inputs, "", "outputs", *schedule.outputs, "", "instructions", str(schedule)]

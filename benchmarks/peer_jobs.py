@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -139,6 +139,12 @@ def plain(size: Size, rank: int, backend: str) -> Step:
     return training_step(compiled(model, backend), adamw(model), batch_of(size))
 
 
+def plain_on_two_threads(size: Size, rank: int, backend: str) -> Step:
+    """One process on the whole batch, with as many threads as the others have ranks."""
+    torch.set_num_threads(WORLD_SIZE)
+    return plain(size, rank, backend)
+
+
 def ddp(size: Size, rank: int, backend: str) -> Step:
     model = DistributedDataParallel(model_of(size))
     return training_step(compiled(model, backend), adamw(model), share_of(batch_of(size), rank))
@@ -212,12 +218,12 @@ def waited(step: Step) -> float | None:
     return step.waited if isinstance(step, ParallelStep) else None
 
 
-def ours(axis: str, size: Size, rank: int, backend: str) -> Step:
+def ours(axis: str, size: Size, rank: int, backend: str, **more: Any) -> Step:
     """autopar on one axis, or on its own on one virtual rank."""
     batch = batch_of(size)
     mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=(axis,))
     mine = share_of(batch, rank) if axis == "dp" else batch
-    options: dict[str, Any] = {"backend": backend, "cluster": "cpu", "timeout": 600, **options_of(axis, size)}
+    options: dict[str, Any] = {"backend": backend, "cluster": "cpu", "timeout": 600, **options_of(axis, size), **more}
     return ParallelStep(autopar.compile(model_of(size), mesh, example_inputs=mine, **options), mine)
 
 
@@ -234,17 +240,30 @@ def predicted_seconds(axis: str, size: Size) -> float:
     return found["seconds"]["total"] if pipeline is None else pipeline["step_seconds"]
 
 
+def without_buckets(size: Size, rank: int, backend: str) -> Step:
+    """autopar on dp with a collective for each gradient."""
+    options: dict[str, Any] = {"backend": backend, "cluster": "cpu"}
+    planned = autopar.compile(model_of(size), autopar.virtual_mesh(dp=WORLD_SIZE), example_inputs=batch_of(size), **options).plan
+    assert planned is not None
+    return ours("dp", size, rank, backend, plan=replace(planned, buckets=dict.fromkeys(planned.buckets or {}, 0)))
+
+
 def choice(size: Size, rank: int, backend: str) -> Step:
     """autopar on the axis that its own prices say is the fastest."""
     return ours(min(("dp", "tp", "pp"), key=lambda axis: predicted_seconds(axis, size)), size, rank, backend)
 
 
 # By what they are compared along: each peer, the first of them the one to beat, and ours. `one` is a single process, `any` the peers'
-# best beside the axis that ours would choose.
+# best beside the axis that ours would choose, `threads` two ranks of one thread beside one process with two, `buckets` ours with itself.
 JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
     "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": partial(ours, "dp")},
     "tp": {"torch tensor parallel": tensor_parallel, "autopar tp": partial(ours, "tp")},
     "pp": {"torch 1F1B": pipeline, "autopar 1F1B": partial(ours, "pp")},
     "any": {"DDP": ddp, "torch tensor parallel": tensor_parallel, "torch 1F1B": pipeline, "autopar, its choice": choice},
     "one": {"plain torch": plain, "autopar, one rank": partial(ours, "one")},
+    "threads": {"plain torch, 2 threads": plain_on_two_threads, "DDP": ddp, "autopar dp": partial(ours, "dp")},
+    "buckets": {"autopar dp, no buckets": without_buckets, "autopar dp": partial(ours, "dp")},
 }
+
+# The jobs that are one process.
+ONE_PROCESS = frozenset({"plain torch", "plain torch, 2 threads", "autopar, one rank"})

@@ -2,6 +2,8 @@
 
     python -m benchmarks.peers                                    all sizes, all axes, eager and inductor
     python -m benchmarks.peers --sizes small --axes dp --backends eager --rounds 15 --json peers.json
+    python -m benchmarks.peers --sizes compute --axes threads                  two ranks of one thread beside one process with two
+    python -m benchmarks.peers --sizes comm --axes buckets                     time in WAIT with and without buckets
 
 The jobs of one comparison are alive at once, each in processes of its own, and take turns step by step, so that a busy moment of the
 machine hits all of them alike. The first peer runs twice: how far the two are apart is the noise. Each line has the median of the
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks.peer_jobs import JOBS, SIZES, WORLD_SIZE, Size, Step, waited
+from benchmarks.peer_jobs import JOBS, ONE_PROCESS, SIZES, WORLD_SIZE, Size, Step, waited
 from benchmarks.reporting import machine, print_table, write_json
 
 MEGABYTE = 1e6
@@ -114,7 +116,8 @@ def compare(axis: str, size: Size, backend: str, rounds: int, only: list[str] | 
     builds = {name: build for name, build in JOBS[axis].items() if only is None or name in only}
     first = next(iter(builds))
     builds = {first: builds[first], f"{first}, again": builds[first], **builds}
-    jobs = [Job(name, build, size, backend, 1 if axis == "one" else WORLD_SIZE) for name, build in builds.items()]
+    alone = {name for name in builds if name.removesuffix(", again") in ONE_PROCESS}
+    jobs = [Job(name, build, size, backend, 1 if name in alone else WORLD_SIZE) for name, build in builds.items()]
     for job in jobs:
         for _ in range(3):  # compiles, makes the optimizer's state, warms
             job.turn()

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,14 @@ class Recorded(CompiledFragments):
         self._results: list[tuple[torch.Tensor, ...]] = []
         self._left: deque[tuple[torch.Tensor, ...]] | None = None
 
-    def run(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def run(self, name: str, inputs: Sequence[torch.Tensor], into: Mapping[int, torch.Tensor] | None = None) -> tuple[torch.Tensor, ...]:
         if self._left is not None:
             return self._left.popleft()
         self._results.append(self._real.run(name, inputs))
         return self._results[-1]
+
+    def placeable(self, name: str) -> Sequence[int]:
+        return ()
 
     def rewind(self) -> None:
         """Begin again, with tensors that nobody else holds: what autograd cannot take over as a gradient it copies."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import autopar
-from autopar.ir.instructions import Add
+from autopar.ir.instructions import Add, Update
 from examples.gpt import GPT
 
 TABLE = Path(__file__).parent / "published" / "zero_2019_table1.csv"
@@ -64,16 +64,19 @@ def gigabytes(entry: Entry) -> dict[str, float]:
         backend="eager",
         zero=LEVELS[entry.stage],
         precision=autopar.MixedPrecision(param=torch.float16, grad=torch.float16),
-        optimizer="adam",
+        optimizer=torch.optim.Adam,
         num_microbatches=2,
     )
-    (schedule,) = parallel.compiled.schedules
-    gradients = {each.target for each in schedule.instructions if isinstance(each, Add)}
+    updating = parallel.compiled.updating
+    assert updating is not None
+    (schedule,) = updating.places
+    sums = {each.target for each in schedule.instructions if isinstance(each, Add)}
+    updated = {name for each in schedule.instructions if isinstance(each, Update) for name in each.gradients}
     memory = parallel.summary()["memory"]
     found = {
         "masters": memory["parameters"],
         "copies": memory["parameter_copies"],
-        "gradients": sum(map(schedule.bytes_of, gradients)),
+        "gradients": max(sum(map(schedule.bytes_of, each)) for each in (sums, updated)),
         "optimizer state": memory["optimizer_state"],
     }
     return {name: num_bytes / 1e9 for name, num_bytes in found.items()}

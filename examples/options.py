@@ -30,9 +30,13 @@ class Options:
     clip: float
     accumulate: int
     precision: str | None
+    zero: int
     seed: int
     text: Path | None
     losses: Path | None
+    save: Path | None
+    save_every: int
+    resume: bool
     sample: int
 
 
@@ -73,10 +77,20 @@ def parse(title: str, arguments: Sequence[str] | None = None) -> Options:
     training.add_argument("--clip", type=float, default=1.0, help="the norm that the gradients of a step have at most")
     training.add_argument("--accumulate", type=int, default=1, help="batches whose gradients make one update")
     training.add_argument("--precision", choices=("bf16",), help="what matrix products and attention compute in; else float32")
+    training.add_argument("--zero", type=int, default=0, choices=range(4), help="the level of ZeRO: what is in parts over dp")
     training.add_argument("--seed", type=int, default=0)
     training.add_argument("--text", type=Path, help="a text to learn instead of the Python standard library's sources")
     # not "--log": torchrun would take that for an unfinished flag of its own, wherever it stands
     training.add_argument("--losses", type=Path, help="write one line of JSON a step: step, loss, seconds")
+    training.add_argument(
+        "--save", type=Path, help="a folder of checkpoints: one at the end, and one at Ctrl-C or SIGTERM, which end the run"
+    )
+    training.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: none in between")
+    training.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in --save, on whatever mesh")
     training.add_argument("--sample", type=int, default=300, help="bytes of text to write at the end")
     parsed = parser.parse_args(arguments)
+    if parsed.save is None and (parsed.resume or parsed.save_every):
+        parser.error("--save-every and --resume need --save FOLDER")
+    if parsed.save is not None and parsed.single:
+        parser.error("--save saves what autopar trains: leave out --single")
     return Options(**{field.name: getattr(parsed, field.name) for field in fields(Options)})

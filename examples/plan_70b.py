@@ -41,14 +41,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mesh", nargs="+", default=["pp=4", "dp=2", "tp=8"], help="sizes of axes: pp=4 dp=2 tp=8")
     parser.add_argument("--sequences", type=int, default=64, help=f"in the global batch, of {LENGTH} tokens each")
     parser.add_argument("--cluster", default="8xH100", help="devices in a node, and which")
-    parser.add_argument("--lines", type=int, default=60, help="how much of explain() to print")
+    parser.add_argument("--detail", help='what of explain() to print: "all", or one of its sections; its first screen otherwise')
     parser.add_argument("--plan", help="file to keep the plan in")
     options = parser.parse_args(arguments)
     axes = {name: int(size) for name, _, size in (each.partition("=") for each in options.mesh)}
     start = time.perf_counter()
     parallel = plan(options.layers, axes, options.sequences, options.cluster)
     print(f"planned in {time.perf_counter() - start:.0f} s")
-    print("\n".join(parallel.explain().splitlines()[: options.lines]))
+    print(parallel.explain(detail=options.detail))
     if options.plan:
         parallel.plan.save(options.plan)
 

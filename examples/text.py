@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,14 @@ class Windows:
         self._epoch, self._num_drawn = epoch, 0
         self._offsets = torch.arange(length)
         self._generator = torch.Generator().manual_seed(seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+        return {"num_drawn": self._num_drawn, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_drawn = state["num_drawn"]
+        self._generator.set_state(state["generator"])
 
     def draw(self) -> Tensor:
         """The next windows, int64 [num_windows, length]; fewer at the end of an epoch."""

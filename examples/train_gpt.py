@@ -3,6 +3,7 @@
     python examples/train_gpt.py                                                      virtual 2 × 2 mesh, in this process
     torchrun --nproc-per-node 4 examples/train_gpt.py --mesh dp=2,tp=2                the same on four real ranks
     python examples/train_gpt.py --single                                             plain PyTorch
+    python examples/train_gpt.py --save run --save-every 50 --resume                  goes on where it stopped, on any mesh
 
 The model is plain PyTorch (gpt.py); the loop is in training.py.
 """

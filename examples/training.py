@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from checkpointing import Checkpoints
 from options import Options, parse
 from place import Place, choose_backend, find_place
 from rich.console import Console
@@ -62,18 +63,25 @@ def train(example: Example, arguments: list[str] | None = None) -> list[Step]:
         parallel = _parallelise(example, options, place, model, console)
     steps = _loop(example, options, place, model if parallel is None else parallel, windows, console)
 
+    if steps and steps[-1].step + 1 < options.steps:  # by a signal, which may not wait
+        _leave()
+        return steps
     state = model.state_dict() if parallel is None else parallel.full_state_dict()  # every rank takes part
     if parallel is not None:
         console.rule("what autopar decided (parallel.explain())")
-        console.print("\n".join(parallel.explain().splitlines()[:16]), markup=False, highlight=False)
+        console.print(parallel.explain(), markup=False, highlight=False, soft_wrap=True)
     if place.prints and options.sample:
         reader = example.build_model(options)
         reader.load_state_dict(state)
         console.rule("a sample of what it learned")
         console.print(write_text(reader.eval(), "import ", options), markup=False, highlight=False)
+    _leave()
+    return steps
+
+
+def _leave() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return steps
 
 
 def _parallelise(example: Example, options: Options, place: Place, model: nn.Module, console: Console) -> autopar.ParallelModule:
@@ -92,6 +100,7 @@ def _parallelise(example: Example, options: Options, place: Place, model: nn.Mod
         backend=backend,
         cluster=cluster,
         precision=options.precision,
+        zero=options.zero or None,
         optimizer=lambda parameters: make_optimizer(parameters, options),
         train_step=autopar.TrainStep(clip_grad_norm=options.clip, accumulate=options.accumulate),
     )
@@ -104,11 +113,16 @@ def _loop(example: Example, options: Options, place: Place, model: Any, windows:
     optimizer = make_optimizer(model.parameters(), options) if options.single else model.optimizer
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: _learning_rate(update * options.accumulate, options))
     steps: list[Step] = []
+    checkpoints = Checkpoints(options, None if options.single else model, windows, schedule)
+    done = checkpoints.resume()
+    if options.resume:
+        console.print(f"going on after step {done - 1}" if done else f"there is no checkpoint in {options.save}: this is a new run")
     with ExitStack() as stack:
+        stack.callback(checkpoints.end)
         progress = stack.enter_context(_progress(console))
-        log = stack.enter_context(options.losses.open("w")) if options.losses and place.prints else None
-        task = progress.add_task("training (the first step compiles)", total=options.steps, loss=math.nan, speed=0.0)
-        for number in range(options.steps):
+        log = stack.enter_context(options.losses.open("a" if done else "w")) if options.losses and place.prints else None
+        task = progress.add_task("training (the first step compiles)", total=options.steps, completed=done, loss=math.nan, speed=0.0)
+        for number in range(done, options.steps):
             started = time.perf_counter()
             batch, updates = place.share(example.make_batch(windows.draw())), (number + 1) % options.accumulate == 0
             output = _plain_step(model, optimizer, batch, options, updates) if options.single else model.train_step(**batch)
@@ -119,6 +133,9 @@ def _loop(example: Example, options: Options, place: Place, model: Any, windows:
             _report(steps, options, progress, task)
             if log:
                 print(json.dumps(asdict(steps[-1])), file=log, flush=True)
+            if heard := checkpoints.after(number + 1, updates):
+                console.print(f"ended by {heard} after step {number}; --resume goes on from {options.save}")
+                break
     return steps
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -16,17 +16,20 @@ from torch.distributed.tensor import DTensor, Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
 __all__ = [
+    "AllocatorLog",
     "Backend",
+    "TorchDispatchMode",
     "all_gather_flat",
     "backend_named",
     "below_autograd",
+    "copy_all",
     "flatten",
     "flatten_with_names",
     "gathers_strided_shards",
@@ -36,20 +39,65 @@ __all__ = [
     "has_gradient_hooks",
     "has_step_hooks",
     "has_values",
+    "is_accumulating",
     "is_alone",
     "is_fake_mode_active",
     "metadata_of",
     "not_compiled",
     "paths_of",
+    "plain_part",
     "reduce_scatter_flat",
     "registered_names",
     "shard",
     "scale_in_place",
     "share_contents",
+    "storage_key",
+    "truncated_normals_shown",
     "unflatten",
     "version_of",
     "with_metadata",
+    "written_operands",
 ]
+
+
+class AllocatorLog:
+    """What the allocator of `device` takes and gives back while this is entered, in this thread, by torch's profiler: temporaries inside
+    ops and what compiled code takes are among it.
+
+    `marks` are (name, begin, end) of each span that `mark` began and ended; `events` are (time, bytes), times in nanoseconds, both in
+    order. They are there once it is left.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = torch.device(device).type
+        self._profile = torch.autograd.profiler.profile(profile_memory=True, use_cpu=True)
+        self.marks: list[tuple[str, int, int]] = []
+        self.events: list[tuple[int, int]] = []
+
+    @staticmethod
+    def is_taken() -> bool:
+        """Whether somebody's profiler runs already: there can be one."""
+        return torch.autograd.profiler._is_profiler_enabled
+
+    def __enter__(self) -> AllocatorLog:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        results: Any = self._profile.kineto_results
+        found = results.events()
+        memory = (each for each in found if each.name() == "[memory]" and each.device_type().name.lower() == self._device)
+        self.events = sorted((each.start_ns(), each.nbytes()) for each in memory)
+        spans = ((each.name(), each.start_ns(), each.end_ns()) for each in found if each.name().startswith(_MARK))
+        self.marks = sorted(((name.removeprefix(_MARK), begin, end) for name, begin, end in spans), key=lambda mark: mark[1])
+
+    def mark(self, name: str) -> AbstractContextManager[Any]:
+        """A span of this name, to be entered and left."""
+        return torch.autograd.profiler.record_function(f"{_MARK}{name}")
+
+
+_MARK = "autopar memory "
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -65,10 +113,20 @@ def hand_on_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, hooks)
 
 
+def is_accumulating(leaf_node: Any) -> bool:
+    """Whether the backward under way adds to the `.grad` of a leaf, of which this is the node behind it on the tape: `autograd.grad` hands
+    gradients out, and `backward(inputs=...)` leaves leaves out. With anomaly mode on torch looks at what comes through the tape: False."""
+    try:
+        return not torch.is_anomaly_enabled() and torch._C._will_engine_execute_node(leaf_node)
+    except RuntimeError:  # of a leaf that autograd.grad was asked for
+        return False
+
+
 def has_gradient_hooks(owner: torch.Tensor | nn.Module) -> bool:
     """Whether something is called with gradients: of a tensor its own, of a module what comes back through it."""
-    names = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
-    return any(getattr(owner, name, None) for name in names)
+    if isinstance(owner, torch.Tensor):  # asked of every parameter at every step
+        return bool(owner._backward_hooks or owner._post_accumulate_grad_hooks)
+    return bool(owner._backward_hooks or owner._backward_pre_hooks)
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -179,10 +237,48 @@ def local_part(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def plain_part(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of `tensor`, without gradients of its own."""
+    part = tensor._local_tensor
+    return part.detach() if part.requires_grad else part
+
+
 def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """`local`, of the shape and dtype of this rank's part of `parameter`, as a DTensor that lies as it does: `from_local` without its
     checks, for what is made anew at every step. `DTensor.__init__`, which does nothing, takes as long as the rest together."""
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share memory, be they on meta; another tensor may get it once these are gone."""
+    return tensor.untyped_storage()._cdata
+
+
+def written_operands(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an ATen op writes into."""
+    found: list[Any] = []
+    for number, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in found if isinstance(each, torch.Tensor)]
+
+
+@contextmanager
+def truncated_normals_shown() -> Generator[None]:
+    """While this is entered `trunc_normal_` of a tensor on meta, which torch 2.13 passes over, is seen to write it, and to read what it
+    wrote."""
+    name = "_no_grad_trunc_normal_"
+    original = getattr(nn.init, name)
+
+    def shown(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor.copy_(tensor.normal_() * 1) if tensor.is_meta else original(tensor, *args, **kwargs)
+
+    setattr(nn.init, name, shown)
+    try:
+        yield
+    finally:
+        setattr(nn.init, name, original)
 
 
 def num_holders(tensor: torch.Tensor) -> int:
@@ -211,6 +307,11 @@ def reduce_scatter_flat(output: torch.Tensor, source: torch.Tensor, group: dist.
 
 def _renamed(new: str, old: str) -> Callable[..., dist.Work]:
     return getattr(dist, new if hasattr(dist, new) else old)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target, in one call."""
+    torch.ops.aten._foreach_copy_.default(list(targets), list(sources))
 
 
 def scale_in_place(tensors: Sequence[torch.Tensor], scale: torch.Tensor) -> None:

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.captures import keep_captures
 from tests.support.ranks import GlooRanks
+from tests.support.stored import FOLDER
 
 _GLOO, _FIXTURE = "gloo", "gloo_ranks"
+_TESTS = Path(__file__).parent
+# Cases that a quicker one of the same test, or a quicker test, stands for in `make test`.
+_SLOW = frozenset((_TESTS / "slow.txt").read_text().splitlines())
 
 # Traces make objects by the million and keep most of them: a fifth of the suite's time was collections.
 gc.set_threshold(20_000, 10, 10)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def captures() -> None:
+def captures(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One folder of captures for all processes of this run; those of xdist have temporary folders in one."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "captures"
+    folder.mkdir(exist_ok=True)
+    os.environ[FOLDER] = str(folder)
     keep_captures()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A calibration that a user keeps stays theirs, and is not what tests read."""
+    os.environ["AUTOPAR_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
 @pytest.fixture
@@ -40,14 +57,18 @@ def gloo_ranks() -> Iterator[GlooRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One group for all users of the ranks, who come first, and one for each file, whose tests share fixtures and caches.
+    """Cases of `slow.txt` are slow. One group for all users of the ranks, who come first, one for those of Inductor, which takes ten
+    seconds to get ready, and one for each file, whose tests share fixtures and caches.
 
     xdist (--dist loadgroup) runs a group in one process. Before xdist reads the marks.
     """
     for item in items:
+        if item.nodeid.removeprefix(f"{_TESTS.name}/") in _SLOW:
+            item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("xdist_group"):
             continue
-        group = _GLOO if _is_on_ranks(item) else str(item.path)
+        uses_inductor = "default_backend" in item.name or item.path.name == "test_readme.py"
+        group = _GLOO if _is_on_ranks(item) else "inductor" if uses_inductor else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: not _is_on_ranks(item))
 

@@ -32,7 +32,7 @@ PRIVATE_ATTRIBUTES = {
     "_schema",
     "_version",
 }
-FRONT_DOOR = {"autopar/compiler.py", "autopar/__init__.py"}
+FRONT_DOOR = {"autopar/captured.py", "autopar/compiler.py", "autopar/flat_mesh.py", "autopar/predictor.py", "autopar/__init__.py"}
 # Keys of node.meta that torch writes; ours are `Key` objects (autopar/ir/keys.py).
 TORCH_META_KEYS = {
     "val",
@@ -53,6 +53,7 @@ TORCH_META_KEYS = {
     "val_spec",
     "example_value",
     "is_gradient_acc",
+    "ac_graph_id",
 }
 # Packages whose module has another name.
 MODULE_OF = {"PyYAML": "yaml"}
@@ -266,7 +267,8 @@ def test_every_dependency_is_declared() -> None:
     """What the package imports is in `dependencies`, and all of that is imported; what the examples import besides is an extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     declared, extra = packages(project["dependencies"]), packages(project["optional-dependencies"]["examples"])
-    used = foreign_imports("autopar", *LINKED) - {"triton"}  # it comes with torch's CUDA builds
+    optional = packages(project["optional-dependencies"]["plan"])  # for `autopar plan --model config.json`
+    used = foreign_imports("autopar", *LINKED) - {"triton"} - optional  # triton comes with torch's CUDA builds
     assert used == declared, f"imported or declared alone: {sorted(used ^ declared)}"
     own = {path.stem for path in sources("examples")}
     of_examples = foreign_imports("examples") - declared - own - {"transformers"}  # `make test` installs it, the README says

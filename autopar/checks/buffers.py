@@ -7,7 +7,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from autopar.checks.violation import Violation
-from autopar.ir.instructions import Add, Free, Instruction, Launch, Pause, Receive, Run, Send, Update, Wait
+from autopar.ir.instructions import Add, Copy, Flight, Free, Instruction, Launch, Pause, Receive, Run, Send, Update, Wait
 from autopar.ir.mesh import Mesh
 from autopar.ir.printing import short_dtype
 from autopar.ir.schedule import Schedule, TensorType
@@ -53,7 +53,7 @@ class _Walk:
         self.alive = set(schedule.inputs) - self.late
         self.freed: dict[str, int] = {}
         # What is launched and not waited for, by the name that WAIT gives it, and every transfer so far.
-        self.flying: dict[str, Launch | Send | Receive] = {}
+        self.flying: dict[str, Flight] = {}
         self.transfers: dict[str, int] = {}
         # For each buffer that a flight fills, or reads, the names of these flights.
         self.arriving: dict[str, str] = {}
@@ -79,7 +79,10 @@ class _Walk:
         where = f"rank {self.rank}, at the end" if is_over else place(self.rank, self.number, instructions[self.number])
         self.found.append(Violation(what, where, expected, got, fix, instructions=here))
 
-    def read(self, name: str) -> None:
+    def read(self, name: str, wherever: bool = False) -> None:
+        where = self._memory_of(name)
+        if where != "device" and not wherever:
+            self.say(f"buffer {name} lies in {where} memory", "what the device can read", where, "copy it to the device before")
         if name in self.sums:
             self.closed.setdefault(name, self.number)
         if name in self.arriving:
@@ -126,12 +129,11 @@ class _Walk:
             self.wanted[fragment] = [node.meta.get("val") for node in nodes if node.op == "placeholder"]
         return self.wanted[fragment]
 
-    def fly(self, name: str, instruction: Launch | Send | Receive) -> None:
+    def fly(self, name: str, instruction: Flight) -> None:
         before = self.flying.get(name)
-        if before is not None and isinstance(before, Launch) != isinstance(instruction, Launch):
-            self.say(
-                f"a collective and a transfer under way are both called {name}", "one name for each", str(before), "rename the transfer"
-            )
+        if before is not None and type(before) is not type(instruction):
+            what = f"a {_noun(before)} and a {_noun(instruction)} under way are both called {name}"
+            self.say(what, "one name for each", str(before), "rename one of them")
         self.land(name)
         self.flying[name] = instruction
 
@@ -183,6 +185,33 @@ class _Walk:
         elif (expected, source[1]) != target:
             what = "the target does not have the collective's shape"
             self.say(what, describe((expected, source[1])), describe(target), "set the shape from the source")
+
+    def copy(self, instruction: Copy) -> None:
+        sources, targets = instruction.sources, instruction.targets
+        for name in sources:
+            self.read(name, wherever=True)
+        for name in targets:
+            self.write(name)
+        self.fly(instruction.name, instruction)
+        for name in targets:
+            self.alive.discard(name)
+            self.arriving[name] = instruction.name
+        for name in sources:
+            self.lent[name].append(instruction.name)
+        if len(sources) != len(targets):
+            what = "a copy has one target for each source"
+            self.say(what, str(len(sources)), str(len(targets)), "name as many targets as sources")
+        for source, target in zip(sources, targets, strict=False):
+            given, left = self.schedule.type_of(source), self.schedule.type_of(target)
+            if given is not None and left is not None and given != left:
+                self.say(f"{target} is no copy of {source}", describe(given), describe(left), "set the shape from the source")
+            places = self._memory_of(source), self._memory_of(target)
+            if places[1] != instruction.memory or (places[0] == "device") == (places[1] == "device"):
+                expected = f"from the device to {instruction.memory}" if instruction.memory != "device" else "from elsewhere to the device"
+                self.say(f"{source} is not copied where it should be", expected, f"from {places[0]} to {places[1]}")
+
+    def _memory_of(self, name: str) -> str:
+        return self.schedule.buffers[name].memory if name in self.schedule.buffers else "device"
 
     def send(self, instruction: Send) -> None:
         self._name_transfer(instruction)
@@ -241,6 +270,8 @@ class _Walk:
     def update(self, instruction: Update) -> None:
         for name in (*instruction.parameters, *instruction.gradients):
             self.read(name)
+        for name in instruction.versions:
+            self.write(name)
 
     def free(self, instruction: Free) -> None:
         for name in instruction.buffers:
@@ -281,7 +312,7 @@ class _Walk:
         self.number = len(self.schedule.instructions)
         self._present(*(("gradient", "buffer") if self.paused else ("loss", "output", "check", "gradient", "buffer")))
         for name, flight in self.flying.items():
-            what = f"the collective into {name}" if isinstance(flight, Launch) else f"the {_noun(flight)} {name}"
+            what = f"the {_noun(flight)} into {name}" if isinstance(flight, (Launch, Copy)) else f"the {_noun(flight)} {name}"
             self.say(f"{what} is never waited for", f"one WAIT for each {_word(flight)}", "none", f"add WAIT {name}")
         left = self.alive - set(self.schedule.inputs) - set(self.schedule.outputs)
         if left and self.is_executable:
@@ -291,6 +322,7 @@ class _Walk:
 _VISIT: dict[type, Callable[[_Walk, Any], None]] = {
     Run: _Walk.compute,
     Launch: _Walk.launch,
+    Copy: _Walk.copy,
     Send: _Walk.send,
     Receive: _Walk.receive,
     Wait: _Walk.wait,
@@ -301,12 +333,16 @@ _VISIT: dict[type, Callable[[_Walk, Any], None]] = {
 }
 
 
-def _word(flight: Launch | Send | Receive) -> str:
-    return "LAUNCH" if isinstance(flight, Launch) else "SEND" if isinstance(flight, Send) else "RECV"
+_WORDS: dict[type, str] = {Launch: "LAUNCH", Copy: "COPY", Send: "SEND", Receive: "RECV"}
+_NOUNS: dict[type, str] = {Launch: "collective", Copy: "copy", Send: "send", Receive: "receive"}
 
 
-def _noun(flight: Launch | Send | Receive) -> str:
-    return "collective" if isinstance(flight, Launch) else "send" if isinstance(flight, Send) else "receive"
+def _word(flight: Flight) -> str:
+    return _WORDS[type(flight)]
+
+
+def _noun(flight: Flight) -> str:
+    return _NOUNS[type(flight)]
 
 
 def _result_shape(launch: Launch, source: tuple[int, ...], size: int) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
 on each rank   a buffer is written once, read only while it is there, freed once and left nowhere but in the outputs
                what is launched has one WAIT, and nothing touches its sources' memory or its targets before
+               what lies in host memory, or a file, only COPY reads
                what ADD sums up is written by ADD alone, and read after the last of them
                shapes fit: a fragment's inputs, a collective's source and target, what is added
                a parameter is updated once, by its whole gradient, and read no more (`check_updates`)
@@ -12,7 +13,8 @@ across ranks   all members of a group launch the same collectives in the same or
                every rank gets to its end when a WAIT blocks until all ends are launched
 
                who holds a parameter that some rank updates, updates it
-`check_buffers` and `check_updates` prove the first part, `check_rendezvous` that transfers meet and everybody gets to the end.
+`check_buffers`, `check_updates` and `check_versions` prove the first part, `check_rendezvous` that transfers meet and everybody gets to
+the end.
 Ranks that are alike (`autopar.checks.alike`) are proved once, and named by the first of them.
 """
 
@@ -26,6 +28,7 @@ from autopar.checks.alike import Alike
 from autopar.checks.buffers import check_buffers, describe, place
 from autopar.checks.rendezvous import check_peers, check_rendezvous
 from autopar.checks.updates import check_holders, check_updates
+from autopar.checks.versions import check_versions
 from autopar.checks.violation import Violation
 from autopar.ir.instructions import Launch, Pause
 from autopar.ir.mesh import Mesh
@@ -46,6 +49,7 @@ def check_schedule(
             walked.add(id(schedule))
             found += check_buffers(rank, schedule, mesh, actions, is_executable)
             found += check_updates(rank, schedule)
+            found += check_versions(rank, schedule)
     found += check_holders(schedules)
     missing = [rank for rank in range(mesh.size) if rank not in schedules]
     if missing:

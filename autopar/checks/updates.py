@@ -2,36 +2,43 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+
+import torch
 
 from autopar.checks.buffers import describe, place
 from autopar.checks.violation import Violation
 from autopar.cost.last_reads import reads
 from autopar.ir.instructions import Launch, Update
-from autopar.ir.schedule import Schedule
+from autopar.ir.schedule import Schedule, TensorType
 
 
 def check_updates(rank: int, schedule: Schedule) -> list[Violation]:
     """Every violation that shows on `rank` alone.
 
-    An UPDATE names as many gradients as parameters, of the same shapes and dtypes; what it updates is a parameter, once; its gradient
-    is no addend that a collective sums up; nobody uses the memory of the parameter afterwards, be it as a view.
+    An UPDATE names as many gradients as parameters, of the same shapes, in their dtypes or in half of float32; what it updates is a
+    parameter, as often as `schedule.versions` says, in most once; its gradient is no addend that a collective sums up; nobody uses the
+    memory of the parameter afterwards, be it as a view.
     """
     updates = [(number, each) for number, each in enumerate(schedule.instructions) if isinstance(each, Update)]
     return list(_violations(rank, schedule, updates)) if updates else []
 
 
 def _violations(rank: int, schedule: Schedule, updates: list[tuple[int, Update]]) -> Iterator[Violation]:
-    done: dict[str, int] = {}
+    done: dict[str, int] = {}  # the first of each
+    times, allowed = Counter[str](), schedule.versions.num_updates
     for number, update in updates:
         where, here = place(rank, number, update), ((rank, number),)
         if len(update.parameters) != len(update.gradients):
             expected, got = str(len(update.parameters)), str(len(update.gradients))
             yield Violation("an UPDATE has one gradient for each parameter", where, expected, got, instructions=here)
         for parameter, gradient in zip(update.parameters, update.gradients, strict=False):
-            if parameter in done:
-                got = f"before by instruction {done[parameter]}"
-                yield Violation(f"parameter {parameter} is updated twice", where, "one UPDATE", got, "leave one out", instructions=here)
+            times[parameter] += 1
+            if times[parameter] == allowed + 1:
+                got, expected = f"before by instruction {done[parameter]}", f"{allowed} UPDATEs" if allowed > 1 else "one UPDATE"
+                what = f"parameter {parameter} is updated {'twice' if allowed == 1 else f'{allowed + 1} times'}"
+                yield Violation(what, where, expected, got, "leave one out", instructions=here)
             done.setdefault(parameter, number)
             for what, expected, got in _misfits(schedule, parameter, gradient):
                 yield Violation(what, where, expected, got, instructions=here)
@@ -53,8 +60,12 @@ def _misfits(schedule: Schedule, parameter: str, gradient: str) -> Iterator[tupl
     if total is not None:
         yield f"parameter {parameter} is updated by {gradient}, a part of a sum", f"what {total} gives", gradient
     wanted, given = schedule.type_of(parameter), schedule.type_of(gradient)
-    if wanted is not None and given is not None and wanted != given:
+    if wanted is not None and given is not None and given != wanted and not _is_held_low(wanted, given):
         yield f"gradient {gradient} does not fit parameter {parameter}", describe(wanted), describe(given)
+
+
+def _is_held_low(parameter: TensorType, gradient: TensorType) -> bool:
+    return parameter[0] == gradient[0] and parameter[1] == torch.float32 and gradient[1] in (torch.float16, torch.bfloat16)
 
 
 def check_holders(schedules: Mapping[int, Schedule]) -> list[Violation]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.cost.schedule_memory import lies_with
-from autopar.ir.instructions import Instruction, Launch, Receive, Run, Send, Update, Wait
+from autopar.cost.fragment_places import lies_with
+from autopar.ir.instructions import Copy, Instruction, Launch, Receive, Run, Send, Update, Wait
 from autopar.ir.lifetimes import touched
 from autopar.ir.schedule import Schedule
 
@@ -28,7 +28,7 @@ def reads(schedule: Schedule) -> Iterator[tuple[int, Instruction, frozenset[str]
         used = frozenset(lies_in[name] for name in touched(instruction) if name in lies_in)
         if isinstance(instruction, Wait):
             used = under_way.pop(instruction.target, frozenset())
-        elif isinstance(instruction, (Launch, Send, Receive)):
+        elif isinstance(instruction, (Launch, Copy, Send, Receive)):
             under_way[instruction.name] = used
         if used:
             yield number, instruction, used

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +21,17 @@ _STEP_BYTES = 4
 
 @dataclass(frozen=True)
 class OptimizerKind:
-    """How much state an optimizer keeps for a trainable parameter: so many copies of its own dtype, and a step count."""
+    """How much state an optimizer keeps for a trainable parameter: so many copies of its own dtype, and a step count. Its gradient is of
+    that dtype, too, or held in `gradient_dtype`."""
 
     name: str = "adam"
     num_copies: int = 2
     step_bytes: int = _STEP_BYTES
+    # One like it, of the parameters that it is called with: where its class is none of torch.optim.
+    make: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = field(default=None, compare=False, repr=False)
+    gradient_dtype: torch.dtype | None = None
+    # Whether state lies in host memory, and parameters are updated there.
+    on_host: bool = False
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerKind:
@@ -50,13 +58,26 @@ class OptimizerKind:
             return OptimizerKind()
 
     def state_bytes(self, item: Input, local_bytes: float) -> float:
-        """Bytes of state for `item`, of which a rank holds `local_bytes`."""
+        """Bytes of state on the device for `item`, of which a rank holds `local_bytes`."""
+        return 0.0 if self.on_host else self._kept_bytes(item, local_bytes)
+
+    def host_bytes(self, item: Input, local_bytes: float) -> float:
+        """Bytes of state in host memory."""
+        return self._kept_bytes(item, local_bytes) if self.on_host else 0.0
+
+    def _kept_bytes(self, item: Input, local_bytes: float) -> float:
         return self.num_copies * local_bytes + self.step_bytes if item.kind == "parameter" and item.requires_grad else 0.0
+
+    def gradient_bytes(self, item: Input, local_bytes: float) -> float:
+        """Bytes of the gradient of `item`, of which a rank holds `local_bytes`."""
+        if item.kind != "parameter" or not item.requires_grad:
+            return 0.0
+        dtype = self.gradient_dtype if self.gradient_dtype is not None and item.dtype == torch.float32 else item.dtype
+        return local_bytes * dtype.itemsize / item.dtype.itemsize
 
     def held_bytes(self, item: Input, local_bytes: float) -> float:
         """Bytes of an input with all that belongs to it: a trainable parameter has a gradient and optimizer state."""
-        gradient = local_bytes if item.kind == "parameter" and item.requires_grad else 0.0
-        return local_bytes + gradient + self.state_bytes(item, local_bytes)
+        return local_bytes + self.gradient_bytes(item, local_bytes) + self.state_bytes(item, local_bytes)
 
 
 def _tried(optimizer: torch.optim.Optimizer, name: str) -> OptimizerKind:
@@ -73,19 +94,45 @@ def _tried(optimizer: torch.optim.Optimizer, name: str) -> OptimizerKind:
         ) from error
     tensors = [value for value in twin.state[parameter].values() if isinstance(value, torch.Tensor)]
     copies = [value for value in tensors if value.shape == parameter.shape]
-    return OptimizerKind(name, len(copies), sum(value.nbytes for value in tensors) - sum(value.nbytes for value in copies))
+    step_bytes = sum(value.nbytes for value in tensors) - sum(value.nbytes for value in copies)
+    return OptimizerKind(name, len(copies), step_bytes, lambda parameters: type(optimizer)(parameters, **optimizer.defaults))
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes that a rank may hold; infinite where nobody set a limit."""
+    """Bytes that a rank may hold; infinite where nobody set a limit.
+
+    `reserved_bytes` of what was asked for are left out of `capacity_bytes`: what passes that decide do not count, and a step takes.
+    """
 
     capacity_bytes: float = float("inf")
     optimizer: OptimizerKind = field(default_factory=OptimizerKind)
+    reserved_bytes: float = 0.0
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.capacity_bytes)
+
+    @property
+    def asked_bytes(self) -> float:
+        """What the user allows."""
+        return self.capacity_bytes + self.reserved_bytes
+
+    def reserving(self, num_bytes: float) -> MemoryBudget:
+        """The same that was asked for, with so much of it left out."""
+        return replace(self, capacity_bytes=self.asked_bytes - num_bytes, reserved_bytes=num_bytes)
 
     def times(self, number: int) -> MemoryBudget:
         """That of so many ranks together."""
-        return replace(self, capacity_bytes=self.capacity_bytes * number)
+        return replace(self, capacity_bytes=self.capacity_bytes * number, reserved_bytes=self.reserved_bytes * number)
+
+    def holding(self, gradients: torch.dtype) -> MemoryBudget:
+        """Where gradients wait for their update in this dtype."""
+        return replace(self, optimizer=replace(self.optimizer, gradient_dtype=gradients))
+
+    def on_host(self) -> MemoryBudget:
+        """Where the host keeps the state of the optimizer, and updates."""
+        return replace(self, optimizer=replace(self.optimizer, on_host=True))
 
     @staticmethod
     def of(budget: str | float | None, optimizer: Any = None) -> MemoryBudget:
@@ -95,12 +142,12 @@ class MemoryBudget:
         return MemoryBudget(bytes_of(budget) if budget is not None else float("inf"), kind)
 
 
-def bytes_of(size: str | float) -> float:
+def bytes_of(size: str | float, what: str = "memory_budget") -> float:
     """`"40GiB"`, `"80 GB"`, `42949672960` → bytes. Raises `AutoparError` for another text, and for sizes that are not positive."""
     try:
         value = parse_quantity(str(size), BYTES)
     except ValueError as error:
-        raise AutoparError(f"memory_budget {error}") from None
+        raise AutoparError(f"{what} {error}") from None
     if value <= 0:
-        raise AutoparError(f"memory_budget must be more than 0, got {size!r}")
+        raise AutoparError(f"{what} must be more than 0, got {size!r}")
     return value

@@ -22,6 +22,7 @@ from torch.fx import Node
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.links import CommunicationKind, bytes_sent, transfer_seconds
 from autopar.cost.memory import OptimizerKind
+from autopar.ir.instructions import Memory
 from autopar.ir.keys import DIMS
 from autopar.ir.markers import MARKERS
 from autopar.ir.mesh import MICROBATCHES, Mesh
@@ -149,6 +150,11 @@ class CostModel:
         empty = self.collective("send", self.mesh.parts("pp"), 0.0, 0.0).seconds
         large = self.collective("send", self.mesh.parts("pp"), _LARGE_BYTES, _LARGE_BYTES).seconds
         return empty, max(large - empty, 0.0) / _LARGE_BYTES
+
+    def copy_seconds(self, memory: Memory, num_bytes: float) -> float:
+        """To host memory or a file, or back."""
+        link = self.cluster.copies_to(memory)
+        return link.call_seconds + link.latency_seconds + num_bytes / link.bytes_per_second
 
     def step(self, step: ReshardStep, itemsize: int) -> Cost:
         """One step of a reshard of a value whose elements have `itemsize` bytes. Slices are free.

@@ -2,48 +2,56 @@
 
 Buffers are counted by the memory they lie in: a fragment's result that is a view of its input, or of another result, takes
 none of its own. What a fragment needs within itself is counted where `Sizes` says it. What a collective needs while it is under
-way is counted where arrivals are those of processes: its results from its launch on, and the memory in which a bucket is put together
-or taken apart. What an optimizer holds is not.
+way is counted where arrivals are those of processes, which keep the memory of each bucket from one step to the next:
+
+    all_reduce       in the bucket, which its results are views of
+    all_gather       from the bucket into memory that goes at the WAIT, when results are copied out of it
+    reduce_scatter   from memory that goes at the WAIT into the bucket, which its results are views of
+
+What an optimizer holds is not. What a COPY parks, in host memory or in files, is counted apart: it takes none of the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
-import torch
-from torch.fx import GraphModule
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from autopar._torch import fake_mode
+from autopar.cost.buffer_kinds import Kind, kinds_of
+from autopar.cost.fragment_places import places_of
 from autopar.ir.actions import parse_action
-from autopar.ir.instructions import Add, Free, Instruction, Launch, Receive, Run, Wait
+from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Memory, Receive, Run, Update, Wait
 from autopar.ir.lifetimes import touched, with_frees
 from autopar.ir.schedule import Fragment, Schedule
 
-# By result of a fragment: the first of its inputs and results that lies in the same memory, and the bytes of that.
-_Places = tuple[tuple[int, int], ...]
+# Where a tensor may begin in a bucket: what kernels like, and Inductor expects of its inputs.
+BUCKET_ALIGNMENT_BYTES = 64
 
 
 class MemoryStep(NamedTuple):
-    """Bytes while the instruction at `position` runs and after it, and microbatches (of any stage) of which values are saved then."""
+    """Bytes while the instruction at `position` runs and after it, and microbatches (of any stage) of which values are saved then.
+
+    `kinds` are what the bytes while it runs are made of.
+    """
 
     position: int
     during_bytes: float
     after_bytes: float
     live_microbatches: int
+    kinds: Mapping[Kind, float]
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of one rank; a step for each instruction that makes or drops a buffer. `held_bytes` are there before the first."""
+    """The memory of one rank; a step for each instruction that makes or drops a buffer. `held_bytes` are there before the first.
+    `parked_bytes` are the most that is elsewhere than on the device, by where."""
 
     steps: tuple[MemoryStep, ...]
     held_bytes: float
+    parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
 
     @property
     def peak_bytes(self) -> float:
@@ -60,15 +68,17 @@ class Sizes:
     """What a schedule itself does not say.
 
     buffer_bytes   of a buffer with memory of its own, where no fragment says it
-    working_bytes  what a RUN needs besides its buffers while it runs
-    held_bytes     what is there all the time and is no buffer
+    working_bytes  what a RUN or an UPDATE needs besides its buffers while it runs
+    held_bytes     what is there all the time and is no buffer: what an optimizer holds
+    host_bytes     likewise, in host memory
     arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
     """
 
     buffer_bytes: Callable[[str], float]
-    working_bytes: Callable[[Run], float] = lambda run: 0
+    working_bytes: Callable[[Run | Update], float] = lambda run: 0
     held_bytes: float = 0
     arrival: Literal["launch", "wait"] = "wait"
+    host_bytes: float = 0
 
 
 def peak_bytes(schedule: Schedule) -> int:
@@ -92,6 +102,26 @@ def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iter
     return walk.run(((each,) for each in schedule.instructions) if groups is None else groups)
 
 
+class Held(NamedTuple):
+    """A piece of memory, and the buffers that lie in it; of what is no buffer there are none."""
+
+    kind: Kind
+    bytes: float
+    names: tuple[str, ...]
+
+
+def held_at(schedule: Schedule, sizes: Sizes, position: int) -> tuple[Held, ...]:
+    """What there is once the instruction at `position` is over."""
+    walk = _Walk(schedule, sizes)
+    walk.run((each,) for each in schedule.instructions[: position + 1])
+    names: dict[int, list[str]] = {}
+    for name, memory in walk.memory.items():
+        if memory not in walk.parked:
+            names.setdefault(memory, []).append(name)
+    found = (Held(walk.kind_of[memory], walk.bytes_of[memory], tuple(each)) for memory, each in names.items())
+    return (Held("optimizer", sizes.held_bytes, ()), *found)
+
+
 @dataclass
 class _Walk:
     schedule: Schedule
@@ -100,6 +130,12 @@ class _Walk:
     memory: dict[str, int] = field(default_factory=dict[str, int])
     users: Counter[int] = field(default_factory=Counter[int])
     bytes_of: dict[int, float] = field(default_factory=dict[int, float])
+    kind_of: dict[int, Kind] = field(default_factory=dict[int, Kind])
+    # What is not on the device: where each memory is, their bytes by that, and the most so far.
+    parked: dict[int, Memory] = field(default_factory=dict[int, Memory])
+    parked_bytes: dict[Memory, float] = field(default_factory=dict[Memory, float])
+    most_parked: dict[Memory, float] = field(default_factory=dict[Memory, float])
+    kinds: dict[Kind, float] = field(default_factory=dict[Kind, float])
     launched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     # How many saved values there are for which stage of which microbatch.
     saved: Counter[tuple[int, int | None]] = field(default_factory=Counter[tuple[int, int | None]])
@@ -107,21 +143,30 @@ class _Walk:
     bytes: float = 0
     # Since the step began: the most bytes and live microbatches, and whether a buffer came or went.
     most_bytes: float = 0
+    most_kinds: dict[Kind, float] = field(default_factory=dict[Kind, float])
     most_live: int = 0
     is_changed: bool = False
 
     def run(self, groups: Iterable[Sequence[Instruction]]) -> RankMemory:
         self.bytes = self.sizes.held_bytes
+        if self.sizes.host_bytes:
+            self.parked_bytes["host"] = self.most_parked["host"] = self.sizes.host_bytes
+        self.kinds["optimizer"] = self.bytes
         for name in self.schedule.inputs:
             self.place(name, self.sizes.buffer_bytes(name))
+        if self.sizes.arrival == "launch":
+            for each in self.schedule.instructions:
+                if isinstance(each, Launch) and len(each.sources) > 1:
+                    self.keep_bucket(each)
         held, steps = self.bytes, list[MemoryStep]()
         for position, group in enumerate(groups):
-            self.most_bytes, self.most_live, self.is_changed = self.bytes, self.live, False
+            self.most_bytes, self.most_kinds = self.bytes, dict(self.kinds)
+            self.most_live, self.is_changed = self.live, False
             for instruction in group:
                 self.visit(instruction)
             if self.is_changed:
-                steps.append(MemoryStep(position, self.most_bytes, self.bytes, self.most_live))
-        return RankMemory(tuple(steps), held)
+                steps.append(MemoryStep(position, self.most_bytes, self.bytes, self.most_live, self.most_kinds))
+        return RankMemory(tuple(steps), held, dict(self.most_parked))
 
     def visit(self, instruction: Instruction) -> None:
         if isinstance(instruction, Run):
@@ -132,20 +177,60 @@ class _Walk:
         elif isinstance(instruction, Add):
             if instruction.target not in self.memory:
                 self.place(instruction.target, self.sizes.buffer_bytes(instruction.source))
+        elif isinstance(instruction, Update):
+            self.work(instruction)
+            self.arrive(instruction.versions)
         elif isinstance(instruction, Wait):
-            self.arrive(self.launched.pop(instruction.target, ()))
+            self.land(self.launched.pop(instruction.target, ()))
             self.unpack(instruction.target)
+        elif isinstance(instruction, Copy):
+            self.copy(instruction)
         elif isinstance(instruction, (Launch, Receive)):
             self.depart(instruction)
 
+    def copy(self, instruction: Copy) -> None:
+        """Into memory that is taken at once, everywhere: the sources lie in one, and so will the targets."""
+        self.launched[instruction.name] = instruction.writes
+        first, size = instruction.name, self.bytes_of[self.memory[instruction.sources[0]]]
+        if instruction.memory == "device":
+            self.place(first, size, "in flight")
+        else:
+            self.park(first, size, instruction.memory)
+        for name in instruction.targets[1:]:
+            self.share(name, self.memory[first])
+
+    def park(self, name: str, size: float, where: Memory) -> None:
+        memory = len(self.bytes_of)
+        self.bytes_of[memory], self.parked[memory] = size, where
+        self.parked_bytes[where] = self.parked_bytes.get(where, 0) + size
+        self.most_parked[where] = max(self.most_parked.get(where, 0), self.parked_bytes[where])
+        self.kind_of[memory] = "activations"
+        self.share(name, memory)
+
     def depart(self, instruction: Launch | Receive) -> None:
         """Something that will fill buffers is launched."""
-        if self.sizes.arrival == "wait":
-            self.launched[instruction.name] = instruction.writes
+        self.launched[instruction.name] = instruction.writes
+        if self.sizes.arrival != "launch":
             return
-        self.arrive(instruction.writes)
-        if isinstance(instruction, Launch):
-            self.pack(instruction)
+        if isinstance(instruction, Launch) and self.is_in_place(instruction):
+            return self.share(instruction.name, self.memory[instruction.sources[0]])
+        if isinstance(instruction, Launch) and len(instruction.sources) > 1:
+            self.depart_bucket(instruction)
+            return
+        for each in instruction.writes:
+            self.place(each, self.sizes.buffer_bytes(each), "in flight")
+
+    def is_in_place(self, launch: Launch) -> bool:
+        """Whether the result takes the place of what is reduced, which nothing reads any more, nor what lies in its memory."""
+        source = launch.sources[0]
+        if launch.collective != "all_reduce" or len(launch.sources) > 1 or source not in self.schedule.spent:
+            return False
+        memory = self.memory[source]
+        return self.users[memory] == 1 and self.bytes_of[memory] == self.sizes.buffer_bytes(source)
+
+    @cached_property
+    def kinds_by_name(self) -> Mapping[str, Kind]:
+        return kinds_of(self.schedule)
 
     @cached_property
     def savers(self) -> dict[str, int]:
@@ -165,15 +250,41 @@ class _Walk:
         for name in names:
             self.place(name, self.sizes.buffer_bytes(name))
 
-    def pack(self, bucket: Launch) -> None:
-        """The memory of several buffers under way besides their results: all-reduces are done in these."""
-        packed = {"all_gather": (*bucket.sources, *bucket.targets), "reduce_scatter": bucket.sources}.get(bucket.collective, ())
-        if len(bucket.sources) > 1 and packed:
-            self.place(_packed(bucket.name), sum(map(self.sizes.buffer_bytes, packed)))
+    def land(self, names: Iterable[str]) -> None:
+        """What was launched is there: it takes its memory now, or is under way no more."""
+        for name in names:
+            if name not in self.memory:
+                self.place(name, self.sizes.buffer_bytes(name))
+            elif self.memory[name] not in self.parked:
+                self.recount(self.memory[name], self.kinds_by_name[name])
+
+    def keep_bucket(self, bucket: Launch) -> None:
+        """There from the step before: what is summed in it, or where what is gathered is put together."""
+        kinds = {self.kinds_by_name.get(each) for each in bucket.targets}
+        laid = bucket.targets if bucket.collective == "reduce_scatter" else bucket.sources
+        self.place(_bucket(bucket.name), self.laid_bytes(laid), "gradients" if kinds == {"gradients"} else "buckets")
+
+    def depart_bucket(self, bucket: Launch) -> None:
+        if bucket.collective == "all_gather":
+            self.place(_flight(bucket.name), self.flying_bytes(bucket.sources, bucket.targets), "in flight")
+            return
+        for each in bucket.targets:
+            self.share(each, self.memory[_bucket(bucket.name)])
+        if bucket.collective == "reduce_scatter":
+            self.place(_flight(bucket.name), self.flying_bytes(bucket.targets, bucket.sources), "in flight")
+
+    def flying_bytes(self, parts: Sequence[str], wholes: Sequence[str]) -> float:
+        """Of all ranks' parts, each rank's laid out alike."""
+        sizes = [sum(map(self.sizes.buffer_bytes, names)) for names in (parts, wholes)]
+        return self.laid_bytes(parts) * (round(sizes[1] / sizes[0]) if sizes[0] else 1)
+
+    def laid_bytes(self, names: Iterable[str]) -> float:
+        """Of buffers side by side, each where kernels like it to begin."""
+        return sum(BUCKET_ALIGNMENT_BYTES * math.ceil(self.sizes.buffer_bytes(name) / BUCKET_ALIGNMENT_BYTES) for name in names)
 
     def unpack(self, name: str) -> None:
-        if _packed(name) in self.memory:
-            self.drop(_packed(name))
+        if _flight(name) in self.memory:
+            self.drop(_flight(name))
 
     def compute(self, instruction: Run) -> None:
         fragment = self.schedule.fragments.get(instruction.fragment)
@@ -181,26 +292,42 @@ class _Walk:
             self.arrive(instruction.outputs)
         else:
             self.compute_fragment(instruction, fragment)
+        self.work(instruction)
+
+    def work(self, instruction: Run | Update) -> None:
         working = self.sizes.working_bytes(instruction)
-        self.most_bytes = max(self.most_bytes, self.bytes + working)
+        if self.bytes + working > self.most_bytes:
+            self.most_bytes, self.most_kinds, self.is_changed = self.bytes + working, {**self.kinds, "temporaries": working}, True
 
     def compute_fragment(self, instruction: Run, fragment: Fragment) -> None:
         names = [*instruction.inputs, *instruction.outputs]
-        for number, (name, (source, size)) in enumerate(zip(instruction.outputs, _places(fragment), strict=True)):
+        for number, (name, (source, size)) in enumerate(zip(instruction.outputs, places_of(fragment), strict=True)):
             if source == number + len(instruction.inputs):
                 self.place(name, size)
             else:
                 self.share(name, self.memory[names[source]])
 
-    def place(self, name: str, size: float) -> None:
+    def place(self, name: str, size: float, kind: Kind | None = None) -> None:
         """Give a buffer memory of its own."""
         memory = len(self.bytes_of)
         self.bytes_of[memory] = size
         self.bytes += size
-        self.most_bytes = max(self.most_bytes, self.bytes)
+        self.count_kind(memory, kind or self.kinds_by_name.get(name, "activations"))
+        if self.bytes > self.most_bytes:
+            self.most_bytes, self.most_kinds = self.bytes, dict(self.kinds)
         self.share(name, memory)
 
+    def count_kind(self, memory: int, kind: Kind) -> None:
+        self.kind_of[memory] = kind
+        self.kinds[kind] = self.kinds.get(kind, 0) + self.bytes_of[memory]
+
+    def recount(self, memory: int, kind: Kind) -> None:
+        self.kinds[self.kind_of[memory]] -= self.bytes_of[memory]
+        self.count_kind(memory, kind)
+
     def share(self, name: str, memory: int) -> None:
+        if self.kind_of[memory] == "activations" and self.kinds_by_name.get(name) == "gradients":
+            self.recount(memory, "gradients")
         self.memory[name] = memory
         self.users[memory] += 1
         self.count(name, 1)
@@ -209,8 +336,11 @@ class _Walk:
         memory = self.memory.pop(name)
         self.users[memory] -= 1
         self.count(name, -1)
-        if not self.users[memory]:
+        if not self.users[memory] and memory in self.parked:
+            self.parked_bytes[self.parked[memory]] -= self.bytes_of[memory]
+        elif not self.users[memory]:
             self.bytes -= self.bytes_of[memory]
+            self.kinds[self.kind_of[memory]] -= self.bytes_of[memory]
 
     def count(self, name: str, by: int) -> None:
         self.is_changed = True
@@ -223,41 +353,11 @@ class _Walk:
         self.most_live = max(self.most_live, self.live)
 
 
-def _packed(name: str) -> str:
-    """A name that no buffer has, for the memory of a bucket under way."""
+def _bucket(name: str) -> str:
+    """A name that no buffer has, for the memory of the bucket that is launched by `name`."""
     return f"bucket {name}"
 
 
-def lies_with(fragment: Fragment) -> tuple[int, ...]:
-    """By result of a fragment the first of its inputs and results, in this order, that lies in the same memory.
-
-    Of a fragment whose inputs have no known shapes nothing is said to be a view.
-    """
-    if any("val" not in node.meta for node in fragment.module.graph.find_nodes(op="placeholder")):
-        return ()
-    return tuple(source for source, _ in _places(fragment))
-
-
-# By fragment: passes that look for what fits walk through one schedule many times.
-_PLACES: WeakKeyDictionary[GraphModule, _Places] = WeakKeyDictionary()
-
-
-def _places(fragment: Fragment) -> _Places:
-    if fragment.module not in _PLACES:
-        _PLACES[fragment.module] = _found_places(fragment)
-    return _PLACES[fragment.module]
-
-
-def _found_places(fragment: Fragment) -> _Places:
-    """By running the fragment on tensors without memory."""
-    given = [node.meta["val"] for node in fragment.module.graph.find_nodes(op="placeholder")]
-    with fake_mode(), torch.no_grad():
-        inputs = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in given]
-        results = fragment.module(*inputs)
-    first: dict[StorageWeakRef, int] = {}
-    found: list[tuple[int, int]] = []
-    for number, tensor in enumerate([*inputs, *results]):
-        source = first.setdefault(StorageWeakRef(tensor.untyped_storage()), number)
-        if number >= len(inputs):
-            found.append((source, tensor.untyped_storage().nbytes()))
-    return tuple(found)
+def _flight(name: str) -> str:
+    """Likewise, for what is under way besides."""
+    return f"{_bucket(name)} under way"

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 import torch
 
+from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
+from autopar.driver.remade import Remade
 from autopar.ir.actions import PipelineSchedule
-from autopar.ir.program import Program
+from autopar.ir.offload import Offload
+from autopar.ir.program import Form, Program
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.holders import holders_of
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.plans.decisions import ShardingDecision, StageDecision
 from autopar.plans.plan import Plan
 from autopar.plans.styles import UserPins
+from autopar.recompute.decision import RecomputeDecision
 
-# Pins as the user gives them → the program with its reshards and stages, and what was decided about it.
-DecideAgain = Callable[[UserPins | Plan | None], tuple[Program, ShardingDecision, StageDecision | None]]
+# Pins as the user gives them → the program with its reshards and stages, and the plan that it follows.
+DecideAgain = Callable[[UserPins | Plan | None], tuple[Program, Plan]]
 
 
 class _TensorLeaf:
@@ -42,14 +47,27 @@ TENSOR: Final = _TensorLeaf()
 
 @dataclass(frozen=True)
 class PassRun:
-    """One pass that ran: its place in the order, the program after it, what it decided (None for a plain rewrite), its class."""
+    """One pass that ran: its place in the order, the program after it, what it decided (None for a plain rewrite), its class.
+
+    `remake` does again what the pass did, and decides nothing.
+    """
 
     number: int
     name: str
     seconds: float
-    program: Program
+    held: Program | Remade
     decision: object = None
     kind: type[object] | None = None
+    remake: Callable[[Program], Program] | None = None
+
+    @property
+    def program(self) -> Program:
+        """Made again where it is not held, which may take seconds; see `form` for what needs no program."""
+        return self.held.program() if isinstance(self.held, Remade) else self.held
+
+    @property
+    def form(self) -> Form:
+        return self.held.form
 
 
 @dataclass(frozen=True)
@@ -77,10 +95,12 @@ class Compiled:
     steps     every pass that ran on a graph, in order; schedule_steps: those on the schedule, after them
     search    the result of the sharding search; None where a plan fixed every decision
     cost      what priced it
-    decide_again  `pins -> (program, decision, stages)`: the search with other pins, from the program before them on
+    decide_again  `pins -> (program, plan)`: the search with other pins, from the program before them on
     keyed     a FORWARD program of `steps` with its draws keyed as those of `forward` are
     updating  the schedule of `train_step`, with its updates; None where there is no optimizer, or nothing to update
     stages    where the forward is cut, and what each stage takes; None where one microbatch runs through one stage
+    budget    what a rank may hold, and whose optimizer state is counted
+    offload   what was asked to lie elsewhere than on the device
     """
 
     forward: Program
@@ -97,6 +117,19 @@ class Compiled:
     stages: StageDecision | None = None
     updating: ScheduleProgram | None = None
     schedule_steps: tuple[SchedulePassRun, ...] = ()
+    budget: MemoryBudget = MemoryBudget()
+    offload: Offload | None = None
+
+    def within(self, budget: MemoryBudget) -> Compiled:
+        """The same, of which `budget` was asked for."""
+        search = self.search and replace(self.search, limit_bytes=budget.capacity_bytes * self.search.num_places)
+        return replace(self, budget=budget, search=search)
+
+    @property
+    def counted_bytes(self) -> float:
+        """What a rank takes by those who decide, who do not count all; infinite where none did."""
+        decisions = (step.decision for step in self.steps)
+        return next((each.peak_bytes for each in decisions if isinstance(each, RecomputeDecision)), math.inf)
 
     @property
     def order(self) -> PipelineSchedule:

@@ -10,11 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+
+import torch
 
 from autopar.driver.compiled import PassRun, SchedulePassRun
 from autopar.driver.decide_once import FromFirst, SharedDecision, decide_once
+from autopar.driver.garbage import Pile
+from autopar.driver.remade import Remade, as_now
 from autopar.errors import AutoparError
 from autopar.ir.printing import print_program
 from autopar.ir.program import Form, Program
@@ -84,14 +90,47 @@ class Log:
         self.nodes = count
 
 
+@dataclass(frozen=True)
+class Next:
+    """Shows the name of the pass that comes next."""
+
+    passes: Sequence[Pass | DecidingPass]
+    show: Callable[[str], None]
+
+    def __call__(self, step: PassRun | SchedulePassRun) -> None:
+        if step.number < len(self.passes):
+            self.show(self.passes[step.number].name)
+
+
 @dataclass
 class History:
-    """Keeps every step: the program and the decision after each pass."""
+    """Keeps every step: the program and the decision after each pass.
 
+    Where it says which graphs are `held_before` a pass, by the classes of passes, others of GLOBAL and LOCAL are made again when asked for,
+    but for the first and the last of each. `within` is what surrounds passes that run again.
+    """
+
+    held_before: frozenset[type[object]] | None = None
+    within: Callable[[], AbstractContextManager[object]] = field(default_factory=lambda: partial(as_now, torch.is_grad_enabled()))
     steps: list[PassRun | SchedulePassRun] = field(default_factory=list[PassRun | SchedulePassRun])
 
     def __call__(self, step: PassRun | SchedulePassRun) -> None:
+        before = self.steps[-1] if self.steps else None
+        if self.held_before is not None and step.kind not in self.held_before and isinstance(step, PassRun) and isinstance(before, PassRun):
+            self._let_go(before.held, step)
         self.steps.append(step)
+
+    def _let_go(self, held: Program | Remade, step: PassRun) -> None:
+        """Hold the program before `step` no longer, unless it is the first or the last of its form."""
+        if held is step.held or held.form is not step.form or held.form is Form.FORWARD or isinstance(held, Remade):
+            return
+        number = next(each.number for each in self.steps if isinstance(each, PassRun) and each.held is held)
+        maker, before = self.steps[number], self.steps[number - 1]
+        if number == 0 or not isinstance(maker, PassRun) or not isinstance(before, PassRun) or before.form is not held.form:
+            return
+        assert maker.remake is not None, maker.name
+        remade = Remade(before.held, maker.remake, self.within, held.form)
+        self.steps[number:] = [replace(each, held=remade) for each in self.steps[number:] if isinstance(each, PassRun)]
 
     def step(self, chosen: type[object] | str) -> PassRun | SchedulePassRun:
         """The last step of a pass, by its class or name. Raises `AutoparError` naming the passes that ran."""
@@ -121,7 +160,7 @@ class History:
 
     def last(self, form: Form) -> Program:
         """The program after the last pass of a form."""
-        return next(step.program for step in reversed(self.graph_steps) if step.program.form is form)
+        return next(step.program for step in reversed(self.graph_steps) if step.form is form)
 
     @property
     def graph_steps(self) -> tuple[PassRun, ...]:
@@ -164,6 +203,7 @@ class PassManager:
 
         Whatever a pass or an observer raises bears a note with the pass's number and name.
         """
+        pile = Pile()
         for observe in self.observers:
             observe(_step(0, CAPTURE, seconds, program))
         for number, chosen in enumerate(self.passes, 1):
@@ -175,23 +215,26 @@ class PassManager:
                 error.add_note(f"in pass {number}, {chosen.name}: {chosen!r}")
                 raise
             program = step.program
+            pile.collect()
         return program
 
     def _run_one(self, chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram) -> PassRun | SchedulePassRun:
         start = time.perf_counter()
-        if isinstance(chosen, DecidingPass):
-            decision = self._decision(chosen, program)
-            result = chosen.apply(program, decision)
-        else:
-            decision, result = None, chosen.apply(program)
+        decision = self._decision(chosen, program) if isinstance(chosen, DecidingPass) else None
+        remake = partial(_applied, chosen, decision)
+        result = remake(program)
         if isinstance(program, Program) and isinstance(result, Program) and result is not program and result.is_copy_of(program):
             result = program  # nothing to do: observers need not look again
-        return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen))
+        return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen), remake)
 
     def _decision(self, chosen: DecidingPass, program: Program | ScheduleProgram) -> object:
         if self.from_first is not None and isinstance(chosen, SharedDecision):
             return decide_once(chosen, program, self.from_first)
         return chosen.decide(program)
+
+
+def _applied(chosen: Pass | DecidingPass, decision: object, program: Any) -> Any:
+    return chosen.apply(program, decision) if isinstance(chosen, DecidingPass) else chosen.apply(program)
 
 
 def _step(
@@ -201,10 +244,11 @@ def _step(
     program: Program | ScheduleProgram,
     decision: object = None,
     kind: type[Pass | DecidingPass] | None = None,
+    remake: Callable[[Any], Any] | None = None,
 ) -> PassRun | SchedulePassRun:
     if isinstance(program, ScheduleProgram):
         return SchedulePassRun(number, name, seconds, program, decision, kind)
-    return PassRun(number, name, seconds, program, decision, kind)
+    return PassRun(number, name, seconds, program, decision, kind, remake)
 
 
 def run_passes(

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.driver.train_step import Scope, TrainStep
 from autopar.errors import AutoparError
+from autopar.ir.offload import Offload
 
 Make = Callable[[Sequence[nn.Parameter]], Optimizer]
 
@@ -67,9 +68,28 @@ class OptimizerRecipe:
 
 def updates_of(recipe: OptimizerRecipe | None, options: TrainStep) -> Literal["bucket", "end"] | None:
     """When a step with this optimizer updates parameters: None where it does not, or calls the model as often as it likes."""
+    depends = recipe is not None and (recipe.takes_closure or (options.update_scope or recipe.scope) == "model")
+    if options.weight_versions is not None and depends:
+        raise AutoparError(
+            f"weight_versions={options.weight_versions!r} updates each stage by itself, and this optimizer's update of a parameter depends "
+            'on others: use one of torch.optim but LBFGS, or say TrainStep(update_scope="parameter") where that is so'
+        )
     if recipe is None or recipe.takes_closure:
         return None
     return "end" if options.agrees_first or (options.update_scope or recipe.scope) == "model" else "bucket"
+
+
+def refuse_no_host_update(offload: Offload | None, recipe: OptimizerRecipe | None, options: TrainStep) -> None:
+    """Raise `AutoparError` where the host is to update, and cannot."""
+    if offload is None or offload.optimizer is None:
+        return
+    if recipe is None:
+        raise AutoparError("Offload(optimizer=) is about the optimizer of train_step, and there is none: pass optimizer= as well")
+    if options.weight_versions is not None:
+        raise AutoparError(
+            f"weight_versions={options.weight_versions!r} computes with each update at once, and one on the host comes at the end of the "
+            "step: leave Offload(optimizer=) out, or weight_versions"
+        )
 
 
 def _maker(optimizer: Any) -> Make:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
 from autopar.cost.hardware.cluster import Cluster
@@ -11,16 +12,30 @@ from autopar.cost.memory import MemoryBudget
 from autopar.errors import AutoparError
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.shares import UnequalShares
+from autopar.ir.zero import ZeRO
 from autopar.partition.whole_batch import Mixing, Statistics
+from autopar.pipeline.weight_versions import WeightVersions
 from autopar.plans.plan import Pins, Plan
 
 # A dim for all inputs, or by name; None for an input without one.
 BatchDims = int | Mapping[str, int | None] | None
 
-_KNOWN = {"outputs": (None, "loss", "all"), "kernels": ("auto", "triton", "aten", "off"), "microbatch_statistics": (None, "own")}
-_WORDS = {"outputs": '"loss" or "all"', "kernels": '"auto", "triton", "aten" or "off"', "microbatch_statistics": '"own", or leave it out'}
+_KNOWN = {
+    "outputs": (None, "loss", "all"),
+    "kernels": ("auto", "triton", "aten", "off"),
+    "microbatch_statistics": (None, "own"),
+    "recompute": ("auto", "none", "full", "selective"),
+}
+_WORDS = {
+    "outputs": '"loss" or "all"',
+    "kernels": '"auto", "triton", "aten" or "off"',
+    "microbatch_statistics": '"own", or leave it out',
+    "recompute": '"auto", "none", "full" or "selective"',
+}
 
 
 @dataclass(frozen=True)
@@ -28,8 +43,9 @@ class Options:
     """What the user asked of a compile, as far as passes need to know; `autopar.compile` says what each means.
 
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
-    microbatches in an earlier try, `updates` when `train_step` updates parameters, `shares` are those of ranks that pass unequal ones of
-    the batch. Raises `AutoparError` for a value that an option does not have.
+    microbatches in an earlier try, `updates` when `train_step` updates
+    parameters, `shares` are those of ranks that pass unequal ones of the batch. Raises `AutoparError` for a value that an option does
+    not have.
     """
 
     cluster: Cluster
@@ -51,11 +67,30 @@ class Options:
     updates: Literal["bucket", "end"] | None = None
     precision: MixedPrecision | None = None
     shares: UnequalShares | None = None
+    recompute: str = "auto"
+    versions: WeightVersions | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise AutoparError(f"{name}={getattr(self, name)!r} is unknown; use {_WORDS[name]}")
+
+    def by_name(self, mesh: Mesh, is_placed: bool) -> tuple[Options, ...]:
+        """Without a budget, what `zero=` and `recompute=` may say of `mesh` where the user left that open: first what keeps all that it
+        may, then the others, those that take least as a rule first. Where parameters lie is fixed if it `is_placed`."""
+        is_free = self.freedom.shards_parameters and self.freedom.zero is None and not is_placed
+        levels = (3, 2, 1, 0) if mesh.size_of(mesh.parts("dp")) > 1 else (0,)
+        modes = ("full", "selective", "auto") if self.recompute == "auto" else (self.recompute,)
+        freedoms = [
+            replace(self.freedom, shards_parameters=level > 0, zero=ZeRO(level) if level else None) for level in (levels if is_free else ())
+        ] or [self.freedom]
+        *others, first = (
+            replace(self, freedom=freedom, recompute=mode, budget=replace(self.budget, capacity_bytes=math.inf))
+            for freedom in freedoms
+            for mode in modes
+        )
+        return first, *others
 
     @property
     def is_order_free(self) -> bool:

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 
 from autopar._torch import is_fake
+from autopar.driver.garbage import is_frozen_by_us
 
 _CACHE: Any = type(functools.lru_cache(lambda: None))
 
@@ -24,7 +25,7 @@ def caches_kept_clean() -> Generator[None]:
     Models keep tables of positions in such caches (Beit's relative positions): after a run on fake tensors the model itself
     would compute with what has no values. Other caches are left alone.
     """
-    before = {cache: cache.cache_info() for cache in _every.caches()}
+    before = {cache: cache.cache_info() for cache in _every.known}  # those that nobody knows yet count as asked
     try:
         yield
     finally:
@@ -40,15 +41,27 @@ class _Every:
     """All caches there are. To find them, every object of the process is looked at: a tenth of a second and more."""
 
     def __init__(self) -> None:
-        self._known = WeakSet[Any]()
+        self.known = WeakSet[Any]()
         self._others = -1
 
     def caches(self) -> list[Any]:
         # Each cache holds one reference to its type, and so do few others, always the same ones.
-        if sys.getrefcount(_CACHE) - len(self._known) != self._others:
-            self._known = WeakSet(found for found in gc.get_referrers(_CACHE) if type(found) is _CACHE)
-            self._others = sys.getrefcount(_CACHE) - len(self._known)
-        return list(self._known)
+        if sys.getrefcount(_CACHE) - len(self.known) != self._others:
+            self.known = WeakSet(found for found in _referrers(_CACHE) if type(found) is _CACHE)
+            self._others = sys.getrefcount(_CACHE) - len(self.known)
+        return list(self.known)
+
+
+def _referrers(of: object) -> list[Any]:
+    """Frozen objects too (a compile freezes what was there before it), at which `gc.get_referrers` does not look."""
+    is_frozen = is_frozen_by_us() or gc.get_freeze_count() > 0  # the count looks at every frozen object
+    if is_frozen:
+        gc.unfreeze()
+    try:
+        return gc.get_referrers(of)
+    finally:
+        if is_frozen:
+            gc.freeze()
 
 
 _every = _Every()

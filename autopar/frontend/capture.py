@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, fake_mode, pytree
+from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, exports_let_go, fake_mode, pytree
 from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.caches import caches_kept_clean
@@ -103,23 +103,18 @@ def _exported(
     autocast: Autocast | None,
 ) -> Program:
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
-    checkpointed: list[None] = []
     with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked():
         with (
-            checkpoints_called(lambda: checkpointed.append(None)),
+            checkpoints_called(),
             explained(model),
             caches_kept_clean(),
+            exports_let_go(),
             warnings.catch_warnings(record=True) as heard,
             torch.enable_grad(),
         ):
             warnings.simplefilter("always")
             exported = torch.export.export(_Captured(model, places), args, kwargs, strict=True)
         warn_of_globals(str(warning.message) for warning in heard)
-        if checkpointed:
-            logger.warning(
-                "%d regions under torch.utils.checkpoint are captured as plain calls: their activations are kept, not recomputed",
-                len(checkpointed),
-            )
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
         leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type
         with autocast_off():

@@ -11,7 +11,8 @@ from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
 from autopar.graph.fake_calls import fake_call
 from autopar.ir.keys import PHASE, SOURCE, STAGE, Source
 
-_TRACE_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr")
+# `ac_graph_id` is the region under `torch.utils.checkpoint`.
+_TRACE_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr", "ac_graph_id")
 
 
 class Emitter:

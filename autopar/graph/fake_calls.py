@@ -25,6 +25,15 @@ _BY_META = frozenset(
 )  # fmt: skip
 
 
+def _histogram(values: torch.Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> torch.Tensor:
+    return values.new_empty(bins)
+
+
+# torch has no kernel for the shape of a histogram and runs the CPU's, which knows no integers; models on meta count by them, as on a GPU.
+_META = torch.library.Library("aten", "IMPL")
+_META.impl("histc", _histogram, "Meta")
+
+
 def fake_call(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
     """What the op `target` returns for `args` and `kwargs`, in which tensors are fake ones of `mode`, without autograd."""
     if target in _BY_META:

@@ -5,16 +5,18 @@ LAUNCH all_reduce sum tp (h_2) -> h_3       start a collective over the ranks al
 LAUNCH all_reduce sum dp (g_w, g_b) -> (w, b)   a bucket: several at once
 SEND 0F2>1 pp=1 (h_3@2, mask@2)             start sending to the rank at coordinate 1 of `pp`, else placed as this one
 RECV 0F2>1 pp=0 (h_3@2, mask@2)             start receiving from the rank at coordinate 0 of `pp`
+COPY host (h_1) -> (h_1.host)               start copying to host memory, "file" or back to the "device"; all lie in one memory
 WAIT h_3                                    block until what was launched under this name is complete
 ADD g_w (g_w@2)                             g_w += g_w@2; the first ADD makes g_w
 UPDATE (w, b) by (g_w, g_b)                 the optimizer takes these gradients of these parameters
+UPDATE (w) by (g_w) -> (w.v1)               likewise, and w.v1 is a copy of what w is then
 FREE h_2 h_1                                drop buffers
 PAUSE                                       hand the outputs to the caller, wait for their gradients
 
-Each knows the buffers that it `reads` and `writes`. What a LAUNCH, SEND or RECV reads is in use, and what it writes is not there, until
-the WAIT; a WAIT itself has neither.
+Each knows the buffers that it `reads` and `writes`. What a LAUNCH, COPY, SEND or RECV reads is in use, and what it writes is not
+there, until the WAIT; a WAIT itself has neither.
 
-A channel is a directed pair of ranks: its k-th SEND meets its k-th RECV. A launch, SEND or RECV never blocks; a WAIT
+A channel is a directed pair of ranks: its k-th SEND meets its k-th RECV. A launch, COPY, SEND or RECV never blocks; a WAIT
 blocks until all ends have launched. A name says nothing of itself: what a buffer is stands in the schedule's table
 (`autopar.ir.schedule.Buffer`); that names of one microbatch end in its number, `h_3@2`, is for readers.
 """
@@ -30,6 +32,8 @@ from autopar.errors import ScheduleError
 from autopar.ir.mesh import Mesh
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+# Where a buffer lies.
+Memory = Literal["device", "host", "file"]
 # From which rank to which.
 Channel = tuple[int, int]
 
@@ -91,6 +95,34 @@ class Launch:
     def __str__(self) -> str:
         targets = self.name if len(self.targets) == 1 else f"({', '.join(self.targets)})"
         return f"LAUNCH {self.collective} {self.kind} {','.join(self.axes)} ({', '.join(self.sources)}) -> {targets}"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Start copying `sources`, which lie in one memory, to one in `memory`; of the two one is the device's.
+
+    They come out as they are, views of one another too, and stay as they are: what copies give has names of its own.
+    """
+
+    memory: Memory
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What WAIT calls it."""
+        return self.targets[0]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.sources
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.targets
+
+    def __str__(self) -> str:
+        return f"COPY {self.memory} ({', '.join(self.sources)}) -> ({', '.join(self.targets)})"
 
 
 @dataclass(frozen=True)
@@ -173,7 +205,7 @@ def _peer_of(instruction: Send | Receive, mesh: Mesh, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Wait(_NoOperands):
-    """Until the collective into `target`, or the transfer of this name, is complete."""
+    """Until the collective or copy into `target`, or the transfer of this name, is complete."""
 
     target: str
 
@@ -208,11 +240,13 @@ class Update:
     """The optimizer takes the `gradients` of `parameters`, in their order; neither is read afterwards.
 
     It updates them at once, or keeps the gradients: until all ranks have agreed on something (a norm, that all are finite), or for
-    more calls to add theirs.
+    more calls to add theirs. Where it has `versions` it updates them at once, and these are copies of the updated parameters: what comes
+    next computes with them, and may update again.
     """
 
     parameters: tuple[str, ...]
     gradients: tuple[str, ...]
+    versions: tuple[str, ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -220,10 +254,11 @@ class Update:
 
     @property
     def writes(self) -> tuple[str, ...]:
-        return self.parameters
+        return (*self.parameters, *self.versions)
 
     def __str__(self) -> str:
-        return f"UPDATE ({', '.join(self.parameters)}) by ({', '.join(self.gradients)})"
+        versions = f" -> ({', '.join(self.versions)})" if self.versions else ""
+        return f"UPDATE ({', '.join(self.parameters)}) by ({', '.join(self.gradients)}){versions}"
 
 
 @dataclass(frozen=True)
@@ -240,7 +275,9 @@ class Pause(_NoOperands):
         return "PAUSE"
 
 
-Instruction = Run | Launch | Send | Receive | Wait | Add | Update | Free | Pause
+# What WAIT ends.
+Flight = Launch | Copy | Send | Receive
+Instruction = Run | Launch | Copy | Send | Receive | Wait | Add | Update | Free | Pause
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -257,6 +294,10 @@ _FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Instruction]]] = {
         re.compile(r"LAUNCH (all_reduce|all_gather|reduce_scatter|all_to_all) (sum|max|copy) (\S+) \((.+?)\) -> \(?(.+?)\)?$"),
         lambda collective, kind, axes, sources, targets: Launch(collective, kind, tuple(axes.split(",")), _names(sources), _names(targets)),
     ),
+    "COPY": (
+        re.compile(r"COPY (device|host|file) \((.+?)\) -> \((.+?)\)$"),
+        lambda memory, sources, targets: Copy(memory, _names(sources), _names(targets)),
+    ),
     "SEND": (
         re.compile(r"SEND (\S+) (\S+)=(\d+) \((.*?)\)$"),
         lambda transfer, axis, peer, buffers: Send(transfer, axis, int(peer), _names(buffers)),
@@ -268,8 +309,8 @@ _FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Instruction]]] = {
     "WAIT": (re.compile(r"WAIT (\S+)$"), Wait),
     "ADD": (re.compile(r"ADD (\S+) \((\S+)\)$"), Add),
     "UPDATE": (
-        re.compile(r"UPDATE \((.+?)\) by \((.+?)\)$"),
-        lambda parameters, gradients: Update(_names(parameters), _names(gradients)),
+        re.compile(r"UPDATE \((.+?)\) by \((.+?)\)(?: -> \((.+?)\))?$"),
+        lambda parameters, gradients, versions: Update(_names(parameters), _names(gradients), _names(versions or "")),
     ),
     "FREE": (re.compile(r"FREE (.+)$"), lambda buffers: Free(tuple(buffers.split(" ")))),
     "PAUSE": (re.compile(r"PAUSE$"), Pause),

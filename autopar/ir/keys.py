@@ -76,6 +76,13 @@ STRATEGY: Key[Strategy] = Key("strategy")
 SHARDING: Key[tuple[Sharding, ...]] = Key("sharding")
 # The stage of the pipeline that computes the node; without it, every stage that reads the node computes it for itself.
 STAGE: Key[int] = Key("stage")
+# GLOBAL form only, of a `save` node: what it saves is to be computed again, so that a budget need not count it.
+DROPPED: Key[bool] = Key("dropped")
+# GLOBAL form only, of a `save` node: what it saves may be computed again in place of being kept, at the price of these calls of the
+# forward, by name, the last of which makes it; of what several read the first bears the price.
+REPEATABLE: Key[tuple[str, ...]] = Key("repeatable")
+# GLOBAL form only, of a call of the backward that does once more what the forward did: the name of the forward's.
+RECOMPUTED: Key[str] = Key("recomputed")
 # LOCAL form only: the name of the GLOBAL node whose value this one holds a part of.
 ORIGIN: Key[str] = Key("origin")
 # LOCAL form only, of a call that makes a copy of a parameter: it runs once a step, ahead of the first microbatch.

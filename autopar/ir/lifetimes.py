@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from autopar.ir.instructions import Free, Instruction, Launch, Receive, Send, Wait
+from autopar.ir.instructions import Copy, Free, Instruction, Launch, Receive, Send, Wait
 
 
 def touched(instruction: Instruction) -> tuple[str, ...]:
@@ -15,12 +15,12 @@ def touched(instruction: Instruction) -> tuple[str, ...]:
 def with_frees(instructions: Sequence[Instruction], kept: Collection[str]) -> list[list[Instruction]]:
     """Each instruction with a FREE behind it of the buffers that nothing touches afterwards, but for those that are `kept`.
 
-    The operand of a collective is in use until its WAIT, and so is what is sent.
+    The operand of a collective is in use until its WAIT, and so is what is sent or copied.
     """
     last: dict[str, int] = {}
     under_way: dict[str, tuple[str, ...]] = {}
     for position, instruction in enumerate(instructions):
-        if isinstance(instruction, (Launch, Send, Receive)):
+        if isinstance(instruction, (Launch, Copy, Send, Receive)):
             under_way[instruction.name] = touched(instruction)
         names = under_way[instruction.target] if isinstance(instruction, Wait) else touched(instruction)
         last |= dict.fromkeys(names, position)

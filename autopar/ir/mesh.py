@@ -14,6 +14,8 @@ from typing import Any
 from autopar.errors import MeshError
 
 RESERVED_AXES = ("pp", "dp", "cp", "ep", "tp")
+# The one axis of a flat mesh: ranks of which nobody has said what they share.
+FLAT = "world"
 # The axis in time: microbatches, one after another on the same ranks. It is the last of a mesh, and no user's axis.
 MICROBATCHES = "mb"
 
@@ -84,6 +86,8 @@ class Mesh:
 
     def index(self, rank: int, axes: Sequence[str]) -> int:
         """Position of `rank` within its group along `axes`, the first axis major."""
+        if not axes:
+            return 0
         at, sizes, index = self.coordinates(rank), dict(self.axes), 0
         for axis in axes:
             index = index * sizes[axis] + at[axis]
@@ -164,8 +168,11 @@ def parent(axis: str) -> str:
 def virtual_mesh(**axes: int) -> Mesh:
     """A mesh of ranks inside this one process: `virtual_mesh(dp=2, tp=2)`.
 
-    Axes keep the order they are given in, outermost first. Raises `MeshError` for an unknown axis name or a size below 1.
+    Axes keep the order they are given in, outermost first; `virtual_mesh(world=8)` is a flat one, of which `autopar.compile` makes axes.
+    Raises `MeshError` for an unknown axis name or a size below 1.
     """
+    if tuple(axes) == (FLAT,):
+        return Mesh(tuple(axes.items()))
     unknown = [name for name in axes if name not in RESERVED_AXES]
     if unknown:
         raise MeshError(f"unknown mesh axis {unknown[0]!r}; known axes are {', '.join(RESERVED_AXES)}")

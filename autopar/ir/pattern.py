@@ -57,6 +57,15 @@ def matches_module(path: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(fnmatchcase(part, each) for part, each in zip(parts, wanted, strict=True))
 
 
+def is_meant(name: str, pattern: str) -> bool:
+    """Whether a pattern for reading means `name`: it matches, it is a part of it where it has no wildcard, or it names a module that
+    `name` lies in: `model.layers.0` and `layers.?` mean all that is in them."""
+    if not any(sign in pattern for sign in "*?["):
+        return pattern == name or f".{pattern}." in f".{name}." or (pattern in name and not pattern[-1:].isdigit())
+    parts = name.split(".")
+    return fnmatchcase(name, pattern) or any(matches_module(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+
+
 def near_names(pattern: str, names: Iterable[str], count: int = 4) -> str:
     """The names most like `pattern`, then the first ones: `h.0.fc, h.1.fc, …`."""
     distinct = list(dict.fromkeys(names))

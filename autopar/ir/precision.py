@@ -22,8 +22,10 @@ class MixedPrecision:
             `parallel.scaler()`
     reduce  what gradients are summed over ranks in: `grad` by default, as Megatron-LM and torchtitan have it (FSDP2's own default is
             `param`)
-    grad    what gradients are summed over the microbatches in, and wait for their update: float32 by default. The masters are float32,
-            and so are `.grad` and what an optimizer gets: a sum in another dtype is cast once it is complete
+    grad    what gradients are held in, float32 by default, or `param`: from the microbatch that makes them, through the sums over
+            microbatches and calls that accumulate, to the update of `train_step`, which casts some at a time to float32, the dtype of
+            the masters, and gives these to the optimizer. Those that come in float32, of norms and kept modules, are summed over
+            microbatches as they come. In a plain loop `.grad` is float32: torch's optimizers take no two dtypes
     keep    patterns of module paths ("*.router", "head") that compute in float32
 
     Norms, softmax, exponentials, powers, sums and losses are in float32, as under torch's autocast on a GPU, on any device. Partial sums
@@ -43,10 +45,10 @@ class MixedPrecision:
             if dtype not in _DTYPES:
                 known = ", ".join(map(str, _DTYPES))
                 raise AutoparError(f"MixedPrecision({name}={dtype!r}) is none of the dtypes that it knows: {known}")
-        if self.grad not in (torch.float32, self.param) or (self.grad != torch.float32 and self.reduce != self.grad):
+        if self.grad not in (torch.float32, self.param):
             raise AutoparError(
-                f"MixedPrecision(param={self.param}, reduce={self.reduce}, grad={self.grad}) cannot be: gradients come in param, and are "
-                "summed over microbatches in no lower dtype than over ranks; let grad be param or float32, and leave reduce out"
+                f"MixedPrecision(param={self.param}, grad={self.grad}) cannot be: gradients come in param, and are held as they come or in "
+                "float32; let grad be param, or leave it out"
             )
 
     @staticmethod
@@ -86,8 +88,10 @@ class MixedPrecision:
 
     def __str__(self) -> str:
         kept = f", float32 in {', '.join(self.keep)}" if self.keep else ""
-        summed = _name(self.grad if self.reduce is None else self.reduce)
-        return f"computes in {_name(self.param)}, gradients summed in {summed}, masters float32{kept}"
+        reduce = self.grad if self.reduce is None else self.reduce
+        over = f", over ranks in {_name(reduce)}" if reduce != self.grad else ""
+        held = ", held so until the update" if self.grad != torch.float32 else ""
+        return f"computes in {_name(self.param)}, gradients summed in {_name(self.grad)}{over}{held}, masters float32{kept}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -159,23 +159,28 @@ def _before(node: Node) -> str:
     return SHARDING[source][0].describe(DIMS[source][0])
 
 
-def print_program(program: Program, by_origin: bool = False, stages: Collection[int] | None = None) -> str:
+def print_program(
+    program: Program, by_origin: bool = False, stages: Collection[int] | None = None, shown: Collection[Node] | None = None
+) -> str:
     """`program` as text. With `by_origin`, LOCAL nodes bear the names of the GLOBAL nodes they came from.
 
-    With `stages` only the calls of these stages of a pipeline, what they read of the inputs and what they give of the outputs.
+    With `stages`, or the nodes that are to be `shown`, only the calls of these stages of a pipeline, or those nodes, what they read of the
+    inputs and what they give of the outputs.
     """
     names = _Names(program, by_origin)
     local = program.form is Form.LOCAL
-    shown = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    of_all = ""
+    chosen = [node for node in program.graph.nodes if node.op not in ("placeholder", "output") and (shown is None or node in shown)]
+    of_all = f", of which {len(chosen)} are shown" if shown is not None else ""
     if stages is not None:
-        shown = [node for node in shown if STAGE.get(node) in stages]
+        chosen = [node for node in chosen if STAGE.get(node) in stages]
         which = ", ".join(map(str, sorted(stages)))
-        of_all = f", of which stage{'s' if len(stages) > 1 else ''} {which} ha{'ve' if len(stages) > 1 else 's'} {len(shown)}"
+        of_all = f", of which stage{'s' if len(stages) > 1 else ''} {which} ha{'ve' if len(stages) > 1 else 's'} {len(chosen)}"
+    of_part = None if stages is None and shown is None else set(chosen)
+    read = None if of_part is None else {each for node in chosen for each in node.all_input_nodes}
     lines = [f"{program.form.value} program on {str(program.mesh) or 'one rank'}: {program.num_nodes} nodes{of_all}", "", "inputs"]
-    lines += _inputs(program, local, None if stages is None else {each for node in shown for each in node.all_input_nodes})
-    lines += _body([_line(node, names, local) for node in shown])
-    lines += ["", "outputs", *_outputs(program, names, local, None if stages is None else set(shown))]
+    lines += _inputs(program, local, read)
+    lines += _body([_line(node, names, local) for node in chosen])
+    lines += ["", "outputs", *_outputs(program, names, local, of_part)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -257,9 +262,12 @@ def _place(source: Source) -> str:
     return f"{os.path.basename(source.file)}:{source.line}  {code}".rstrip()
 
 
-def diff(before: Program, after: Program, context: int = 2) -> str:
-    """A unified diff of two programs' prints; LOCAL nodes under the names of their origins, so that equal nodes stay equal."""
-    texts = [print_program(program, by_origin=True).splitlines() for program in (before, after)]
+def diff(
+    before: Program, after: Program, context: int = 2, shown: tuple[Collection[Node] | None, Collection[Node] | None] = (None, None)
+) -> str:
+    """A unified diff of two programs' prints, or of the nodes of each that are to be `shown`; LOCAL nodes under the names of their
+    origins, so that equal nodes stay equal."""
+    texts = [print_program(each, by_origin=True, shown=nodes).splitlines() for each, nodes in zip((before, after), shown, strict=True)]
     squeezed = [[_squeeze(line) for line in text] for text in texts]
     lines = difflib.unified_diff(*squeezed, fromfile="before", tofile="after", n=context, lineterm="")
     return "\n".join(lines) or "no difference"

@@ -170,6 +170,14 @@ class Program:
         return GraphModule(torch.nn.Module(), self.graph)
 
     @property
+    def needs_scale(self) -> bool:
+        """Whether gradients are in float16 somewhere, by `precision` or an autocast: of a loss that is not scaled they vanish."""
+        if self.precision is not None:
+            return self.precision.needs_scale
+        values = (node.meta.get("val") for node in self.graph.nodes if self.autocast is not None)
+        return any(isinstance(value, torch.Tensor) and value.dtype is torch.float16 for value in values)
+
+    @property
     def num_nodes(self) -> int:
         return sum(1 for node in self.graph.nodes if node.op == "call_function")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from autopar.errors import ScheduleError
-from autopar.ir.instructions import Channel, Instruction, Receive, Send
+from autopar.ir.instructions import Channel, Instruction, Launch, Memory, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output, Signature
 
@@ -31,14 +32,22 @@ class Buffer(NamedTuple):
     type        shape and dtype on one rank; None where nothing says
     microbatch  which one's value it is; None for what there is one of in a step
     role        what it is to the step
-    memory      where it lies; all on the device today. A pass that offloads gives the target of its COPY another
+    memory      where it lies: what COPY gives may lie elsewhere than on the device
     """
 
     value: str
     type: TensorType | None = None
     microbatch: int | None = None
     role: Role = "value"
-    memory: Literal["device", "host", "file"] = "device"
+    memory: Memory = "device"
+
+
+class Versions(NamedTuple):
+    """Of the parameters in a step: how often each is updated, and how many updates lie at most between the version that a gradient is
+    computed at and the one that it updates."""
+
+    num_updates: int = 1
+    staleness: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +82,7 @@ class Schedule:
     `is_over_at_pause`: PAUSE is the last instruction, and the gradients, those of the loss itself, are there when outputs are handed
     out; else the backward follows it. Tangents are there after PAUSE only, or from the start where all is over then. `buffers` says
     what each name stands for: those that RECV fills must be there, since nothing else says how large they are. `spans` are the actions
-    of a pipeline, in order.
+    of a pipeline, in order. `versions` is what its UPDATEs promise.
     """
 
     instructions: tuple[Instruction, ...]
@@ -84,6 +93,7 @@ class Schedule:
     buffers: Mapping[str, Buffer] = field(default_factory=dict[str, Buffer])
     spans: tuple[Span, ...] = ()
     is_over_at_pause: bool = False
+    versions: Versions = Versions()
 
     def __str__(self) -> str:
         return "\n".join(str(instruction) for instruction in self.instructions)
@@ -116,6 +126,15 @@ class Schedule:
     def left(self) -> Mapping[tuple[str, str], tuple[str, ...]]:
         """Likewise of an output."""
         return _by_item(self.signature.outputs, self.outputs)
+
+    @cached_property
+    def spent(self) -> Mapping[str, tuple[Launch, int]]:
+        """The operands that nothing but one LAUNCH reads, and that are neither given nor handed out: that, and which of its own each is."""
+        readers = Counter(name for each in self.instructions for name in each.reads)
+        kept = {*self.inputs, *self.outputs}
+        launches = (each for each in self.instructions if isinstance(each, Launch))
+        operands = ((name, (each, number)) for each in launches for number, name in enumerate(each.sources))
+        return {name: where for name, where in operands if readers[name] == 1 and name not in kept}
 
     def regrouped(self, groups: Sequence[Sequence[Instruction]]) -> Schedule:
         """With each instruction replaced by those of its group; a span covers what stands in the place of its instructions."""

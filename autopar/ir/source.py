@@ -85,5 +85,5 @@ def path_of(raw: str, prefix: str) -> str:
     """The module's path in Dynamo's spelling of where it is found, without `prefix`."""
     path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", raw)
     path = re.sub(r"_modules\.", "", path)
-    path = path.split("L.self", 1)[-1].removeprefix("._export_root").strip(".")
+    path = path.split("L.self", 1)[-1].strip(".").removeprefix("_export_root").strip(".")  # the root of the export, inside regions, too
     return path.removeprefix(prefix.rstrip(".")).strip(".")

@@ -17,7 +17,6 @@ from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh, parent
 
 # The axis of data parallelism, the only one that ZeRO splits over.
-DATA = "dp"
 LEVELS = (0, 1, 2, 3)
 
 
@@ -65,8 +64,8 @@ class ZeRO:
     def on(self, mesh: Mesh) -> ZeRO:
         """As it is on `mesh`: groups as large as `dp` are none. Raises `MeshError` where `dp` is missing, `PlanError` where groups do not
         fit."""
-        size = mesh.size_of(mesh.parts(DATA))
-        if self.level and not mesh.parts(DATA):
+        size = mesh.size_of(mesh.parts("dp"))
+        if self.level and not mesh.parts("dp"):
             raise MeshError(f"zero={self.level} splits over the axis dp, and the mesh ({mesh}) has none: add one, or leave zero out")
         if self.group is None:
             return self
@@ -77,16 +76,16 @@ class ZeRO:
 
     def num_parts(self, mesh: Mesh) -> int:
         """In how many parts masters lie, whether `dp` is broken into groups already or not."""
-        size = mesh.size_of(mesh.parts(DATA))
+        size = mesh.size_of(mesh.parts("dp"))
         return 1 if self.level == 0 else min(self.shards or size, size)
 
     def splits_masters(self, axis: str) -> bool:
         """Whether parameters lie in parts over `axis`, `dp` or a sub-axis of it."""
-        return self.level > 0 and parent(axis) == DATA and (self.shards is None or axis != f"{DATA}.0")
+        return self.level > 0 and parent(axis) == "dp" and (self.shards is None or axis != "dp.0")
 
     def splits_copies(self, axis: str) -> bool:
         """Whether the copies that are computed with do."""
-        return self.level == 3 and self.splits_masters(axis) and (self.secondary is None or axis != f"{DATA}.0")
+        return self.level == 3 and self.splits_masters(axis) and (self.secondary is None or axis != "dp.0")
 
     @property
     def cuts_each_microbatch(self) -> bool:

@@ -100,6 +100,16 @@ def factors_of(node: Node) -> tuple[Factor, ...]:
     return space_of(node).factors
 
 
+def indices_of(node: Node) -> tuple[Factor, ...]:
+    """The factors of `node`, those that may not be split included. Reads DIMS."""
+    rule, sources, results = rule_of(node), operand_dims(node), DIMS[node]
+    if rule is None:
+        return ()
+    return tuple(
+        _view_factors(sources[0], results[0]) if rule.view else _label_factors(replace(rule, blocked=frozenset()), sources, results)
+    )
+
+
 def space_of(node: Node) -> Space:
     """The iteration space of `node`. Reads DIMS, and BATCH where it is set."""
     rule, sources, results = rule_of(node), operand_dims(node), DIMS[node]

@@ -12,6 +12,7 @@ from autopar.cost.memory import MemoryBudget, OptimizerKind
 from autopar.cost.model import CostModel
 from autopar.errors import MemoryBudgetError
 from autopar.ir.freedom import Freedom
+from autopar.ir.keys import REPEATABLE
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import parent
 from autopar.ir.pattern import pattern_of
@@ -48,8 +49,9 @@ class Situation:
 
 def conflict(situation: Situation, price: Price) -> MemoryBudgetError:
     """The error for a budget into which nothing fits."""
-    capacity = situation.budget.capacity_bytes
-    lines = [f"no plan fits into memory_budget={in_bytes(capacity)}: at the least a rank needs {in_bytes(situation.least_bytes())}"]
+    again = ", where the backward computes layers again" if any(node in REPEATABLE for node in situation.program.graph.nodes) else ""
+    limit = f"memory_budget={in_bytes(situation.budget.asked_bytes)}"
+    lines = [f"no plan fits into {limit}: at the least a rank needs {in_bytes(situation.least_bytes())}{again}"]
     lines += [f"  {line}" for line in _parts(situation)]
     lines += ["what conflicts:", *(f"  {demand}" for demand in _conflicting(situation)), "ways out, and what a step then takes:"]
     ways = sorted(_ways_out(situation, price))

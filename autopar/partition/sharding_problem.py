@@ -19,13 +19,12 @@ from autopar.cost.model import CostModel, is_view
 from autopar.cost.reshard_prices import ReshardPrices
 from autopar.graph.gradient_sums import sums_in_other_dtypes
 from autopar.graph.microbatches import is_summed_later, known_ahead, summed_later
-from autopar.ir.keys import BATCH, DIMS, PHASE
+from autopar.ir.keys import BATCH, DIMS, DROPPED, PHASE, REPEATABLE
 from autopar.ir.markers import MARKERS, held, save
 from autopar.ir.mesh import Mesh, parent
 from autopar.ir.program import Input, Output, Program, operands, results_of
 from autopar.ir.reshard import is_slice
 from autopar.ir.sharding import Dims, Sharding, Strategy
-from autopar.ir.zero import DATA
 from autopar.ops.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
 from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem, State, ValueIndex
 from autopar.partition.zero_placements import has_copy, in_parts, is_in_parts, kept_whole, of_copies
@@ -79,7 +78,7 @@ def whole_axes(
     Then the major one is on the first such atom of its dim, and the others do what they like.
     """
     # Those of dp have roles of their own.
-    families = [mesh.parts(axis) for axis in dict.fromkeys(map(parent, mesh.names)) if len(mesh.parts(axis)) > 1 and axis != DATA]
+    families = [mesh.parts(axis) for axis in dict.fromkeys(map(parent, mesh.names)) if len(mesh.parts(axis)) > 1 and axis != "dp"]
     dims = (*operand_dims, *result_dims)
     return tuple(each for each in strategies if all(_together(each, family, dims, mesh) for family in families))
 
@@ -235,31 +234,47 @@ class _Builder:
 
     def _add_call(self, node: Node) -> None:
         is_whole = node in self._kept_whole
-        kind = self._number(("call", signature_of(node), PHASE.get(node), is_whole))
+        again = tuple(self._made_by(name).kind for name in REPEATABLE[node]) if node in REPEATABLE else None
+        kind = self._number(("call", signature_of(node), PHASE.get(node), is_whole, node in DROPPED, again))
         if node.name in self.pinned:
-            strategies = (self.pinned[node.name],)
-            candidates = self._candidates(node, strategies)
+            strategies, candidates = self._candidates(node, (self.pinned[node.name],))
         else:
             if kind not in self._priced:
                 mesh, freedom = self.program.mesh, self.program.freedom
                 freedom = replace(freedom, shards_parameters=False) if is_whole else freedom
                 strategies = whole_axes(strategies_of(node, mesh, freedom), operand_dims(node), DIMS[node], mesh)
                 strategies = of_copies(strategies, self.program) if node.target is held else strategies
-                self._priced[kind] = (strategies, self._candidates(node, strategies))
+                self._priced[kind] = self._candidates(node, strategies)
             strategies, candidates = self._priced[kind]
         reads = tuple(self.value_of(operand) for operand in operands(node))
         phase = PHASE.get(node) or "forward"
         self.nodes.append(AssignmentNode(node.name, reads, candidates, kind, is_view=_keeps_bytes(node), phase=phase))
         self.strategies.append(strategies)
 
-    def _candidates(self, node: Node, strategies: tuple[Strategy, ...]) -> tuple[Candidate, ...]:
-        return tuple(self._candidate(node, strategy) for strategy in strategies)
+    def _candidates(self, node: Node, strategies: tuple[Strategy, ...]) -> tuple[tuple[Strategy, ...], tuple[Candidate, ...]]:
+        """One for each strategy, and another in which what would be kept is computed again."""
+        candidates = tuple(self._candidate(node, strategy) for strategy in strategies)
+        if node not in REPEATABLE:
+            return strategies, candidates
+        again = (replace(each, seconds=each.seconds + self._again_seconds(node, each.operands[0]), held_bytes=0.0) for each in candidates)
+        return strategies * 2, (*candidates, *again)
+
+    def _again_seconds(self, node: Node, state: State) -> float:
+        """Of what gives the operand of `node`, as it is split in `state`, once more; what that is made of, at the least."""
+        seconds = 0.0
+        for name in REPEATABLE[node]:
+            made = self._made_by(name).candidates
+            seconds += min([each.seconds for each in made if state in each.results] or [each.seconds for each in made])
+        return seconds
+
+    def _made_by(self, name: str) -> AssignmentNode:
+        return self.nodes[self.index[name]]
 
     def _candidate(self, node: Node, strategy: Strategy) -> Candidate:
         """What is saved is held; what any other op but a view reads and writes is there while it runs."""
         held_bytes = working = 0.0
-        if node.target is held and has_copy(operands(node)[0]) and self._is_over_batch(strategy.results[0]):
-            pass  # the parameter itself
+        if node in DROPPED or (node.target is held and has_copy(operands(node)[0]) and self._is_over_batch(strategy.results[0])):
+            pass  # computed again, or the parameter itself
         elif node.target in (save, held):
             held_bytes = self.cost.local_bytes(DIMS[node][0], node.meta["val"].dtype, strategy.results[0])
         elif self.budget.capacity_bytes < math.inf and not is_view(node):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.cost.schedule_memory import RankMemory, Sizes, schedule_memory
 from autopar.ir.actions import Action, Edge, Transfer, chain
-from autopar.ir.instructions import Run
+from autopar.ir.instructions import Run, Update
 from autopar.ir.lifetimes import with_frees
 from autopar.pipeline.expand import saved_by
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -115,8 +115,8 @@ def grid_memory(program: ScheduleProgram, cost: PipelineCost) -> tuple[RankMemor
     """The memory of every rank of a grid over its instructions, each with what frees the buffers that nothing reads after it."""
     buffer_bytes = cost.buffer_bytes(program)
 
-    def working_bytes(run: Run) -> float:
-        action = program.actions.get(run.fragment)
+    def working_bytes(run: Run | Update) -> float:
+        action = program.actions.get(run.fragment) if isinstance(run, Run) else None
         return cost.stages[action.stage].working_bytes if isinstance(action, Action) else 0.0
 
     found: list[RankMemory] = []

@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from autopar.cost.model import CostModel
-from autopar.ir.instructions import Launch, Run, Send
+from autopar.ir.instructions import Collective, Copy, Launch, Run, Send
 from autopar.ir.mesh import MICROBATCHES
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import Seconds
 
 
 def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:
-    """The price of each instruction of `program`: of a RUN those of its fragment's calls, of a SEND and a LAUNCH that of their bytes.
+    """The price of each instruction of `program`: of a RUN those of its fragment's calls, of a SEND, LAUNCH or COPY that of its bytes.
 
     By the formulas that priced the grid, on local shapes and devices of equal speed. ADD and FREE take no time, nor does what
     joins microbatches: they run on one rank. Raises `ScheduleError` for a buffer of unknown size.
@@ -25,13 +25,21 @@ def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:
         nodes = program.fragments[name].module.graph.nodes
         return sum(cost.local(node).seconds for node in nodes if node.op == "call_function")
 
-    def seconds(instruction: Run | Send | Launch) -> float:
+    @cache
+    def of_collective(kind: Collective, axes: tuple[str, ...], given: float, left: float) -> float:
+        return cost.collective(kind, axes, given, left).seconds if axes else 0.0
+
+    def seconds(instruction: Run | Send | Launch | Copy) -> float:
         if isinstance(instruction, Run):
             return of_fragment(instruction.fragment)
         if isinstance(instruction, Send):
             return latency * len(instruction.buffers) + seconds_per_byte * sum(map(schedule.bytes_of, instruction.buffers))
+        if isinstance(instruction, Copy):
+            away = instruction.sources if instruction.memory == "device" else instruction.targets
+            where = schedule.buffers[away[0]].memory
+            return cost.copy_seconds(where, sum(map(schedule.bytes_of, instruction.sources)))
         axes = tuple(axis for axis in instruction.axes if axis != MICROBATCHES)
         given, left = (float(sum(map(schedule.bytes_of, names))) for names in (instruction.sources, instruction.targets))
-        return cost.collective(instruction.collective, axes, given, left).seconds if axes else 0.0
+        return of_collective(instruction.collective, axes, given, left)
 
     return seconds

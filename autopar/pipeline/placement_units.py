@@ -29,7 +29,7 @@ from torch.fx import Node
 
 from autopar.cost.model import CostModel, is_view
 from autopar.ir.collectives import reshard
-from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.keys import DIMS, DROPPED, PHASE, REPEATABLE, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import save
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.printing import op_name
@@ -57,19 +57,21 @@ class ProgramLine:
         return {node: stage for nodes, stage in pairs for node in nodes if PHASE.get(node) == "forward"}
 
 
-def line_of(program: Program, cost: CostModel) -> ProgramLine:
+def line_of(program: Program, cost: CostModel, keeps_repeatable: bool = True) -> ProgramLine:
     """The line of a GLOBAL program that has its reshards, priced on one rank of `cost`'s mesh.
 
-    Seconds and bytes are those of a microbatch where the program's mesh has the axis in time, else those of the whole batch.
+    Seconds and bytes are those of a microbatch where the program's mesh has the axis in time, else those of the whole batch. What may be
+    computed again is saved if it `keeps_repeatable`; if not, it takes no more seconds.
     Reads: PHASE, STRATEGY, SHARDING, DIMS, SOURCE, `save` nodes, autograd's sequence numbers.
     """
-    return _Reading(program, cost).result()
+    return _Reading(program, cost, keeps_repeatable).result()
 
 
 @dataclass
 class _Reading:
     program: Program
     cost: CostModel
+    keeps_repeatable: bool = True
     # Of every call but the copied ones its unit, of every copied one the first unit that reads it; inputs as copied ones.
     unit_of: dict[Node, int] = field(default_factory=dict[Node, int])
 
@@ -145,13 +147,16 @@ class _Reading:
             unit = self.unit_of[node]
             seconds[PHASE.get(node) or "forward"][unit] += self.seconds(node)
             working[unit] = max(working[unit], self.working_bytes(node))
-            saved[unit] += self.num_bytes(node) if node.target is save else 0.0
+            saved[unit] += self.num_bytes(node) if self.is_kept(node) else 0.0
             if node not in self.copied:
                 nodes[unit].append(node)
         held, shared = self.parameters()
         columns = zip(map(_name, nodes), seconds["forward"], seconds["backward"], held, saved, working, strict=True)
         line = Line(tuple(itertools.starmap(Unit, columns)), tuple(self.values()), shared)
         return ProgramLine(line, tuple(map(tuple, nodes)), self.copied)
+
+    def is_kept(self, node: Node) -> bool:
+        return node.target is save and node not in DROPPED and (self.keeps_repeatable or node not in REPEATABLE)
 
     def seconds(self, node: Node) -> float:
         if node in self.work.per_step:

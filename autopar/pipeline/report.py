@@ -155,6 +155,7 @@ def pipeline_lines(compiled: Compiled, cost: CostModel) -> Iterator[str]:
     yield f"it waits for {_path(found)}"
     yield "at most " + ", ".join(f"{in_bytes(peak)} on rank {rank}" for rank, peak in enumerate(found.peak_bytes))
     yield from cut_lines(compiled)
+    yield from version_lines(compiled)
     if order.num_stages > 1:
         yield "clip gradients by parallel.clip_grad_norm_: on processes torch's own sees the gradients of one stage alone"
 
@@ -166,6 +167,15 @@ def shortened(lines: list[str]) -> Iterator[str]:
     yield from lines[:shown]
     if shown < len(lines):
         yield f"… {len(lines) - shown} more lines: print(parallel.compiled.order)"
+
+
+def version_lines(compiled: Compiled) -> Iterator[str]:
+    """How old the weights are that gradients are computed at, where a step updates more than once."""
+    places = compiled.updating.places if compiled.updating is not None else ()
+    number = max((each.versions.num_updates for each in places), default=1)
+    if number > 1:
+        ages, stages = (", ".join(map(str, of)) for of in ((each.versions.staleness for each in places), range(len(places))))
+        yield f"weights: {number} updates a step; gradients are at most {ages} updates old on stages {stages}"
 
 
 def cut_lines(compiled: Compiled) -> Iterator[str]:

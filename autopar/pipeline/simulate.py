@@ -1,10 +1,10 @@
 """A step on paper: when everything starts and ends, how long ranks idle, what is held when, what it all waits for.
 
-A grid of whole actions and a finished program are run alike: one of the ranks at each place along `pp`, which all do the same at the
-same time. It has a compute stream, and one for the collectives over each set of axes; each directed pair of places has a communication
-stream. A transfer starts once both ends have launched it and the one before it on its channel is over, a collective once those before
-it on its axes are; a WAIT lasts until its end; launches take no time. So, where transfers are shorter than actions, an action starts
-at max(rank free, producer's end + communication).
+A grid of whole actions and a finished program are run alike: one of the ranks at each place along `pp`, which all do the same at the same
+time. It has a compute stream, one for the collectives over each set of axes, and one for the copies to each memory; each directed pair of
+places has a communication stream. A transfer starts once both ends have launched it and the one before it on its channel is over, a
+collective once those before it on its axes are; a WAIT lasts until its end; launches take no time. So, where transfers are shorter than
+actions, an action starts at max(rank free, producer's end + communication).
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from functools import cached_property
 from autopar.cost.schedule_memory import RankMemory, schedule_memory
 from autopar.errors import ScheduleError
 from autopar.ir.actions import Action, PipelineSchedule, Reduction
-from autopar.ir.instructions import Channel, Instruction, Launch, Receive, Run, Send, Wait
+from autopar.ir.instructions import Channel, Copy, Instruction, Launch, Receive, Run, Send, Wait
 from autopar.ir.turns import take_turns
 from autopar.pipeline.cost import PipelineCost, grid_memory
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedule_program import ScheduleProgram
 
-# What a RUN takes, and what goes from a SEND or LAUNCH to its end.
-Seconds = Callable[[Run | Send | Launch], float]
+# What a RUN takes, and what goes from a SEND, LAUNCH or COPY to its end.
+Seconds = Callable[[Run | Send | Launch | Copy], float]
+# Which link the collectives over some axes take.
+LinkOf = Callable[[tuple[str, ...]], str]
 # So much of each end of the critical path is printed.
 _SHOWN = 12
 
@@ -32,7 +34,7 @@ _SHOWN = 12
 @dataclass(frozen=True)
 class Event:
     """Something that took time: an action or a fragment on the stream "compute", a transfer on the sender's "to rank N", a collective on
-    that of its axes, "dp,tp", the reduction of a grid on "reduce"."""
+    that of its axes, "dp,tp", a copy on "to host" or "to device", the reduction of a grid on "reduce"."""
 
     rank: int
     stream: str
@@ -117,15 +119,21 @@ class Simulation:
         return "\n".join([*lines, f"critical path: {' '.join(names)}"])
 
 
-def simulate(pipeline: PipelineSchedule | ScheduleProgram, prices: PipelineCost | Seconds) -> Simulation:
+def simulate(
+    pipeline: PipelineSchedule | ScheduleProgram, prices: PipelineCost | Seconds, link_of: LinkOf = ",".join, has_memory: bool = True
+) -> Simulation:
     """Run `pipeline` on paper: a grid at the prices of its stages, a program that is written out at those of its instructions
-    (`autopar.pipeline.fragment_prices`). Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why."""
+    (`autopar.pipeline.fragment_prices`). Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why.
+
+    One collective at a time goes over each link; by default each set of axes has a link of its own. Without `has_memory` nothing is said of
+    memory."""
     if isinstance(prices, PipelineCost):
         program = expand(pipeline, tuple(prices.edges)) if isinstance(pipeline, PipelineSchedule) else pipeline
         run, memory = _Run(program, grid_seconds(program, prices)), grid_memory(program, prices)
     else:
         program = expand(pipeline) if isinstance(pipeline, PipelineSchedule) else pipeline
-        run, memory = _Run(program, prices), tuple(map(schedule_memory, program.places))
+        run = _Run(program, prices, link_of)
+        memory = tuple(schedule_memory(each) if has_memory else RankMemory((), 0.0) for each in program.places)
     run.finish()
     return Simulation(tuple(run.events), memory, tuple(map(tuple, run.ended)))
 
@@ -133,8 +141,8 @@ def simulate(pipeline: PipelineSchedule | ScheduleProgram, prices: PipelineCost 
 def grid_seconds(program: ScheduleProgram, cost: PipelineCost) -> Seconds:
     """The price of each instruction of a grid: of actions and reductions those of their stages, of a SEND that of its edge."""
 
-    def seconds(instruction: Run | Send | Launch) -> float:
-        assert not isinstance(instruction, Launch), "stages of a grid have no collectives of their own"
+    def seconds(instruction: Run | Send | Launch | Copy) -> float:
+        assert not isinstance(instruction, (Launch, Copy)), "stages of a grid have no collectives of their own"
         if isinstance(instruction, Send):
             return cost.transfer(program.transfers[instruction.transfer]).seconds
         action = program.actions[instruction.fragment]
@@ -157,6 +165,7 @@ class _Run:
 
     program: ScheduleProgram
     seconds: Seconds
+    link_of: LinkOf = ",".join
     events: list[Event] = field(default_factory=list[Event])
     # Of each channel: launches of sends, launches of receives, ends of transfers; the k-th belong together.
     sends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
@@ -165,7 +174,7 @@ class _Run:
     ends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
     # By rank and transfer.
     launched: dict[tuple[int, str], tuple[Channel, int]] = field(default_factory=dict[tuple[int, str], tuple[Channel, int]])
-    # By rank and collective, and by rank and axes the last one's, when it is over.
+    # By rank and collective or copy, and by rank and link the last one's, when it is over.
     collectives: dict[tuple[int, str], _Stamp] = field(default_factory=dict[tuple[int, str], _Stamp])
     streams: dict[tuple[int, str], _Stamp] = field(default_factory=dict[tuple[int, str], _Stamp])
 
@@ -191,6 +200,8 @@ class _Run:
             self.launch(rank, each)
         elif isinstance(each, Launch):
             self.collect(rank, each)
+        elif isinstance(each, Copy):
+            self.fly(rank, each, f"to {each.memory}", f"to {each.memory}")
         elif isinstance(each, Wait):
             end = self.end_of(rank, each.target)
             if end is None:
@@ -220,9 +231,11 @@ class _Run:
         """A collective among ranks at one place along `pp`, which launch it together."""
         if "pp" in each.axes:
             raise ScheduleError(f"{each}: a collective along pp has ranks that do not launch it together, and is not simulated")
-        stream = ",".join(each.axes)
-        begin = _later(self.now[rank], self.streams.get((rank, stream), _Stamp()))
-        self.streams[rank, stream] = self.collectives[rank, each.name] = self.event(rank, stream, each.name, begin, self.seconds(each))
+        self.fly(rank, each, ",".join(each.axes), self.link_of(each.axes))
+
+    def fly(self, rank: int, each: Launch | Copy, stream: str, link: str) -> None:
+        begin = _later(self.now[rank], self.streams.get((rank, link), _Stamp()))
+        self.streams[rank, link] = self.collectives[rank, each.name] = self.event(rank, stream, each.name, begin, self.seconds(each))
 
     def end_of(self, rank: int, target: str) -> _Stamp | None:
         """When what a rank launched under a name is over; None while some end of it is not launched."""

@@ -117,11 +117,14 @@ def differs(item: Input) -> bool:
 def way_to(result: Node, cut_over: frozenset[str] = frozenset(), low: torch.dtype | None = None) -> list[Node]:
     """The calls from a result back that only move what one call makes, each read by the next alone; none where the result is that call.
 
-    What reduces and scatters over the axes `cut_over` counts as such a call; a cast from the dtype `low` to another only moves."""
+    What reduces and scatters over the axes `cut_over` counts as such a call; casts from and to `low`, of a gradient that is held in it,
+    only move."""
     found: list[Node] = []
     while (_is_moved(result) or _is_cast(result, low)) and not _cuts(result, cut_over):
         found.append(result)
         result = operand_of(result)
+    while found and _cuts(result, cut_over) and _is_cast(found[-1], low):
+        found.pop()  # what is cut is added up in the dtype that it is held in
     return found
 
 
@@ -136,11 +139,11 @@ def _cuts(node: Node, axes: frozenset[str]) -> bool:
 
 def _is_cast(node: Node, low: torch.dtype | None) -> bool:
     is_cast = node.target is aten._to_copy.default and len(node.users) == 1 and operand_of(node).op == "call_function"
-    return is_cast and operand_of(node).meta["val"].dtype == low
+    return is_cast and low in (node.meta["val"].dtype, operand_of(node).meta["val"].dtype)
 
 
-def summed_in(program: Program) -> torch.dtype | None:
-    """The dtype in which gradients are summed over the microbatches, where that is another than that of their parameters."""
+def held_in(program: Program) -> torch.dtype | None:
+    """The dtype in which gradients are held, where that is another than that of their parameters."""
     return None if program.precision is None or program.precision.grad == torch.float32 else program.precision.grad
 
 

@@ -167,7 +167,7 @@ class Work:
         return frozenset(node for result in results for node in self._way_to(result))
 
     def _way_to(self, result: Node) -> list[Node]:
-        return rules.way_to(result, rules.cut_axes(self.program), rules.summed_in(self.program))
+        return rules.way_to(result, rules.cut_axes(self.program), rules.held_in(self.program))
 
     @cached_property
     def dropped(self) -> frozenset[Node]:

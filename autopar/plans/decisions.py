@@ -29,8 +29,9 @@ class ShardingDecision:
     """A strategy for every input and call, by node name, what the step costs with them, and how that was found.
 
     `cost_seconds` adds up one rank's ops, changes of sharding and optimizer update, without overlap. `fixed` names the nodes
-    that had been decided beforehand. Of `num_microbatches` seconds are those of one. Of a pipeline seconds and bytes are those
-    of one rank at each of its `num_places` together.
+    that had been decided beforehand, `dropped` the `save` nodes of which the budget wants their value computed again. Of `num_microbatches`
+    seconds are those of one. Of a pipeline seconds and bytes are those
+    of one rank at each of its `num_places` together. `limit_bytes` is what the user allows, where that is not what the search was given.
     """
 
     strategies: Mapping[str, Strategy]
@@ -40,6 +41,12 @@ class ShardingDecision:
     fixed: frozenset[str] = frozenset()
     num_microbatches: int = 1
     num_places: int = 1
+    dropped: frozenset[str] = frozenset()
+    limit_bytes: float | None = None
+
+    @property
+    def budget_bytes(self) -> float:
+        return self.sharding_problem.problem.capacity_bytes if self.limit_bytes is None else self.limit_bytes
 
     @property
     def per(self) -> str:
@@ -63,6 +70,13 @@ class ShardingDecision:
         index = self.sharding_problem.index[node]
         found = self.solution.runner_up(index) if self.num_microbatches == 1 else self._apart.of(index)
         return found and RunnerUp(self.sharding_problem.strategies[index][found.pick], found.extra_seconds, found.num_nodes)
+
+    def cheapest(self, node: str, is_wanted: Callable[[Strategy], bool]) -> RunnerUp | None:
+        """The best of the other strategies of a node that are wanted, everything else as it is; None where there is none."""
+        index = self.sharding_problem.index[node]
+        strategies = self.sharding_problem.strategies[index]
+        found = self.solution.cheapest(index, lambda pick: is_wanted(strategies[pick]))
+        return found and RunnerUp(strategies[found.pick], found.extra_seconds, found.num_nodes)
 
     @cached_property
     def _apart(self) -> FairRunnersUp:

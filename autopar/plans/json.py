@@ -33,7 +33,11 @@ class StrategyEntry(TypedDict):
 
 
 class FreedomEntry(TypedDict, total=False):
+    """`free` and `stored` are what earlier plans call `flexible` and `shards_parameters`."""
+
     batch: list[str]
+    flexible: list[str]
+    shards_parameters: bool
     free: list[str]
     stored: bool
     zero: dict[str, int] | None
@@ -75,13 +79,14 @@ def to_sharding(entry: ShardingEntry) -> Sharding:
 
 
 def to_freedom(entry: FreedomEntry) -> Freedom:
-    batch, free = tuple(entry.get("batch", ("dp",))), tuple(entry.get("free", ()))
-    return Freedom(batch, free, bool(entry.get("stored", False)), ZeRO.of_content(entry.get("zero")))
+    flexible = tuple(entry.get("flexible", entry.get("free", ())))
+    shards_parameters = bool(entry.get("shards_parameters", entry.get("stored", False)))
+    return Freedom(tuple(entry.get("batch", ("dp",))), flexible, shards_parameters, ZeRO.of_content(entry.get("zero")))
 
 
 def from_freedom(freedom: Freedom) -> dict[str, Json]:
     zero = {"zero": freedom.zero.content()} if freedom.zero is not None else {}
-    return {"batch": freedom.batch, "free": freedom.flexible, "stored": freedom.shards_parameters, **zero}
+    return {"batch": freedom.batch, "flexible": freedom.flexible, "shards_parameters": freedom.shards_parameters, **zero}
 
 
 def to_dims(entry: list[list[int]]) -> Dims:

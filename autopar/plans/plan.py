@@ -3,7 +3,7 @@
     {
       "version": 1,
       "mesh": {"dp": 2, "tp": 2},
-      "freedom": {"batch": ["dp"], "free": [], "stored": false},
+      "freedom": {"batch": ["dp"], "flexible": [], "shards_parameters": false},
       "pinned": ["h.0.mlp"],
       "fingerprint": "9f0c…",
       "parameters": {"h.0.fc.weight": {"dims": [[32], [64]], "splits": [[], ["tp"]]}},
@@ -12,6 +12,7 @@
       "precision": null,
       "kernels": {},
       "buckets": {"dp": 26214400},
+      "recomputed": ["forward h.0 aten.gelu.default 0"],
       "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
       "reasons": {"h.0.fc.weight": "split dim 1 over tp (column)"}
     }
@@ -123,6 +124,7 @@ class Plan:
     buckets      by the axes of collectives ("dp") the most bytes of those that go together
     precision    what the step computes in, where that was asked for
     pinned       the modules whose outputs were pinned: the graph has a node for each
+    recomputed   the calls of the forward that the backward does once more, by `node_keys`, reshards included
     """
 
     mesh: Mesh
@@ -138,6 +140,7 @@ class Plan:
     pinned: tuple[str, ...] = ()
     buckets: Mapping[str, int] = field(default_factory=dict[str, int])
     precision: MixedPrecision | None = None
+    recomputed: tuple[str, ...] = ()
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None, stages: Staged | None = None) -> Plan:
@@ -284,6 +287,7 @@ class Plan:
             "kernels": dict(self.kernels),
             "buckets": dict(self.buckets),
             "schedule": from_schedule(self.schedule, self.cuts),
+            "recomputed": self.recomputed,
             "reasons": dict(self.reasons),
         }
 
@@ -316,6 +320,7 @@ class Plan:
                 buckets={axes: int(size) for axes, size in content.get("buckets", {}).items()},
                 schedule=to_schedule(content.get("schedule")),
                 cuts=tuple(schedule.get("cuts", ())) if (schedule := content.get("schedule")) else (),
+                recomputed=tuple(content.get("recomputed", ())),
                 reasons=content.get("reasons", {}),
             )
         except (KeyError, TypeError, AttributeError, ValueError, ScheduleError) as error:

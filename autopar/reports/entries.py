@@ -51,6 +51,17 @@ class Flops(TypedDict):
     executed: float
 
 
+class Recomputed(TypedDict):
+    """What the backward computes again, and why. `seconds` a step, of the rank that spends most; `saved_bytes` of saved activations on a
+    rank, and what they were if all were kept."""
+
+    reason: str
+    calls: int
+    seconds: float
+    saved_bytes: float
+    saved_bytes_before: float
+
+
 class Summary(TypedDict):
     """The costs of a compiled program.
 
@@ -62,6 +73,7 @@ class Summary(TypedDict):
                    activations
     pipeline       None without stages and microbatches
     search         None where nothing was searched
+    recompute      None where all that the backward reads is kept
     """
 
     mesh: dict[str, int]
@@ -74,3 +86,4 @@ class Summary(TypedDict):
     seconds: StepSeconds
     pipeline: PipelineSummary | None
     search: SearchSummary | None
+    recompute: Recomputed | None

@@ -1,4 +1,4 @@
-"""The text of `explain`: what is split and how, what else was possible, and what each costs.
+"""The whole of what `explain` can say, by section: what is split and how, what else was possible, and what each costs.
 
 parameters on dp=2 × tp=2
   transformer.h.*.mlp.c_fc.weight [1024, 4096@tp]   split dim 1 over tp (column)   × 24
@@ -10,32 +10,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sympy import factorint
 from torch.fx import Node
 
 from autopar.cost.model import CostModel, is_view
 from autopar.driver.compiled import Compiled
+from autopar.errors import AutoparError
 from autopar.ir.collectives import reshard
 from autopar.ir.fusion import FusionDecision, KernelDecision
-from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.keys import DIMS, PHASE, RECOMPUTED, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
-from autopar.ir.pattern import folded, pattern_of
-from autopar.ir.precision import MixedPrecision
+from autopar.ir.pattern import folded, is_meant, near_names, pattern_of
 from autopar.ir.printing import op_name
 from autopar.ir.program import Input, Program, operands
 from autopar.ir.sharding import REDUCTION_KINDS, Dims, Sharding
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.ops.lookup import rule_of
 from autopar.ops.rule import Label
+from autopar.ops.traits import CASTS
 from autopar.partition.whole_batch import MicrobatchDecision
 from autopar.pipeline.report import pipeline_lines
 from autopar.reports.buckets import bucket_lines
 from autopar.reports.communication import sent
+from autopar.reports.offloaded import offload_lines
+from autopar.reports.recomputed import recompute_lines
 from autopar.reports.search import search_lines
 from autopar.reports.summary import contractions, cost_of, flops, inferred, memory, places_of, replicated, seconds
 from autopar.reports.zero import zero_lines
+
+# Of a parameter in parts that whoever computes with it gathers before.
+GATHERED = "gathered before use"
 
 
 @dataclass(frozen=True)
@@ -47,35 +54,72 @@ class Row:
     notes: tuple[str, ...] = ()
 
 
-def explain(compiled: Compiled) -> str:
-    """Parameters, contractions, what is not split, communication, time and memory; repeated layers as one line."""
+class Section(NamedTuple):
+    """A part of the whole report. `name` is what `explain(detail=…)` calls it."""
+
+    name: str
+    title: str
+    lines: Iterable[str]
+
+
+def sections(compiled: Compiled) -> Iterator[Section]:
+    """All that is known of what was decided, its reasons and its costs, part by part; repeated layers as one line."""
     program, cost = compiled.program, cost_of(compiled)
-    original, executed = flops(program)
+    yield Section("search", _heading(compiled, cost), search_lines(compiled.search))
+    yield Section("precision", "precision", _precision(compiled.forward))
+    yield Section("pipeline", "pipeline", () if compiled.stages is None else pipeline_lines(compiled, cost))
+    yield Section("microbatches", "microbatches", _microbatches(compiled))
+    yield Section("zero", "parameters over dp", zero_lines(program))
+    yield Section("parameters", "parameters", fold_rows(parameter_rows(compiled)))
+    yield Section(
+        "contractions",
+        "contractions (tp:n: axis tp splits factor n; a split of one that the result lacks, k, leaves partial sums)",
+        fold_rows(contraction_rows(compiled)),
+    )
+    yield Section("pins", "what modules return, pinned by the user", fold_rows(pinned_rows(program)))
+    yield Section("kernels", "ops of our own, and where they were not written", _fusions(compiled))
+    yield Section("attention", "whose kernel runs attention", _kernels(compiled))
+    checks = _counted(" ".join(text.split()) for text in program.signature.checks)
+    yield Section("checks", "asserted of values in every call", checks)
+    yield Section("not split", "not split", _unsplit(program, cost, places_of(compiled)))
+    yield Section("probed", "rules inferred by probing, not written by hand", _inferred(program))
+    yield Section("communication", "communication, bytes a rank sends in a step", _sent(compiled, cost))
+    yield Section("recompute", "computed again in the backward", recompute_lines(compiled, cost))
+    yield Section("offload", "away from the device between its uses", offload_lines(compiled, cost))
+    yield Section("buckets", "collectives that go together", bucket_lines(compiled))
+    yield Section("predicted", "predicted", _totals(compiled, cost))
+
+
+def details(compiled: Compiled, wanted: str = "all") -> str:
+    """The whole report, or the one section of it that is `wanted`. Raises `AutoparError` for one that there is not."""
+    written = [(each.name, [each.title, *(f"  {line}" for line in each.lines)]) for each in sections(compiled)]
+    if wanted != "all" and wanted not in dict(written):
+        known = ", ".join(repr(name) for name, _ in written)
+        raise AutoparError(f"detail={wanted!r} is no section of explain(); there are {known}, and 'all'")
+    chosen = [lines for name, lines in written if wanted in (name, "all") and (len(lines) > 1 or name == "search")]
+    return "\n\n".join("\n".join(lines) for lines in chosen) or f"{wanted}: nothing to say"
+
+
+def details_of(compiled: Compiled, pattern: str) -> str:
+    """Parameters, contractions and pinned modules whose names match. Raises `AutoparError` where none does, naming what is near."""
+    rows = {
+        "parameters": list(parameter_rows(compiled)),
+        "contractions": list(contraction_rows(compiled)),
+        "what modules return, pinned by the user": list(pinned_rows(compiled.program)),
+    }
+    chosen = {title: [row for row in each if is_meant(row.name, pattern)] for title, each in rows.items()}
+    if not any(chosen.values()):
+        names = {title: near_names(pattern, [row.name for row in each]) for title, each in rows.items() if each}
+        raise AutoparError(f"{pattern!r} matches nothing; " + "; ".join(f"{title}: {near}" for title, near in names.items()))
+    written = ("\n".join((title, *(f"  {line}" for line in fold_rows(each)))) for title, each in chosen.items() if each)
+    return "\n\n".join((*written, f"what each costs, and the reshards around it: parallel.why({pattern!r})"))
+
+
+def _heading(compiled: Compiled, cost: CostModel) -> str:
+    original, executed = flops(compiled.program)
     share = original / executed if executed else 1.0
-    lines = [
-        f"{_where(program.mesh)}, cluster {cost.cluster.name}: {program.num_nodes} ops, {share:.1%} of the model's FLOPs computed once",
-        *([f"search: {compiled.search}"] if compiled.search is not None else []),
-        *(f"  {line}" for line in search_lines(compiled.search)),
-        *_section("precision", _precision(program.precision)),
-        *_section("pipeline", () if compiled.stages is None else pipeline_lines(compiled, cost)),
-        *_section("microbatches", _microbatches(compiled)),
-        *_section("parameters over dp", zero_lines(program)),
-        *_section("parameters", fold_rows(parameter_rows(compiled))),
-        *_section(
-            "contractions (tp:n: axis tp splits factor n; a split of one that the result lacks, k, leaves partial sums)",
-            fold_rows(contraction_rows(compiled)),
-        ),
-        *_section("what modules return, pinned by the user", fold_rows(pinned_rows(program))),
-        *_section("ops of our own, and where they were not written", _fusions(compiled)),
-        *_section("whose kernel runs attention", _kernels(compiled)),
-        *_section("asserted of values in every call", _counted(" ".join(text.split()) for text in program.signature.checks)),
-        *_section("not split", _unsplit(program, cost, places_of(compiled))),
-        *_section("rules inferred by probing, not written by hand", _inferred(program)),
-        *_section("communication, bytes a rank sends in a step", _sent(compiled, cost)),
-        *_section("collectives that go together", bucket_lines(compiled)),
-        *_section("predicted", _totals(compiled, cost)),
-    ]
-    return "\n".join(lines)
+    where = f"{_where(compiled.program.mesh)}, cluster {cost.cluster.name}: {compiled.program.num_nodes} ops"
+    return f"{where}, {share:.1%} of the model's FLOPs computed once" + (f"\nsearch: {compiled.search}" if compiled.search else "")
 
 
 def _microbatches(compiled: Compiled) -> Iterator[str]:
@@ -105,17 +149,12 @@ def _where(mesh: Mesh) -> str:
     return f"{mesh.ranks}, {number} microbatches" if number > 1 else str(mesh)
 
 
-def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
-    found = list(lines)
-    if found:
-        yield from ("", title, *(f"  {line}" for line in found))
-
-
-def _precision(precision: MixedPrecision | None) -> Iterator[str]:
-    if precision is not None:
-        yield str(precision)
-        if precision.needs_scale:
-            yield "gradients vanish in float16: train_step scales the loss (LossScale), a plain loop has to, by parallel.scaler()"
+def _precision(forward: Program) -> Iterator[str]:
+    if forward.precision is not None:
+        yield str(forward.precision)
+    if forward.needs_scale:
+        whose = "" if forward.precision is not None else "the model's torch.autocast computes in float16: "
+        yield f"{whose}gradients vanish in float16: train_step scales the loss (LossScale), a plain loop has to, by parallel.scaler()"
 
 
 def fold_rows(rows: Iterable[Row]) -> Iterator[str]:
@@ -139,66 +178,75 @@ def parameter_rows(compiled: Compiled) -> Iterator[Row]:
         if item.kind != "parameter":
             continue
         dims, sharding = DIMS[node][0], SHARDING[node][0]
-        pinned = _pinned(compiled, item.name, node)
-        notes = [*(pinned or alternative(compiled, node)), *indivisible(dims, sharding, program.mesh)]
-        yield Row(item.name, f"{sharding.describe(dims)}   {_split(item, node, program)}", tuple(notes))
+        reason = pinned_by(compiled, item.name, node)
+        notes = [*([reason] if reason else alternative(compiled, node)), *indivisible(dims, sharding, program.mesh)]
+        yield Row(item.name, f"{sharding.describe(dims)}   {_split(item, node)}", tuple(notes))
 
 
-def _pinned(compiled: Compiled, name: str, node: Node) -> tuple[str, ...]:
-    """Why a parameter was not for this rank's search to decide (of rank 0's, what that says); nothing when it was."""
+def pinned_by(compiled: Compiled, name: str, node: Node) -> str:
+    """Why a parameter was not for this rank's search to decide (of rank 0's, what that says); empty when it was."""
     reason = compiled.plan.reasons.get(name, "") if compiled.plan is not None else ""
     is_searched = reason.startswith(("next best", "no other")) and not _is_fixed(compiled, node)
-    return () if not reason or is_searched else (reason,)
+    return "" if is_searched else reason
 
 
 def _is_fixed(compiled: Compiled, node: Node) -> bool:
     return compiled.search is not None and node.name in compiled.search.fixed
 
 
-def _split(item: Input, node: Node, program: Program) -> str:
+def _split(item: Input, node: Node) -> str:
     """`split dim 1 over tp (column)`, or that every rank has it whole."""
-    dims, splits = DIMS[node][0], iter(SHARDING[node][0].splits)
-    parts: list[str] = []
-    for index, dim in enumerate(dims):
-        axes = tuple(axis for _ in dim for axis in next(splits))
-        if axes:
-            word = _word(node, axes[0])
-            over = "·".join(dict.fromkeys(parent(axis) for axis in axes))
-            parts.append(f"split dim {index} over {over}{f' ({word})' if word else ''}")
+    parts = [f"split dim {dim} over {axes}{f' ({word})' if word else ''}" for dim, axes, word in split_words(node)]
     return ", ".join(parts) or f"on every rank{'' if item.requires_grad else ', frozen'}"
 
 
+def split_words(parameter: Node) -> list[tuple[int, str, str]]:
+    """The dims that are split, over which axes, and the word for it: `(1, "tp", "column")`."""
+    splits, found = iter(SHARDING[parameter][0].splits), list[tuple[int, str, str]]()
+    for index, dim in enumerate(DIMS[parameter][0]):
+        axes = tuple(axis for _ in dim for axis in next(splits))
+        if axes:
+            found.append((index, "·".join(dict.fromkeys(parent(axis) for axis in axes)), _word(parameter, axes[0])))
+    return found
+
+
 def _word(parameter: Node, axis: str) -> str:
-    """Megatron's word: a column split divides the result of the layer, a row split leaves partial sums of it."""
-    consumer = _contraction(parameter)
-    if consumer is None:
+    """Megatron's word: a column split divides the result of the layer, a row split leaves partial sums of it.
+
+    Where what is contracted with is not in parts, `GATHERED`: the ranks along the axis have other tokens or samples.
+    """
+    found = contraction_of(parameter)
+    if found is None:
         return ""
+    consumer, operand = found
     factor = dict(STRATEGY[consumer].factors).get(axis)
     rule = rule_of(consumer)
-    if factor is None or factor in REDUCTION_KINDS or rule is None:
+    if rule is None or factor in REDUCTION_KINDS:
         return ""
-    kept = any(_has(labels, factor) for labels in rule.results)
+    if factor is None or not is_among(rule.operands[operands(consumer).index(operand)], factor):
+        return GATHERED
+    kept = any(is_among(labels, factor) for labels in rule.results)
     if op_name(consumer.target) == "aten.embedding":
         return "columns of the table" if kept else "rows of the table: partial sums"
     return "column" if kept else "row: partial sums"
 
 
-def _has(labels: Iterable[Label], factor: str) -> bool:
+def is_among(labels: Iterable[Label], factor: str) -> bool:
     """Whether a factor (`m`, or atom `m.1` of it) is among the labels of a tensor."""
     names = {name for label in labels if label for name in (label if isinstance(label, tuple) else (label,))}
     return factor in names or factor.rsplit(".", 1)[0] in names
 
 
-def _contraction(node: Node) -> Node | None:
-    """The first forward op that reads `node`, through views and reshards, and contracts with it or looks up in it."""
+def contraction_of(node: Node) -> tuple[Node, Node] | None:
+    """The first forward op that reads `node`, through views, casts and reshards, and contracts with it or looks up in it, and as what."""
     for user in node.users:
         if user.op != "call_function" or PHASE.get(user) == "backward":
             continue
         rule = rule_of(user)
         if (rule is not None and rule.flops > 0) or op_name(user.target) == "aten.embedding":
-            return user
-        if is_view(user) or user.target is reshard:
-            found = _contraction(user)
+            return user, node
+        if is_view(user) or user.target is reshard or user.target in CASTS:
+            found = contraction_of(user)
             if found is not None:
                 return found
     return None
@@ -241,6 +289,8 @@ def _factored(number: int) -> str:
 def contraction_rows(compiled: Compiled) -> Iterator[Row]:
     """One row a matmul, convolution or attention: its operands' shardings and which factor each axis splits."""
     for node in contractions(compiled.program):
+        if node in RECOMPUTED:
+            continue
         module = SOURCE[node].module if node in SOURCE else ""
         read = [described(operand) for operand in operands(node)]
         shapes = " × ".join(read[:3]) + (" × …" if len(read) > 3 else "")

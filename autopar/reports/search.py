@@ -42,7 +42,7 @@ class SearchSummary(TypedDict):
 
 
 def search_summary(decision: ShardingDecision) -> SearchSummary:
-    found, capacity = decision.solution, decision.sharding_problem.problem.capacity_bytes
+    found = decision.solution
     return {
         "seconds": found.seconds,
         "lower_bound_seconds": _finite(found.lower_bound_seconds),
@@ -53,7 +53,7 @@ def search_summary(decision: ShardingDecision) -> SearchSummary:
         "num_dominated": found.num_dominated,
         "num_bounded": found.num_bounded,
         "held_bytes": found.num_bytes,
-        "budget_bytes": _finite(capacity),
+        "budget_bytes": _finite(decision.budget_bytes),
         "seconds_per_byte": found.seconds_per_byte,
     }
 

@@ -16,7 +16,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel, is_view
 from autopar.driver.compiled import Compiled
 from autopar.ir.actions import SINGLE, PipelineSchedule
-from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.keys import DIMS, PHASE, RECOMPUTED, SHARDING, SOURCE, STRATEGY
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.pattern import pattern_of
 from autopar.ir.printing import op_name
@@ -29,6 +29,7 @@ from autopar.pipeline.report import pipeline_summary
 from autopar.pipeline.stage_work import Work
 from autopar.reports.communication import Traffic, sent, transfers
 from autopar.reports.entries import Inferred, Replicated, StepSeconds, Summary
+from autopar.reports.recomputed import recompute_summary
 from autopar.reports.search import search_summary
 
 INFERRED = "inferred by probing"
@@ -48,6 +49,7 @@ def summary(compiled: Compiled) -> Summary:
         "seconds": seconds(program, cost, places),
         "pipeline": None if compiled.stages is None else pipeline_summary(compiled, cost),
         "search": None if compiled.search is None else search_summary(compiled.search),
+        "recompute": recompute_summary(compiled, cost),
     }
 
 
@@ -62,10 +64,12 @@ def places_of(compiled: Compiled) -> tuple[int, ...]:
 
 
 def flops(program: Program) -> tuple[float, float]:
-    """FLOPs of all contractions: the model's, and the sum over all ranks and microbatches, padding included."""
+    """FLOPs of all contractions: the model's, and the sum over all ranks and microbatches, padding included, recomputation aside."""
     original = executed = 0.0
     work, num_ranks = Work(program), program.mesh.without("pp", MICROBATCHES).size
     for node in contractions(program):
+        if node in RECOMPUTED:
+            continue
         count = flops_of(node)
         original += count * program.logical_share
         executed += count / STRATEGY[node].num_shards * num_ranks * work.runs(node) * len(work.stages[node])
@@ -174,16 +178,14 @@ def memory(program: Program, cost: CostModel, order: PipelineSchedule = SINGLE) 
 def _held(program: Program, cost: CostModel, stages: frozenset[int]) -> dict[str, float]:
     """Bytes of what the calls of `stages` read and of what belongs to it."""
     found = {"parameters": 0.0, "buffers": 0.0, "gradients": 0.0, "optimizer_state": 0.0}
-    work, names = Work(program), set[str]()
+    work, gradients = Work(program), dict[str, float]()
     for item, node in program.named_inputs():
         if item.kind in ("parameter", "buffer") and stages.intersection(work.reading(node) or {0}):
             held = sum(_result_bytes(node, cost))
             found[f"{item.kind}s"] += held
             found["optimizer_state"] += cost.optimizer.state_bytes(item, held)
-            names.add(item.name)
-    for item, node in program.named_outputs():
-        if item.kind == "gradient" and item.name in names:
-            found["gradients"] += sum(_result_bytes(node, cost))
+            gradients[item.name] = cost.optimizer.gradient_bytes(item, held)
+    found["gradients"] = sum(gradients.get(item.name, 0.0) for item in program.signature.outputs_of("gradient"))
     return found | {"parameter_copies": copies_bytes(work, stages, cost)}
 
 

@@ -97,13 +97,13 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
         raise AutoparError("this program was not made by autopar.compile: there is nothing to decide again")
     now = _prices(compiled.program, compiled)
     try:
-        program, decision, stages = compiled.decide_again(pins)
+        program, plan = compiled.decide_again(pins)
     except UnmatchedPinError:
         raise
     except (PlanError, ScheduleError) as refusal:
         return WhatIf(now, refusal=str(refusal))
     # Pins choose no kernels.
-    plan = replace(Plan.of(program, decision, stages), kernels=compiled.plan.kernels)
+    plan = replace(plan, kernels=compiled.plan.kernels)
     as_joined = replace(plan, buckets=compiled.plan.buckets)  # which are decided when schedules are written
     return WhatIf(now, _prices(program, compiled), plan, diff=compiled.plan.diff(as_joined))
 

@@ -11,7 +11,6 @@ model.layers.*.mlp.down_proj forward aten.mm [(8@dp, 512), 64@tp] × [64@tp, 32]
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from fnmatch import fnmatchcase
 
 from torch.fx import Node
 
@@ -22,7 +21,7 @@ from autopar.ir.collectives import reshard
 from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STAGE, STRATEGY
 from autopar.ir.markers import pinned, save
 from autopar.ir.mesh import MICROBATCHES
-from autopar.ir.pattern import near_names
+from autopar.ir.pattern import is_meant, near_names
 from autopar.ir.printing import op_name
 from autopar.ir.program import Input, Program, operands, results_of
 from autopar.ir.sharding import REDUCTION_KINDS
@@ -56,17 +55,13 @@ def why(compiled: Compiled, pattern: str) -> str:
     return "\n".join((*fold_rows(row for row, _ in found), *totals, *per, *(f"search: {line}" for line in search_lines(compiled.search))))
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or (not any(sign in pattern for sign in "*?[") and pattern in name)
-
-
 def _parameters(compiled: Compiled, pattern: str, cost: CostModel) -> Iterator[tuple[Row, None]]:
     program = compiled.program
     gradients = {item.name: node for item, node in program.named_outputs() if item.kind == "gradient"}
     inputs = {item.name: (item, node) for item, node in program.named_inputs() if item.kind == "parameter"}
     work = Work(program)
     for row in parameter_rows(compiled):
-        if _matches(row.name, pattern):
+        if is_meant(row.name, pattern):
             stages = _stages("held by", work.reading(inputs[row.name][1]) or {0}, compiled)
             notes = (*stages, *_holds(*inputs[row.name], compiled, cost), *_gradient(gradients.get(row.name), program, cost))
             yield Row(row.name, row.text, (*notes, *row.notes)), None
@@ -96,14 +91,14 @@ def _calls(compiled: Compiled, pattern: str, cost: CostModel) -> Iterator[tuple[
     """Contractions, each with all that is to be said of it; then pinned outputs, and what is neither contraction nor view."""
     products, work = list(contractions(compiled.program)), Work(compiled.program)
     for row, node in zip(contraction_rows(compiled), products, strict=True):
-        if _matches(row.name, pattern) or op_name(node.target) == pattern:
+        if is_meant(row.name, pattern) or op_name(node.target) == pattern:
             stages = _stages("runs on", work.stages[node], compiled)
             notes = (*stages, _takes(node, compiled.program, cost), *_flow(node, compiled.program, cost), *_considered(node, compiled))
             yield Row(row.name, row.text, (*notes, *row.notes)), node
     for node in calls(compiled.program):
         module = SOURCE[node].module if node in SOURCE else ""
         is_other = flops_of(node) == 0 and (node.target is pinned or not is_view(node))
-        if is_other and (_matches(module, pattern) or op_name(node.target) == pattern):
+        if is_other and (is_meant(module, pattern) or op_name(node.target) == pattern):
             stages = _stages("runs on", work.stages[node], compiled)
             notes = (*stages, *_flow(node, compiled.program, cost), *_instead(node, compiled))
             yield Row(module or "(no module)", _other(node, cost), notes), node

@@ -19,7 +19,7 @@ from autopar.pipeline.stage_work import Work
 
 _SHOWN = 3
 _LEVELS = (
-    "whole on every rank",
+    "whole along dp",
     "in parts with a whole copy, gathered once a step (level 2)",
     "in parts, gathered by each phase (level 3)",
 )

@@ -14,7 +14,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
 from autopar.errors import MemoryBudgetError, PlanError
-from autopar.ir.keys import DIMS, SHARDING, STRATEGY
+from autopar.ir.keys import DIMS, DROPPED, REPEATABLE, SHARDING, STRATEGY
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy, carried
@@ -53,7 +53,10 @@ class ChooseShardings:
     only the parameters are kept. What a rank holds stays within `budget`. `timeout` bounds the search in seconds; `fold`
     decides equal layers once.
 
-    Reads: DIMS, BATCH, PHASE. Writes: STRATEGY, SHARDING on all inputs and calls.
+    What the backward may compute again (REPEATABLE) takes either its bytes or the time of that, so that it is weighed against splitting
+    parameters and values.
+
+    Reads: DIMS, BATCH, PHASE, REPEATABLE. Writes: STRATEGY, SHARDING on all inputs and calls, DROPPED on what memory has no room for.
     Ensures: every node has a strategy that its rule allows, every gradient can leave in its parameter's sharding.
     """
 
@@ -83,7 +86,7 @@ class ChooseShardings:
                 strategies[node.name] = _getitem_strategy(node, strategies, program)
         mesh = program.mesh
         numbers = mesh.num_microbatches, mesh.size_of(mesh.parts("pp"))
-        decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned), *numbers)
+        decision = ShardingDecision(strategies, reasons, solution, made, frozenset(pinned), *numbers, _dropped(program, made, solution))
         return replace(decision, reasons={**_reasons(program, decision), **reasons})
 
     def _search(self, made: ShardingProblem) -> Solution:
@@ -97,6 +100,8 @@ class ChooseShardings:
             if node.op != "output":
                 STRATEGY[node] = decision.strategies[node.name]
                 SHARDING[node] = decision.strategies[node.name].results
+            if node.name in decision.dropped:
+                DROPPED[node] = True
         return program
 
     def written(self, program: Program, decision: ShardingDecision) -> dict[str, Json]:
@@ -162,6 +167,12 @@ def _getitem_strategy(node: Node, strategies: Mapping[str, Strategy], program: P
     assert isinstance(producer, Node) and isinstance(result, int)
     sharding = strategies[producer.name].results[result]
     return next(each for each in strategies_of(node, program.mesh, program.freedom) if each.operands == each.results == (sharding,))
+
+
+def _dropped(program: Program, made: ShardingProblem, solution: Solution) -> frozenset[str]:
+    """The `save` nodes that hold nothing, though they could."""
+    picks = {node.name: solution.picks[made.index[node.name]] for node in program.graph.nodes if node in REPEATABLE}
+    return frozenset(name for name, pick in picks.items() if 2 * pick >= len(made.strategies[made.index[name]]))
 
 
 def _reasons(program: Program, decision: ShardingDecision) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
+from autopar.errors import MemoryBudgetError
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import STAGE
 from autopar.ir.program import Program
@@ -41,7 +42,7 @@ class PlaceStages:
     Where `held` says which stages hold the parameters already, the cuts are those that leave them there; else they are those of
     `plan`, if it has as many stages and every op that it cuts at is there.
 
-    Reads: PHASE, STRATEGY, SHARDING. Writes: STAGE of every call but those that each stage makes for itself.
+    Reads: PHASE, STRATEGY, SHARDING, DROPPED, REPEATABLE. Writes: STAGE of every call but those that each stage makes for itself.
     Ensures: activations flow to later stages, gradients to earlier ones.
     """
 
@@ -59,7 +60,15 @@ class PlaceStages:
         found = line_of(program, cost)
         devices, live = self._devices(cost, program.order), live_microbatches(program.order)
         starts, reason = self._given(found, program)
-        placement = place(found.line, devices, live) if starts is None else placed_at(found.line, devices, live, starts)
+        if starts is not None:
+            placement = placed_at(found.line, devices, live, starts)
+        else:
+            try:
+                placement = place(found.line, devices, live)
+            except MemoryBudgetError:
+                # Stages keep values of several microbatches, which the search has not counted: there is more to compute again.
+                found = line_of(program, cost, keeps_repeatable=False)
+                placement = place(found.line, devices, live)
         stages = found.forward_stages(placement.stage_of)
         cuts = tuple(found.nodes[start][0].name for start in placement.starts[1:])
         others = partial(placed_at, found.line, devices, live)

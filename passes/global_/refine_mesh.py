@@ -9,12 +9,11 @@ from dataclasses import dataclass, replace
 from autopar.ir.keys import DIMS
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.program import Program
-from autopar.ir.zero import DATA
 from autopar.plans.json import Json
 from autopar.plans.plan import Plan
 
 # What splits the batch, stages or time is no smaller than it is.
-_WHOLE = (DATA, "pp", MICROBATCHES)
+_WHOLE = ("dp", "pp", MICROBATCHES)
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class RefineMesh:
         if self.plan is not None and self.plan.refines(program):
             return self.plan.mesh
         mesh, zero = program.mesh, program.freedom.zero
-        if zero is not None and zero.group is not None and DATA in mesh.names:
-            mesh = mesh.refine(DATA, (mesh.size_of([DATA]) // zero.group, zero.group))
+        if zero is not None and zero.group is not None and "dp" in mesh.names:
+            mesh = mesh.refine("dp", (mesh.size_of(["dp"]) // zero.group, zero.group))
         for axis, size in program.mesh.axes:
             divisors = {found for found in _divisors(program, size) if 1 < found < size}
             if axis == parent(axis) and axis not in _WHOLE and divisors:  # an axis that an earlier capture refined stays as it is

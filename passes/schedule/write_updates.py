@@ -44,7 +44,7 @@ class WriteUpdates:
     name: str = "write updates"
 
     def apply(self, program: ScheduleProgram) -> ScheduleProgram:
-        gradients = [_gradients(schedule) for schedule in program.places]
+        gradients = [gradients_of(schedule) for schedule in program.places]
         if self.when is None or not any(gradients):
             return program
         places = [self._written(schedule, of) for schedule, of in zip(program.places, gradients, strict=True)]
@@ -59,13 +59,11 @@ class WriteUpdates:
             schedule = schedule.appended([Update(tuple(gradients), tuple(gradients.values()))])
         else:
             schedule = _updated(_hoisted(schedule, frozenset(gradients.values())), gradients)
-        pairs = [(item, name) for item, name in zip(schedule.signature.outputs, schedule.outputs, strict=True) if item.kind != "gradient"]
-        signature = replace(schedule.signature, outputs=tuple(item for item, _ in pairs))
-        schedule = replace(schedule, outputs=tuple(name for _, name in pairs), signature=signature)
+        schedule = without_gradients(schedule)
         return schedule.regrouped(with_frees(schedule.instructions, {*schedule.inputs, *schedule.outputs}))
 
 
-def _gradients(schedule: Schedule) -> dict[str, str]:
+def gradients_of(schedule: Schedule) -> dict[str, str]:
     """By the buffer of a parameter that of its gradient, in the order of the results."""
     found: dict[str, str] = {}
     for item, name in zip(schedule.signature.outputs, schedule.outputs, strict=True):
@@ -75,6 +73,13 @@ def _gradients(schedule: Schedule) -> dict[str, str]:
     return found
 
 
+def without_gradients(schedule: Schedule) -> Schedule:
+    """With no gradient among its results."""
+    pairs = [(item, name) for item, name in zip(schedule.signature.outputs, schedule.outputs, strict=True) if item.kind != "gradient"]
+    signature = replace(schedule.signature, outputs=tuple(item for item, _ in pairs))
+    return replace(schedule, outputs=tuple(name for _, name in pairs), signature=signature)
+
+
 def _hoisted(schedule: Schedule, gradients: frozenset[str]) -> Schedule:
     """With each reduction that only gradients follow waited for once the next one is launched, and these computed there."""
     instructions = schedule.instructions
@@ -82,6 +87,7 @@ def _hoisted(schedule: Schedule, gradients: frozenset[str]) -> Schedule:
     read = {name for each in others for name in (each.sources if isinstance(each, Launch) else touched(each))}
     groups: list[list[Instruction]] = [[each] for each in instructions]
     written = _written_at(instructions)
+    pause = next((number for number, each in enumerate(instructions) if isinstance(each, Pause)), -1)
     for launch, wait in _flights(instructions):
         number = _next_reduction(instructions, launch, wait)
         each = instructions[launch]
@@ -93,6 +99,7 @@ def _hoisted(schedule: Schedule, gradients: frozenset[str]) -> Schedule:
     for number, each in enumerate(instructions):
         if isinstance(each, Run) and _gives_only(each, gradients) and read.isdisjoint(each.outputs):
             ready = max((written.get(name, -1) for name in each.inputs), default=-1)
+            ready = pause if ready < pause < number else ready  # where tangents come in
             if 0 <= ready < number:
                 groups[ready] += groups[number]
                 groups[number] = []

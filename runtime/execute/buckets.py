@@ -11,13 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
-from autopar.runtime._torch import num_holders
+from autopar.cost.schedule_memory import BUCKET_ALIGNMENT_BYTES
+from autopar.ir.schedule import TensorType
+from autopar.runtime._torch import copy_all, num_holders
 
-# Where a tensor may begin: what kernels like, and Inductor expects of its inputs.
-ALIGNMENT_BYTES = 64
+Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class Bucket:
     holders: int
 
     @classmethod
-    def like(cls, tensors: Sequence[torch.Tensor]) -> Bucket:
-        unit = max(ALIGNMENT_BYTES // tensors[0].element_size(), 1)
-        sizes = [math.ceil(tensor.numel() / unit) * unit for tensor in tensors]
+    def of(cls, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Bucket:
+        unit = max(BUCKET_ALIGNMENT_BYTES // dtype.itemsize, 1)
+        sizes = [math.ceil(math.prod(shape) / unit) * unit for shape in shapes]
         *offsets, total = accumulate(sizes, initial=0)
-        memory = tensors[0].new_zeros(total)  # what lies between tensors is reduced, too
-        return cls(memory, tuple(tensor.shape for tensor in tensors), tuple(offsets), num_holders(memory))
+        memory = torch.zeros(total, dtype=dtype, device=device)  # what lies between tensors is reduced, too
+        return cls(memory, shapes, tuple(offsets), num_holders(memory))
 
     @cached_property
     def parts(self) -> Mapping[int, int]:
@@ -47,15 +49,15 @@ class Bucket:
     def is_free(self) -> bool:
         return num_holders(self.memory) == self.holders
 
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        first = tensors[0]
-        is_alike = (self.memory.dtype, self.memory.device) == (first.dtype, first.device)
-        return is_alike and self.shapes == tuple(tensor.shape for tensor in tensors)
+    def fits(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> bool:
+        return (self.memory.dtype, self.memory.device) == (dtype, device) and self.shapes == shapes
 
-    def pack(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy `tensors` of these shapes to their places."""
-        for view, tensor in zip(self.unpacked(self.memory), tensors, strict=True):
-            view.copy_(tensor)
+    def pack(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor] | None = None) -> None:
+        """Copy `tensors` of these shapes to their `places`, new views if none are given, where they are not these themselves."""
+        views = self.unpacked(self.memory) if places is None else places
+        moved = [(view, tensor) for view, tensor in zip(views, tensors, strict=True) if view is not tensor]
+        if moved:
+            copy_all(*zip(*moved, strict=True))
 
     def rows(self, memory: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
         """Views of so many buckets like this, one behind the other in `memory`: of each tensor `[number, *shape]`, with gaps between."""
@@ -77,11 +79,26 @@ class Bucket:
         return [end - begin for begin, end in pairwise((*self.offsets, self.memory.numel()))]
 
 
+class Reserved(NamedTuple):
+    """A bucket that is to be filled: what makes a tensor may write it into its place, of `places`."""
+
+    bucket: Bucket
+    places: tuple[torch.Tensor, ...]
+
+
 @dataclass
 class BucketMemory:
     """The buckets of one rank, by the name of their collective."""
 
     buckets: dict[str, Bucket] = field(default_factory=dict[str, Bucket])
+    _parts: dict[int, int] | None = None
+
+    @property
+    def parts(self) -> Mapping[int, int]:
+        """Those of all buckets, found anew when one of them is another."""
+        if self._parts is None:
+            self._parts = {address: size for bucket in self.buckets.values() for address, size in bucket.parts.items()}
+        return self._parts
 
     def packed(self, name: str, tensors: Sequence[torch.Tensor]) -> Bucket:
         """`tensors`, of one dtype, copied into the bucket of this name."""
@@ -91,7 +108,16 @@ class BucketMemory:
 
     def like(self, name: str, tensors: Sequence[torch.Tensor]) -> Bucket:
         """The bucket of this name, with room for tensors like `tensors`, of one dtype; what is in it nobody looks at."""
+        return self._free(name, tuple(tensor.shape for tensor in tensors), tensors[0].dtype, tensors[0].device)
+
+    def reserved(self, name: str, layouts: Sequence[TensorType], device: torch.device) -> Reserved:
+        """The bucket of this name with room for tensors like these, of one dtype, which nobody else gets while its places are held."""
+        bucket = self._free(name, tuple(torch.Size(shape) for shape, _ in layouts), layouts[0][1], device)
+        return Reserved(bucket, bucket.unpacked(bucket.memory))
+
+    def _free(self, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Bucket:
         bucket = self.buckets.get(name)
-        if bucket is None or not bucket.fits(tensors) or not bucket.is_free:
-            bucket = self.buckets[name] = Bucket.like(tensors)
+        if bucket is None or not bucket.fits(shapes, dtype, device) or not bucket.is_free:
+            bucket = self.buckets[name] = Bucket.of(shapes, dtype, device)
+            self._parts = None
         return bucket

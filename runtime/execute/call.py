@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,13 +17,15 @@ from autopar.ir.instructions import Update
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.runtime._torch import is_alone, local_part, scale_in_place
+from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_alone, plain_part, scale_in_place
 from autopar.runtime.execute.fragments import CompiledFragments
-from autopar.runtime.execute.interpreter import RankState, execute
+from autopar.runtime.execute.interpreter import RankState, Renewal, execute
 from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Parts, RankParts, World, local_of
 from autopar.runtime.module.outputs import refuse_detached
+from autopar.runtime.module.placement import widened
+from autopar.runtime.offload.copier import copier_of
 
 
 class Call:
@@ -63,6 +67,14 @@ class Call:
         self.is_over_at_pause = any(schedule.is_over_at_pause for schedule in self.schedules.values())
         self._is_in_half = self.is_over_at_pause and compiled.computes_in_half
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
+        if compiled.offload is not None:
+            for state in self.states.values():
+                state.copier = copier_of(world, device, compiled.offload.folder)
+        # Entered around each half while ranks run.
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        if world.recorder is not None:
+            for rank, state in self.states.items():
+                state.record = world.recorder.call(self.schedules[rank])
 
     @property
     def hears_late(self) -> bool:
@@ -85,7 +97,9 @@ class Call:
 
     def forward(self) -> dict[str, torch.Tensor]:
         """Run to PAUSE; the results by flat index. Buffers that the model changes are written back. Raises `ValueCheckError`."""
-        self._fill([item for item in self.signature.inputs if item.kind != "tangent" or self.is_over_at_pause])
+        self._fill_parameters()
+        others = [item for item in self.signature.inputs if item.kind != "parameter"]
+        self._fill([item for item in others if item.kind != "tangent" or self.is_over_at_pause])
         self._run()
         self._check_values()
         for item in self.signature.outputs_of("buffer"):
@@ -96,15 +110,28 @@ class Call:
         self._shapes = {name: result.shape for name, result in results.items()}
         return results
 
-    def whole_step(self, update: Callable[[int, Update, list[torch.Tensor]], None]) -> dict[str, torch.Tensor]:
-        """Run to the end, the gradient of the loss being `scale`; the results by flat index. Rank by rank `update` takes gradients."""
+    def whole_step(
+        self, update: Callable[[int, Update, list[torch.Tensor]], None], renewal: Callable[[int, Update], Renewal] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Run to the end, the gradient of the loss being `scale`; the results by flat index. Rank by rank `update` takes gradients, and
+        `renewal` gives versions of what is updated."""
         for rank, state in self.states.items():
             state.update = partial(update, rank)
+            state.renewal = None if renewal is None else partial(renewal, rank)
         results = self.forward()
         if not self.is_over_at_pause:
             self._fill(self.signature.inputs_of("tangent"))
             self._run()
         return results
+
+    def version(self, rank: int, buffer: str, item: Input) -> torch.Tensor:
+        """A copy of what `rank` would be given of a parameter now."""
+        tensor = self._tensors[item.name]
+        held = self.world.as_it_is(tensor, item)
+        if held is None:
+            place = next(place for place, its, name in self.places.of_input(item) if (its, name) == (rank, buffer))
+            held = self.world.parameter_parts(tensor, item, self.mesh)[place]
+        return held.clone(memory_format=torch.contiguous_format)
 
     def _check_values(self) -> None:
         """Raise `ValueCheckError` for what the model asserts of values, and does not hold."""
@@ -134,12 +161,24 @@ class Call:
         for item in self.signature.outputs_of("gradient"):
             held = self.held(item)
             if held.parts and item.name in reached:
-                found[item.name] = self.world.gradient(held.parts, held.item, held.mesh, self._tensors[item.name], owned.own)
+                parameter = self._tensors[item.name]
+                found[item.name] = widened(self.world.gradient(held.parts, held.item, held.mesh, parameter, owned.own), parameter)
         if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             self._check_scale(scale)
             scale_in_place([local_of(gradient) for gradient in found.values()], scale if self._scale == 1.0 else scale / self._scale)
         return found
+
+    def put(self, name: str, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
+        """Let the parameter have its gradient where it has none and nobody waits for one; else the gradient, for autograd to hand on to
+        `node`. Autograd would make a second tensor of it, which for a DTensor takes longer than a small op."""
+        parameter = self._tensors[name]
+        if gradient is None or parameter.grad is not None or has_gradient_hooks(parameter) or not is_accumulating(node):
+            return gradient
+        if (gradient.dtype, gradient.stride()) != (parameter.dtype, parameter.stride()):
+            return gradient  # autograd has a rule for it
+        parameter.grad = gradient
+        return None
 
     def _check_scale(self, scale: torch.Tensor) -> None:
         """Raise `BackwardError` where the loss was scaled for the sake of a backward in float16 that is over by then."""
@@ -185,12 +224,31 @@ class Call:
             for (rank, state), transport in zip(self.states.items(), self.transports, strict=True)
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.
-        with torch.no_grad(), torch.autocast(kind, enabled=False):
-            self.world.run(executions, self.transports)
+        with torch.no_grad(), torch.autocast(kind, enabled=False), self.around():
+            try:
+                self.world.run(executions, self.transports)
+            except Exception as error:
+                if self.world.recorder is not None:
+                    self.world.recorder.failed(error)
+                raise
 
     def _fill(self, items: Sequence[Input]) -> None:
         for item in items:
             self._put(item, self._parts(item))
+
+    def _fill_parameters(self) -> None:
+        """One by one at every step: parameters may be written and replaced in between."""
+        as_it_is = self.world.as_it_is
+        for item, places in self.places.parameters:
+            tensor = self._tensors.get(item.name)
+            if tensor is None:
+                continue  # another stage's, on a real mesh
+            held = as_it_is(tensor, item)
+            if held is None:
+                self._put(item, self.world.parameter_parts(tensor, item, self.mesh))
+            else:
+                for _, rank, name in places:
+                    self.states[rank].buffers[name] = held
 
     def _put(self, item: Input, parts: Parts) -> None:
         """`parts` are by rank, and by microbatch where there are several."""
@@ -198,9 +256,6 @@ class Call:
             self.states[rank].buffers[name] = parts[place]
 
     def _parts(self, item: Input) -> Parts:
-        if item.kind == "parameter":
-            tensor = self._tensors.get(item.name)  # another stage's, on a real mesh
-            return {} if tensor is None else self.world.parameter_parts(tensor, item, self.mesh)
         world, each = self.world, self.mesh.num_microbatches
         ranks = [rank * each + number for rank in world.ranks for number in range(each)]
         if item.kind == "coordinate":
@@ -229,7 +284,8 @@ class OwnedMemory:
     def __init__(self, transports: Sequence[Transport], others: Iterable[torch.Tensor]) -> None:
         self._others = set(map(id, others))
         self._taken: set[int] = set()
-        self._parts = {address: size for transport in transports for address, size in transport.bucket_parts().items()}
+        parts = [each for transport in transports if (each := transport.bucket_parts())]
+        self._parts: Mapping[int, int] = parts[0] if len(parts) == 1 else ChainMap(*map(dict, parts))
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         address, needed = tensor.data_ptr(), tensor.nbytes
@@ -249,7 +305,7 @@ class _Differentiable(torch.autograd.Function):
         taped = {item.name for item in (*call.signature.inputs_of("tangent"), *call.detached)}
         ctx.call, ctx.names, ctx.results = call, names, tuple(results)
         # Saved for their version counters only: torch refuses a backward through parameters changed since.
-        ctx.save_for_backward(*(local_part(tensor).detach() if isinstance(tensor, DTensor) else tensor for tensor in parameters))
+        ctx.save_for_backward(*(plain_part(tensor) if isinstance(tensor, DTensor) else tensor for tensor in parameters))
         ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
         ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in taped))
         return tuple(results.values())
@@ -265,7 +321,8 @@ class _Differentiable(torch.autograd.Function):
         _ = ctx.saved_tensors
         call, ctx.call = ctx.call, None
         gradients = call.backward(given)
-        return (None, None, *(gradients.get(name) for name in ctx.names))
+        leaves = zip(ctx.next_functions, ctx.names, strict=True)
+        return (None, None, *(call.put(name, gradients.get(name), node) for (node, _), name in leaves))
 
 
 _SECOND_DERIVATIVE = (

@@ -1,157 +1,22 @@
-"""Real ranks: one process each, over torch.distributed (gloo, NCCL)."""
+"""Collectives and transfers of real ranks: one process each, over torch.distributed (gloo, NCCL)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import chain
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import MeshError, PeerError
 from autopar.ir.instructions import Channel, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import TensorType
-from autopar.runtime._torch import all_gather_flat, has_distributed, reduce_scatter_flat
-from autopar.runtime.execute.buckets import BucketMemory
-
-
-@contextmanager
-def naming(rank: int, peers: Sequence[int], what: object) -> Generator[None]:
-    """Turn torch's error, which names no rank, into a `PeerError`: `rank` waited for `peers` at `what`."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, PeerError):
-        raise
-    except RuntimeError as error:
-        others = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
-        raise PeerError(
-            f"rank {rank} got no answer from {others} for {what}: {error}\n"
-            f"Look at the output of {others} first: a rank died, is stuck or left early; if it is only slow, raise `timeout`"
-        ) from error
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group and, for each member in the order of the axes, its place in it (torch sorts members by rank)."""
-
-    group: dist.ProcessGroup
-    size: int
-    order: tuple[int, ...]
-
-    @property
-    def is_sorted(self) -> bool:
-        return self.order == tuple(range(self.size))
-
-
-class ProcessGroups:
-    """The process groups of a mesh: one for each set of ranks that communicates, and one for each channel.
-
-    Creating one is collective: `create` must be called by all ranks with the same axes, `create_channels` with the
-    same channels. `timeout`, in seconds, bounds every wait in these groups; None keeps torch's default.
-    """
-
-    def __init__(self, device_mesh: DeviceMesh, timeout: float | None = None) -> None:
-        self.mesh = Mesh.of(device_mesh)
-        self.global_ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
-        if not has_distributed():
-            raise MeshError("torch.distributed is not initialised: start the script with torchrun, or use autopar.virtual_mesh(...)")
-        if dist.get_rank() not in self.global_ranks:
-            raise MeshError(
-                f"rank {dist.get_rank()} of the world is not on the mesh ({self.mesh}), which has ranks {list(self.global_ranks)}"
-            )
-        self.rank = self.global_ranks.index(dist.get_rank())
-        self.device_type = device_mesh.device_type
-        self._timeout = None if timeout is None else timedelta(seconds=timeout)
-        self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
-        self._channels: dict[Channel, dist.ProcessGroup] = {}
-        self.create(self.mesh, [self.mesh.names])
-
-    def create(self, mesh: Mesh, axes_sets: Iterable[tuple[str, ...]]) -> None:
-        """Create what is missing of the groups along each of `axes_sets` of `mesh` (this mesh, or it refined)."""
-        for axes in sorted(set(axes_sets)):
-            for rank in range(mesh.size):
-                members = mesh.group(rank, axes)
-                if frozenset(members) not in self._groups:
-                    # A rank outside the group gets a mark instead; it never asks for the group.
-                    self._groups[frozenset(members)] = self._new_group(members, f"a group of ranks along {', '.join(axes)}")
-
-    def create_channels(self, channels: Iterable[Channel]) -> None:
-        """Create what is missing of the groups of `channels`, pairs of ranks of the mesh: (sender, receiver)."""
-        for channel in sorted(set(channels)):
-            if channel not in self._channels:
-                what = f"a channel from rank {channel[0]} to rank {channel[1]}"
-                # A rank outside the channel gets a mark instead; it never asks for the group.
-                self._channels[channel] = self._new_group(channel, what)
-                with naming(self.rank, [rank for rank in channel if rank != self.rank], what):
-                    self._connect(channel)
-
-    def _new_group(self, members: Sequence[int], what: str) -> Any:
-        """All ranks of the world take part, members or not."""
-        with self.naming_all(what):
-            return dist.new_group([self.global_ranks[member] for member in members], timeout=self._timeout)
-
-    def naming_all(self, what: str) -> AbstractContextManager[None]:
-        """While this is entered, torch's errors become a `PeerError`: all other ranks were waited for."""
-        return naming(self.rank, [rank for rank in range(self.mesh.size) if rank != self.rank], what)
-
-    def _connect(self, channel: Channel) -> None:
-        """Send one byte. NCCL blocks both ranks at their first transfer, so two that sent to each other first would never meet."""
-        source, target = channel
-        if self.rank == source:
-            dist.send(torch.zeros(1, dtype=torch.uint8, device=self.device), self.global_ranks[target], self._channels[channel])
-        elif self.rank == target:
-            dist.recv(torch.zeros(1, dtype=torch.uint8, device=self.device), self.global_ranks[source], self._channels[channel])
-
-    def channel(self, channel: Channel) -> dist.ProcessGroup:
-        """The group of one of this rank's channels. Raises `KeyError` unless it was created."""
-        return self._channels[channel]
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors are."""
-        kind = self.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-    def along(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
-        """The group of this rank along `axes`; it must have been created."""
-        members = mesh.group(self.rank, axes)
-        ranks = sorted(self.global_ranks[member] for member in members)
-        order = tuple(ranks.index(self.global_ranks[member]) for member in members)
-        return Group(self._groups[frozenset(members)], len(members), order)
-
-    def broadcast(self, tensor: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> torch.Tensor:
-        """`tensor` of the rank with index `root` along `axes`, on all of them; it is written into. Collective."""
-        if mesh.size_of(axes) > 1:
-            members = mesh.group(self.rank, axes)
-            tensor = tensor.contiguous()
-            with naming(self.rank, [rank for rank in members if rank != self.rank], f"a broadcast from rank {members[root]}"):
-                dist.broadcast(tensor, self.global_ranks[members[root]], group=self._groups[frozenset(members)])
-        return tensor
-
-    def gather(self, value: Any, what: str = "what every rank has to tell before it goes on") -> list[Any]:
-        """Every rank's `value`, in the mesh's order; any picklable object. Collective. `what` it is stands in the error."""
-        group = self.along(self.mesh, self.mesh.names)
-        values: list[Any] = [None] * group.size
-        with self.naming_all(what):
-            dist.all_gather_object(values, value, group=group.group)
-        return [values[place] for place in group.order]
-
-    def is_equal(self, number: int, what: str) -> bool:
-        """Whether every rank has this `number`, of 62 bits at most. Collective."""
-        group = self.along(self.mesh, self.mesh.names)
-        largest = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        with self.naming_all(what):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.group)
-        most, least = largest.tolist()
-        return most == -least
+from autopar.runtime._torch import all_gather_flat, reduce_scatter_flat
+from autopar.runtime.execute.buckets import Bucket, BucketMemory, Reserved
+from autopar.runtime.execute.process_groups import Group, ProcessGroups, naming
 
 
 @dataclass(frozen=True)
@@ -186,16 +51,29 @@ class DistributedTransport:
         # So long collectives and transfers have kept this rank waiting, since it was made.
         self.waited_seconds = 0.0
 
-    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor]) -> Launched:
+    def launch(
+        self, instruction: Launch, tensors: Sequence[torch.Tensor], is_spent: bool = False, reserved: Reserved | None = None
+    ) -> Launched:
         axes = instruction.axes
         if axes not in self._groups:
             peers = tuple(rank for rank in self.mesh.group(self.rank, axes) if rank != self.rank)
             self._groups[axes] = self._process_groups.along(self.mesh, axes), peers
         group, peers = self._groups[axes]
         with naming(self.rank, peers, instruction):
+            if reserved is not None:
+                reserved.bucket.pack(tensors, reserved.places)
+                return Launched(instruction, peers, (_reduce_bucket(group, instruction, reserved.bucket),))
             if len(tensors) > 1:
                 return Launched(instruction, peers, (_START_BUCKET[instruction.collective](group, instruction, tensors, self._buckets),))
+            if is_spent and instruction.collective == "all_reduce":
+                return Launched(instruction, peers, (_reduce_in_place(group, instruction, _carried(*tensors), *tensors),))
             return Launched(instruction, peers, (_START[instruction.collective](group, instruction, *tensors),))
+
+    def reserve(self, instruction: Launch, layouts: Sequence[TensorType | None]) -> Reserved | None:
+        """Of a bucket that is reduced where it lies. One operand alone may lie anywhere."""
+        known = [each for each in layouts if each is not None]
+        is_bucket = instruction.collective == "all_reduce" and len(layouts) == len(known) > 1
+        return self._buckets.reserved(instruction.name, known, self._process_groups.device) if is_bucket else None
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Launched:
         channel = instruction.channel(self.mesh, self.rank)
@@ -231,7 +109,10 @@ class DistributedTransport:
         return self._landed(handle)
 
     def bucket_parts(self) -> Mapping[int, int]:
-        return {address: size for bucket in self._buckets.buckets.values() for address, size in bucket.parts.items()}
+        return self._buckets.parts
+
+    def kept(self) -> Iterable[torch.Tensor]:
+        return (bucket.memory for bucket in self._buckets.buckets.values())
 
     def complete(self, handle: Launched) -> tuple[torch.Tensor, ...]:
         landed = self._landed(handle)
@@ -253,8 +134,8 @@ def _carrier(dtype: torch.dtype) -> torch.dtype:
 
 
 def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` flat and contiguous, as it travels."""
-    return tensor.to(_carrier(tensor.dtype)).contiguous().view(-1)
+    """`tensor` flat and contiguous, as it travels: bytes alone, so what is read conjugated or negated is so in memory."""
+    return tensor.to(_carrier(tensor.dtype)).resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _restore(dtype: torch.dtype, shape: Iterable[int]) -> Callable[[torch.Tensor], tuple[torch.Tensor]]:
@@ -278,7 +159,11 @@ def _from_places(group: Group, finish: Callable[[torch.Tensor], tuple[torch.Tens
 
 
 def _all_reduce(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
-    arriving = _carried(tensor).clone()
+    return _reduce_in_place(group, instruction, _carried(tensor).clone(), tensor)
+
+
+def _reduce_in_place(group: Group, instruction: Launch, arriving: torch.Tensor, tensor: torch.Tensor) -> Flight:
+    """`arriving` is `tensor` as it travels, and the results are put in its place."""
     maximum = instruction.kind == "max" or tensor.dtype == torch.bool
     work = dist.all_reduce(arriving, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group.group, async_op=True)
     assert work is not None
@@ -315,9 +200,12 @@ _START: dict[str, Callable[[Group, Launch, torch.Tensor], Flight]] = {
 }
 
 
-def _reduce_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
+def _pack_and_reduce(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
     """Copied into one memory, reduced in place, handed out as views."""
-    bucket = memory.packed(instruction.name, tensors)
+    return _reduce_bucket(group, instruction, memory.packed(instruction.name, tensors))
+
+
+def _reduce_bucket(group: Group, instruction: Launch, bucket: Bucket) -> Flight:
     maximum = dist.ReduceOp.MAX if instruction.kind == "max" else dist.ReduceOp.SUM
     work = dist.all_reduce(bucket.memory, maximum, group=group.group, async_op=True)
     assert work is not None
@@ -348,7 +236,7 @@ def _scatter_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.T
 
 
 _START_BUCKET: dict[str, Callable[[Group, Launch, Sequence[torch.Tensor], BucketMemory], Flight]] = {
-    "all_reduce": _reduce_bucket,
+    "all_reduce": _pack_and_reduce,
     "all_gather": _gather_bucket,
     "reduce_scatter": _scatter_bucket,
 }

@@ -15,7 +15,7 @@ Values and strides are those of the graph, but for the rounding of `addmm`, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,15 +71,39 @@ _SAME_SHAPE = (*_RESHAPES, aten.expand.default)
 _ORDERS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
-def eager_function(module: GraphModule) -> Function:
-    """What `module`, the graph of a fragment, computes of its inputs; gradients are off."""
-    run = simplified(module).forward
+class EagerFunction:
+    """What `module`, the graph of a fragment, computes of its inputs; gradients are off.
 
-    def function(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    `placeable` are the numbers of results that it writes where it is told to.
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        simple = simplified(module)
+        self._places = _with_places(simple)
+        self.placeable = tuple(self._places)
+        self._forward: Function = simple.forward
+
+    def run(self, inputs: Sequence[torch.Tensor], into: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """`into` has contiguous memory of the right shape for some of the `placeable` results."""
         with below_autograd():
-            return run(*inputs)
+            return self._forward(*inputs, **{self._places[number]: memory for number, memory in into.items()})
 
-    return function
+
+def _with_places(module: GraphModule) -> dict[int, str]:
+    """Let products that are results and nothing else be written into memory that is given: by number of the result the argument for it."""
+    graph, found = module.graph, dict[int, str]()
+    last = [*graph.find_nodes(op="placeholder")][-1:]
+    output: Any = graph.output_node().args[0]
+    results: tuple[Any, ...] = output if isinstance(output, tuple) else ()
+    for number, node in enumerate(results):
+        is_product = isinstance(node, Node) and node.target is torch.mm
+        if last and is_product and len(node.users) == 1 and sum(each is node for each in results) == 1:
+            with graph.inserting_after(last[-1]):
+                last = [graph.placeholder(f"into_{number}", default_value=None)]
+            node.kwargs = {"out": last[0]}
+            found[number] = str(last[0].target)
+    module.recompile()
+    return found
 
 
 def simplified(module: GraphModule) -> GraphModule:

@@ -11,12 +11,16 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from autopar.cost.model import is_view
+from autopar.cost.rank_sizes import RankSizes
+from autopar.driver.compiled import Compiled
+from autopar.driver.progress import progress
 from autopar.ir.schedule import Fragment
 from autopar.runtime._torch import Backend, backend_named
-from autopar.runtime.execute.eager_function import eager_function
+from autopar.runtime.execute.eager_function import EagerFunction, simplified
 
 logger = logging.getLogger("autopar")
 
+_NOWHERE: Mapping[int, torch.Tensor] = {}
 InputKey = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device], ...]
 
 
@@ -33,14 +37,16 @@ class CompiledFragments:
         self._fragments = fragments
         self._backend: Backend | None = None if backend == "eager" else backend_named(backend) if isinstance(backend, str) else backend
         self._compiled: dict[str, dict[InputKey, Callable[..., Any]]] = {name: {} for name in fragments}
-        self._functions: dict[str, Callable[..., tuple[torch.Tensor, ...]]] = {}
+        self._functions: dict[str, EagerFunction] = {}
+        self._first_start = 0.0
         # Inductor fuses, and a single op has nothing to be fused with: half of all fragments, and some seconds of C++ each.
         self._as_is = {name for name, fragment in fragments.items() if backend == "inductor" and _num_computing(fragment) < 2}
 
-    def run(self, name: str, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The results of fragment `name`. Raises the backend's own error with a note naming the fragment."""
-        if self._backend is None or name in self._as_is:
-            return self._eager(name)(*inputs)
+    def run(self, name: str, inputs: Sequence[torch.Tensor], into: Mapping[int, torch.Tensor] = _NOWHERE) -> tuple[torch.Tensor, ...]:
+        """The results of fragment `name`, those by whose number there is memory written `into` that. Raises the backend's own error with a
+        note naming the fragment."""
+        if self._is_eager(name):
+            return self._eager(name).run(inputs, into)
         key = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in inputs)
         function = self._compiled[name].get(key)
         if function is None:
@@ -48,9 +54,16 @@ class CompiledFragments:
         result = function(*inputs)
         return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
-    def _eager(self, name: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    def placeable(self, name: str) -> Sequence[int]:
+        """The results of fragment `name` that may be written into memory that is given."""
+        return self._eager(name).placeable if self._is_eager(name) else ()
+
+    def _is_eager(self, name: str) -> bool:
+        return self._backend is None or name in self._as_is
+
+    def _eager(self, name: str) -> EagerFunction:
         if name not in self._functions:
-            self._functions[name] = eager_function(self._fragments[name].module)
+            self._functions[name] = EagerFunction(self._fragments[name].module)
         return self._functions[name]
 
     @property
@@ -62,8 +75,10 @@ class CompiledFragments:
         assert self._backend is not None
         variants = self._compiled[name]
         start = time.perf_counter()
+        self._first_start = self._first_start or start
+        text = f"compiling fragment {self.num_compiled + 1} of {len(self._fragments) - len(self._as_is)}, at its first run"
         try:
-            with torch.no_grad():
+            with torch.no_grad(), progress(text, self._first_start):
                 function = self._backend(_fresh(self._fragments[name].module), list(inputs))
         except Exception as error:
             error.add_note(f"while compiling fragment {name}")
@@ -76,6 +91,16 @@ class CompiledFragments:
             logger.debug("fragment %s compiled (%.2f s)", name, seconds)
         variants[key] = function
         return function
+
+
+def rank_sizes(compiled: Compiled, backend: str | Backend, on_processes: bool = True) -> RankSizes:
+    """What schedules do not say of memory, of fragments as `backend` runs them."""
+    form = simplified if backend == "eager" else _as_it_is
+    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes)
+
+
+def _as_it_is(module: GraphModule) -> GraphModule:
+    return module
 
 
 def _num_computing(fragment: Fragment) -> int:

@@ -45,6 +45,11 @@ class Places:
         """By rank what it runs."""
         return {rank: self.compiled.schedule_of(rank) for rank in self.ranks}
 
+    @cached_property
+    def parameters(self) -> tuple[tuple[Input, tuple[InputPlace, ...]], ...]:
+        """The parameters that these ranks are given, with their buffers."""
+        return tuple((item, self.of_input(item)) for item in self.compiled.local.signature.inputs_of("parameter"))
+
     def of_input(self, item: Input) -> tuple[InputPlace, ...]:
         key = item.kind, item.name
         if key not in self._inputs:

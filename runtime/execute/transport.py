@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from autopar.ir.instructions import Launch, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import TensorType
+from autopar.runtime.execute.buckets import Reserved
 
 
 class Transport(Protocol):
@@ -21,8 +22,13 @@ class Transport(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor]) -> Any:
-        """Start a collective on contiguous or strided `tensors`, which stay as they are; returns a handle for `wait`."""
+    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor], is_spent: bool = False, reserved: Reserved | None = None) -> Any:
+        """Start a collective on contiguous or strided `tensors`; returns a handle for `wait`. They stay as they are, but for those that
+        are themselves in what was `reserved`, and where one `is_spent`: nobody reads it any more, nor what shares its memory."""
+        ...
+
+    def reserve(self, instruction: Launch, layouts: Sequence[TensorType | None]) -> Reserved | None:
+        """Memory for the operands of a collective to come, of these shapes and dtypes; None where they may lie anywhere."""
         ...
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> Any:
@@ -43,6 +49,10 @@ class Transport(Protocol):
 
     def bucket_parts(self) -> Mapping[int, int]:
         """Of results that share one memory, by the address where each begins, its bytes: nothing else lies there."""
+        ...
+
+    def kept(self) -> Iterable[torch.Tensor]:
+        """Memory that stays from one call to the next."""
         ...
 
     def complete(self, handle: Any) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ When nobody can, that is a deadlock, and it is reported at once with what every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from autopar.errors import ScheduleError
 from autopar.ir.instructions import Channel, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import TensorType
+from autopar.runtime.execute.buckets import Reserved
 from autopar.runtime.execute.interpreter import Blocked, Execution
 from autopar.runtime.execute.rendezvous import PointToPoint
 
@@ -166,8 +167,13 @@ class VirtualTransport:
     def mesh(self) -> Mesh:
         return self.rendezvous.mesh
 
-    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor]) -> CollectiveRendezvous:
+    def launch(
+        self, instruction: Launch, tensors: Sequence[torch.Tensor], is_spent: bool = False, reserved: Reserved | None = None
+    ) -> CollectiveRendezvous:
         return self.rendezvous.launch(self.rank, instruction, tensors)
+
+    def reserve(self, instruction: Launch, layouts: Sequence[TensorType | None]) -> Reserved | None:
+        return None
 
     def send(self, instruction: Send, tensors: Sequence[torch.Tensor]) -> PointToPoint:
         return self.rendezvous.send(self.rank, instruction, tensors)
@@ -183,6 +189,9 @@ class VirtualTransport:
 
     def bucket_parts(self) -> Mapping[int, int]:
         return {}  # results of a bucket have memory of their own
+
+    def kept(self) -> Iterable[torch.Tensor]:
+        return ()
 
     def complete(self, handle: PointToPoint) -> tuple[torch.Tensor, ...]:
         return handle.arrived(self.rank)

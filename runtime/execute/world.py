@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -13,19 +12,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
-from autopar.errors import AutoparError, PlanError, ScheduleError
+from autopar.errors import ScheduleError
 from autopar.ir.instructions import Launch
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.padding import Padding, padded, unpadded
+from autopar.ir.placement import Placement
 from autopar.ir.program import Input, Output
 from autopar.ir.sharding import Sharding
-from autopar.runtime._torch import local_part
-from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime._torch import local_part, plain_part
+from autopar.runtime.birth.values import Values
+from autopar.runtime.birth.weights import give_buffers
+from autopar.runtime.execute.agreement import accepted
+from autopar.runtime.execute.distributed import DistributedTransport
+from autopar.runtime.execute.group_cache import distrust
 from autopar.runtime.execute.interpreter import Execution
+from autopar.runtime.execute.process_groups import ProcessGroups
+from autopar.runtime.execute.recorder import MeshRecorder, proposed_folder, recorder_of
 from autopar.runtime.execute.shares import joined, own_share
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
-from autopar.runtime.module.parameters import Placement, assemble, local_shard, replicas
+from autopar.runtime.module.parameters import assemble, local_shard, replicas
 from autopar.runtime.module.placement import (
     all_placements,
     check_equal_models,
@@ -67,14 +73,17 @@ class World(Protocol):
     ranks: tuple[int, ...]
     is_virtual: bool
 
+    @property
+    def recorder(self) -> MeshRecorder | None: ...
+
     def device(self, model: nn.Module) -> torch.device: ...
 
     def prepare(self, compiled: Compiled) -> None:
         """Make ready to run `compiled`; raises `ScheduleError` when ranks hold different programs. Collective."""
         ...
 
-    def place(self, model: nn.Module, compiled: Compiled) -> None:
-        """Give the parameters of `model` their place, once."""
+    def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
+        """Give the parameters of `model` their place, once; on a real mesh with these `values`, where there are such."""
         ...
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
@@ -84,11 +93,16 @@ class World(Protocol):
     def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None: ...
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
-        """Every rank's picklable `value`. Collective. `what` it is stands in the error when a rank does not answer."""
+        """Every rank's picklable `value`. Collective. `what` it is stands in the error when a rank does not answer. Raises what a rank
+        raised that was to come here (`autopar.runtime.execute.agreement`)."""
         ...
 
     def is_equal(self, number: int, what: str) -> bool:
         """Whether every rank has this `number`, of 62 bits at most. Collective, and quicker than `gather`."""
+        ...
+
+    def as_it_is(self, parameter: torch.Tensor, item: Input) -> torch.Tensor | None:
+        """What all ranks of this process are given of a parameter, where that is one tensor and no copy."""
         ...
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
@@ -110,6 +124,7 @@ class VirtualWorld:
     """All ranks of `mesh` inside this process."""
 
     is_virtual = True
+    recorder: MeshRecorder | None = None  # virtual ranks that block are named at once
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
@@ -121,7 +136,7 @@ class VirtualWorld:
     def prepare(self, compiled: Compiled) -> None:
         return None
 
-    def place(self, model: nn.Module, compiled: Compiled) -> None:
+    def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
         return None
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
@@ -140,11 +155,13 @@ class VirtualWorld:
     def is_equal(self, number: int, what: str) -> bool:
         return True
 
-    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
-        """Copies made anew at every call, since `parameter.data.copy_` leaves no trace; a whole parameter is not copied."""
+    def as_it_is(self, parameter: torch.Tensor, item: Input) -> torch.Tensor | None:
         assert item.sharding is not None, item
-        if item.sharding.is_replicated and parameter.is_contiguous() and item.padding is None:
-            return dict.fromkeys(range(mesh.size), parameter.detach())
+        is_whole = item.padding is None and item.sharding.is_replicated and parameter.is_contiguous()
+        return parameter.detach() if is_whole else None
+
+    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
+        """Copies made anew at every call, since `parameter.data.copy_` leaves no trace."""
         return self.parts(parameter, item, mesh)
 
     def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
@@ -184,12 +201,14 @@ class DistributedWorld:
         self._refined = self.mesh
         # By parameter the places on `pp` that hold it.
         self.holders: dict[str, tuple[int, ...]] = {}
+        self.recorder: MeshRecorder | None = None
 
     def device(self, model: nn.Module) -> torch.device:
         return self.groups.device
 
     def prepare(self, compiled: Compiled) -> None:
-        fingerprints = self.gather(compiled.fingerprint, "a comparison of the ranks' programs")
+        answers = self.gather((compiled.fingerprint, proposed_folder()), "a comparison of the ranks' programs")
+        fingerprints = [fingerprint for fingerprint, _ in answers]
         for rank, fingerprint in enumerate(fingerprints):
             if fingerprint != fingerprints[0]:
                 raise ScheduleError(
@@ -197,6 +216,7 @@ class DistributedWorld:
                     "model, inputs' shapes, options and versions must be equal on all ranks"
                 )
         mesh = self._refined = compiled.local.mesh.ranks
+        self.recorder = recorder_of(answers[0][1], mesh, self.rank, self.groups.global_ranks)
         launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
         tangents = [_dp_axes_beside(item, mesh) for item in compiled.local.signature.inputs_of("tangent")]
         axes_sets = [step.axes for step in launches] + tangents + [mesh.parts("pp"), mesh.without("pp").names]
@@ -204,8 +224,9 @@ class DistributedWorld:
         self.groups.create(mesh, [axes for axes in axes_sets if axes])
         self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
 
-    def place(self, model: nn.Module, compiled: Compiled) -> None:
-        check_equal_models(model, self.gather)
+    def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
+        if values is None:
+            check_equal_models(model, self.gather)
         mesh = compiled.local.mesh.ranks
         stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))
         with self.groups.naming_all("the groups of the refined mesh"):
@@ -215,7 +236,9 @@ class DistributedWorld:
         held = {name for name, stages in self.holders.items() if self.stage in stages}
         with self.groups.naming_all("the groups of the parameters' mesh"):
             device_mesh = stage_device_mesh(self.device_mesh, stage)
-        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held)
+        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values)
+        if values is not None:
+            give_buffers(model, values, self.device(model))
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:
@@ -228,12 +251,16 @@ class DistributedWorld:
         return sum(each.waited_seconds for each in self._transports.values())
 
     def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
-        for execution in executions:
-            for blocked in execution:
-                raise AssertionError(f"a real rank blocks inside its waits and never yields: {blocked}")
+        try:
+            for execution in executions:
+                for blocked in execution:
+                    raise AssertionError(f"a real rank blocks inside its waits and never yields: {blocked}")
+        except BaseException:
+            distrust()  # what was launched may never be waited for
+            raise
 
     def gather(self, value: Any, what: str = "") -> list[Any]:
-        return self.groups.gather(value, what) if what else self.groups.gather(value)
+        return accepted(self.groups.gather(value, what) if what else self.groups.gather(value))
 
     def is_equal(self, number: int, what: str) -> bool:
         return self.groups.is_equal(number, what)
@@ -258,6 +285,10 @@ class DistributedWorld:
         """This rank's places on a mesh that may count microbatches."""
         each = mesh.num_microbatches
         return range(self.rank * each, self.rank * each + each)
+
+    def as_it_is(self, parameter: torch.Tensor, item: Input) -> torch.Tensor | None:
+        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
+        return plain_part(parameter) if item.padding is None else None
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
@@ -351,31 +382,6 @@ def _holders(placements: Mapping[str, Placement], compiled: Compiled) -> dict[st
     stages = range(len(compiled.schedules))
     reads = [{item.name for item in schedule.signature.inputs_of("parameter")} for schedule in compiled.schedules]
     return {name: tuple(stage for stage in stages if name in reads[stage]) or tuple(stages) for name in placements}
-
-
-def from_first(world: World, make: Callable[[], str]) -> str:
-    """What `make` gives on rank 0, on every rank; it is called there alone. Collective. Raises rank 0's error on all ranks."""
-    text, error = "", None
-    if 0 in world.ranks:
-        try:
-            text = make()
-        except Exception as caught:  # whatever it is, the others wait for this rank's answer
-            error = caught
-    text, told = world.gather((text, error and _told(error)), "the plan of rank 0")[0]
-    if error is not None:
-        raise error
-    if told is not None:
-        raise told
-    return text
-
-
-def _told(error: Exception) -> AutoparError:
-    """What other ranks raise for an error of rank 0: of the same class where it is one of ours, with what else it holds."""
-    if not isinstance(error, AutoparError):
-        return PlanError(f"rank 0 failed: {type(error).__name__}: {error}")
-    told = copy.copy(error)
-    told.args = (f"rank 0 found no plan: {error}",)
-    return told
 
 
 def _dp_axes_beside(tangent: Input, mesh: Mesh) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -16,18 +16,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.driver.compiled import Compiled
 from autopar.driver.options import BatchDims
 from autopar.driver.train_step import TrainStep
-from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.ir.shares import UnequalShares
 from autopar.runtime._torch import Backend, share_contents
+from autopar.runtime.birth.weights import Weights
+from autopar.runtime.execute.agreement import from_first, telling
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
-from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World, from_first
+from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.inputs import CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call, shares_to_pad
 from autopar.runtime.module.names import NamesOfModel, check_names
-from autopar.runtime.module.parameters import Placement, same_placement
+from autopar.runtime.module.parameters import same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
 from autopar.runtime.train.scaler import Scaler
@@ -44,6 +47,8 @@ _PRIVATE_NAMES = (
     "_capture",
     "_backend",
     "_batch_dims",
+    "_takes_global",
+    "_given",
     "_num_microbatches",
     "_world",
     "_captures",
@@ -53,6 +58,7 @@ _PRIVATE_NAMES = (
     "_tensors",
     "_trainer",
     "_scaler",
+    "_weights",
 )
 
 Capture = Callable[..., Compiled]
@@ -80,7 +86,9 @@ class Captured:
     places: Places
     batch_dims: Mapping[int, int]
     are_replicas_checked: bool = False
-    is_scale_missed: bool = False
+    is_told_of_scale: bool = False
+    # Which of its schedules, plain and updating, ran: the first run of each is watched where there is a budget.
+    ran: set[bool] = field(default_factory=set[bool])
 
     @cached_property
     def trainable(self) -> frozenset[str]:
@@ -115,6 +123,8 @@ class CapturingModule(NamesOfModel):
         world: World | None = None,
         for_copy: ForCopy | None = None,
         trainer: Trainer | None = None,
+        weights: Weights | None = None,
+        takes_global: bool = False,
     ) -> None:
         super().__init__()
         check_names(model, type(self), (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
@@ -131,7 +141,12 @@ class CapturingModule(NamesOfModel):
         self._tensors: ModelTensors | None = None
         self._trainer = trainer or Trainer(None, TrainStep())
         self._scaler: Scaler | None = None
+        self._weights, self._takes_global = weights, takes_global
+        # The latest call's inputs, of the global batch.
+        self._given: CallInputs | None = None
         self._trainer.bind(model)
+        if weights is not None and device_mesh is None and world is None:
+            weights.give(model)
         self.__dict__["_model"] = model  # the last: names that come after it are the model's
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:
@@ -139,7 +154,7 @@ class CapturingModule(NamesOfModel):
 
         Where it `runs`, the inputs and the model's parameters must have values.
         """
-        inputs = CallInputs.of(args, kwargs)
+        inputs = self.call_inputs(args, kwargs)
         key, shares = (self._check(inputs), None) if self._world.is_virtual else self._agreed(inputs)
         if shares is not None:
             key = (shares, inputs.kinds, *key[1:])
@@ -149,6 +164,18 @@ class CapturingModule(NamesOfModel):
             self._captures[key] = self._compile(inputs, shares)
         self._latest = self._captures[key].compiled
         return inputs, self._captures[key]
+
+    def call_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
+        """What this process computes with of a call's inputs: its share, where they are of the global batch."""
+        inputs = CallInputs.of(args, kwargs)
+        if not self._takes_global or not isinstance(self._world, DistributedWorld):
+            return inputs
+        try:
+            dims = batch_dims_of(inputs, self._batch_dims)
+        except InputError:
+            return inputs  # refused where all ranks hear of it
+        self._given, parts = inputs, self.mesh.parts("dp")
+        return inputs.share(dims, self.mesh.index(self._world.rank, parts), self.mesh.size_of(parts))
 
     def tensors(self) -> ModelTensors:
         """As the guard saw them at this call; walking the modules takes milliseconds."""
@@ -167,7 +194,7 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            told = (inputs.kinds, *key[1:]) if key else ()
+            told = (inputs.kinds, *key[1:], self._trainer.told, self.seed, self.step) if key else ()
             shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, self._world.is_equal)
         except AutoparError as refusal:
             raise refusal from error
@@ -186,6 +213,8 @@ class CapturingModule(NamesOfModel):
             check_arguments(self._model, *inputs.call())
         dims = batch_dims_of(inputs, self._batch_dims)
         check_inputs(inputs, dims, device, is_virtual=self._world.is_virtual)
+        if self._trainer.is_stepping:
+            self._trainer.check(self)
         return key
 
     def _compile(self, inputs: CallInputs, shares: UnequalShares | None) -> Captured:
@@ -197,12 +226,15 @@ class CapturingModule(NamesOfModel):
             sizes = {index: tensor.shape[dims[index]] * num_shares for index, _, tensor in inputs.tensors if index in dims}
             sizes = sizes if shares is None else {index: sum(each) for index, each in shares.sizes.items()}
             args, kwargs = global_call(inputs, dims, sizes)
-        with global_parameters(self._model):
+        values = None
+        if self._weights is not None and not self._captures and isinstance(self._world, DistributedWorld):
+            values = self._weights.agreed(self._model, self._world.groups, self._world.mesh)  # before minutes of capture
+        with telling(self._world, "a comparison of the ranks' programs"), global_parameters(self._model, on_meta=values is not None):
             compiled = self._capture(args, kwargs, pins=dict(self._placements) or None, shares=shares)
         self._world.prepare(compiled)
         placements = placements_of(compiled.local.signature, compiled.local.mesh.ranks)
         if not self._captures:
-            self._world.place(self._model, compiled)
+            self._world.place(self._model, compiled, values)
             placements = all_placements(self._model, compiled.local.signature, compiled.local.mesh.ranks)
         elif not self._world.is_virtual:
             self._check_placements(placements)
@@ -210,6 +242,8 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements
         self._guard.captured(compiled.forward.written)
+        if compiled.updating is not None and compiled.forward.needs_scale:
+            self._trainer.scale_by_default()
         return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), Places(compiled, self._world.ranks), dims)
 
     def from_first(self, make: Callable[[], str]) -> str:

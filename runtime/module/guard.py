@@ -71,6 +71,8 @@ class ModelGuard:
         description, self._captured = describe(self._model, self._written), self._latest.number
         self._states[self._captured : self._captured + 1] = [description.entries]
         self._watches = {self._captured: description.watch}
+        # Not as they were before the capture, which may have replaced the parameters.
+        self._latest = _State(self._captured, description.entries, description.watch)
         self._parameter_forms = self._parameter_forms or description.parameters
 
     def copied(self, model: nn.Module) -> ModelGuard:

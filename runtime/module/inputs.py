@@ -19,11 +19,13 @@ from autopar.runtime._torch import flatten, flatten_with_names, has_values, is_f
 
 @dataclass(frozen=True)
 class CallInputs:
-    """The flat leaves of `(args, kwargs)`, keyword arguments sorted by name, with the names that a user would use."""
+    """The flat leaves of `(args, kwargs)`, keyword arguments sorted by name, with the names that a user would use. The batch dims by flat
+    index are known where these are a share of what was given."""
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
     structure: Any
+    dims: Mapping[int, int] | None = None
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
@@ -46,7 +48,8 @@ class CallInputs:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one program serves, as far as inputs go."""
-        return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves))
+        dims = () if self.dims is None else tuple(sorted(self.dims.items()))
+        return (self.structure, *(_leaf_key(leaf) for leaf in self.leaves), *dims)
 
     def call(
         self, change: Callable[[int, torch.Tensor], torch.Tensor] = lambda index, tensor: tensor
@@ -54,6 +57,14 @@ class CallInputs:
         """`(args, kwargs)` with every tensor replaced by `change(flat index, tensor)`."""
         leaves = [change(index, leaf) if isinstance(leaf, torch.Tensor) else leaf for index, leaf in enumerate(self.leaves)]
         return unflatten(leaves, self.structure)
+
+    def share(self, dims: Mapping[int, int], place: int, number: int) -> CallInputs:
+        """The `place`-th of `number` shares of the global batch, as equal as they can be."""
+        leaves = list(self.leaves)
+        for index, _, tensor in self.tensors:
+            if index in dims:
+                leaves[index] = tensor.tensor_split(number, dims[index])[place]
+        return CallInputs(self.names, tuple(leaves), self.structure, dims)
 
 
 def _leaf_key(leaf: Any) -> Any:
@@ -73,6 +84,8 @@ def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
     None: dim 0 of every tensor whose dim 0 equals the first tensor's. An int: that dim of every tensor. A mapping:
     from an input's name, or that of the argument it is nested in, to its dim; unnamed inputs have none.
     """
+    if inputs.dims is not None:
+        return dict(inputs.dims)
     tensors = [(index, name, tensor) for index, name, tensor in inputs.tensors if tensor.ndim]
     if batch_dims is None:
         first = tensors[0][2].shape[0] if tensors else 0
@@ -169,7 +182,8 @@ def agree_on_call(
         if theirs != first_digest or their_shapes.keys() != first_shapes.keys():
             raise InputError(
                 f"ranks 0 and {rank} make different calls, with inputs {first_shapes} and {their_shapes}: arguments that are no tensors, "
-                "grad mode, autocast, requires_grad and the model's modes, hooks, attributes and submodules must be equal on all ranks"
+                "grad mode, autocast, requires_grad, the model's modes, hooks, attributes and submodules, and what was called before "
+                "(train_step or the module, seed and step, the loss scale) must be equal on all ranks"
             )
     return unequal_shares(inputs, [theirs for _, _, theirs in everyone], mesh, batch_dims)
 
@@ -265,6 +279,18 @@ def check_replicas(inputs: CallInputs, dims: Mapping[int, int], mesh: Mesh, gath
         raise InputError(
             "ranks pass different replicated inputs:\n  " + "\n  ".join(problems) + "\n  (if a dim is the batch, say so by batch_dims=)"
         )
+
+
+def check_global(inputs: CallInputs, gather: Callable[..., Sequence[Any]]) -> None:
+    """Compare by checksum what all ranks pass of the global batch; collective. Raises `InputError` on every rank."""
+    everyone = gather({index: checksum(tensor) for index, _, tensor in inputs.tensors}, "a comparison of the ranks' batches")
+    for index, name, _ in inputs.tensors:
+        other = next((rank for rank, sums in enumerate(everyone) if sums[index] != everyone[0][index]), None)
+        if other is not None:
+            raise InputError(
+                f"a flat mesh takes the global batch on every rank, and {name!r} differs between ranks 0 and {other}: pass the same batch "
+                "everywhere (no DistributedSampler, one seed for all loaders), or a mesh with named axes and each rank's share"
+            )
 
 
 def checksum(tensor: torch.Tensor) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import autopar.reports.inspect
@@ -10,10 +12,16 @@ from autopar.errors import MeshError
 from autopar.plans.plan import Plan
 from autopar.plans.styles import UserPins
 from autopar.reports.entries import Summary
+from autopar.reports.formulas import Formulas, formulas
+from autopar.reports.memory import Memory, capacity_of, memory_of
 from autopar.reports.what_if import WhatIf
+from autopar.runtime.execute.fragments import rank_sizes
+from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.module_state import ModuleState
+from autopar.runtime.verify.profile import Profile, profile
 from autopar.runtime.verify.report import Report
 from autopar.runtime.verify.timeline import Timeline, timeline
+from autopar.runtime.verify.tracked_memory import measured_peaks
 from autopar.runtime.verify.verify import verify
 
 
@@ -33,13 +41,34 @@ class Inspected(ModuleState):
         assert self.compiled.plan is not None, "autopar.compile makes one"
         return self.compiled.plan
 
-    def explain(self) -> str:
-        """The decisions with their reasons, the cost split and the runner-up, as text."""
-        return autopar.reports.inspect.explain(self.compiled)
+    def explain(self, pattern: str | None = None, *, detail: str | None = None) -> str:
+        """What was split, how and why, what a step costs, what limits it and what to try, on one screen.
+
+        With a pattern of names (`"model.layers.*"`) what was decided of each parameter and contraction that it names; with `detail`
+        one section of the whole report ("parameters", "contractions", "communication", …), or all of it ("all").
+        """
+        return autopar.reports.inspect.explain(self.compiled, pattern, detail, self._world.is_virtual)
 
     def summary(self) -> Summary:
         """What `explain` says, as a JSON-able dict."""
         return autopar.reports.inspect.summary(self.compiled)
+
+    def memory(self, measure: Mapping[str, Any] | tuple[Any, ...] | None = None) -> Memory:
+        """What a rank will hold in a step, instruction by instruction, before anything runs: a value that prints, says whether it `fits`
+        into the budget (else into a device of the cluster), and saves a picture of the curve (`.save("memory.svg")`).
+
+        Bytes are those of ranks that are processes, on a virtual mesh, too; of Adam's state where no optimizer is named. With a batch to
+        `measure` forward and backward run once, nothing is changed by it, and what the allocator says stands beside. Collective then.
+        """
+        found = memory_of(self.compiled, rank_sizes(self.compiled, self._backend), *capacity_of(self.compiled))
+        if measure is None:
+            return found
+        inputs = CallInputs.of(*(((), dict(measure)) if isinstance(measure, Mapping) else (tuple(measure), {})))
+        return replace(found, measured=measured_peaks(self, *inputs.call()))
+
+    def formulas(self) -> Formulas:
+        """Saved bytes, parameter bytes and FLOPs as formulas in b, s, h, …, a value that prints."""
+        return formulas(self.compiled.program)
 
     def why(self, pattern: str) -> str:
         """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
@@ -49,13 +78,13 @@ class Inspected(ModuleState):
         """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
         return autopar.reports.inspect.what_if(self.compiled, pins)
 
-    def print_program(self, after: str | None = None, rank: int = 0) -> str:
-        """The program after pass `after`, or what `rank` runs."""
-        return autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank)
+    def print_program(self, after: str | None = None, rank: int = 0, module: str | None = None) -> str:
+        """The program after pass `after`, or what `rank` runs; of `module` and the modules in it alone, where one is named."""
+        return autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank, module=module)
 
-    def diff(self, before: str, after: str) -> str:
-        """How the program differs between after pass `before` and after pass `after`."""
-        return autopar.reports.inspect.diff(self.compiled, before, after)
+    def diff(self, before: str, after: str, module: str | None = None) -> str:
+        """How the program differs between after pass `before` and after pass `after`; of `module` alone, where one is named."""
+        return autopar.reports.inspect.diff(self.compiled, before, after, module)
 
     def timeline(self, *args: Any, **kwargs: Any) -> Timeline:
         """Run one step on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.
@@ -63,6 +92,14 @@ class Inspected(ModuleState):
         Nothing changes: no gradient is kept, no buffer written. Collective.
         """
         return timeline(self, args, kwargs)
+
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
+        """Run some steps on these inputs, measure every instruction, and set it beside the cost model: what is exposed, what idles, the
+        slowest fragments, and how far the model is off. A value that prints, and writes a trace. Nothing changes. Collective.
+
+        Raises `AutoparError` for less than one step.
+        """
+        return profile(self, args, kwargs, steps)
 
     def verify(self, *args: Any, promote: bool = False, tolerance: float | None = None, **kwargs: Any) -> Report:
         """Run original and rewritten program side by side on these inputs; the report is truthy when they agree.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -14,14 +15,17 @@ from autopar.driver.train_step import LossScale
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime._torch import not_compiled
 from autopar.runtime.execute.call import Call, differentiate
+from autopar.runtime.execute.fragments import rank_sizes
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.module.captures import Captured
 from autopar.runtime.module.copies import check_copy, share_captures
-from autopar.runtime.module.inputs import CallInputs, check_replicas
+from autopar.runtime.module.inputs import CallInputs, check_global, check_replicas
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
+from autopar.runtime.train.refusals import updating_schedule
 from autopar.runtime.train.scaler import Scaler, tell_of_scale
-from autopar.runtime.train.trainer import Evaluated, updating_schedule
+from autopar.runtime.train.trainer import Evaluated
+from autopar.runtime.verify.budget_guard import guard
 from autopar.runtime.verify.non_finite import first_non_finite
 
 
@@ -115,7 +119,6 @@ class ParallelModule(Inspected):
         Each gradient is used, and freed, as soon as it is final. `train_step=TrainStep(...)` of `autopar.compile` says what else
         happens. Raises as a call does, and `AutoparError` without an optimizer, without a loss, or where a hook waits for gradients.
         """
-        self._trainer.check(self)
         self._trainer.is_stepping = True
         try:
             return self(*args, **kwargs)
@@ -127,7 +130,7 @@ class ParallelModule(Inspected):
             if self._trainer.takes_closure:
                 return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)
             call, captured = self.start(args, kwargs, updates=True)
-        self._trainer.optimizer(self)
+        self._trainer.prepare(self)
         scale = self._trainer.scale
 
         def trace() -> str:
@@ -151,25 +154,37 @@ class ParallelModule(Inspected):
         """
         inputs, captured = self.captured(args, kwargs, runs=True)
         self._before_run(inputs, captured)
-        if not updates and self._scaler is None:
-            tell_of_scale(captured)
+        if not updates and self._scaler is None and captured.trainable and not captured.is_told_of_scale:
+            captured.is_told_of_scale = tell_of_scale(captured.compiled)
         self.step += captured.draws
         assert self.seed is not None
         key = random_key(self.seed, self.step)
         world, device = self._world, self._world.device(self)
         program, scale = (None, self._scaler.get_scale() if self._scaler is not None else 1.0)
         if updates:
-            program, scale = updating_schedule(captured.compiled), self._trainer.scale
+            program = updating_schedule(captured.compiled)
+            scale = self._trainer.scale * max(each.versions.num_updates for each in program.places)  # a mean over its own microbatches
         tensors, places = self.tensors().named, captured.places
         call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, places, program, scale)
+        if updates not in captured.ran and math.isfinite(captured.compiled.budget.capacity_bytes):
+            sizes = rank_sizes(captured.compiled, self._backend, on_processes=not world.is_virtual)
+            guard(call, sizes, self._held, device.type, counts_state=world.is_virtual or not self._trainer.has_state)
+        captured.ran.add(updates)
         return call, captured
+
+    def _held(self) -> list[torch.Tensor]:
+        """What is there between calls: parameters, buffers, gradients, and the state of the optimizer of `train_step`."""
+        tensors = list(self.tensors().named.values())
+        return [*tensors, *(each.grad for each in tensors if each.grad is not None), *self._trainer.state_tensors()]
 
     def _before_run(self, inputs: CallInputs, captured: Captured) -> None:
         if self.seed is None:
             self.seed = int(self._world.gather(torch.initial_seed())[0])
         if not captured.are_replicas_checked and not self._world.is_virtual:
+            if self._given is not None:
+                check_global(self._given, self._world.gather)
             check_replicas(inputs, captured.batch_dims, self.mesh, self._world.gather)
-        captured.are_replicas_checked = True
+        captured.are_replicas_checked, self._given = True, None
 
     # ---- copies
 

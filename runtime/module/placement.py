@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,11 +16,14 @@ from torch.distributed.tensor import Placement as DTensorPlacement
 from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
+from autopar.ir.placement import Placement
 from autopar.ir.program import Signature
 from autopar.ir.sharding import Dims, Sharding
 from autopar.runtime._torch import dtensor_like, gathers_strided_shards, hand_on_hooks, local_part, shard
+from autopar.runtime.birth.slots import get, names_of, put
+from autopar.runtime.execute.group_cache import known_or_made
 from autopar.runtime.module.inputs import checksum
-from autopar.runtime.module.parameters import Placement, local_shard
+from autopar.runtime.module.parameters import local_shard
 
 logger = logging.getLogger("autopar")
 
@@ -119,7 +122,7 @@ def stage_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
     if "pp" not in names:
         return device_mesh
     if not set(mesh.names) <= set(names):  # there is nothing beside pp
-        device_mesh = DeviceMesh(device_mesh.device_type, device_mesh.mesh.unsqueeze(-1), mesh_dim_names=(*names, *mesh.names))
+        device_mesh = _known_mesh(device_mesh.device_type, device_mesh.mesh.unsqueeze(-1), (*names, *mesh.names))
     return device_mesh[mesh.names]
 
 
@@ -128,7 +131,13 @@ def refined_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
     if Mesh.of(device_mesh) == mesh:
         return device_mesh
     ranks = device_mesh.mesh.reshape([size for _, size in mesh.axes])
-    return DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=mesh.names)
+    return _known_mesh(device_mesh.device_type, ranks, mesh.names)
+
+
+def _known_mesh(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
+    """The mesh of these ranks, made once: it has groups of its own along each of its axes."""
+    key = "mesh", device_type, tuple(ranks.shape), tuple(ranks.flatten().tolist()), names
+    return known_or_made(key, lambda: DeviceMesh(device_type, ranks, mesh_dim_names=names))
 
 
 def wrap(local: torch.Tensor, placement: Placement, device_mesh: DeviceMesh) -> DTensor:
@@ -153,6 +162,15 @@ def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def widened(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient that is held in a lower dtype, in that of its parameter; another as it is."""
+    if gradient.dtype == parameter.dtype:
+        return gradient
+    if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        return like(parameter, local_part(gradient).to(parameter.dtype))
+    return gradient.to(parameter.dtype)
+
+
 def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -> None:
     """Raise `MeshError` on every rank when ranks start from different values, naming a parameter or buffer and two ranks. Collective.
 
@@ -168,7 +186,7 @@ def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -
         if theirs:
             raise MeshError(
                 f"{len(theirs)} parameters are on meta on rank {rank}, the first is {theirs[0]!r}; a real mesh needs their values on "
-                "every rank: give them values (to_empty, then load) before the call"
+                'every rank: autopar.compile(..., weights="init"), a path of safetensors files, or "rank0" where rank 0 has them'
             )
     _, first = everyone[0]
     for rank, (_, sums) in enumerate(everyone):
@@ -181,27 +199,59 @@ def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -
 
 
 def place_parameters(
-    model: nn.Module, placements: Mapping[str, Placement], device_mesh: DeviceMesh, rank: int, device: torch.device, held: Container[str]
+    model: nn.Module,
+    placements: Mapping[str, Placement],
+    device_mesh: DeviceMesh,
+    rank: int,
+    device: torch.device,
+    held: Container[str],
+    parts: Parts | None = None,
 ) -> None:
     """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties.
 
     Those that are not `held`, because only another stage has a use for them, keep their shape and have no values (meta).
-    `check_equal_models` comes before it.
+    What is held comes from `parts`, else it is of the model's own values: `check_equal_models` comes before it.
     """
+    parts = parts or OwnParts(model)
     ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
     if ungathered:
         logger.warning(
             "DTensor.full_tensor() is wrong or raises for %s: use parallel.full_state_dict() for whole values", ", ".join(ungathered)
         )
-    replaced: dict[int, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in replaced:
-            here = parameter.detach().to("meta")
-            if name in held:
-                here = wrap(held_part(parameter, placements[name], rank).to(device), placements[name], device_mesh)
-            replaced[id(parameter)] = nn.Parameter(here, requires_grad=parameter.requires_grad)
-            hand_on_hooks(parameter, replaced[id(parameter)])
-        _set(model, name, replaced[id(parameter)])
+    for name, names in names_of(model).items():
+        parameter = get(model, name)  # one after another: each is let go of before the next takes memory
+        if not isinstance(parameter, nn.Parameter):
+            continue
+        here = parameter.detach().to("meta")
+        if name in held:
+            here = wrap(parts.part(name, placements[name], rank).to(device), placements[name], device_mesh)
+        else:
+            parts.elsewhere(name)
+        placed = nn.Parameter(here, requires_grad=parameter.requires_grad)
+        hand_on_hooks(parameter, placed)
+        for each in names:
+            put(model, each, placed)
+
+
+class Parts(Protocol):
+    """What a rank holds of parameters, asked for in the model's order on every rank; `elsewhere` where it holds nothing."""
+
+    def part(self, name: str, placement: Placement, rank: int) -> torch.Tensor: ...
+
+    def elsewhere(self, name: str) -> None: ...
+
+
+class OwnParts(Parts):
+    """Of the values that the model has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def part(self, name: str, placement: Placement, rank: int) -> torch.Tensor:
+        return held_part(self._model.get_parameter(name), placement, rank)
+
+    def elsewhere(self, name: str) -> None:
+        return None
 
 
 def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
@@ -210,10 +260,11 @@ def whole_placement(tensor: torch.Tensor, mesh: Mesh) -> Placement:
 
 
 @contextmanager
-def global_parameters(model: nn.Module) -> Generator[None]:
+def global_parameters(model: nn.Module, on_meta: bool = False) -> Generator[None]:
     """While this is entered `model` can be captured: its tensors have global shapes, all on one device; values do not matter.
 
-    A sharded model gets parameters without values on the CPU. One that was built on meta, to be planned, is on meta altogether.
+    A sharded model gets parameters without values on the CPU. One that was built on meta, to be planned, is on meta altogether, and so
+    is one that is to be captured `on_meta`, as others are that have no values.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers = list(model.named_buffers(remove_duplicate=False))
@@ -223,18 +274,18 @@ def global_parameters(model: nn.Module) -> Generator[None]:
         replaced = [(name, parameter) for name, parameter in parameters if isinstance(parameter, DTensor) or parameter.is_meta]
         replaced += [(name, buffer) for name, buffer in buffers if buffer.device.type != "cpu"]
         device = "cpu"
-    elif any(tensor.is_meta for _, tensor in parameters + buffers):
+    elif on_meta or any(tensor.is_meta for _, tensor in parameters + buffers):
         replaced = [(name, tensor) for name, tensor in parameters + buffers if not tensor.is_meta]
     stands_in: dict[int, torch.Tensor] = {}
     for name, tensor in replaced:
         if id(tensor) not in stands_in:
             stands_in[id(tensor)] = _stand_in(tensor, device)
-        _set(model, name, stands_in[id(tensor)])
+        put(model, name, stands_in[id(tensor)])
     try:
         yield
     finally:
         for name, tensor in replaced:
-            _set(model, name, tensor)
+            put(model, name, tensor)
 
 
 def _stand_in(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -242,8 +293,3 @@ def _stand_in(tensor: torch.Tensor, device: str) -> torch.Tensor:
         return tensor.to(device)
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)  # pages that nobody touches cost nothing
     return nn.Parameter(empty, requires_grad=tensor.requires_grad)
-
-
-def _set(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    path, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(path), attribute, tensor)

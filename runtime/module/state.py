@@ -86,7 +86,7 @@ def clip_grad_norm(
     if norm_type <= 0:
         raise AutoparError(f"norm_type={norm_type} is no norm that ranks can put together from their parts; use a positive one, or inf")
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    total, dtype = _joint_norm(gradients, world, norm_type)
+    total, dtype = total_norm(gradients, world, norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -100,9 +100,15 @@ def clip_grad_norm(
 _NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _joint_norm(gradients: Mapping[str, torch.Tensor], world: DistributedWorld, norm_type: float) -> tuple[torch.Tensor, torch.dtype]:
-    """The norm over all parts, each counted on one of the ranks that hold it, summed in float64; and the dtype that torch would give it."""
+def total_norm(gradients: Mapping[str, torch.Tensor], world: World, norm_type: float) -> tuple[torch.Tensor, torch.dtype]:
+    """The norm over all parts, each counted on one of the ranks that hold it, summed in float64; and the dtype that torch would give it.
+    Collective."""
     is_maximum = norm_type == float("inf")
+    if not isinstance(world, DistributedWorld):
+        wides = [torch.promote_types(each.dtype, torch.float32) for each in gradients.values()]
+        norms = [torch.linalg.vector_norm(each, norm_type, dtype=wide) for each, wide in zip(gradients.values(), wides, strict=True)]
+        found = reduce(torch.promote_types, (each.dtype.to_real() for each in gradients.values()), torch.float16)
+        return torch.linalg.vector_norm(torch.stack(norms).double(), norm_type) if norms else torch.zeros(()), found
     device = next((_local(gradient).device for gradient in gradients.values()), world.groups.device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     present = torch.zeros(len(_NORM_DTYPES), dtype=torch.float64, device=device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,11 +19,17 @@ from autopar.runtime.train.placed import WholeParameters
 
 
 class _StandIn(NamedTuple):
-    """This rank's part of a parameter as a plain tensor, its state, and what the optimizer holds for the parameter itself."""
+    """This rank's part of a parameter as a plain tensor, its state, what the optimizer holds for the parameter itself, and the entries
+    that this had."""
 
     local: torch.Tensor
     state: dict[str, Any]
     outer: dict[str, Any]
+    entries: tuple[Any, ...]
+
+    def is_of(self, outer: dict[str, Any]) -> bool:
+        """Whether it holds the same objects: an entry that somebody has replaced is another."""
+        return self.outer is outer and len(outer) == len(self.entries) and all(map(operator.is_, outer.values(), self.entries))
 
 
 class PartialStep:
@@ -41,7 +48,7 @@ class PartialStep:
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """By the gradients that they have."""
         chosen = {id(each): self._stood_in_for(each) for each in parameters}
-        with self._narrowed(chosen):
+        with narrowed(self.optimizer, chosen):
             self.optimizer.step()
         for each in parameters:
             if self.wholes is not None and each in self.wholes:
@@ -49,19 +56,22 @@ class PartialStep:
             elif chosen[id(each)] is not each:
                 self._hand_back(each)
 
-    @contextmanager
-    def _narrowed(self, chosen: dict[int, torch.Tensor]) -> Generator[None]:
-        optimizer = self.optimizer
-        groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
-        try:
-            for group, params in zip(groups, wholes, strict=True):
-                group["params"] = [chosen[id(each)] for each in params if id(each) in chosen]
-            optimizer.param_groups = [group for group in groups if group["params"]]
-            yield
-        finally:
-            optimizer.param_groups = groups
-            for group, params in zip(groups, wholes, strict=True):
-                group["params"] = params
+    def finish(self) -> None:
+        """All is done by then."""
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What the optimizer holds."""
+        return [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise `AutoparError` for state that somebody put there and that cannot be this rank's part: before a step, since other ranks may
+        have none."""
+        if not self._on_parts:
+            return
+        for each in parameters:
+            outer, known = self.optimizer.state.get(each), self._stand_ins.get(each)
+            if outer and isinstance(each, DTensor) and not (known is not None and known.is_of(outer)):
+                check_parts(parts_of_state(outer), local_part(each))
 
     def _stood_in_for(self, parameter: nn.Parameter) -> torch.Tensor:
         if not isinstance(parameter, DTensor):
@@ -75,11 +85,10 @@ class PartialStep:
             return parameter
         known, outer = self._stand_ins.get(parameter), self.optimizer.state.get(parameter, {})
         local = local_part(parameter).detach()
-        state = {key: local_part(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
-        is_known = known is not None and known.outer is outer and known.local.data_ptr() == local.data_ptr()
-        if known is None or not is_known or not _are_same(known.state, state):
-            _check_parts(state, local)
-            known = self._stand_ins[parameter] = _StandIn(local, state, outer)
+        if known is None or not known.is_of(outer) or known.local.data_ptr() != local.data_ptr():
+            state = parts_of_state(outer)
+            check_parts(state, local)
+            known = self._stand_ins[parameter] = _StandIn(local, state, outer, tuple(outer.values()))
         assert isinstance(parameter.grad, DTensor)
         known.local.grad = local_part(parameter.grad)
         if known.state:
@@ -107,15 +116,30 @@ class PartialStep:
                 outer[key] = value
             elif not isinstance(held, DTensor) or local_part(held) is not value:
                 outer[key] = like(parameter, value)
-        self._stand_ins[parameter] = _StandIn(known.local, state, outer)
+        self._stand_ins[parameter] = _StandIn(known.local, state, outer, tuple(outer.values()))
 
 
-def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether both hold the same objects: an entry that somebody has replaced is another."""
-    return one.keys() == other.keys() and all(one[key] is other[key] for key in one)
+@contextmanager
+def narrowed(optimizer: Optimizer, chosen: Mapping[int, torch.Tensor]) -> Generator[None]:
+    """While it is entered, `optimizer` has the parameters that are `chosen` by their ids alone, and of each what stands for it there."""
+    groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, params in zip(groups, wholes, strict=True):
+            group["params"] = [chosen[id(each)] for each in params if id(each) in chosen]
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, params in zip(groups, wholes, strict=True):
+            group["params"] = params
 
 
-def _check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
+def parts_of_state(outer: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer holds of a parameter, of DTensors this rank's parts."""
+    return {key: local_part(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
+
+
+def check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
     """Raise `AutoparError` for state that cannot be this rank's part."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.ndim and value.shape != local.shape:
@@ -123,3 +147,11 @@ def _check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
                 f"the optimizer's state has {key!r} of shape {list(value.shape)} for a parameter of which this rank holds "
                 f"{list(local.shape)}: put a DTensor there that lies as the parameter does, or use optimizer.load_state_dict"
             )
+
+
+def without_parameters(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
+    """The optimizer of a rank whose stage has no parameters, which torch's own classes refuse to make."""
+    optimizer = make([nn.Parameter(torch.empty(0))])
+    for group in optimizer.param_groups:
+        group["params"].clear()
+    return optimizer

@@ -16,7 +16,8 @@ from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
 from autopar.runtime.execute.world import DistributedWorld, World
-from autopar.runtime.module.placement import dtensor_placements, like
+from autopar.runtime.module.placement import dtensor_placements
+from autopar.runtime.train.state import placed_like
 
 logger = logging.getLogger("autopar")
 
@@ -57,8 +58,8 @@ def _placed(value: Any, first: nn.Parameter, parameter: nn.Parameter, name: str,
     """An entry of the state of `first`, as that of `parameter`."""
     if not (isinstance(value, torch.Tensor) and value.shape == first.shape and isinstance(parameter, DTensor)) or not value.ndim:
         return value
-    assert isinstance(world, DistributedWorld)
-    return like(parameter, world.part(value, name).to(local_part(parameter).device))
+    assert world is not None
+    return placed_like(value, parameter, name, world)
 
 
 class WholeParameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,27 +63,16 @@ def non_finite(gradients: Mapping[str, torch.Tensor], world: World) -> list[str]
     return sorted(set().union(*told))
 
 
-class Told(Protocol):
-    """A captured call, of which a user is told once."""
-
-    compiled: Compiled
-    is_scale_missed: bool
-
-
-def tell_of_scale(call: Told) -> None:
-    """Say once of a call in a plain loop that nobody scales its loss, where precision= needs that."""
-    precision = call.compiled.forward.precision
-    if (
-        precision is not None
-        and precision.needs_scale
-        and call.compiled.local.signature.outputs_of("gradient")
-        and not call.is_scale_missed
-    ):
-        call.is_scale_missed = True
-        logger.warning(
-            "precision= has gradients in float16, which vanish where the loss is not scaled: in a plain loop use parallel.scaler(), "
-            "made before the call (torch's GradScaler where nothing is in a pipeline or in microbatches); train_step scales by itself"
-        )
+def tell_of_scale(compiled: Compiled) -> bool:
+    """Say of a call in a plain loop that nobody scales its loss, where precision= needs that; whether it was said."""
+    precision = compiled.forward.precision
+    if precision is None or not precision.needs_scale:
+        return False
+    logger.warning(
+        "precision= has gradients in float16, which vanish where the loss is not scaled: in a plain loop use parallel.scaler(), "
+        "made before the call (torch's GradScaler where nothing is in a pipeline or in microbatches); train_step scales by itself"
+    )
+    return True
 
 
 def unscale(gradients: Mapping[str, torch.Tensor], scale: float) -> None:

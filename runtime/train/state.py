@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
+from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.world import DistributedWorld, World
 from autopar.runtime.module.placement import like
 
@@ -83,7 +84,10 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str], world: World
     for (name, key), value in whole_entries(kept, world).items():
         state.setdefault(name, {})[keys[name, key]] = value
     order = {name: None for name in names.values()}
-    return {"state": {name: state[name] for name in order if name in state}, "groups": _joined([each for _, each in everyone], list(order))}
+    return {
+        "state": {name: state[name] for name in order if name in state},
+        "groups": joined_groups([each for _, each in everyone], list(order)),
+    }
 
 
 def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -93,7 +97,7 @@ def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, An
     ]
 
 
-def _joined(groups: list[list[dict[str, Any]]], order: list[str]) -> list[dict[str, Any]]:
+def joined_groups(groups: list[list[dict[str, Any]]], order: list[str]) -> list[dict[str, Any]]:
     """The groups of all stages: each has those of its parameters that one of them holds, in the order of the model."""
     numbers = {len(each) for each in groups}
     if len(numbers) > 1:
@@ -107,12 +111,14 @@ def _joined(groups: list[list[dict[str, Any]]], order: list[str]) -> list[dict[s
 
 def check_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str], world: World) -> None:
     """Raise `AutoparError` where a saved state is not one of an optimizer of these parameters. Collective."""
-    mine = _joined(
-        [each for each in world.gather(_groups(optimizer, names), "the groups of optimizers")], list(dict.fromkeys(names.values()))
-    )
-    if len(mine) != len(state["groups"]):
-        raise AutoparError(f"the saved optimizer has {len(state['groups'])} groups of parameters, this one {len(mine)}")
-    for number, (ours, theirs) in enumerate(zip(mine, state["groups"], strict=True)):
+    mine = joined_groups(world.gather(_groups(optimizer, names), "the groups of optimizers"), list(dict.fromkeys(names.values())))
+    agreed(world, lambda: _check_groups(mine, state["groups"]), "a check of the saved state of the optimizer")
+
+
+def _check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    if len(mine) != len(saved):
+        raise AutoparError(f"the saved optimizer has {len(saved)} groups of parameters, this one {len(mine)}")
+    for number, (ours, theirs) in enumerate(zip(mine, saved, strict=True)):
         different = set(ours["params"]) ^ set(theirs["params"])
         if different:
             whose = "the saved optimizer's" if min(different) in theirs["params"] else "this optimizer's"
@@ -123,15 +129,28 @@ def load_optimizer_state(
     state: Mapping[str, Any], optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], wholes: Any, world: World
 ) -> None:
     """Give `optimizer` what was saved; `wholes` has the parameters that it sees whole."""
-    for group, theirs in zip(optimizer.param_groups, state["groups"], strict=True):
-        group.update({key: _copied(value) for key, value in theirs.items() if key != "params"})
+    take_groups(optimizer, state["groups"])
     chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    optimizer.state.clear()
+    placed: dict[str, dict[Any, Any]] = {}
     for name, entries in state["state"].items():
         parameter = parameters.get(name)
         if parameter is not None and id(parameter) in chosen:
             is_whole = wholes is not None and parameter in wholes
-            optimizer.state[parameter] = {key: _placed(value, key, parameter, name, is_whole, world) for key, value in entries.items()}
+            placed[name] = {key: _placed(value, key, parameter, name, is_whole, world) for key, value in entries.items()}
+    give_optimizer_state(optimizer, parameters, placed)
+
+
+def take_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Give the groups of `optimizer` the options of others, of as many and of the same parameters."""
+    for group, theirs in zip(optimizer.param_groups, groups, strict=True):
+        group.update({key: _copied(value) for key, value in theirs.items() if key != "params"})
+
+
+def give_optimizer_state(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, dict[Any, Any]]) -> None:
+    """Let `optimizer` have this state by the names of parameters, and no other."""
+    optimizer.state.clear()
+    for name, entries in state.items():
+        optimizer.state[parameters[name]] = entries
 
 
 def _placed(value: Any, key: Any, parameter: nn.Parameter, name: str, is_whole: bool, world: World) -> Any:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autopar.driver.compiled import Compiled
 from autopar.driver.optimizers import OptimizerRecipe, scope_of
-from autopar.driver.train_step import Scope, TrainStep
+from autopar.driver.train_step import LossScale, Scope, TrainStep
 from autopar.errors import AutoparError, NonFiniteError
-from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.runtime._torch import has_gradient_hooks, has_step_hooks
+from autopar.ir.offload import Offload
+from autopar.runtime._torch import has_step_hooks
+from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.world import DistributedWorld, World, local_of
-from autopar.runtime.module.state import clip_grad_norm
-from autopar.runtime.train.partial_step import PartialStep
+from autopar.runtime.module.state import total_norm
+from autopar.runtime.offload.copier import copier_of
+from autopar.runtime.train.held_gradients import drop, finish, parts_of
+from autopar.runtime.train.host_step import HostStep
+from autopar.runtime.train.partial_step import PartialStep, without_parameters
 from autopar.runtime.train.placed import WholeParameters, check_places, placed_instance
-from autopar.runtime.train.scaler import ScaleState, non_finite, unscale
+from autopar.runtime.train.refusals import LOSS, non_finite_text, require_no_gradients, require_no_hooks, require_optimizer, the_loss
+from autopar.runtime.train.scaler import ScaleState, non_finite
 from autopar.runtime.train.state import check_optimizer_state, load_optimizer_state, optimizer_state, placed_like, whole_entries
 from autopar.runtime.train.updates import Updates
 
@@ -32,7 +37,6 @@ Parameters = Mapping[str, nn.Parameter]
 Trace = Callable[[], str]
 # What a call gives: its output, its tensors by flat index, and what is to be differentiated of them.
 Evaluated = tuple[Any, Mapping[str, torch.Tensor], Sequence[str]]
-LOSS = "the loss"
 
 
 class Trained(Protocol):
@@ -55,24 +59,37 @@ class Trainer:
     nowhere once they are used.
     """
 
-    def __init__(self, recipe: OptimizerRecipe | None, options: TrainStep) -> None:
-        self.recipe, self.options = recipe, options
+    def __init__(self, recipe: OptimizerRecipe | None, options: TrainStep, offload: Offload | None = None) -> None:
+        self.recipe, self.options, self._offload = recipe, options, offload
         self.scaling = ScaleState.of(options.loss_scale) if options.loss_scale is not None else None
         self.averages: dict[str, torch.Tensor] = {}
         self.is_stepping = False
-        self._part: PartialStep | None = None
+        self._part: PartialStep | HostStep | None = None
         self._num_calls = 0
         self._first: list[tuple[str, nn.Parameter]] = []
         # Of the calls since the last step: their losses, and how to find out where one of them went wrong.
         self._losses: list[torch.Tensor] = []
         self._traces: list[Trace] = []
         self._is_place_told = False
+        self._is_prepared = False
+
+    def scale_by_default(self) -> None:
+        """Scale the loss from now on, where nobody said how: a call was captured that needs it. Raises `AutoparError` between calls that
+        accumulate, of which the first were not scaled."""
+        if self.options.loss_scale is None:
+            if self._num_calls % self.options.accumulate:
+                raise AutoparError(
+                    "this call computes in float16, for which the loss is scaled, and earlier ones of this accumulation did not: say "
+                    "TrainStep(loss_scale=autopar.LossScale()) from the start, or change the autocast after the call that updates"
+                )
+            self.options = replace(self.options, loss_scale=LossScale())
+            self.scaling = ScaleState.of(LossScale())
 
     def bind(self, model: nn.Module) -> None:
         """Note whose parameters these are, before they are replaced. Raises `AutoparError` for an optimizer of others."""
-        self._first = list(model.named_parameters())
         if self.recipe is None or self.recipe.instance is None:
-            return
+            return  # nobody asks for them, and nothing else holds them once they are replaced
+        self._first = list(model.named_parameters())
         mine = {id(each) for _, each in self._first}
         for number, group in enumerate(self.recipe.instance.param_groups):
             strange = next((each for each in group["params"] if id(each) not in mine), None)
@@ -91,36 +108,61 @@ class Trainer:
             self._part = self._made(self.recipe, dict(module.named_parameters()), module._world)
         return self._part.optimizer
 
-    def _made(self, recipe: OptimizerRecipe, parameters: Parameters, world: World) -> PartialStep:
+    def prepare(self, module: Trained) -> None:
+        """Make the optimizer. Collective at the first step: what one rank raises for its parameters, those of a stage, all do."""
+        if not self._is_prepared:
+            agreed(module._world, lambda: self.optimizer(module), "the making of the optimizer")
+            self._is_prepared = True
+
+    def _made(self, recipe: OptimizerRecipe, parameters: Parameters, world: World) -> PartialStep | HostStep:
         if recipe.instance is None:
             assert recipe.make is not None
-            optimizer = recipe.make(list(parameters.values()))
+            optimizer = recipe.make(list(parameters.values())) if parameters else without_parameters(recipe.make)
         else:
             optimizer = placed_instance(recipe.instance, dict(self._first), parameters, world)
+            self._first = []
         scope = self._scope(optimizer)
+        if self._offload is not None and self._offload.optimizer is not None:
+            device = next((each.device for each in parameters.values()), torch.device("cpu"))
+            return HostStep(optimizer, scope, copier_of(world, device, self._offload.folder).host)
         if not isinstance(world, DistributedWorld):
             return PartialStep(optimizer)
         check_places(optimizer, scope, world)
         wholes = None if scope == "element" else WholeParameters(optimizer, parameters, world)
         return PartialStep(optimizer, on_parts=scope == "element", wholes=wholes)
 
+    @property
+    def _has_parts(self) -> bool:
+        """Whether the optimizer may be called for some parameters at a time."""
+        assert self._part is not None
+        return self._scope(self._part.optimizer) != "model" and not has_step_hooks(self._part.optimizer)
+
     def _scope(self, optimizer: Optimizer) -> Scope:
         return self.options.update_scope or scope_of(optimizer)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether there is an optimizer that has stepped."""
+        return self._part is not None and bool(self._part.optimizer.state)
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What the optimizer and the averages hold on the device."""
+        return [*(self._part.state_tensors() if self._part is not None else ()), *self.averages.values()]
+
     def check(self, module: Trained) -> None:
-        """Raise `AutoparError` where a step cannot be what the user's loop would be."""
-        if self.recipe is None:
-            raise AutoparError(
-                "train_step without an optimizer: pass optimizer= to autopar.compile, an optimizer, its class, (class, options), or a "
-                'function of the parameters; a name such as "adamw" says only what a memory budget counts'
-            )
-        hooked = [name for name, each in module._model.named_parameters() if has_gradient_hooks(each)]
-        if hooked or has_gradient_hooks(module._model):
-            what = f"the gradient of {hooked[0]!r}" if hooked else "the backward of the model"
-            raise AutoparError(
-                f"there is a hook on {what}, which train_step would not call: gradients are used, and freed, inside the step. Remove it, "
-                "or train by the plain loop: loss.backward(), optimizer.step()"
-            )
+        """Raise `AutoparError` where a step cannot be what the user's loop would be: on one rank perhaps, of which others must hear."""
+        named = list(module._model.named_parameters())
+        require_optimizer(self.recipe)
+        require_no_hooks(module._model, named)
+        if self.scaling is not None and self._num_calls % self.options.accumulate == 0:
+            require_no_gradients(named)
+        if self._part is not None:
+            self._part.check([each for _, each in named])
+
+    @property
+    def told(self) -> tuple[object, ...]:
+        """What must be equal on all ranks that make a call."""
+        return (self.is_stepping, self._num_calls, self.scale)
 
     @property
     def _is_last(self) -> bool:
@@ -137,14 +179,17 @@ class Trainer:
         """The results of `call`, whose schedule has updates, by flat index; parameters are updated. `trace` is asked where a value is
         not finite that must be."""
         assert self._part is not None
-        optimizer, options = self._part.optimizer, self.options
+        options = self.options
         parameters: Parameters = module.tensors().parameters
-        if self.scaling is not None and self._num_calls % options.accumulate == 0:
-            _require_no_gradients(parameters)
-        keeps = options.agrees_first or self._scope(optimizer) == "model" or has_step_hooks(optimizer) or call.hears_late
+        keeps = options.agrees_first or not self._has_parts or call.hears_late
+        if keeps and options.weight_versions is not None:
+            raise AutoparError(
+                f"weight_versions={options.weight_versions!r} updates each stage by itself, and hooks of the optimizer's step, or an "
+                "update that depends on other parameters, take all gradients at once: leave one of them out"
+            )
         apply = self._apply_to(parameters) if self._is_last else _accumulated
         updates = Updates(call, parameters, None if keeps else apply)
-        results = call.whole_step(updates.take)
+        results = call.whole_step(updates.take, updates.renewal)
         updates.commit()
         if options.non_finite is not None:
             self._losses += [results[item.name].detach() for item in call.signature.inputs_of("tangent")]
@@ -155,7 +200,7 @@ class Trainer:
         elif is_last:
             if left := [name for name, each in parameters.items() if each.grad is not None]:
                 self._apply_to(parameters)(left)  # what earlier calls used, and this one did not
-            self._average(parameters)
+            self._conclude(parameters)
         return results
 
     def step_by_closure(self, evaluate: Callable[[], Evaluated], module: Trained) -> Any:
@@ -189,21 +234,34 @@ class Trainer:
     def takes_closure(self) -> bool:
         return self.recipe is not None and self.recipe.takes_closure
 
-    def state(self, module: Trained) -> dict[str, Any]:
-        """What a run goes on from, besides the model's state: whole values by name, on every rank. Collective.
+    @property
+    def wholes(self) -> WholeParameters | None:
+        """The parameters that the optimizer sees whole."""
+        return None if self._part is None else self._part.wholes
 
-        Raises `AutoparError` between the calls of an accumulation, whose gradients are in no state.
-        """
+    def counts(self) -> dict[str, Any]:
+        """The calls so far, and the loss scale. Raises `AutoparError` between the calls of an accumulation."""
         if self._num_calls % self.options.accumulate:
             raise AutoparError(
                 f"{self._num_calls % self.options.accumulate} of the {self.options.accumulate} calls that make an update are done, and "
                 "their gradients are in no state: save after the call that updates"
             )
-        optimizer, names, world = self.optimizer(module), _names(module._model), module._world
-        averages = whole_entries({(name, "ema"): value for name, value in self.averages.items()}, world)
+        scaling = self.scaling
         return {
             "num_calls": self._num_calls,
-            "loss_scale": None if self.scaling is None else {"scale": self.scaling.scale, "num_finite": self.scaling.num_finite},
+            "loss_scale": None if scaling is None else {"scale": scaling.scale, "num_finite": scaling.num_finite},
+        }
+
+    def state(self, module: Trained) -> dict[str, Any]:
+        """What a run goes on from, besides the model's state: whole values by name, on every rank. Collective.
+
+        Raises `AutoparError` between the calls of an accumulation, whose gradients are in no state.
+        """
+        self.prepare(module)
+        counts, optimizer, names, world = self.counts(), self.optimizer(module), _names(module._model), module._world
+        averages = whole_entries({(name, "ema"): value for name, value in self.averages.items()}, world)
+        return {
+            **counts,
             "ema": {name: averages[name, "ema"] for name in dict.fromkeys(names.values()) if (name, "ema") in averages},
             "optimizer": None if optimizer is None else optimizer_state(optimizer, names, world),
         }
@@ -211,19 +269,24 @@ class Trainer:
     def load_state(self, state: Mapping[str, Any], module: Trained) -> None:
         """Go on from a `state`, of whatever mesh. Collective. Raises `AutoparError`, and changes nothing, where it is one of other options
         or parameters."""
+        self.prepare(module)
         optimizer, parameters, world = self.optimizer(module), dict(module.named_parameters()), module._world
-        self._check_state(state, optimizer)
+        agreed(world, lambda: self.check_state(state, optimizer), "a check of the saved state of training")
         if optimizer is not None:
             check_optimizer_state(state["optimizer"], optimizer, _names(module._model), world)
             assert self._part is not None
             load_optimizer_state(state["optimizer"], optimizer, parameters, self._part.wholes, world)
-        self._num_calls = state["num_calls"]
-        if self.scaling is not None:
-            self.scaling.scale, self.scaling.num_finite = state["loss_scale"]["scale"], state["loss_scale"]["num_finite"]
         held = {name: value for name, value in state["ema"].items() if name in parameters}
-        self.averages = {name: placed_like(value, parameters[name], name, world) for name, value in held.items()}
+        self.take(state, {name: placed_like(value, parameters[name], name, world) for name, value in held.items()})
 
-    def _check_state(self, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+    def take(self, counts: Mapping[str, Any], averages: dict[str, torch.Tensor]) -> None:
+        """Go on from these `counts`, which were checked, and averages that lie as the parameters do."""
+        self._num_calls, self.averages = counts["num_calls"], averages
+        if self.scaling is not None:
+            self.scaling.scale, self.scaling.num_finite = counts["loss_scale"]["scale"], counts["loss_scale"]["num_finite"]
+
+    def check_state(self, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+        """Raise `AutoparError` for a state of other options."""
         problems: list[str] = []
         for what, theirs, ours in (
             ("an optimizer", state["optimizer"] is not None, optimizer is not None),
@@ -240,10 +303,13 @@ class Trainer:
                 "the saved state of training does not fit: " + "; ".join(problems) + ". Compile with the options of that run"
             )
 
-    def _apply_to(self, parameters: Parameters) -> Callable[[Sequence[str]], None]:
+    def _apply_to(self, parameters: Parameters, factor: torch.Tensor | None = None) -> Callable[[Sequence[str]], None]:
+        """Updates parameters by their gradients, which are multiplied by `factor`, and gone afterwards."""
+
         def apply(names: Sequence[str]) -> None:
             assert self._part is not None
             chosen = [parameters[name] for name in names]
+            finish(chosen, factor)
             self._part.step(chosen)
             for each in chosen:
                 each.grad = None
@@ -253,18 +319,27 @@ class Trainer:
     def _agree_and_apply(self, parameters: Parameters, world: World) -> None:
         options = self.options
         gradients = {name: each.grad for name, each in parameters.items() if each.grad is not None}
-        if self.scaling is not None:
-            unscale(gradients, self.scaling.scale)
+        scale = 1.0 if self.scaling is None else self.scaling.scale  # that of this step: what follows may find the next
         if (options.non_finite is not None or self.scaling is not None) and (bad := self._not_finite(gradients, world)):
-            for each in parameters.values():
-                each.grad = None
+            drop(parameters.values())
             self._skip(bad)
             return
-        if options.clip_grad_norm is not None:
-            clip_grad_norm(parameters, world, options.clip_grad_norm, 2.0, False)
         self._traces = []
-        self._apply_to(parameters)(list(gradients))
-        self._average(parameters)
+        factor = self._factor(gradients, world, scale)
+        is_one = not self._has_parts or all(each.dtype == parameters[name].dtype for name, each in gradients.items())
+        parts = [list(gradients)] if is_one else parts_of(gradients)
+        gradients.clear()  # so that each is freed once it is used
+        for names in parts:
+            self._apply_to(parameters, factor)(names)
+        self._conclude(parameters)
+
+    def _factor(self, gradients: Mapping[str, torch.Tensor], world: World, scale: float) -> torch.Tensor | None:
+        """What gradients of a loss times `scale` are multiplied by, so that their norm is at most what was asked for. Collective."""
+        most = self.options.clip_grad_norm
+        if most is None:
+            return None if scale == 1.0 else torch.tensor(1 / scale)
+        norm, _ = total_norm(gradients, world, 2.0)
+        return torch.clamp(most / (norm / scale + 1e-6), max=1.0) / scale
 
     def _not_finite(self, gradients: Mapping[str, torch.Tensor], world: World) -> list[str]:
         """What forbids the optimizer to step, agreed by all ranks; the next scale is found. Collective."""
@@ -283,9 +358,15 @@ class Trainer:
             return
         place = "" if self._is_place_told else next((found for trace in traces if (found := trace())), "")
         if asked == "raise":
-            raise NonFiniteError(f'{_told(bad, place)}\n  how to go on: TrainStep(non_finite="skip") leaves such steps out')
+            raise NonFiniteError(f'{non_finite_text(bad, place)}\n  how to go on: TrainStep(non_finite="skip") leaves such steps out')
         self._is_place_told = True
-        logger.warning("a step is skipped: %s", _told(bad, place))
+        logger.warning("a step is skipped: %s", non_finite_text(bad, place))
+
+    def _conclude(self, parameters: Parameters) -> None:
+        """Wait for updates that are under way, and take in what parameters are now."""
+        assert self._part is not None
+        self._part.finish()
+        self._average(parameters)
 
     def _average(self, parameters: Parameters) -> None:
         """Take in what parameters are now, all that this process holds, after a step."""
@@ -307,45 +388,5 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(each): name for name, each in model.named_parameters()}
 
 
-def _require_no_gradients(parameters: Parameters) -> None:
-    left = [name for name, each in parameters.items() if each.grad is not None]
-    if left:
-        raise AutoparError(
-            f"{left[0]!r}, one of {len(left)}, has a gradient already, which is not multiplied by the loss scale as those of this step "
-            "are: call parallel.zero_grad() before"
-        )
-
-
 def _accumulated(names: Sequence[str]) -> None:
     """They lie in `parameter.grad`, for later calls to add theirs."""
-
-
-def updating_schedule(compiled: Compiled) -> ScheduleProgram:
-    """What a step runs. Raises `AutoparError` for a call that no step can be made of."""
-    the_loss(tuple((item.name, item.shape) for item in compiled.local.signature.inputs_of("tangent")))
-    if compiled.updating is None:
-        raise AutoparError("train_step has nothing to update: no parameter that requires a gradient is used by this call")
-    return compiled.updating
-
-
-def the_loss(differentiated: Sequence[tuple[str, Sequence[int]]]) -> str:
-    """The flat index of the loss among the outputs that are differentiated, of which there are names and shapes. Raises `AutoparError`."""
-    if len(differentiated) == 1 and not differentiated[0][1]:
-        return differentiated[0][0]
-    if len(differentiated) > 1:
-        raise AutoparError(
-            f"train_step needs a loss, one number, to start from, and gradients come back through {len(differentiated)} outputs of this "
-            'call: leave out outputs="all", where the model returns a loss among others, or let it return the loss alone'
-        )
-    raise AutoparError(
-        "train_step needs a loss, one number of the model's output: return it (alone, as `.loss`, or as the one scalar of a tuple), "
-        "or train by the plain loop with a loss of your own"
-    )
-
-
-def _told(bad: Sequence[str], place: str) -> str:
-    gradients = [name for name in bad if name != LOSS]
-    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
-    what = ["the loss is infinite or NaN"] if LOSS in bad else []
-    what += [f"gradients are infinite or NaN: {', '.join(map(repr, gradients[:3]))}{more}"] if gradients else []
-    return f"{' and '.join(what)}; no parameter was updated on any rank{place and f'. {place}'}"

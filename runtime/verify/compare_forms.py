@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar.driver.compiled import Compiled, PassRun
+from autopar.driver.progress import progress
 from autopar.graph.autocast import autocast_off
 from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedule, promote_tensor
 from autopar.ir.program import Form, Program
@@ -38,7 +39,7 @@ from autopar.runtime.verify.reference_run import (
     run_original,
     tangents_of,
 )
-from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, norm
+from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, gradients_within, norm
 
 # The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
 # results do not satisfy the predicate.
@@ -65,11 +66,15 @@ def verify_compiled(
     asked = 1e-9 if promote and tolerance is None else tolerance
     limits = Limits.of(torch.float64 if promote else _narrowest(compiled.forward), asked)
     with ExitStack() as stack:
+        show = stack.enter_context(progress("verifying"))
         if promote:
             stack.enter_context(default_float64())
+        show("the original")
         forms = _Forms(model, compiled, CallInputs.of(args, kwargs), promote, limits, key)
         stack.enter_context(autocast_off())  # the original has run under it
+        show("the program after each form, rank by rank")
         difference = forms.compare_programs()
+        show("the module's own run")
         if run is not None:
             difference = forms.compare_run(run, difference)
     return forms.report(difference)
@@ -206,7 +211,8 @@ class _Forms:
         # Wide enough for the errors of what was rounded, and for the floors of what cancels.
         errors = errors_between(self.reference, exact.reference, exact.case, self.limits.floor)
         self.cast_error = errors.worst[0]
-        self.limits = self.limits.beside(joint_error(self.reference.gradients, exact.reference.gradients), errors.loss)
+        together = joint_error(self.reference.gradients, exact.reference.gradients)
+        self.limits = self.limits.beside(together, errors.loss, errors.gradients)
 
     def _original(self, model: nn.Module, inputs: CallInputs) -> Results:
         values = {id(value): self.case.state[name] for name, value in _named(model).items()}
@@ -235,6 +241,7 @@ class _Forms:
             gradient_errors=self.errors.gradients,
             tolerance=self.limits.tolerance,
             gradient_tolerance=self.limits.gradients,
+            gradient_limits=self.limits.by_gradient,
             cast_tolerance=self.limits.casts,
             cast_loss_error=self.limits.cast_loss_error,
             reference="forward program" if self.is_captured else "original model",
@@ -257,7 +264,8 @@ class _Forms:
 
     def _are_within(self, errors: Errors) -> bool:
         rest = replace(errors, gradients={})
-        return rest.worst[0] <= self.limits.tolerance and max(errors.gradients.values(), default=0.0) <= self.limits.gradients
+        are_within = gradients_within(errors.gradients, self.limits.gradients, self.limits.by_gradient)
+        return rest.worst[0] <= self.limits.tolerance and are_within
 
     def _errors(self, results: Results) -> Errors:
         errors = errors_between(results, self.reference, self.case, self.limits.floor)
@@ -297,7 +305,7 @@ class _Forms:
         When every recorded one agrees, what was handed on is not what the last pass made; `otherwise` names the culprit then.
         """
         forms = (Form.FORWARD,) if broken.form is Form.FORWARD else (Form.FORWARD, Form.GLOBAL)
-        steps = [step for step in self.steps if step.program.form in forms]
+        steps = [step for step in self.steps if step.form in forms]
         first = self._first_broken(steps)
         before = self._own(steps[first - 1].program) if first else None
         if first == len(steps):
@@ -355,8 +363,8 @@ class _Forms:
 
 def _lowering(compiled: Compiled) -> str:
     """The passes that made LOCAL, as far as it is compared: one, unless more were put behind it."""
-    made = [step for step in compiled.steps if step.program.form is Form.LOCAL]
-    last = next((number for number, step in enumerate(made) if step.program is compiled.local), 0)
+    made = [step for step in compiled.steps if step.form is Form.LOCAL]
+    last = next((number for number, step in enumerate(made) if step.held is compiled.local), 0)
     return " or ".join(step.name for step in made[: last + 1]) or "lower"
 
 

@@ -39,7 +39,7 @@ def first_non_finite(
 
     Memory and time are those of `verify`: it is for a step that has failed. Collective; the same text on every rank.
     """
-    inputs, world = CallInputs.of(args, kwargs), parallel._world
+    inputs, world = parallel.call_inputs(args, kwargs), parallel._world
     model = parallel._model if world.is_virtual else whole_model(parallel)
     args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs, captured.batch_dims)
     compiled = captured.compiled

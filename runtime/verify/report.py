@@ -51,6 +51,7 @@ class Report:
                      the program that does so, run side by side; None elsewhere. The other errors are those against the original
     is_random        whether the model draws random numbers
     gradient_tolerance  what gradients may be off; in a lower dtype twice what that takes them all together from the original, if more
+    gradient_limits  of those that it takes farther by themselves, what each may be off
     cast_error       in a lower dtype the largest error of the reference against the original in float64; judged by `cast_tolerance`
     cast_loss_error  that of its loss and outputs, judged by `tolerance`
     """
@@ -68,14 +69,15 @@ class Report:
     own_statistics_error: float | None = None
     is_random: bool = False
     gradient_tolerance: float = 0.0
+    gradient_limits: Mapping[str, float] = field(default_factory=dict[str, float])
     cast_error: float | None = None
     cast_tolerance: float = math.inf
     cast_loss_error: float = 0.0
 
     def __bool__(self) -> bool:
-        gradients = max(map(_known, self.gradient_errors.values()), default=0.0)
         rest = replace(self, gradient_errors={}).worst
-        are_within = rest <= self.tolerance and gradients <= max(self.tolerance, self.gradient_tolerance)
+        allowed = max(self.tolerance, self.gradient_tolerance)
+        are_within = rest <= self.tolerance and gradients_within(self.gradient_errors, allowed, self.gradient_limits)
         return self.first_difference is None and are_within and self.are_casts_within
 
     @property
@@ -145,7 +147,8 @@ class Limits:
 
     In a lower dtype a mask (of a relu, of a router's choice) flips where its operand is within a rounding of the threshold, in a share of
     about eps of the entries; a gradient that passes through is then sqrt(eps) off, in norm, whatever computes it. What that comes to is
-    measured: `beside` the reference's own error against the original, twice that is allowed. How far the lower dtype may take the
+    measured: `beside` the reference's own error against the original, twice that is allowed, of all gradients together or of this one
+    (`by_gradient`): of many gradients only those behind a relu are off. How far the lower dtype may take the
     reference itself, `casts`, is four times sqrt(eps). `floor` is as of `floor_of`: with `tolerance`, the rounding of one operation.
     """
 
@@ -154,6 +157,7 @@ class Limits:
     floor: float | None = None
     casts: float = math.inf
     cast_loss_error: float = 0.0
+    by_gradient: Mapping[str, float] = field(default_factory=dict[str, float])
     is_asked: bool = False
 
     @staticmethod
@@ -170,10 +174,19 @@ class Limits:
     def is_low(self) -> bool:
         return self.floor is not None
 
-    def beside(self, error: float, loss_error: float) -> Limits:
-        """Beside a reference whose gradients are together so far from the original's."""
-        measured = min(2 * _known(error), self.casts)
-        return replace(self, gradients=self.gradients if self.is_asked else max(self.gradients, measured), cast_loss_error=loss_error)
+    def beside(self, error: float, loss_error: float, errors: Mapping[str, float] | None = None) -> Limits:
+        """Beside a reference whose gradients are together so far from the original's, and each by itself."""
+        if self.is_asked:
+            return replace(self, cast_loss_error=loss_error)
+        gradients, *each = (min(2 * _known(found), self.casts) for found in (error, *(errors or {}).values()))
+        gradients = max(self.gradients, gradients)
+        farther = {name: limit for name, limit in zip(errors or {}, each, strict=True) if limit > gradients}
+        return replace(self, gradients=gradients, cast_loss_error=loss_error, by_gradient=farther)
+
+
+def gradients_within(errors: Mapping[str, float], allowed: float, limits: Mapping[str, float]) -> bool:
+    """Whether no gradient is farther off than is `allowed`, or than its own of the `limits`."""
+    return all(_known(error) <= max(allowed, limits.get(name, 0.0)) for name, error in errors.items())
 
 
 def _known(error: float) -> float:

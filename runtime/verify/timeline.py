@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from autopar.cost.schedule_memory import peak_bytes
 from autopar.driver.compiled import Compiled
-from autopar.ir.instructions import Pause, Run, Wait
+from autopar.ir.instructions import Copy, Pause, Run, Wait
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.report import StepOnPaper
 from autopar.pipeline.simulate import Event, Simulation
@@ -115,14 +116,18 @@ class Recorder:
             self.peak_live = max(self.peak_live, len(live))
 
 
-def timeline(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timeline:
-    """See `ParallelModule.timeline`."""
+def call_of(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Compiled]:
+    """A call that has not run, and changes nothing of the module when it does."""
     inputs, captured = parallel.captured(args, kwargs, runs=True)
     compiled, world = captured.compiled, parallel._world
     tensors = dict(parallel.named_parameters()) | {name: buffer.clone() for name, buffer in parallel.named_buffers()}
-    call = Call(
-        compiled, captured.fragments, world, tensors, inputs.leaves, random_key(parallel.seed or 0, 0), world.device(parallel._model)
-    )
+    key = random_key(parallel.seed or 0, 0)
+    return Call(compiled, captured.fragments, world, tensors, inputs.leaves, key, world.device(parallel._model)), compiled
+
+
+def timeline(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Timeline:
+    """See `ParallelModule.timeline`."""
+    call, compiled = call_of(parallel, args, kwargs)
     with torch.no_grad():
         found = measured(call)
     predicted = {rank: peak_bytes(compiled.schedule_of(rank)) for rank in found.peak_bytes}
@@ -160,8 +165,9 @@ def _since(start: float, event: Event) -> Event:
 
 
 def bytes_of(state: RankState) -> int:
-    """Bytes of all memory that a rank's buffers lie in, each counted once."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in state.buffers.values()}
+    """Bytes of all memory on the device that a rank's buffers lie in, each counted once, those included that are being copied there."""
+    coming = (each for launched, handle in state.flights.values() if isinstance(launched, Copy) for each in handle.tensors)
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in chain(state.buffers.values(), coming)}
     return sum(storages.values())
 
 

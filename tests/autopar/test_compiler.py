@@ -77,7 +77,7 @@ def test_what_others_put_between_the_passes_is_seen_everywhere(monkeypatch: pyte
     assert found.decide_again is not None
     assert list(found.forward.written) == marks[:1]
     assert list(found.local.written) == marks[1:3]  # what forward sets is told of FORWARD alone
-    decided, _, _ = found.decide_again({})
+    decided, _ = found.decide_again({})
     assert list(decided.written) == marks[1:2]
     assert parallel.verify(x=torch.randn(8, 8), y=torch.randn(8, 8))
 

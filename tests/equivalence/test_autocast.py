@@ -24,7 +24,8 @@ from tests.support.models.zoo import Case
 MODELS = {**zoo.ZOO, **language.ZOO, **vision.ZOO}
 NAMES = ("gpt2", "llama", "bert", "vit", "bloom", "opt", "t5", "bart", "resnet", "swin", "gemma", "qwen3")
 MESHES: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2×tp2": {"dp": 2, "tp": 2}, "pp2": {"pp": 2}}
-QUICK = {("llama", "dp2×tp2"), ("bert", "tp2"), ("gpt2", "pp2"), ("resnet", "dp2×tp2")}
+QUICK = {("llama", "dp2×tp2"), ("gpt2", "pp2")}
+OFTEN = ("llama", "t5", "resnet", "deberta-v2")
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(NAMES, MESHES)]
 
 
@@ -60,7 +61,9 @@ def _floats(values: Any) -> tuple[torch.dtype, ...]:
     return tuple(leaf.dtype for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-@pytest.mark.parametrize("name", (*NAMES, "mixtral", "deberta-v2"))
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in (*NAMES, "mixtral", "deberta-v2")]
+)
 def test_the_casts_are_those_of_eager_autocast(name: str) -> None:
     case = case_of(name)
     with torch.autocast("cpu", torch.bfloat16):
@@ -133,7 +136,7 @@ def regions() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     [
         pytest.param({"dp": 2, "tp": 2}, "eager", id="dp2×tp2, eager"),
         pytest.param({"pp": 2}, "eager", id="pp2, eager"),
-        pytest.param({"pp": 2}, "inductor", id="pp2, inductor"),
+        pytest.param({"pp": 2}, "inductor", id="pp2, inductor", marks=pytest.mark.slow),
         pytest.param({"dp": 2, "tp": 2}, "inductor", id="dp2×tp2, inductor", marks=pytest.mark.slow),
     ],
 )

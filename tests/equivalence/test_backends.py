@@ -53,8 +53,7 @@ CELLS = {
     "dropout": Cell(lambda: zoo.gpt2(1, 0.1), is_drawn=True),
 }
 BACKENDS = ("inductor", "aot_eager", "eager")
-QUICK = {("inductor", "gpt2"), ("inductor", "pipeline")}
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(BACKENDS, CELLS)]
+CASES = [pytest.param(*case, marks=pytest.mark.slow, id=", ".join(case)) for case in product(BACKENDS, CELLS)]
 
 
 def parallel_and_reference(name: str, backend: str, mesh: Any) -> tuple[ParallelModule, torch.nn.Module, Batch]:
@@ -119,7 +118,7 @@ def on_a_rank(name: str, backend: str) -> list[Report]:
     return reports(name, backend, parallel, reference, batch, share(batch, mesh))
 
 
-@pytest.mark.parametrize(("backend", "name"), [pytest.param(*each.values, marks=pytest.mark.slow, id=each.id) for each in CASES])
+@pytest.mark.parametrize(("backend", "name"), CASES)
 def test_a_step_on_processes(backend: str, name: str, gloo_ranks: GlooRanks) -> None:
     for found in gloo_ranks.run(on_a_rank, name, backend, timeout=600.0):
         assert_exact(name, found)

@@ -17,7 +17,8 @@ import autopar
 from autopar.ir.instructions import Instruction, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.passes.schedule.bucket_collectives import BucketCollectives
-from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime.execute.distributed import DistributedTransport
+from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.execute.virtual import collect
 from autopar.runtime.execute.world import local_of
 from tests.support.buckets import random_buckets
@@ -151,7 +152,7 @@ TANGENT = "LAUNCH all_reduce sum dp (tangent) -> tangent"
 def launched(backend: str, axes: dict[str, int], options: dict[str, Any]) -> dict[str, Any]:
     """What this rank launches in a step, what its schedule says, and how far gradients are from the plain model's."""
     torch.manual_seed(0)
-    case, plain = ZOO["gpt2"](2), ZOO["gpt2"](2)
+    case, plain = (ZOO["gpt2"](axes.get("pp", 1)) for _ in range(2))
     plain.model.load_state_dict(case.model.state_dict())
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     mine = {key: value.chunk(axes["dp"])[mesh.get_local_rank("dp")] for key, value in case.batch.items()}
@@ -216,7 +217,7 @@ def test_several_at_once_bring_what_each_would_bring(gloo_ranks: Any) -> None:
 # The model casts to float32 inside.
 ROUNDING = 1e-7
 PIPELINE = {"dp": 2, "pp": 2}
-SHARDED = {"memory_budget": "1.35 MB"}
+SHARDED = {"zero": 3}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_parameters_split_over_dp_are_gathered_and_reduced_in_buckets(gloo_ranks
         assert rank["error"] <= ROUNDING, rank["error"]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
 def test_random_buckets_are_exact_on_processes(gloo_ranks: Any, seed: int) -> None:
     found = gloo_ranks.run(bucketed_at_random, seed)
     for rank in found:

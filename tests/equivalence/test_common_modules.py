@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -87,12 +86,6 @@ def test_exact_and_split(name: str) -> None:
     torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()), rtol=1e-12, atol=1e-12)
     # The power iteration of spectral norm runs on whole weights.
     assert parallel.summary()["flops_split"] >= (0.8 if name == "spectral norm" else 0.98), parallel.explain()
-
-
-def test_checkpoints_are_plain_calls_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "autopar"):
-        autopar.compile(checkpointed(False).double(), autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
-    assert "2 regions under torch.utils.checkpoint are captured as plain calls" in caplog.text
 
 
 def test_a_recurrent_network_that_drops_between_its_layers_is_refused() -> None:

@@ -98,4 +98,4 @@ def test_documents_are_operands_and_exact(name: str) -> None:
         assert len(re.findall(operands, program)) == 1, program
     assert ".eq." not in program and "aten.eq" not in program
     if name == "written out":
-        assert "; documents; " in parallel.explain()
+        assert "; documents; " in parallel.explain(detail="all")

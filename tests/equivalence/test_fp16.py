@@ -54,17 +54,23 @@ def batch(step: int, planted: tuple[int, int, int] | None = None) -> dict[str, T
     return found
 
 
+HELD_LOW = autopar.MixedPrecision(param=torch.float16, grad=torch.float16)
 # By step: a sample (a share of dp, a microbatch), a layer (a stage), a column (a part of tp).
 OVERFLOWS = {1: (0, 0, 0), 3: (7, 3, 15), 4: (4, 1, 15)}
 SCALES = [2.0**each for each in (10, 9, 9, 8, 7, 7, 7, 8)]
 
 
-def options_of(axes: dict[str, int]) -> dict[str, Any]:
-    return {"optimizer": (torch.optim.AdamW, {"lr": 1e-2}), "precision": "fp16"} | ({"num_microbatches": 4} if "pp" in axes else {})
+def options_of(axes: dict[str, int], precision: Any = "fp16") -> dict[str, Any]:
+    return {"optimizer": (torch.optim.AdamW, {"lr": 1e-2}), "precision": precision} | ({"num_microbatches": 4} if "pp" in axes else {})
 
 
-@pytest.mark.parametrize("in_step", [True, False], ids=["train_step", "loop"])
-@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize(
+    ("where", "in_step"),
+    [
+        pytest.param(where, in_step, id=f"{where}-{'train_step' if in_step else 'loop'}", marks=() if quick else pytest.mark.slow)
+        for where, in_step, quick in (("dp2×tp2", True, True), ("pp2", False, True), ("dp2×tp2", False, False), ("pp2", True, False))
+    ],
+)
 def test_planted_overflows_are_skipped_by_all_and_the_scale_recovers(where: str, in_step: bool) -> None:
     axes, mine, plain = MESHES[where], model(), model()
     step_options = {"train_step": autopar.TrainStep(loss_scale=SCALE)} if in_step else {}
@@ -99,10 +105,41 @@ def test_planted_overflows_are_skipped_by_all_and_the_scale_recovers(where: str,
     assert scales == SCALES
 
 
+@pytest.mark.parametrize("where", ["pp2", pytest.param("dp2×tp2", marks=pytest.mark.slow)])
+def test_the_users_own_autocast_in_float16_is_scaled_likewise(where: str) -> None:
+    axes, mine = MESHES[where], model()
+    options = options_of(axes) | {"precision": None, "train_step": autopar.TrainStep(clip_grad_norm=1.0)}
+    with torch.autocast("cpu", torch.float16):
+        parallel = compiled(mine, axes, batch(0), **options)
+        assert parallel.loss_scale == 2.0**16
+        said = "the model's torch.autocast computes in float16: gradients vanish in float16: train_step scales"
+        assert said in parallel.explain(detail="precision")
+        scales = []
+        for planted in (None, (0, 0, 0), None):
+            before = copy.deepcopy(mine.state_dict())
+            parallel.train_step(**batch(0, planted))
+            scales.append(parallel.loss_scale)
+            changed = not all(torch.equal(before[name], value) for name, value in mine.state_dict().items())
+            assert changed == (scales[-1] == (scales[-2] if len(scales) > 1 else 2.0**16)), "as long as it is too large it is halved"
+    assert scales[1] == scales[0] / 2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(model(), axes, batch(0), **options).loss_scale is None
+
+
+def test_an_accumulation_is_scaled_from_its_start_or_not_at_all() -> None:
+    parallel = compiled(model(), {"dp": 2}, batch(0), optimizer=torch.optim.SGD, train_step=autopar.TrainStep(accumulate=2))
+    parallel.train_step(**batch(0))
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(AutoparError, match="earlier ones of this accumulation did not: say TrainStep"),
+    ):
+        parallel.train_step(**batch(1))
+
+
 def test_a_step_scales_by_itself_and_finds_its_scale() -> None:
     parallel = compiled(model(), {"dp": 2}, batch(0), **options_of({}))
     assert parallel.loss_scale == 2.0**16
-    assert "gradients vanish in float16: train_step scales the loss" in parallel.explain()
+    assert "gradients vanish in float16: train_step scales the loss" in parallel.explain(detail="all")
     large = autopar.TrainStep(loss_scale=autopar.LossScale(initial=2.0**30))
     parallel = compiled(model(), {"pp": 2}, batch(0), **options_of({"pp": 2}), train_step=large)
     losses = [float(parallel.train_step(**batch(0))) for _ in range(24)]
@@ -141,7 +178,7 @@ def test_a_loss_that_no_scale_mends_raises_where_that_was_asked_for() -> None:
         assert parallel.loss_scale == 2.0**14
 
 
-@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize("where", ["pp2", pytest.param("dp2×tp2", marks=pytest.mark.slow)])
 def test_verify_scales_the_loss_and_says_where_gradients_vanish(where: str) -> None:
     class Tiny(Planted):
         def forward(self, x: Tensor, planted: Tensor) -> Tensor:
@@ -155,12 +192,12 @@ def test_verify_scales_the_loss_and_says_where_gradients_vanish(where: str) -> N
     assert not report and "are all that rounding explains" in str(report) and report.first_difference is None, str(report)
 
 
-def steps_on_a_rank(shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[float | None, float, bool, bool]]:
+def steps_on_a_rank(shape: tuple[int, ...], axes: tuple[str, ...], precision: Any) -> list[tuple[float | None, float, bool, bool]]:
     """By step the scale, the loss, and whether a parameter of this rank, and whether all, changed."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
     named = dict(zip(axes, shape, strict=True))
     step_options = autopar.TrainStep(loss_scale=SCALE)
-    parallel = compiled(model(), mesh, share(batch(0), mesh), **options_of(named), train_step=step_options, timeout=180)
+    parallel = compiled(model(), mesh, share(batch(0), mesh), **options_of(named, precision), train_step=step_options, timeout=180)
     found = []
     for step in range(len(SCALES)):
         before = {name: each.detach().to_local().clone() for name, each in parallel.named_parameters()}
@@ -172,12 +209,16 @@ def steps_on_a_rank(shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize(("shape", "axes"), [((2, 2), ("dp", "tp")), ((2, 2), ("pp", "dp"))], ids=["dp2×tp2", "pp2×dp2"])
-def test_all_processes_skip_alike(gloo_ranks: GlooRanks, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "axes", "precision"),
+    [((2, 2), ("dp", "tp"), HELD_LOW), ((2, 2), ("pp", "dp"), "fp16")],
+    ids=["dp2×tp2, gradients held in float16", "pp2×dp2"],
+)
+def test_all_processes_skip_alike(gloo_ranks: GlooRanks, shape: tuple[int, ...], axes: tuple[str, ...], precision: Any) -> None:
     named = dict(zip(axes, shape, strict=True))
-    virtual = compiled(model(), named, batch(0), **options_of(named), train_step=autopar.TrainStep(loss_scale=SCALE))
+    virtual = compiled(model(), named, batch(0), **options_of(named, precision), train_step=autopar.TrainStep(loss_scale=SCALE))
     losses = [float(virtual.train_step(**batch(step, OVERFLOWS.get(step)))) for step in range(len(SCALES))]
-    for found in gloo_ranks.run(steps_on_a_rank, shape, axes):
+    for found in gloo_ranks.run(steps_on_a_rank, shape, axes, precision):
         assert [scale for scale, *_ in found] == SCALES
         assert [each for _, each, *_ in found] == pytest.approx(losses, rel=1e-3)
         assert [(some, every) for *_, some, every in found] == [(step not in OVERFLOWS,) * 2 for step in range(len(SCALES))]

@@ -121,12 +121,12 @@ def replaces_state() -> tuple[float, str]:
 # ---- the tests
 
 SMALL: list[tuple[str, str, dict[str, Any]]] = [
-    ("dp2 tp2", "adamw", {}),
     ("pp2 dp2", "adamw", {"clip_grad_norm": 0.3, "accumulate": 2}),
     ("dp2 tp2", "momentum", {"clip_grad_norm": 0.3, "accumulate": 2}),
     ("pp2 dp2", "lamb", {"update_scope": "parameter"}),
 ]
-LARGE: list[tuple[str, str, dict[str, Any]]] = [("dp2 tp2", name, {}) for name in ELEMENTWISE if name != "adamw"]
+OFTEN = {("dp2 tp2", "muon"), ("dp2 tp2", "sm3"), ("pp2 dp2", "lamb"), ("dp4", "adafactor")}
+LARGE: list[tuple[str, str, dict[str, Any]]] = [("dp2 tp2", name, {}) for name in ELEMENTWISE]
 
 
 @pytest.mark.parametrize(("where", "name", "options"), [*SMALL, *(pytest.param(*each, marks=pytest.mark.slow) for each in LARGE)])
@@ -137,7 +137,7 @@ def test_as_on_one_device(gloo_ranks: Any, where: str, name: str, options: dict[
         assert found["keys"] and (found["number of states"] > 0) and (found["state is of DTensors"] or name == "adafactor")
 
 
-@pytest.mark.parametrize("name", ["adamw", "adagrad"])
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.slow), "adagrad"])
 def test_an_instance_made_of_the_whole_parameters(gloo_ranks: Any, name: str) -> None:
     """Adagrad has state at birth."""
     for found in gloo_ranks.run(trains, "dp2 tp2", name, {}, True):
@@ -149,8 +149,10 @@ def test_state_that_was_replaced_is_used_or_refused(gloo_ranks: Any) -> None:
         assert gap < 1e-9 and "the optimizer's state has 'exp_avg' of shape" in refusal, (gap, refusal)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("where", MESHES)
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [pytest.param(where, name, marks=() if (where, name) in OFTEN else pytest.mark.slow) for where in MESHES for name in OTHERS],
+)
 def test_statistics_of_whole_parameters_are_right_or_refused(gloo_ranks: Any, where: str, name: str) -> None:
     """Muon multiplies in bfloat16: what ranks sum in another order differs by its rounding."""
     tolerance = 2e-2 if name == "muon" else 1e-9
@@ -161,7 +163,7 @@ def test_statistics_of_whole_parameters_are_right_or_refused(gloo_ranks: Any, wh
         assert found["refused"].startswith(kind) if is_refused else found["difference"] <= tolerance
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [name if name == "adafactor" else pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
 def test_statistics_over_plain_shards_are_right(gloo_ranks: Any, name: str) -> None:
     for found in gloo_ranks.run(trains, "dp2 tp2", name, {}, False, False):
         assert "refused" not in found and found["is split"], found

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.hand_plans import CLUSTERS, FREE, SHAPES, hand_plans, measure, priced, traced
 
 NUM_LAYERS = 2
-QUICK = {("gpt2-medium", "8xH100"), ("bert-large", "8xA100")}
+QUICK = {("gpt2-medium", "8xH100")}
 CASES = [pytest.param(name, cluster, marks=() if (name, cluster) in QUICK else pytest.mark.slow) for name in SHAPES for cluster in CLUSTERS]
 
 

@@ -82,7 +82,8 @@ def test_as_many_microbatches_are_alive_as_the_order_says(schedule: str, num_ran
     stage_of = stages_of(parallel.compiled)
     placement = next(step.decision.placement for step in parallel.compiled.steps if step.name == "place stages")
     call, _ = parallel.start((), case.batch)
-    call._fill(call.signature.inputs)
+    call._fill_parameters()
+    call._fill([item for item in call.signature.inputs if item.kind != "parameter"])
     watched = []
     for rank, state in call.states.items():
         mine = {name: stage for name, stage in stage_of.items() if order.stages[stage] == rank}

@@ -19,7 +19,7 @@ from autopar.ir.program import Program, operands, results_of
 from autopar.ir.schedule import Schedule
 from autopar.ir.sharding import shape_of
 from autopar.plans.plan import Plan
-from autopar.reports.explain import explain
+from autopar.reports.explain import details
 from autopar.reports.summary import contractions
 from benchmarks.planning import GPT2_MEDIUM, SHAPES, Planned, Shape, planned, traced
 from tests.support.schedules import whole
@@ -115,7 +115,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded_and_split_alike() -> None:
     head = [node for node, _ in of_size(result.program, padded) if node in set(contractions(result.program))]
     assert head and {STRATEGY[node].num_shards for node in head} == {2}
     assert not any(node.target is reshard for node, _ in of_size(result.program, padded)), "logits are never gathered"
-    assert "does not divide" not in explain(compiled(result))
+    assert "does not divide" not in details(compiled(result), "not split")
 
 
 def compiled(result: Planned) -> Compiled:

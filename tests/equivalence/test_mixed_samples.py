@@ -108,6 +108,12 @@ SEPARABLE: dict[str, Loss] = {
     "deviation within a sample": lambda m, h, y: h.std(-1).mean(),
     "counts in a buffer": counted,
 }
+# One of each kind of reason.
+OFTEN = {
+    "ratio of means", "root of a mean", "maximum of each", "standard deviation", "softmax over samples", "hardest samples", "next sample",
+    "weighted by the network", "contrastive",
+    "ignored labels", "weighted by tokens", "several terms", "learned scale", "stacked terms", "counts in a buffer",
+}  # fmt: skip
 DRAW = torch.Generator().manual_seed(0)
 X = torch.randn(SAMPLES, WIDTH, dtype=torch.float64, generator=DRAW)
 Y = torch.randint(0, WIDTH, (SAMPLES,), generator=DRAW)
@@ -130,39 +136,46 @@ def assert_exact(parallel: ParallelModule) -> None:
     assert report.reference == "original model"
 
 
-@pytest.mark.parametrize("name", MIXING)
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in MIXING])
 def test_what_mixes_samples_runs_in_one_microbatch(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):
         parallel = compiled_net(MIXING[name])
     assert number_of(parallel) == 1 and len(parallel.compiled.schedules) == 2
     assert_exact(parallel)
     assert "1 microbatch instead of 8" in caplog.text and "test_mixed_samples.py:" in caplog.text
-    lines = parallel.explain().splitlines()
+    lines = parallel.explain(detail="all").splitlines()
     at = lines.index("microbatches")
     assert lines[at + 1] == "  1 instead of 8, which would change what the model computes:" and "test_mixed_samples.py:" in lines[at + 2]
 
 
-@pytest.mark.parametrize("name", ["product of means", "maximum", "standard deviation", "switch", "contrastive"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "maximum",
+        "switch",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("product of means", "standard deviation", "contrastive")),
+    ],
+)
 def test_what_mixes_samples_is_exact_over_dp(name: str) -> None:
     parallel = compiled_net(MIXING[name], mesh={"dp": 2})
     assert_exact(parallel)
     assert parallel.summary()["flops_split"] >= 0.98
 
 
-@pytest.mark.parametrize("name", SEPARABLE)
+@pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SEPARABLE])
 def test_what_is_a_sum_over_samples_keeps_its_microbatches(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):
         parallel = compiled_net(SEPARABLE[name])
     assert number_of(parallel) == DEFAULT and not caplog.text
     assert_exact(parallel)
-    assert "\nmicrobatches\n" not in parallel.explain()
+    assert "\nmicrobatches\n" not in parallel.explain(detail="all")
 
 
 def test_a_batch_norm_in_training_runs_in_one_microbatch_and_in_evaluation_in_many() -> None:
     parallel = compiled_net(SEPARABLE["mean"], nn.BatchNorm1d(16))
     assert number_of(parallel) == 1
     assert_exact(parallel)
-    assert "in norm" in parallel.explain()
+    assert "in norm" in parallel.explain(detail="all")
     parallel.eval()
     parallel(X, Y)
     assert number_of(parallel) == DEFAULT
@@ -259,7 +272,7 @@ def test_what_turns_out_to_mix_after_the_search_runs_in_one_microbatch(monkeypat
     """Should it be seen late, the default still gives way, and a number that was asked for is still refused."""
     monkeypatch.setattr("autopar.passes.global_.choose_microbatches.mixing", lambda program, number: ())
     parallel = compiled_net(MIXING["root of a mean"])
-    assert number_of(parallel) == 1 and "1 instead of 8, which would change what the model computes" in parallel.explain()
+    assert number_of(parallel) == 1 and "1 instead of 8, which would change what the model computes" in parallel.explain(detail="all")
     assert_exact(parallel)
     assert "test_mixed_samples.py:" in refusal(MIXING["root of a mean"], 4)
 
@@ -272,7 +285,7 @@ def test_own_statistics_are_those_of_each_microbatch_and_verify_says_so(mesh: di
     with caplog.at_level(logging.WARNING, "autopar"):
         parallel = compiled_net(MIXING["root of a mean"], mesh=mesh, num_microbatches=4, microbatch_statistics="own")
     assert number_of(parallel) == 4 and "each of the 4 microbatches takes its own" in caplog.text
-    assert "each of the 4 takes its own in place of the whole batch's" in parallel.explain()
+    assert "each of the 4 takes its own in place of the whole batch's" in parallel.explain(detail="all")
     shares = [share.chunk(4) for share in X.chunk(mesh.get("dp", 1))], [share.chunk(4) for share in Y.chunk(mesh.get("dp", 1))]
     model = parallel._model
     losses = [model(torch.cat([each[j] for each in shares[0]]), torch.cat([each[j] for each in shares[1]])) for j in range(4)]

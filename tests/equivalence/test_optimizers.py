@@ -45,7 +45,8 @@ OPTIMIZERS: dict[str, tuple[Make, int]] = {
     "Sm3": (Sm3, 0),
 }
 # Bytes with which parameters must be split over dp, by how much state there is to a parameter.
-BUDGETS = (134_000, 146_000, 160_000, 172_000)
+BUDGETS = (104_000, 128_000, 160_000, 172_000)
+OF_ITS_OWN = {"Adam of largest squares": 156_000}
 PLACES = {"dp2 tp2": ((2, 2), ("dp", "tp")), "pp2 dp2": ((2, 2), ("pp", "dp")), "budget": ((2, 2), ("dp", "tp"))}
 STEPS = 4
 # Muon multiplies in bfloat16: what is summed in another order differs by its rounding.
@@ -55,7 +56,7 @@ TOLERANCES = {"Muon": 2e-2}
 def options_for(where: str, name: str) -> dict[str, Any]:
     """With statistics of whole parameters, and no others, known of those that nobody knows."""
     known = {"train_step": autopar.TrainStep(update_scope="parameter")} if name in ("Lamb", "Lars", "Sm3") else {}
-    return known | ({"cluster": "8xH100", "memory_budget": BUDGETS[OPTIMIZERS[name][1]]} if where == "budget" else {})
+    return known | ({"cluster": "8xH100", "memory_budget": OF_ITS_OWN.get(name, BUDGETS[OPTIMIZERS[name][1]])} if where == "budget" else {})
 
 
 def plain(name: str) -> nn.Module:

@@ -83,7 +83,7 @@ def shapes(node: Node) -> list[tuple[int, ...]]:
     return [tuple(value.shape) for each in (node, *operands(node)) for value in results_of(each) if value is not None]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_vocabulary_is_split_and_the_loss_with_it(tp: int) -> None:
     model = gpt2().to(torch.float32)
     parallel = compiled(model.model, {"tp": tp}, model.batch, pins=MEGATRON)
@@ -198,7 +198,7 @@ def assert_random_plans_are_exact(name: str, seeds: range) -> None:
             assert_close(run_schedule(scheduled(local).places[0], local.mesh, inputs | tangents), wanted, 1e-10)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2"])
 def test_a_random_plan_is_exact(name: str) -> None:
     assert_random_plans_are_exact(name, range(1))
 

@@ -21,18 +21,14 @@ from tests.support.models.zoo import IGNORED, Batch, Case
 NUMBERS = (1, 4, 7)
 # Shares of 28 over dp = 2: 1, 4 and 7 divide them.
 WHOLE_BATCH = 56
-# Each model, schedule, mesh and number is there.
+# Each model but ResNet and the U-Net, which the batch norm below is about, and each schedule, mesh and number is there.
 QUICK = {
     ("gpt2", "gpipe", "pp2", 4),
-    ("gpt2", "zb-v", "pp4", 7),
     ("llama", "1f1b", "pp2×dp2×tp2", 4),
     ("llama", "zb-h2", "pp2", 1),
     ("bert", "interleaved", "pp2", 7),
     ("bert", "zb-h1", "pp4", 4),
     ("t5", "zb-v", "pp2", 4),
-    ("resnet", "zb-v", "pp2×dp2×tp2", 4),
-    ("unet", "interleaved", "pp4", 4),
-    ("unet", "zb-h2", "pp2×dp2×tp2", 1),
 }
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(map(str, case)))
@@ -59,6 +55,29 @@ def test_loss_and_gradients_are_the_originals(name: str, schedule: str, mesh: st
     assert_split(parallel, TIES.get(name, ()))
 
 
+class Narrow(nn.Module):
+    """Little for Inductor to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"loss": x.square().mean()}
+
+
+def test_by_the_default_backend() -> None:
+    """A model of transformers' is in `test_backends.py`, which CI runs whole."""
+    torch.manual_seed(0)
+    case = Case(Narrow(), {"x": torch.randn(8, 4)})
+    parallel = in_stages(case, {"pp": 2, "tp": 2}, 2, backend="inductor")
+    report = parallel.verify(**case.batch)
+    assert report and report.worst <= 1e-5 and report.reference == "original model", str(report)
+    assert_split(parallel)
+
+
 # ---- batch norm in training, where it is accepted that each microbatch has statistics of its own, over all of dp, and hands its
 # buffers to the next
 
@@ -79,7 +98,7 @@ def stepped(model: nn.Module, batch: Batch, num_shares: int, number: int) -> Ten
 
 
 NORMALISED = [
-    pytest.param(*case, marks=() if case == ("unet", "zb-v", "pp2×dp2×tp2", 4) else pytest.mark.slow)
+    pytest.param(*case, marks=() if case == ("unet", "zb-v", "pp2", 4) else pytest.mark.slow)
     for case in product(("unet", "resnet"), GENERATORS, MESHES, (2, 4, 7))
 ]
 

@@ -54,7 +54,7 @@ def refusal(kind: type[Exception], call: Callable[[], Any]) -> str:
 
 def test_a_dim_that_does_not_divide_is_padded_and_split() -> None:
     module = parallel(9, example_inputs=batch())
-    text = module.explain()
+    text = module.explain(detail="all")
     assert "up.weight [10@tp, 6]" in text, text
     assert module.verify(**batch(), promote=True)
 

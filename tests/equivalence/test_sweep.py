@@ -43,7 +43,6 @@ REFUSED = {
 }
 # Each was wrong once, or stands for many.
 QUICK = (
-    "layer: AdaptiveMaxPool3d",
     "layer: EmbeddingBag, mean, padded",
     "layer: weight norm",
     "loss: cross entropy, weighted and smoothed",

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost.schedule_memory import peak_bytes
+from autopar.cost.schedule_memory import MemoryStep, peak_bytes, schedule_memory
+from autopar.ir.schedule import Schedule
 from autopar.runtime.execute.call import Call
-from autopar.runtime.verify.timeline import bytes_of
+from autopar.runtime.verify.timeline import bytes_of, measured
 
 WIDTH, NUM_LAYERS = 256, 12
 
@@ -71,3 +72,57 @@ def test_a_step_holds_what_is_predicted(axes: dict[str, int], saved: float) -> N
     torch.optim.SGD(reference.parameters()).step()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def peak_of(schedule: Schedule) -> MemoryStep:
+    return max(schedule_memory(schedule).steps, key=lambda step: step.during_bytes)
+
+
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_what_a_step_saves_are_the_gradients_that_need_not_live_together(axes: dict[str, int]) -> None:
+    """Both ways to train are measured, and each holds what was predicted of it, to the byte; the difference is the gradients that the one
+    holds at its peak and the other does not, but for what else is there: activations of eight samples."""
+    x = torch.randn(8, WIDTH)
+    mesh = autopar.virtual_mesh(**axes)
+    parallel = autopar.compile(Heavy(), mesh, example_inputs=(x,), backend="eager", optimizer=torch.optim.SGD, num_microbatches=1)
+    assert parallel.compiled.updating is not None
+    loop, _ = parallel.start((), {"x": x})
+    with torch.no_grad():
+        plain = measured(loop).peak_bytes
+    call, _ = parallel.start((), {"x": x}, updates=True)
+    held = watched(call)
+    assert parallel.optimizer is not None
+    parallel._trainer.run(call, parallel, lambda: "")
+    for rank in call.states:
+        whole, step = peak_of(parallel.compiled.schedule_of(rank)), peak_of(parallel.compiled.updating.schedule_of(rank))
+        assert (plain[rank], held[rank]) == (whole.during_bytes, step.during_bytes)
+        gradients = whole.kinds["gradients"] - step.kinds["gradients"]
+        assert gradients >= 0.7 * whole.kinds["gradients"]
+        activations = (NUM_LAYERS + 2) * x.nbytes
+        assert abs(plain[rank] - held[rank] - gradients) <= activations < 0.1 * gradients, (plain, held, gradients)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}], ids=str)
+def test_gradients_that_are_held_low_take_half(axes: dict[str, int]) -> None:
+    """With clipping all of them wait for the norm."""
+    x, peaks = torch.randn(8, WIDTH), []
+    for grad in (torch.bfloat16, torch.float32):
+        parallel = autopar.compile(
+            Heavy(),
+            autopar.virtual_mesh(**axes),
+            example_inputs=(x,),
+            backend="eager",
+            optimizer=torch.optim.SGD,
+            precision=autopar.MixedPrecision(grad=grad),
+            train_step=autopar.TrainStep(clip_grad_norm=1.0),
+        )
+        call, _ = parallel.start((), {"x": x}, updates=True)
+        held = watched(call)
+        assert parallel.optimizer is not None and parallel.compiled.updating is not None
+        parallel._trainer.run(call, parallel, lambda: "")
+        assert held == {rank: peak_bytes(parallel.compiled.updating.schedule_of(rank)) for rank in call.states}
+        peaks.append(held)
+        gradients = NUM_LAYERS * (WIDTH + 1) * WIDTH * grad.itemsize // axes.get("pp", 1)
+        assert parallel.summary()["memory"]["gradients"] == gradients
+    for rank, low in peaks[0].items():
+        assert peaks[1][rank] - low >= 0.9 * gradients / 2, peaks

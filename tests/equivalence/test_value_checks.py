@@ -34,7 +34,7 @@ def test_what_does_not_hold_in_a_call_is_an_error_with_its_line(mesh: dict[str, 
     parallel = parallel_careful(virtual_mesh(**mesh), example_inputs=batch(), num_microbatches=num_microbatches)
     assert parallel.verify(**batch(), promote=True)
     assert parallel.summary()["flops_split"] == 1
-    assert "asserted of values in every call\n  x is not finite where: " in parallel.explain()
+    assert "asserted of values in every call\n  x is not finite where: " in parallel.explain(detail="all")
     parallel(**batch()).backward()
     wrong = batch()
     wrong["scale"][1, :3] = -1  # one sample, in one microbatch of one share

@@ -65,7 +65,7 @@ def test_logits_stay_split(num_classes: int, mesh: dict[str, int], loss: str) ->
         assert ("tp", "logsumexp") in SHARDING[node][0].unreduced
 
 
-@pytest.mark.parametrize("num_classes", [512, 501])
-def test_logits_in_chunks(num_classes: int) -> None:
-    parallel = assert_exact(num_classes, "mean", {"tp": 2}, memory_budget=6e5)
+def test_logits_in_chunks() -> None:
+    """Where they are whole on each rank: split over it they take less than what chunks need besides."""
+    parallel = assert_exact(501, "mean", {"tp": 2}, memory_budget=4.7e5)
     assert any(node.target is projected_cross_entropy for node in parallel.compiled.program.graph.nodes)

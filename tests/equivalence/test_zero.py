@@ -32,7 +32,7 @@ MESHES: dict[str, dict[str, int]] = {
     "pp2×dp2×tp2": {"pp": 2, "dp": 2, "tp": 2},
 }
 LEVELS = (1, 2, 3)
-QUICK = {("gpt2", "dp2×tp2", 3), ("llama", "dp2×tp2", 2), ("gpt2", "pp2×dp2", 2), ("resnet", "dp2", 3)}
+QUICK = {("llama", "dp2×tp2", 3), ("gpt2", "pp2×dp2", 2), ("resnet", "dp2", 3)}
 CASES = [
     pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=f"{case[0]}, {case[1]}, level {case[2]}")
     for case in product(MODELS, MESHES, LEVELS)
@@ -63,7 +63,7 @@ def test_loss_and_gradients_are_the_originals(name: str, mesh: str, level: int) 
     assert set(report.gradient_errors) == dict(parallel.named_parameters()).keys()
     whole = [each for each, placed in parallel.plan.parameters.items() if "dp" not in placed.sharding.axes]
     assert not whole, f"{whole} do not lie in parts"
-    assert f"zero={level}" in parallel.explain()
+    assert f"zero={level}" in parallel.explain(detail="all")
     if "tp" in MESHES[mesh]:
         assert parallel.summary()["flops_split"] >= 0.98, parallel.explain()
 
@@ -155,7 +155,7 @@ def test_uneven_parameters_are_padded(level: int, axes: dict[str, int]) -> None:
     assert report and report.worst <= 1e-9, str(report)
     placed = parallel.plan.parameters
     assert {name for name, each in placed.items() if each.padding is not None} == placed.keys() - {"scale"}
-    assert "whole on every rank" in parallel.explain() and "scale" in parallel.explain()
+    assert "whole on every rank" in parallel.explain(detail="all") and "scale" in parallel.explain(detail="all")
 
 
 # ---- hybrid
@@ -177,7 +177,7 @@ def test_parts_inside_groups_of_dp(zero: ZeRO) -> None:
         number = len(schedule.signature.inputs_of("parameter"))
         assert axes["all_gather"] == {("dp.0",), ("dp.1",)}
         assert sum(len(each.targets) for each in launches(schedule, "all_gather") if each.axes == ("dp.0",)) == number
-    assert str(zero) in parallel.explain()
+    assert str(zero) in parallel.explain(detail="all")
 
 
 # ---- refusals, plans
@@ -231,11 +231,12 @@ def test_a_budget_chooses_the_level() -> None:
     model, mesh, batch = plain({"dp": 8})
     whole = sum(parameter.nbytes for parameter in model.parameters())
     found: list[tuple[bool, bool]] = []
-    for budget in (8.0, 2.4, 1.2):
+    for budget in (6.0, 2.2, 1.56):
         parallel = compiled(model, mesh, batch, memory_budget=budget * whole, cluster="8xH100")
         assert parallel.verify(*batch, promote=True).worst <= 1e-9
         memory = parallel.summary()["memory"]
-        assert sum(memory.values()) <= budget * whole and "chosen as memory asks for it" in parallel.explain()
+        assert sum(memory.values()) <= budget * whole
+        assert ("chosen as memory asks for it" in parallel.explain(detail="all")) == (budget < 6.0)  # that one does not bind
         found.append((memory["parameters"] == whole, memory["parameter_copies"] > 0))
     assert found == [(True, False), (False, True), (False, False)]
 

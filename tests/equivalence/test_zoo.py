@@ -18,7 +18,7 @@ CONVNETS = ("convnext", "resnet")
 # Tokens of the whole batch are sorted by expert: dp does not split what follows.
 SORTED = ("mixtral",)
 # What the others do not show: experts, a scan, a learned bias, gathers, a backward of the model's own.
-QUICK = {(name, "dp2×tp2") for name in ("mixtral", "mamba", "t5")}
+QUICK = {(name, "dp2×tp2") for name in ("mixtral", "mamba")}
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id=", ".join(case)) for case in product(ZOO, MESHES)]
 
 

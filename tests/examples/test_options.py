@@ -59,3 +59,17 @@ def test_torchrun_does_not_take_a_flag_for_its_own() -> None:
     for field in fields(Options):
         flag = "--" + field.name.replace("_", "-")
         assert not [other for other in launcher if other.startswith(flag)], flag
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--resume"], "need --save FOLDER"),
+        (["--save-every", "5"], "need --save FOLDER"),
+        (["--single", "--save", "x"], "leave out --single"),
+    ],
+)
+def test_flags_that_need_others_are_refused(flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("a model", flags)
+    assert problem in capsys.readouterr().err

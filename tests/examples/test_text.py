@@ -48,3 +48,13 @@ def test_a_text_shorter_than_a_window_is_refused() -> None:
 def test_the_last_batch_of_an_epoch_has_what_is_left() -> None:
     windows = Windows(torch.arange(50, dtype=torch.uint8), num_windows=4, length=5, seed=0, epoch=10)
     assert [len(windows.draw()) for _ in range(6)] == [4, 4, 2, 4, 4, 2]
+
+
+def test_windows_go_on_where_they_stood() -> None:
+    text = torch.arange(50, dtype=torch.uint8)
+    first, second = (Windows(text, num_windows=4, length=5, seed=1, epoch=10) for _ in range(2))
+    first.draw(), first.draw()
+    second.load_state_dict(first.state_dict())
+    drawn = [first.draw(), first.draw()]
+    assert [len(each) for each in drawn] == [2, 4]
+    assert all(torch.equal(each, second.draw()) for each in drawn)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from autopar._torch import fake_mode
+from autopar.kernels import cross_entropy as module
 from autopar.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from tests.support.kernels.tracing import assert_traceable
 
@@ -83,3 +84,19 @@ def test_traces() -> None:
     assert_traceable(cross_entropy, (logits, labels, classes), {}, backward="autopar.cross_entropy_backward.default")
     rows = torch.rand(2, 5)
     assert_traceable(cross_entropy_backward, (rows, rows, None, logits.detach(), labels, classes, rows), {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_by_block_it_is_the_reference_bit_by_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 20)  # two rows, three with a rest
+    logits, labels, _ = inputs(3, 3, 10, dtype=dtype)
+    logits = logits.detach().transpose(0, 1)
+    classes = torch.tensor([0, 1, 2, 3, 5, 6, 7, 9, -1, -1])  # gaps, and padding at the end
+    whole, parts = (f(logits, labels, classes) for f in (module.cross_entropy_reference, module.cross_entropy_in_blocks))
+    assert all(torch.equal(one, other) for one, other in zip(whole, parts, strict=True))
+    arriving = [torch.randn(3, 3) for _ in range(3)]
+    arriving[0][1] = 0  # rows without a gradient
+    for number in range(4):
+        given = [None if place == number else each for place, each in enumerate(arriving)]
+        more = (*given, logits, labels, classes, whole[0])
+        assert torch.equal(module.cross_entropy_backward_reference(*more), module.cross_entropy_backward_in_blocks(*more))

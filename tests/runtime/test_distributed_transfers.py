@@ -20,9 +20,10 @@ from autopar.ir.instructions import parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
 from autopar.ir.schedule import Fragment, Schedule, TensorType
-from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime.execute.distributed import DistributedTransport
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
+from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
 from tests.support.schedules import buffers_of
 

@@ -1,34 +1,41 @@
-"""Models compiled as most tests want them, and captures of equal models, made once a process.
+"""Models compiled as most tests want them, and captures of equal models, and joint traces of equal programs, made once a run.
 
-Half of what compiling a tiny model takes is Dynamo's.
+Two thirds of what compiling a tiny model takes is Dynamo's and AOTAutograd's. `stored` shares both among processes.
 
 Only captures by the front door, and those of `kept_capture`, are kept. A model is known by the classes of its modules, by their
-attributes, as long as these are plain values, by names, shapes, dtypes and ties of its tensors, and by its modes; one of transformers'
-by its configuration instead of the attributes. Tests of capture call it themselves.
+attributes, as long as these are plain values or functions, by names, shapes, dtypes and ties of its tensors, and by its modes; one of
+transformers' by its configuration instead of the attributes. Tests of capture call it themselves. A program is known by all that is
+written in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import autopar.captured
 import autopar.compiler
 from autopar.cost.hardware.cluster import Cluster
 from autopar.frontend.capture import capture
 from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.program import Program
+from autopar.passes.global_.trace_joint import _DECOMPOSITIONS, TraceJoint, trace_joint
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.stored import CannotBeStored, content_of, stored
 
 _OF_ALL = frozenset(nn.Module().__dict__) | {"_is_hf_initialized"}
 _PLAIN = (int, float, str, bool, type(None), torch.dtype, torch.device)
+# The last that were asked for: collections look at all that lives.
 _kept: dict[Any, Program] = {}
+_MOST_KEPT = 40
 
 
 def compiled(model: nn.Module, mesh: Mesh | DeviceMesh | Mapping[str, int], batch: Any = None, **options: Any) -> ParallelModule:
@@ -42,8 +49,29 @@ def compiled(model: nn.Module, mesh: Mesh | DeviceMesh | Mapping[str, int], batc
 
 
 def keep_captures() -> None:
-    """From now on `autopar.compile` captures an equal call of an equal model once."""
-    autopar.compiler.capture = kept_capture  # type: ignore[assignment]
+    """From now on `autopar.compile` captures an equal call of an equal model once, and traces an equal program once."""
+    autopar.captured.capture = kept_capture  # type: ignore[assignment]
+    TraceJoint.apply = kept_trace  # type: ignore[method-assign]
+
+
+def kept_trace(chosen: TraceJoint, program: Program) -> Program:
+    """What `TraceJoint` makes of `program`, or a copy of what it made of an equal one, whose mesh does not matter to it."""
+    try:
+        content = content_of(program)
+    except CannotBeStored:
+        return trace_joint(program, chosen.training)
+    decompositions = tuple((str(op), each.__qualname__) for op, each in _DECOMPOSITIONS.items())
+    key = (chosen.training, torch.get_default_dtype(), decompositions, content)
+    joint = _known_or_made(key, lambda: trace_joint(program, chosen.training))
+    return replace(joint, mesh=program.mesh, freedom=program.freedom, order=program.order, constants=program.constants)
+
+
+def _known_or_made(key: Any, make: Callable[[], Program]) -> Program:
+    """A copy: a pass that changed what it is given would show in the next test."""
+    program = _kept[key] = _kept.pop(key, None) or stored(key, make)
+    if len(_kept) > _MOST_KEPT:
+        del _kept[next(iter(_kept))]
+    return program.copy()
 
 
 def kept_capture(
@@ -51,7 +79,7 @@ def kept_capture(
 ) -> Program:
     """`autopar.frontend.capture.capture`, or a copy of what it gave for an equal call."""
     identity = _identity(model)
-    if identity is None or autopar.compiler.capture is not kept_capture:
+    if identity is None or autopar.captured.capture is not kept_capture:
         return capture(model, args, kwargs, mesh, outputs, batch_dims)
     batch = tuple(sorted(batch_dims.items())) if batch_dims is not None else None
     key = (
@@ -65,10 +93,7 @@ def kept_capture(
         Autocast.around(next((parameter.device.type for parameter in model.parameters()), "cpu")),
         mesh.num_microbatches > 1,
     )
-    if key not in _kept:
-        _kept[key] = capture(model, args, kwargs, mesh, outputs, batch_dims)
-    # A pass that changed what it is given would show in the next test: each gets its own copy all the same.
-    return replace(_kept[key].copy(), mesh=mesh)
+    return replace(_known_or_made(key, lambda: capture(model, args, kwargs, mesh, outputs, batch_dims)), mesh=mesh)
 
 
 def _identity(model: nn.Module) -> Any:
@@ -104,7 +129,7 @@ def _attributes(model: nn.Module) -> Any:
 
 def _plain(value: Any) -> Any:
     """A hashable stand-in for a plain value; None for any other."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, _PLAIN) or isinstance(value, FunctionType) and value.__closure__ is None:
         return type(value), value
     if isinstance(value, (tuple, list)):
         items = [_plain(item) for item in value]

@@ -1,6 +1,8 @@
 """Gloo ranks that live as long as a test run: `GlooRanks` starts them and asks, this module run by itself is what answers.
 
-python ranks.py WORLD_SIZE FOLDER
+python ranks.py WORLD_SIZE    reads folders, one a line, and forks ranks that meet there
+
+What all ranks need is imported, and has run once, before they are forked.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.support.captures import keep_captures
+from tests.support.captures import compiled, keep_captures
 
 WORLD_SIZE = 4
 # Each device mesh and each world leaves process groups behind, with threads and connections: some hundred of them take most of the time.
@@ -45,7 +47,8 @@ class GlooRanks:
     def __init__(self, world_size: int = WORLD_SIZE) -> None:
         self._world_size = world_size
         self._directory: tempfile.TemporaryDirectory[str] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
+        self._forker: subprocess.Popen[str] | None = None
+        self._world = 0  # the process group of the ranks alive
         self._pipes: list[Connection] = []
         self._num_calls = 0
 
@@ -53,19 +56,25 @@ class GlooRanks:
         self._directory = tempfile.TemporaryDirectory()
         folder = Path(self._directory.name)
         listeners = [Listener(str(folder / f"rank{rank}"), "AF_UNIX") for rank in range(self._world_size)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", __name__, str(self._world_size), str(folder)]
-        # A session of their own, by which they are killed together.
-        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        forker = self._forker = self._forker or self._new_forker()
+        assert forker.stdin is not None and forker.stdout is not None
+        forker.stdin.write(f"{folder}\n")
+        forker.stdin.flush()
+        self._world = int(forker.stdout.readline())
         for listener in listeners:
             self._pipes.append(listener.accept())
             listener.close()
 
+    def _new_forker(self) -> subprocess.Popen[str]:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", __name__, str(self._world_size)]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 240.0) -> list[Any]:
         """Call `function(*args)` on all ranks. The first rank's exception is raised here, with its traceback as a note."""
         if self._num_calls == CALLS_OF_A_POOL:
-            self.stop()
-        if self._process is None:
+            self._kill()
+        if not self._world:
             self._start()
         self._num_calls += 1
         code = sys.modules[function.__module__].__file__
@@ -74,7 +83,7 @@ class GlooRanks:
         try:
             answers = [self._answer(rank, pipe, timeout) for rank, pipe in enumerate(self._pipes)]
         except (TimeoutError, EOFError):
-            self.stop()  # the next test gets ranks that are not stuck in this one
+            self._kill()  # the next test gets ranks that are not stuck in this one
             raise
         for rank, (_, error, trace) in enumerate(answers):
             if error is not None:
@@ -87,14 +96,21 @@ class GlooRanks:
             raise TimeoutError(f"gloo rank {rank} gave no answer within {timeout} s")
         return pickle.loads(pipe.recv_bytes())
 
-    def stop(self) -> None:
-        """Kill all: they hold nothing, and taking a world down in good order takes ten seconds."""
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        self._process, self._pipes, self._num_calls = None, [], 0
+    def _kill(self) -> None:
+        """Kill the ranks: they hold nothing, and taking a world down in good order takes ten seconds."""
+        if self._world:
+            os.killpg(self._world, signal.SIGKILL)
+        self._world, self._pipes, self._num_calls = 0, [], 0
         if self._directory is not None:
             self._directory.cleanup()
+
+    def stop(self) -> None:
+        """Kill the ranks, and end what forks them."""
+        self._kill()
+        if self._forker is not None and self._forker.stdin is not None:
+            self._forker.stdin.close()
+            self._forker.wait()
+        self._forker = None
 
 
 def share(batch: dict[str, Tensor], mesh: object) -> dict[str, Tensor]:
@@ -104,14 +120,25 @@ def share(batch: dict[str, Tensor], mesh: object) -> dict[str, Tensor]:
     return {name: value.chunk(mesh["dp"].size())[mesh.get_local_rank("dp")] for name, value in batch.items()}
 
 
-def fork(world_size: int, folder: Path) -> None:
-    """One process a rank; ends when they all have."""
-    importlib.import_module("tests.support.models.zoo")  # what most tests import, and what takes longest: once, before they are forked
-    for rank in range(world_size):
-        if os.fork() == 0:
-            serve(rank, world_size, folder)
-    for _ in range(world_size):
-        os.wait()
+def fork(world_size: int) -> None:
+    """For each folder that comes in: one process a rank, in a process group of their own, whose number is printed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the dead
+    out = os.dup(1)
+    os.dup2(2, 1)  # what ranks print is no answer
+    zoo = importlib.import_module("tests.support.models.zoo")
+    torch.set_num_threads(1)
+    case = zoo.gpt2()
+    compiled(case.model, {"dp": 2, "tp": 2}, case.batch)(**case.batch).loss.backward()
+    for line in sys.stdin:
+        first = 0
+        for rank in range(world_size):
+            process = os.fork()
+            os.setpgid(process, first)
+            if process == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                serve(rank, world_size, Path(line.strip()))
+            first = first or process
+        os.write(out, f"{first}\n".encode())
 
 
 def serve(rank: int, world_size: int, folder: Path) -> None:
@@ -120,6 +147,7 @@ def serve(rank: int, world_size: int, folder: Path) -> None:
     torch.set_num_threads(1)
     gc.set_threshold(20_000, 10, 10)  # as in the tests
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ["AUTOPAR_RECORDER"] = str(folder / "recorder")  # what is killed leaves no temporary folder behind
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size, timeout=timedelta(seconds=180)
     )
@@ -154,4 +182,4 @@ def _pickled(error: Exception) -> bytes:
 
 
 if __name__ == "__main__":
-    fork(int(sys.argv[1]), Path(sys.argv[2]))
+    fork(int(sys.argv[1]))

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost.hardware.cluster import Cluster, Device, built_in_for
+from autopar.cost.hardware.kept import keep
 from autopar.cost.hardware.link_fit import Sample, fit_link
 from autopar.cost.hardware.links import CommunicationKind
 from autopar.errors import MeshError
@@ -62,7 +63,7 @@ def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
     Call it on every rank of `torch.distributed` with the same DeviceMesh (named axes), all ranks of the world on it:
     links are then measured along each axis. Without a mesh the whole world is one group. In a process without
     `torch.distributed` the device alone is measured; links that were not measured are a built-in cluster's, and their source
-    says so. All ranks get the same cluster. Takes seconds.
+    says so. All ranks get the same cluster. Takes seconds. What was measured is kept on this machine: `explain()` says seconds by it.
 
     Raises `MeshError` for a mesh without names, of virtual ranks, or of a part of the world.
     """
@@ -74,8 +75,10 @@ def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
     samples = {name: _measure_links(group, device, sizes, measured.launch_seconds) for name, group in axes.items()}
     cluster = cluster_of(measured, samples, Mesh.of(mesh) if mesh is not None else None, hosts)
     cluster = _from_first(cluster, device)
-    if path is not None and (not _is_distributed() or dist.get_rank() == 0):
-        cluster.to_yaml(path)
+    if not _is_distributed() or dist.get_rank() == 0:
+        keep(cluster, device.type)
+        if path is not None:
+            cluster.to_yaml(path)
     return cluster
 
 
@@ -216,6 +219,7 @@ def cluster_of(device: Device, samples: dict[str, list[Sample]], mesh: Mesh | No
     built_in = built_in_for(device.name) or Cluster.named("cpu" if device.name == "cpu" else "a100")
     note = f"not measured: as in the built-in cluster {built_in.name}"
     bare = Cluster("calibrated", device, replace(built_in.inner, source=note), replace(built_in.outer, source=note), ranks_per_node)
+    bare = replace(bare, copies=built_in.copies)
     described = mesh if mesh is not None else Mesh(((_WORLD, len(hosts)),))
     routes = {name: bare.route(described, (name,)) for name in samples}
     within = [sample for name, each in samples.items() if routes[name].num_nodes == 1 for sample in each]

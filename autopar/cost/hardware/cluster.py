@@ -26,6 +26,12 @@ from autopar.ir.mesh import Mesh, parent
 
 __all__ = ["Cluster", "ClusterError", "Device", "Link", "Protocol"]
 
+# Where a cluster does not say how fast a device reaches what is not its memory.
+USUAL_COPIES: dict[str, Link] = {
+    "host": Link(10e-6, 25e9, "assumed: 16 lanes of PCIe 4"),
+    "file": Link(100e-6, 3e9, "assumed: one NVMe drive over 4 lanes of PCIe 4, written"),
+}
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -43,17 +49,23 @@ class Cluster:
     links: tuple[tuple[str, Link], ...] = ()
     # How fast the devices at each place on `pp` are, 1.0 for `device`; all alike where nothing is said.
     stage_speeds: tuple[float, ...] = ()
+    # What joins a device to "host" memory, and to a "file": usual ones where nothing is said.
+    copies: tuple[tuple[str, Link], ...] = ()
 
     def speed(self, place: int) -> float:
         """Of the devices at a place on `pp`, 1.0 for `device`."""
         return self.stage_speeds[place] if place < len(self.stage_speeds) else 1.0
+
+    def copies_to(self, memory: str) -> Link:
+        """The link by which a device reads and writes "host" memory, or a "file"."""
+        return dict(self.copies).get(memory) or USUAL_COPIES[memory]
 
     @staticmethod
     def ideal() -> Cluster:
         """Links all but free, nothing to launch: whatever can be split is, and ties break towards fewer bytes."""
         device = Device("ideal", (("float64", 1e12), ("float32", 1e12), ("bfloat16", 1e12)), 1e15, 1e12, 0.0, "by definition")
         link = Link(0.0, 1e14, "by definition")
-        return Cluster("ideal", device, link, link, 1)
+        return Cluster("ideal", device, link, link, 1, copies=(("host", link), ("file", link)))
 
     @staticmethod
     def named(name: str) -> Cluster:
@@ -120,11 +132,12 @@ class Cluster:
             _link(content["outer"]),
             content["ranks_per_node"],
             tuple((axis, _link(link)) for axis, link in content.get("axes", {}).items()),
+            copies=tuple((memory, _link(content[memory])) for memory in USUAL_COPIES if memory in content),
         )
 
     def to_yaml(self, path: str | Path | None = None) -> str:
         """This cluster as YAML that `from_text` reads back to an equal one; also written to `path`, where given."""
-        text = yaml_of(self.name, self.device, self.ranks_per_node, self.inner, self.outer, self.links)
+        text = yaml_of(self.name, self.device, self.ranks_per_node, self.inner, self.outer, self.links, self.copies)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text

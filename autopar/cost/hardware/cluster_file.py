@@ -88,6 +88,8 @@ _CLUSTER = Section(
         "inner": Section(_LINK),
         "outer": Section(_LINK),
         "axes": Table(Section(_LINK), required=False),
+        "host": Section(_LINK, required=False),
+        "file": Section(_LINK, required=False),
     }
 )
 

@@ -15,8 +15,8 @@ _DIGITS = 3
 Axes = Iterable[tuple[str, Link]]
 
 
-def yaml_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer: Link, axes: Axes) -> str:
-    """The YAML of a cluster, every number exact; `axes` are links of single mesh axes."""
+def yaml_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer: Link, axes: Axes, copies: Axes = ()) -> str:
+    """The YAML of a cluster, every number exact; `axes` are links of single mesh axes, `copies` those to other memories."""
     lines = [f"name: {_quoted(name)}", "device:", f"  name: {_quoted(device.name)}", "  flops:"]
     lines += [f"    {dtype}: {format_quantity(rate, FLOPS)}" for dtype, rate in device.flops]
     lines += [
@@ -27,6 +27,7 @@ def yaml_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer: 
         f"ranks_per_node: {ranks_per_node}",
         *_link_lines("inner", inner, ""),
         *_link_lines("outer", outer, ""),
+        *(line for memory, link in copies for line in _link_lines(memory, link, "")),
     ]
     of_axes = [line for axis, link in axes for line in _link_lines(axis, link, "  ")]
     return "\n".join([*lines, *(["axes:"] if of_axes else []), *of_axes]) + "\n"

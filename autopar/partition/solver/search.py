@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from autopar.errors import MemoryBudgetError, PlanError
@@ -58,10 +59,14 @@ class Solution:
 
     def runner_up(self, index: int) -> NextCandidate | None:
         """The next-best candidate of node `index` and its like, everything else as it is; None where there is no other."""
+        return self.cheapest(index, lambda pick: True)
+
+    def cheapest(self, index: int, is_wanted: Callable[[int], bool]) -> NextCandidate | None:
+        """As `runner_up`, among the candidates of the node that are wanted, by their positions."""
         group = self.contracted.group_of[index]
         number = self.evaluation.folded.class_of[group]
         others = [self.contracted.pick_of(index, position) for position in self.kept[group]]
-        allowed = tuple(position for position, pick in enumerate(others) if pick != self.picks[index])
+        allowed = tuple(position for position, pick in enumerate(others) if pick != self.picks[index] and is_wanted(pick))
         if (number, allowed) not in self._runners_up:
             self._runners_up[number, allowed] = self.evaluation.runner_up(number, self.class_picks, allowed)
         found = self._runners_up[number, allowed]

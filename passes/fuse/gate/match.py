@@ -1,4 +1,4 @@
-"""One gate, a product of an activation and of what it gates; or one activation of a sum with a bias."""
+"""One gate, a product of an activation and of what it gates; one activation of a sum with a bias; or one activation written by hand."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ _OTHERS: dict[object, str] = {
     aten.hardsigmoid.default: "hardsigmoid", aten.hardtanh.default: "hardtanh", aten.relu6.default: "relu6", aten.mish.default: "mish",
     aten.softplus.default: "softplus", aten.selu.default: "selu", aten.clamp_min.default: "clamp(min=...)", aten.clamp.default: "clamp",
 }  # fmt: skip
+
+
+# What torch's own op calls them.
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,22 @@ class Biased(Match):
         return emit.call(bias_activation, x, bias, activation=self.kind)
 
 
+@dataclass(frozen=True)
+class Written(Match):
+    """activation(`x`) in several ops, each of which saves its operands."""
+
+    kind: str
+    x: Node
+    dtype: torch.dtype
+
+    def conditions(self) -> tuple[str, ...]:
+        return (f"{self.kind} written by hand", "by the op of that name")
+
+    def emit(self, emit: Emitter) -> Node:
+        x = emit.cast(self.x, self.dtype)
+        return emit.call(aten.silu.default, x) if self.kind == "silu" else emit.call(aten.gelu.default, x, approximate=_GELU[self.kind])
+
+
 def match_gate(product: Node, constants: Constants, writers: Sequence[Node]) -> Gate | None:
     """The gate whose value is `product`; None where there is nothing like one. Raises `NotFusible`. `writers` write in place."""
     if product.target is aten.glu.default:
@@ -110,6 +130,20 @@ def match_bias(node: Node, constants: Constants, writers: Sequence[Node]) -> Bia
     x, bias = map(narrowest, operands)
     check_writes(interior, widened(x) | widened(bias), root, writers)
     return Biased(root, interior - {root}, found.kind, x, bias, widest(x, bias, root), found.by_hand)
+
+
+def match_written(node: Node, constants: Constants, writers: Sequence[Node]) -> Written | None:
+    """The silu or gelu in several ops whose value is `node`; None where there is nothing like one. Raises `NotFusible`."""
+    if not is_tensor(node) or not tensor_of(node).is_floating_point() or is_cast(node):
+        return None
+    found = activation_at(node, constants)
+    if found is None or not found.by_hand or found.kind not in ("silu", *_GELU):
+        return None
+    root, x = rounded(node), narrowest(found.gate)
+    interior = found.interior | {node, root}
+    check_interior(interior - {root}, (root,), "a part of it is used elsewhere, too")
+    check_writes(interior, widened(x), root, writers)
+    return Written(root, interior - {root}, found.kind, x, widest(x, root))
 
 
 def _bias_of(total: Node) -> tuple[Node, Node] | None:

@@ -38,7 +38,7 @@ def test_sound_stages_pass() -> None:
         (
             [("0F1>1", "gradient"), ("WAIT gradient\nFREE h@1", "FREE h@1")],
             15,
-            "a collective and a transfer under way are both called gradient",
+            "a send and a collective under way are both called gradient",
         ),
         ([("SEND 0F1>1 pp=1 (h@1)", "SEND 0F1>1 pp=1 (h@1, gradient)")], 3, "buffer gradient is read before anything wrote it"),
     ],

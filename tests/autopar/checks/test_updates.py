@@ -49,11 +49,15 @@ def test_misuses_are_named(text: str, what: str) -> None:
     assert what in said(text), said(text)
 
 
-def test_a_gradient_of_another_shape_or_dtype_is_named() -> None:
-    wrong = retyped(schedule(SOUND), {"g": ((4, 8), torch.float16)})
-    found = check_updates(0, wrong)
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [(((4, 8), torch.float64), "f64[4, 8]"), (((4, 8), torch.int64), "i64[4, 8]"), (((8, 4), torch.float16), "f16[8, 4]")],
+)
+def test_a_gradient_of_another_shape_or_wider_dtype_is_named(given: tuple[tuple[int, ...], torch.dtype], text: str) -> None:
+    found = check_updates(0, retyped(schedule(SOUND), {"g": given}))
     assert [each.what for each in found] == ["gradient g does not fit parameter w"]
-    assert (found[0].expected, found[0].got) == ("f32[4, 8]", "f16[4, 8]")
+    assert (found[0].expected, found[0].got) == ("f32[4, 8]", text)
+    assert not check_updates(0, retyped(schedule(SOUND), {"g": ((4, 8), torch.float16)}))
 
 
 def test_a_gradient_must_be_there_when_it_is_used() -> None:

@@ -18,7 +18,7 @@ from autopar.ir.instructions import parse
 from autopar.ir.program import Input, Signature
 from autopar.ir.schedule import Buffer, Fragment, Schedule, Span
 from tests.support.models.zoo import Case, gpt2, llama
-from tests.support.schedules import buffers_of
+from tests.support.schedules import buffers_of, retyped
 
 aten = torch.ops.aten
 LAYOUT = ((4, 8), torch.float32)
@@ -114,15 +114,34 @@ def _fragment(name: str, op: Callable[..., torch.Tensor]) -> Fragment:
 
 
 @pytest.mark.parametrize(
-    ("collective", "packed"), [("all_reduce", 0), ("all_gather", 2 + 2 * 2), ("reduce_scatter", 2 * 2)], ids=["reduce", "gather", "scatter"]
+    ("collective", "taken"), [("all_reduce", 2), ("all_gather", 2 + 4 + 4), ("reduce_scatter", 2 + 4)], ids=["reduce", "gather", "scatter"]
 )
-def test_a_bucket_under_way_takes_memory_of_its_own_on_processes(collective: str, packed: int) -> None:
-    """In units of the smaller of what it takes and gives: results are there from the launch on, and packed copies until the WAIT."""
+def test_a_bucket_is_kept_by_processes_and_takes_more_under_way(collective: str, taken: int) -> None:
+    """In units of the smaller of what it takes and gives, besides the operands: the bucket, what is under way, and gathered results."""
     kind = "copy" if collective == "all_gather" else "sum"
-    shapes = {"all_reduce": (4, 4), "all_gather": (4, 8), "reduce_scatter": (8, 4)}[collective]
+    shapes = {"all_reduce": (16, 16), "all_gather": (16, 32), "reduce_scatter": (32, 16)}[collective]
     types = {name: ((shape,), torch.float32) for names, shape in zip(("ab", "cd"), shapes, strict=True) for name in names}
     buffers = {name: Buffer(name, each) for name, each in types.items()}
     text = f"LAUNCH {collective} {kind} dp (a, b) -> (c, d)\nWAIT c"
     typed = Schedule(parse(text), {}, ("a", "b"), ("c", "d"), Signature((), ()), buffers)
-    assert peak_bytes_on_processes(typed) == 16 * (sum(shapes) // 4 * 2 + packed)
-    assert peak_bytes(typed) == 16 * sum(shapes) // 4 * 2
+    assert peak_bytes_on_processes(typed) == 64 * (shapes[0] // 16 * 2 + taken)
+    assert peak_bytes(typed) == 4 * 2 * sum(shapes)
+
+
+def test_parts_of_a_bucket_begin_where_kernels_like_it() -> None:
+    types = dict.fromkeys("abcd", ((5,), torch.float32))
+    buffers = {name: Buffer(name, each) for name, each in types.items()}
+    instructions = parse("LAUNCH all_reduce sum dp (a, b) -> (c, d)\nWAIT c\nFREE c d")
+    typed = Schedule(instructions, {}, ("a", "b"), (), Signature((), ()), buffers)
+    found = schedule_memory(typed, Sizes(typed.bytes_of, arrival="launch"))
+    assert found.held_bytes == found.peak_bytes == 2 * 20 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("before", "units"), [("RUN copy (x) -> (y)", 2), ("RUN copy (x) -> (w)\nRUN view (w) -> (y)", 3), ("RUN view (x) -> (y)", 2)]
+)
+def test_what_nothing_else_looks_at_is_reduced_where_it_lies_on_processes(before: str, units: int) -> None:
+    typed = replace(schedule_of(f"{before}\nLAUNCH all_reduce sum dp (y) -> z\nWAIT z\nFREE y"), outputs=("z",))
+    size = typed.bytes_of("x")
+    typed = retyped(typed, dict.fromkeys("wz", LAYOUT))
+    assert schedule_memory(typed, Sizes(typed.bytes_of, arrival="launch")).peak_bytes == units * size

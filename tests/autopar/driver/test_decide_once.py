@@ -36,7 +36,7 @@ from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.pipeline.schedules import generate
 from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Plan
-from autopar.runtime.execute.world import from_first
+from autopar.runtime.execute.agreement import from_first
 from tests.support.captures import compiled
 from tests.support.models.zoo import ZOO
 from tests.support.programs import FORWARD_PASSES, forward_program, global_program
@@ -147,7 +147,11 @@ def alone_and_together() -> tuple[str, str, str]:
             case = ZOO["gpt2"](num_layers=2).to(torch.bfloat16)
             parallel = compiled(case.model, mesh, case.batch, cluster=cluster, schedule="auto", num_microbatches=4, timeout=180)
             plans.append(parallel.plan)
-    return plans[0].to_json(), plans[1].to_json(), parallel.explain().split("\nwhose kernel runs attention\n")[1].split("\n\n")[0]
+    return (
+        plans[0].to_json(),
+        plans[1].to_json(),
+        parallel.explain(detail="all").split("\nwhose kernel runs attention\n")[1].split("\n\n")[0],
+    )
 
 
 def test_ranks_that_would_decide_otherwise_have_all_of_rank_0s_plan(gloo_ranks: Any) -> None:

@@ -60,11 +60,23 @@ def test_a_cache_that_takes_the_place_of_a_forgotten_one_is_emptied() -> None:
     with caches_kept_clean():
         pass
     del forgotten
-    gc.collect()
     instead = lru_cache(torch.zeros)
     with caches_kept_clean(), fake_mode():
         instead(2)
     assert instead.cache_info().currsize == 0
+
+
+def test_frozen_caches_are_emptied() -> None:
+    """A compile freezes what was there before it: the cycle collector finds none of it."""
+    frozen = lru_cache(torch.zeros)
+    gc.freeze()
+    try:
+        with caches_kept_clean(), fake_mode():
+            frozen(2)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert frozen.cache_info().currsize == 0
 
 
 class Positioned(nn.Module):

@@ -202,11 +202,11 @@ def test_fragments_run_and_take_what_they_are_given(schedules: list[Schedule]) -
                 assert shapes == [tuple(node.meta["val"].shape) for node in fragment.module.graph.find_nodes(op="placeholder")]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_equal_layers_share_fragments(seed: int) -> None:
-    """Two more layers bring more instructions and not one more fragment, forward and backward alike."""
+    """One more layer brings more instructions and not one more fragment, forward and backward alike."""
     found = []
-    for num_blocks in (4, 6):
+    for num_blocks in (3, 4):
         local = run_passes(program_of(num_blocks), (AlikeShardings(seed), InsertReshards(), Lower()))
         found.append(scheduled(local).places[0])
     assert len(found[1].instructions) > len(found[0].instructions)
@@ -221,7 +221,7 @@ def _codes(schedule: Schedule) -> set[str]:
 
 def test_equal_layers_of_gpt2_share_fragments() -> None:
     counts = []
-    for num_layers in (3, 5):
+    for num_layers in (3, 4):
         case = gpt2(num_layers)
         forward = kept_capture(case.model, (), case.batch, virtual_mesh(tp=2))
         program = global_program(run_passes(forward, FORWARD_PASSES))

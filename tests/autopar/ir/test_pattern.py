@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.ir.pattern import matches_module, matches_name, near_names
+from autopar.ir.pattern import is_meant, matches_module, matches_name, near_names
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,10 @@ def test_near_names_come_first() -> None:
     assert near_names("h.3.mlp.dwn.weight", names).startswith("h.3.mlp.down.weight, ")
     assert near_names("zzz", names) == "wte.weight, wpe.weight, h.0.mlp.down.weight, h.1.mlp.down.weight, …"
     assert near_names("zzz", []) == "none"
+
+
+def test_a_pattern_for_reading_means_a_module_and_what_is_in_it() -> None:
+    assert is_meant("model.layers.1.mlp.up.weight", "model.layers.1") and not is_meant("model.layers.10.mlp", "model.layers.1")
+    assert is_meant("model.layers.10.mlp.up.weight", "model.layers.*") and not is_meant("model.norm", "model.layers.*")
+    assert is_meant("h.0.mlp.down_proj", "down") and is_meant("h.0.mlp.down_proj", "mlp") and not is_meant("h.0.attn", "mlp")
+    assert is_meant("h.0.mlp.fc", "*.mlp") and is_meant("h.3.mlp.fc.weight", "h.?.mlp") and not is_meant("h.3.attn", "*.mlp")

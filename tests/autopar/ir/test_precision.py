@@ -34,8 +34,7 @@ def test_other_names_are_refused(asked: str, message: str) -> None:
     [
         ({"param": torch.float64}, r"MixedPrecision\(param=torch.float64\) is none"),
         ({"reduce": torch.int8}, r"MixedPrecision\(reduce=torch.int8\) is none"),
-        ({"grad": torch.float16}, r"param=torch.bfloat16, reduce=torch.float16, grad=torch.float16\) cannot be: gradients come in param"),
-        ({"reduce": torch.float32, "grad": torch.bfloat16}, r"in no lower dtype than over ranks"),
+        ({"grad": torch.float16}, r"param=torch.bfloat16, grad=torch.float16\) cannot be: gradients come in param"),
     ],
 )
 def test_dtypes_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -54,6 +53,8 @@ def test_what_is_kept_is_a_module_and_all_within() -> None:
 
 def test_it_prints_and_goes_to_json_and_back() -> None:
     precision = MixedPrecision(torch.float16, torch.bfloat16, keep=("head",))
-    assert str(precision) == "computes in float16, gradients summed in bfloat16, masters float32, float32 in head"
+    assert str(precision) == "computes in float16, gradients summed in float32, over ranks in bfloat16, masters float32, float32 in head"
+    held = MixedPrecision(grad=torch.bfloat16)
+    assert str(held) == "computes in bfloat16, gradients summed in bfloat16, held so until the update, masters float32"
     assert MixedPrecision.of_content(precision.content()) == precision
     assert MixedPrecision.of_content(None) is None

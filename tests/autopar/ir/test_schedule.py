@@ -114,3 +114,19 @@ def test_the_fingerprint_tells_peers_and_transfers_apart() -> None:
     fragments = {"f": Fragment("f", symbolic_trace(lambda x: (x,)))}
     prints = {Schedule(parse(text), fragments, (), (), Signature((), ())).fingerprint for text in texts}
     assert len(prints) == len(texts)
+
+
+def test_what_nothing_reads_behind_its_collective_is_spent() -> None:
+    text = """
+    LAUNCH all_reduce sum dp (given) -> a
+    RUN f (x) -> (p, q, r, s, t)
+    LAUNCH all_reduce sum dp (p) -> b
+    LAUNCH all_reduce sum dp (q) -> c
+    LAUNCH all_reduce sum dp (r, s) -> (d, e)
+    LAUNCH all_reduce sum dp (t) -> f
+    WAIT b
+    FREE p
+    RUN f (q) -> (u)
+    """
+    found = replace(schedule(text), inputs=("given", "x"), outputs=("t",))
+    assert {name: (launch.name, number) for name, (launch, number) in found.spent.items()} == {"p": ("b", 0), "r": ("d", 0), "s": ("d", 1)}

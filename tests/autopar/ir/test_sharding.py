@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.ir.sharding import Dims, Sharding, carried
-from autopar.runtime.module.parameters import Placement, same_placement
+from autopar.runtime.module.parameters import same_placement
 
 MESH = Mesh((("dp", 2), ("tp", 4)))
 

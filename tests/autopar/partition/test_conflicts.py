@@ -56,7 +56,7 @@ def test_an_optimizer_with_less_state_is_a_way_out() -> None:
 
 def test_what_fits_is_no_refusal() -> None:
     parallel = autopar.compile(
-        Net(), virtual_mesh(dp=2, tp=2), example_inputs=(torch.randn(8, WIDTH),), backend="eager", memory_budget=1.6 * PARAMETERS
+        Net(), virtual_mesh(dp=2, tp=2), example_inputs=(torch.randn(8, WIDTH),), backend="eager", memory_budget=2.0 * PARAMETERS
     )
     assert parallel.verify(torch.randn(8, WIDTH), promote=True)
-    assert parallel.summary()["search"]["held_bytes"] <= 1.6 * PARAMETERS
+    assert parallel.summary()["search"]["held_bytes"] <= 2.0 * PARAMETERS

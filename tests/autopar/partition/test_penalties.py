@@ -69,5 +69,5 @@ def test_one_microbatch_pays_none() -> None:
 def test_nobody_reads_a_penalty() -> None:
     parallel = parallel_normed(2)
     assert parallel.summary()["search"]["seconds"] == decision().cost_seconds
-    text = re.sub(r"found in [0-9.]+ s", "", parallel.explain() + parallel.why("layers"))
+    text = re.sub(r"found in [0-9.]+ s", "", parallel.explain(detail="all") + parallel.why("layers"))
     assert not re.search(r"\d s\b", text)

@@ -16,7 +16,7 @@ from tests.support.models.residual import interleaved_pipe, piped, plain_pipe
 
 def test_explain_shows_stages_grid_and_step() -> None:
     compiled = plain_pipe().compiled
-    text = plain_pipe().explain()
+    text = plain_pipe().explain(detail="all")
     section = text[text.index("\npipeline\n") :].split("\n\n")[0]
     for line in (*str(compiled.stages.placement).splitlines(), *str(compiled.order).splitlines()):
         assert line.strip() in section

@@ -138,6 +138,20 @@ def test_the_way_to_a_result_is_what_only_moves_elements() -> None:
     assert way_to(other) == []
 
 
+def test_casts_of_a_gradient_that_is_held_low_only_move() -> None:
+    small = Small()
+    made = small.call(aten._to_copy.default, small.call(aten.mm.default, small.value("x")), name="made")
+    wide = small.call(aten._to_copy.default, made, name="wide")
+    summed = small.call(wait, small.call(all_reduce, wide, ("dp",), "sum", name="launched"), name="summed")
+    held = small.call(aten._to_copy.default, summed, name="held")
+    small.program()
+    for dtype, nodes in {torch.float16: (made, held), torch.float32: (wide, summed, made.args[0])}.items():
+        for node in nodes:
+            node.meta["val"] = torch.empty(2, dtype=dtype)
+    assert names(way_to(held, low=torch.float16)) == ["held", "summed", "launched", "wide", "made"]
+    assert way_to(held) == []
+
+
 def test_what_something_else_reads_is_no_step_on_the_way() -> None:
     small = Small()
     moved = small.call(aten.t.default, small.call(aten.mm.default, small.value("x")))

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import PlanError
+from autopar.ir.freedom import Freedom
 from autopar.ir.keys import STRATEGY
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding, Strategy
@@ -193,7 +194,7 @@ def test_a_pipeline_is_in_the_plan_and_comes_back_from_it() -> None:
     assert again.compiled.order == first.compiled.order and again.compiled.stages.stages == first.compiled.stages.stages
     assert again.compiled.stages.reason == "by the plan" and again.plan.reasons["stage 1"].endswith(": by the plan")
     assert again.compiled.fingerprint == first.compiled.fingerprint
-    assert "cut by the plan: the slowest stage" in again.explain()
+    assert "cut by the plan: the slowest stage" in again.explain(detail="all")
     for line in (*str(plan.schedule).splitlines(), f"stage 1 begins with {plan.cuts[0]}"):
         assert f"  {line}\n" in f"{plan}\n"
 
@@ -243,3 +244,10 @@ def test_the_diff_of_two_plans_has_the_pipeline() -> None:
     ]
     assert "  schedule   1f1b, 2 microbatches → none" in str(one.diff(replace(one, schedule=None, cuts=())))
     assert not one.diff(one)
+
+
+def test_plans_of_earlier_releases_say_freedom_in_other_words() -> None:
+    plan = Plan(Mesh((("dp", 2), ("tp", 2))), freedom=Freedom(("dp",), ("tp",), True))
+    text = plan.to_json()
+    assert json.loads(text)["freedom"] == {"batch": ["dp"], "flexible": ["tp"], "shards_parameters": True}
+    assert Plan.from_json(text.replace('"flexible"', '"free"').replace('"shards_parameters"', '"stored"')) == plan == Plan.from_json(text)

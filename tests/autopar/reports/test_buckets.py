@@ -14,10 +14,10 @@ from tests.support.models.zoo import ZOO
 
 def lines(**options: object) -> list[str]:
     torch.manual_seed(0)
-    case = ZOO["gpt2"](2)
+    case = ZOO["gpt2"](2 if "num_microbatches" in options else 1)
     parallel = autopar.compile(case.model, example_inputs=case.batch, backend="eager", **options)  # type: ignore[arg-type]
     found = list(bucket_lines(parallel.compiled))
-    assert all(f"  {line}" in parallel.explain().splitlines() for line in found)
+    assert all(f"  {line}" in parallel.explain(detail="all").splitlines() for line in found)
     return found
 
 
@@ -39,7 +39,5 @@ def test_each_stage_has_a_line(axes: dict[str, int]) -> None:
 
 
 def test_gathers_are_told_of_too() -> None:
-    case = ZOO["gpt2"](2)
-    capacity = 3.8 * sum(parameter.nbytes for parameter in case.model.parameters())
-    found = lines(mesh=autopar.virtual_mesh(dp=4), cluster="cpu", memory_budget=capacity)
+    found = lines(mesh=autopar.virtual_mesh(dp=4), cluster="cpu", zero=3)
     assert any(line.startswith(("all_gather over dp, up to", "all_gather dp: ")) for line in found), found

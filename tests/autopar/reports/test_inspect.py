@@ -35,6 +35,8 @@ from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Plan
 from autopar.reports.explain import indivisible
 from autopar.reports.inspect import diff, explain, print_program, print_schedule, summary, why
+from tests.support import captures
+from tests.support.models import zoo
 from tests.support.models.residual import plain_pipe
 from tests.support.schedules import buffers_of, whole
 
@@ -194,7 +196,7 @@ def test_saved_activations_are_what_is_marked_as_saved() -> None:
 
 
 def test_explain_speaks_of_columns_and_rows_and_folds_layers() -> None:
-    text = explain(compiled(search=Search()))
+    text = explain(compiled(search=Search()), detail="all")
     assert "dp=2 × tp=2, cluster 8xH100: 17 ops, 100.0% of the model's FLOPs computed once" in text
     assert "search: 7 nodes, 12 variables" in text
     assert "  h.*.up.weight [6, 10@tp]   split dim 1 over tp (column)   × 3\n      instead: [6@tp, 10] +1.2 ms a step\n" in text
@@ -204,7 +206,7 @@ def test_explain_speaks_of_columns_and_rows_and_folds_layers() -> None:
 
 
 def test_explain_says_what_does_not_divide_and_who_pinned() -> None:
-    text = explain(compiled(search=Search()))
+    text = explain(compiled(search=Search()), detail="all")
     section = text[text.index("  table") :].split("\n\n")[0]
     assert section.splitlines() == [
         "  table [7, 3]   on every rank",
@@ -274,7 +276,7 @@ def test_rules_found_by_probing_are_marked_and_ops_without_one_named() -> None:
     found = parallel.summary()
     assert found["inferred"] == [{"op": "autopar_inspect_test.twice", "module": "", "count": 1}]
     assert {entry["op"]: entry["rule"] for entry in found["replicated"]}["autopar_inspect_test.running"] == "none"
-    text = parallel.explain()
+    text = parallel.explain(detail="all")
     assert "rules inferred by probing, not written by hand\n  autopar_inspect_test.twice × 1" in text
     assert re.search(r"autopar_inspect_test.running × 1: the same on every rank along dp, tp, .*, no rule for it", text)
     assert "its rule was inferred by probing" in parallel.why("autopar_inspect_test.twice")
@@ -368,8 +370,24 @@ def test_only_ranks_in_space_are_on_the_mesh() -> None:
 
 
 def test_explain_says_what_the_slowest_rank_takes() -> None:
-    text = plain_pipe().explain()
+    text = plain_pipe().explain(detail="all")
     assert text.startswith("pp=2 × dp=2 × tp=1, 2 microbatches, cluster 8xa100: ")
     assert re.search(r"step of the slowest rank, at pp [01], .* communication pp .*, nothing overlapped", text)
     assert "bytes a rank that holds most: parameters" in text
     assert re.search(r"pp +forward +send +2 × ", text) and "mb" not in text.split("communication, bytes")[1]
+
+
+def test_print_program_and_diff_of_one_module() -> None:
+    case = zoo.gpt2(2).to(torch.float32)
+    one = captures.compiled(case.model, {"dp": 2, "tp": 2}, case.batch).compiled
+    whole, part = (print_program(one, after="insert reshards", module=module) for module in (None, "transformer.h.1.mlp"))
+    assert "aten.mm" in part and 5 * len(part) < len(whole) and "transformer.h.0" not in part and "h.1.attn" not in part
+    assert re.match(r"GLOBAL program on dp=2 × tp=2: \d+ nodes, of which \d+ are shown\n\ninputs\n +parameter transformer.h.1.mlp", part)
+    rank = print_program(one, module="transformer.h.1.mlp")
+    assert "RUN " in rank and "LAUNCH " in rank and 3 * len(rank) < len(print_program(one))
+    changed = diff(one, "insert reshards", "lower", module="transformer.h.1.mlp")
+    assert "+++ after" in changed and "h.0" not in changed and 3 * len(changed) < len(diff(one, "insert reshards", "lower"))
+    with pytest.raises(AutoparError, match=r"module='transformer.h.7' computes nothing in this program; there are transformer.h"):
+        print_program(one, module="transformer.h.7")
+    with pytest.raises(AutoparError, match="instructions, of no module"):
+        print_program(one, after="write actions", module="transformer.h.1")

@@ -68,7 +68,7 @@ def test_ops_that_are_no_contraction_are_told_shortly(parallel: ParallelModule) 
 def test_a_pinned_output_says_so(parallel: ParallelModule) -> None:
     row = section(parallel.why("blocks.0.mlp"), "blocks.0.mlp forward pinned")
     assert row[0] == "blocks.0.mlp forward pinned → [4@dp, 8@tp, 16]   dp:a0 tp:a1" and row[-1] == "pinned by the user"
-    assert "what modules return, pinned by the user\n  blocks.*.mlp [4@dp, 8@tp, 16]   × 2\n" in parallel.explain()
+    assert "what modules return, pinned by the user\n  blocks.*.mlp [4@dp, 8@tp, 16]   × 2\n" in parallel.explain(detail="all")
 
 
 def test_no_match_lists_what_is_near(parallel: ParallelModule) -> None:

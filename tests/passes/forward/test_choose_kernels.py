@@ -106,11 +106,11 @@ def test_the_choice_is_in_the_plan_and_explained_and_may_be_edited() -> None:
     parallel = autopar.compile(model, mesh, example_inputs=(x,), backend="eager", cluster="8xH100")
     (key, kernel), *others = parallel.plan.kernels.items()
     assert kernel == "aten" and not others
-    assert "whose kernel runs attention" in parallel.explain() and "by aten: cuDNN " in parallel.explain()
+    assert "whose kernel runs attention" in parallel.explain(detail="all") and "by aten: cuDNN " in parallel.explain(detail="all")
     assert parallel.print_program().count("implementation='aten'") >= 2, "the backward is of the same kernel"
     edited = dataclasses.replace(Plan.from_json(parallel.plan.to_json()), kernels={key: "triton"})
     again = autopar.compile(model, mesh, example_inputs=(x,), backend="eager", cluster="8xH100", plan=edited)
     assert again.plan.kernels == {key: "triton"} and again.plan.strategies == parallel.plan.strategies
-    assert "by triton: by the plan" in again.explain()
+    assert "by triton: by the plan" in again.explain(detail="all")
     on_cpus = autopar.compile(model, mesh, example_inputs=(x,), backend="eager", cluster="cpu")
-    assert not on_cpus.plan.kernels and "whose kernel" not in on_cpus.explain()
+    assert not on_cpus.plan.kernels and "whose kernel" not in on_cpus.explain(detail="all")

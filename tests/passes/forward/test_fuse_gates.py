@@ -24,6 +24,18 @@ def test_nothing_is_left_of_what_is_fused() -> None:
     assert next(node for node in after.graph.nodes if node.target is gated).meta["val"].dtype == torch.bfloat16
 
 
+def test_an_activation_in_several_ops_is_one_op() -> None:
+    def compute(m: Any) -> Tensor:
+        x = m.x
+        return 0.5 * x * (1.0 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+    module = Computing(compute, {"x": (2, 8)})
+    _, decision, after = fused(FuseGates(is_asked=False), module)
+    assert targets(after) == [aten.asinh.default, aten.gelu.default] and "gelu_tanh written by hand" in str(decision)
+    _, decision, after = fused(FuseGates(joins_written=False), module)
+    assert not decision.fused and aten.tanh.default in targets(after)
+
+
 def test_unequal_dtypes_are_cast_to_the_wider() -> None:
     _, decision, after = fused(FuseGates(), GATES.forms["unequal dtypes"].module().float())
     call = next(node for node in after.graph.nodes if node.target is gated)

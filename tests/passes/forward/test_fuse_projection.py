@@ -103,9 +103,9 @@ def test_others_stay_and_say_why(model: nn.Module, capacity_bytes: float, reason
     assert cross_entropy in [node.target for node in program.graph.nodes]
 
 
-@pytest.mark.parametrize("num_symbols", [2048, 2047])
-def test_a_model_within_a_tight_budget_is_exact_with_its_vocabulary_split(num_symbols: int) -> None:
+def test_a_model_within_a_tight_budget_is_exact() -> None:
     torch.manual_seed(0)
+    num_symbols = 2047  # tp does not divide it: logits would be whole on both ranks
     config = transformers.LlamaConfig(
         num_hidden_layers=1,
         hidden_size=16,
@@ -118,8 +118,7 @@ def test_a_model_within_a_tight_budget_is_exact_with_its_vocabulary_split(num_sy
     model = transformers.LlamaForCausalLM(config)
     tokens = torch.randint(0, num_symbols, (2, 64))
     batch = {"input_ids": tokens, "labels": tokens.masked_fill(tokens % 5 == 0, -100)}
-    options = {"backend": "eager", "example_inputs": batch, "pins": {"lm_head.weight": ("tp", None)} if num_symbols % 2 == 0 else None}
-    parallel = autopar.compile(model, autopar.virtual_mesh(tp=2), memory_budget="4MB", **options)
+    parallel = autopar.compile(model, autopar.virtual_mesh(tp=2), memory_budget=1.7e6, backend="eager", example_inputs=batch)
     program = parallel.compiled.program
     called = [node for node in program.graph.nodes if node.target is projected_cross_entropy]
     assert len(called) == 1

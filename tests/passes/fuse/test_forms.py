@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -61,14 +61,33 @@ KINDS = {
 }
 
 
+# Every form trains in the quick suite; every so many-th is also run without training, and in sixteen bits.
+OFTEN = 4
+
+
 def forms() -> Iterator[tuple[str, str]]:
     return ((kind, name) for kind, each in KINDS.items() for name in each.catalogue.forms)
 
 
+def is_often(kind: str, name: str) -> bool:
+    return list(KINDS[kind].catalogue.forms).index(name) % OFTEN == 0
+
+
+def some_slow(cases: Iterable[tuple[str, ...]], is_quick: Callable[[tuple[str, ...]], bool]) -> list[Any]:
+    return [pytest.param(*each, marks=() if is_quick(each) else pytest.mark.slow) for each in cases]
+
+
 @cache
-def ran(kind: str, training: bool, dtype: torch.dtype) -> Ran:
-    each = KINDS[kind]
-    return ran_suite(each.rewriting, list(each.catalogue.forms.values()), training, dtype, *each.before)
+def ran(kind: str, training: bool, dtype: torch.dtype, often: bool) -> Ran:
+    """Of the forms that are run often, or of the others: slow ones are not captured where they are left out."""
+    each, is_plain = KINDS[kind], training and dtype == KINDS[kind].dtype
+    chosen = [form for name, form in each.catalogue.forms.items() if is_plain or is_often(kind, name) == often]
+    return ran_suite(each.rewriting, chosen, training, dtype, *each.before)
+
+
+def ran_with(kind: str, name: str, training: bool, dtype: torch.dtype) -> Ran:
+    """`ran`, of all forms where these train in their own dtype."""
+    return ran(kind, training, dtype, (training and dtype == KINDS[kind].dtype) or is_often(kind, name))
 
 
 @cache
@@ -83,19 +102,25 @@ def check_found(found: list[FusionSite], form: Form) -> None:
         assert f" at {form.file}:" in str(each) and re.search(pattern, str(each)), (pattern, str(each))
 
 
-@pytest.mark.parametrize(("kind", "name", "mode"), [(kind, name, mode) for kind, name in forms() for mode in KINDS[kind].modes])
+@pytest.mark.parametrize(
+    ("kind", "name", "mode"),
+    some_slow(
+        ((kind, name, mode) for kind, name in forms() for mode in KINDS[kind].modes),
+        lambda each: each[2] == "training" or is_often(*each[:2]),
+    ),
+)
 def test_every_form_is_one_op_and_computes_the_same(kind: str, name: str, mode: str) -> None:
-    run, tolerance = ran(kind, mode == "training", KINDS[kind].dtype), KINDS[kind].tolerance
+    run, tolerance = ran_with(kind, name, mode == "training", KINDS[kind].dtype), KINDS[kind].tolerance
     check_found(run.found[name], KINDS[kind].catalogue.forms[name])
     assert (run.exact[name][0] != 0).any()
     for one, other in zip(run.exact_after[name], run.exact[name], strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("kind", "name"), list(forms()))
+@pytest.mark.parametrize(("kind", "name"), some_slow(forms(), lambda each: is_often(*each)))
 def test_every_form_keeps_its_accuracy_in_sixteen_bits(kind: str, name: str) -> None:
     """FlashAttention's rule: at most twice the error of the form itself in bfloat16. What it computes in float32 stays as near as that."""
-    run = ran(kind, True, torch.bfloat16)
+    run = ran_with(kind, name, True, torch.bfloat16)
     check_found(run.found[name], KINDS[kind].catalogue.forms[name])
     for position, true in enumerate(run.exact[name]):
         got, own = run.own_after[name][position], run.own[name][position]

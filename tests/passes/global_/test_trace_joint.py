@@ -16,7 +16,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Form, Program
-from autopar.passes.global_.trace_joint import TraceJoint
+from autopar.passes.global_.trace_joint import trace_joint
 from tests.support.captures import kept_capture
 from tests.support.models.zoo import ZOO
 from tests.support.programs import FORWARD_PASSES, assert_close, inputs_of, run, run_forward
@@ -43,7 +43,7 @@ X = torch.randn(8, 4, dtype=torch.float64)
 def joint_of(compute: Callable[..., Any], training: bool = True, **options: Any) -> Program:
     model = Layer(compute)
     forward = capture(model, (X,), {}, MESH, **options)
-    joint = TraceJoint(training).apply(forward)
+    joint = trace_joint(forward, training)
     check(joint)
     inputs = inputs_of(joint, model, (X,), {})
     wanted = run_forward(forward, inputs)
@@ -61,7 +61,7 @@ def calls(program: Program) -> list[str]:
 def test_gradients_of_the_zoo(name: str) -> None:
     case = ZOO[name](dropout=0.1)
     program = run_passes(kept_capture(case.model, (), case.batch, MESH), FORWARD_PASSES)
-    joint = TraceJoint().apply(program)
+    joint = trace_joint(program, training=True)
     inputs = inputs_of(joint, case.model, (), case.batch)
     assert_close(run(joint, inputs), run_forward(program, inputs), 1e-10)
     assert len(joint.signature.outputs_of("gradient")) == len([p for p in case.model.parameters() if p.requires_grad])
@@ -195,4 +195,4 @@ def test_effects_are_refused() -> None:
         return self.linear(x).sum()
 
     with pytest.raises(CaptureError, match=r"aten._print.default does something beside its results"):
-        TraceJoint().apply(capture(Layer(prints), (X,), {}, MESH))
+        trace_joint(capture(Layer(prints), (X,), {}, MESH), training=True)

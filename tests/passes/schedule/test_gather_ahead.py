@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_dtypes_do_not_mix() -> None:
 def test_sizes_are_those_of_the_cost_model_or_of_the_plan() -> None:
     assert GatherAhead(Cluster.ideal()).decide(program()).bytes == {"all_gather dp": USUAL_BUCKET_BYTES}
     found = GatherAhead(Cluster.asked_for("cpu", DP2)).decide(program())
-    assert 1e4 < found.bytes["all_gather dp"] < 1e6 and "a start" in found.reasons["all_gather dp"]
+    assert 1e4 < found.bytes["all_gather dp"] < 1e7 and "a start" in found.reasons["all_gather dp"]
     assert GatherAhead(Cluster.ideal(), {"all_gather dp": 7}).decide(program()).bytes == {"all_gather dp": 7}
     assert not GatherAhead(Cluster.ideal()).decide(program("RUN f (x, w) -> (c)\nPAUSE\nRUN f (c, w) -> (d)")).bytes
 
@@ -115,6 +116,7 @@ def test_sizes_are_those_of_the_cost_model_or_of_the_plan() -> None:
 # ---- a model of which parameters are split over dp
 
 
+@cache
 def compiled(budget: float) -> tuple[Case, ParallelModule]:
     """With `budget` times the bytes of all parameters."""
     torch.manual_seed(0)
@@ -130,7 +132,7 @@ def before_and_after(parallel: ParallelModule) -> tuple[Schedule, Schedule]:
     return steps["hand out"].places[0], steps["gather ahead"].places[0]
 
 
-@pytest.mark.parametrize("budget", [3.5, 4.0])
+@pytest.mark.parametrize("budget", [3.5, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_gradients_are_exact_and_memory_stays_within_the_budget(budget: float) -> None:
     case, parallel = compiled(budget)
     before, after = before_and_after(parallel)
@@ -145,9 +147,8 @@ def test_gradients_are_exact_and_memory_stays_within_the_budget(budget: float) -
 
 
 def test_with_more_memory_more_goes_together() -> None:
-    sizes = []
+    sizes, (_, parallel) = [], compiled(3.5)
+    steps = {step.name: step.program for step in parallel.compiled.schedule_steps}
     for budget in (MemoryBudget(1.0), MemoryBudget(math.inf)):
-        _, parallel = compiled(3.5)
-        steps = {step.name: step.program for step in parallel.compiled.schedule_steps}
         sizes.append(GatherAhead(Cluster.ideal(), budget=budget).decide(steps["hand out"]).bytes["all_gather dp"])
     assert sizes[0] < sizes[1] == USUAL_BUCKET_BYTES

@@ -84,6 +84,13 @@ def test_each_gradient_is_used_once_the_next_reduction_is_on_its_way() -> None:
     assert [item.kind for item in schedule.signature.outputs] == ["loss"] and schedule.outputs == ("loss",)
 
 
+def test_a_backward_of_one_fragment_stays_behind_the_pause() -> None:
+    """Where nothing is reduced: it gives nothing but gradients, and all that it reads of the forward is there before."""
+    text = "RUN forward (w1, w2, x) -> (loss, h)\nPAUSE\nRUN backward (x, h) -> (g1, g2)\nFREE h"
+    (found,) = WriteUpdates("bucket").apply(two_layers(text)).places
+    assert str(found).startswith("RUN forward (w1, w2, x) -> (loss, h)\nPAUSE\nRUN backward (x, h) -> (g1, g2)\nFREE h\nUPDATE")
+
+
 def test_at_the_end_all_are_updated_together() -> None:
     (schedule,) = WriteUpdates("end").apply(two_layers()).places
     assert [each for each in schedule.instructions if isinstance(each, Update)] == [Update(("w1", "w2"), ("g1", "g2"))]

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import torch
 
+from autopar.cost.schedule_memory import BUCKET_ALIGNMENT_BYTES
 from autopar.ir.mesh import Mesh
-from autopar.runtime.execute.buckets import ALIGNMENT_BYTES, Bucket, BucketMemory
+from autopar.runtime.execute.buckets import Bucket, BucketMemory
 from autopar.runtime.execute.call import OwnedMemory
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport
 
@@ -23,7 +24,7 @@ def test_tensors_come_out_as_they_went_in() -> None:
     bucket = BucketMemory().packed("g", given)
     found = bucket.unpacked(bucket.memory)
     assert all(torch.equal(one, other) for one, other in zip(found, given, strict=True))
-    assert all(each.is_contiguous() and each.storage_offset() * each.element_size() % ALIGNMENT_BYTES == 0 for each in found)
+    assert all(each.is_contiguous() and each.storage_offset() * each.element_size() % BUCKET_ALIGNMENT_BYTES == 0 for each in found)
 
 
 def test_no_two_tensors_share_a_byte() -> None:

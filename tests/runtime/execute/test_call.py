@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.fx import Graph
@@ -134,3 +135,32 @@ def test_gradients_share_no_memory() -> None:
     first, second = (parameter.grad for parameter in parallel.parameters())
     assert first is not None and second is not None
     assert len({tensor.untyped_storage().data_ptr() for tensor in (first, second, tangent)}) == 3
+
+
+def test_gradients_reach_whoever_asks_for_them() -> None:
+    """A hook, autograd.grad, a sum with what was there or comes another way: as with a plain module."""
+    parallel, x = counting(virtual_mesh(dp=2)), torch.randn(4, 2)
+    scale, wanted, seen = parallel.scale, x.sum(0), list[torch.Tensor]()
+
+    def loss() -> torch.Tensor:
+        return parallel(x)[0].sum()
+
+    torch.testing.assert_close(torch.autograd.grad(loss(), [scale])[0], wanted)
+    assert scale.grad is None, "autograd.grad hands it out"
+    other = torch.ones(2, requires_grad=True)
+    (loss() + (other * x).sum()).backward(inputs=[other])
+    assert scale.grad is None and other.grad is not None, "left out"
+    loss().backward()
+    torch.testing.assert_close(scale.grad, wanted)
+    (loss() + loss() + (scale * 3).sum()).backward()
+    torch.testing.assert_close(scale.grad, 3 * wanted + 3)
+    for register in (scale.register_hook, scale.register_post_accumulate_grad_hook):
+        scale.grad = None
+        handle = register(lambda tensor: seen.append(tensor.clone().detach()))
+        loss().backward()
+        handle.remove()
+        torch.testing.assert_close(scale.grad, wanted)
+    assert len(seen) == 2
+    scale.grad = None
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="nan"):
+        (loss() * torch.nan).backward()

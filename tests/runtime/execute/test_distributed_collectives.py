@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.ir.instructions import Launch
 from autopar.ir.mesh import Mesh
-from autopar.runtime.execute.distributed import DistributedTransport, ProcessGroups
+from autopar.runtime.execute.distributed import DistributedTransport
+from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.execute.virtual import collect
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool)
@@ -41,6 +42,11 @@ def collectives_agree() -> list[str]:
         expected = collect(launch, parts)[members.index(groups.rank)]
         if not (torch.equal(result, expected) and result.dtype == dtype and torch.equal(mine, before)):
             wrong.append(f"{launch} {dtype}: {result.tolist()} where virtual ranks give {expected.tolist()}")
+        spent = mine.contiguous()
+        (result,) = transport.wait(transport.launch(launch, [spent], is_spent=True))
+        is_there = result.data_ptr() == spent.data_ptr() or collective != "all_reduce" or dtype == torch.bool
+        if not (torch.equal(result, expected) and is_there):
+            wrong.append(f"{launch} {dtype}, in the place of its operand: {result.tolist()}")
     (scalar,) = transport.wait(transport.launch(Launch("all_gather", "copy", ("dp",), ("a",), ("b",)), [torch.tensor(groups.rank)]))
     assert scalar.tolist() == list(mesh.group(groups.rank, ("dp",)))
     return wrong

@@ -8,7 +8,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, symbolic_trace
 
 import autopar
 from autopar.kernels.registration import IMPLEMENTATIONS
-from autopar.runtime.execute.eager_function import DIRECT, eager_function, simplified
+from autopar.runtime.execute.eager_function import DIRECT, EagerFunction, simplified
 from tests.support.graphs import traced
 from tests.support.models.zoo import ZOO
 
@@ -41,7 +41,7 @@ class Values(Interpreter):
 def ops_left(module: GraphModule, *inputs: Tensor) -> list[str]:
     before = str(module.graph)
     with torch.no_grad():
-        for ours, theirs in zip(eager_function(module)(*inputs), module(*inputs), strict=True):
+        for ours, theirs in zip(EagerFunction(module).run([*inputs], {}), module(*inputs), strict=True):
             torch.testing.assert_close(ours, theirs)
     assert str(module.graph) == before
     return [str(NAMES.get(node.target, node.target)) for node in simplified(module).graph.nodes if node.op == "call_function"]
@@ -206,7 +206,7 @@ def test_torchs_own_function_is_the_op(op: Any) -> None:
 def test_results_are_tensors_like_any_other(x: Tensor) -> None:
     module = traced(lambda x: (aten.neg(x), aten.t(x)), x).module()
     with torch.no_grad():
-        negated, turned = eager_function(module)(x)
+        negated, turned = EagerFunction(module).run([x], {})
         version = x._version
         turned.add_(1)
     assert x._version == version + 1 and turned._base is x
@@ -224,7 +224,7 @@ def test_every_fragment_of_a_model_computes_what_it_did(name: str) -> None:
     for fragment in parallel.compiled.schedule.fragments.values():
         inputs = [_like(node.meta["val"]) for node in fragment.module.graph.find_nodes(op="placeholder")]
         with torch.no_grad():
-            for ours, theirs in zip(eager_function(fragment.module)(*inputs), fragment.module(*inputs), strict=True):
+            for ours, theirs in zip(EagerFunction(fragment.module).run([*inputs], {}), fragment.module(*inputs), strict=True):
                 torch.testing.assert_close(ours, theirs, equal_nan=True)
         fewer += len(fragment.module.graph.nodes) - len(simplified(fragment.module).graph.nodes)
     assert fewer > 30

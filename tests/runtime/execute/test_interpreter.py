@@ -1,11 +1,15 @@
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
 from autopar.errors import ScheduleError
-from autopar.ir.instructions import parse
+from autopar.ir.instructions import Launch, parse
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Signature
-from autopar.ir.schedule import Fragment, Schedule
+from autopar.ir.schedule import Buffer, Fragment, Schedule, TensorType
+from autopar.runtime.execute.buckets import BucketMemory, Reserved
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, execute
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport
@@ -84,3 +88,65 @@ def test_what_is_received_needs_a_shape() -> None:
     end = VirtualTransport(Rendezvous(Mesh((("tp", 2),))), 0)
     with pytest.raises(ScheduleError, match="no shape for buffer 'h@0', which is received"):
         list(execute(schedule, RankState({}), CompiledFragments({}, "eager"), end))
+
+
+@pytest.mark.parametrize(
+    ("text", "is_spent"),
+    [
+        ("RUN f (x) -> (a)", True),
+        ("RUN f (x) -> (a)\nRUN same (a) -> (b)", False),  # two names of one tensor
+        ("RUN f (x) -> (c)\nRUN same (c) -> (a)\nFREE c", True),
+        ("RUN f (x) -> (c)\nRUN same (c) -> (a)", False),
+        ("RUN f (x) -> (a)\nRUN view (a) -> (b)", False),
+        ("RUN f (x) -> (c)\nRUN view (c) -> (a)", False),
+        ("RUN same (x) -> (a)", False),  # what the caller gave
+    ],
+)
+def test_a_collective_may_write_into_memory_that_nothing_else_looks_at(text: str, is_spent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bool] = []
+
+    def launch(
+        self: VirtualTransport, instruction: Launch, tensors: Sequence[torch.Tensor], is_spent: bool, reserved: Reserved | None
+    ) -> object:
+        found.append(is_spent)
+        return None
+
+    monkeypatch.setattr(VirtualTransport, "launch", launch)
+    state = RankState({"x": torch.ones(2, 2)})
+    run(f"{text}\nLAUNCH all_reduce sum tp (a) -> s", state, f=lambda x: (x + 1,), same=lambda x: (x,), view=lambda x: (x.t(),))
+    assert found == [is_spent]
+
+
+class _Reserving(VirtualTransport):
+    """Has memory for buckets, and notes what is launched in it."""
+
+    def reserve(self, instruction: Launch, layouts: Sequence[TensorType | None]) -> Reserved | None:
+        known = [each for each in layouts if each is not None]
+        return BucketMemory().reserved(instruction.name, known, torch.device("cpu"))
+
+    def launch(self, instruction: Launch, tensors: Sequence[torch.Tensor], is_spent: bool = False, reserved: Reserved | None = None) -> Any:
+        assert reserved is not None
+        self.found[:] = [place is tensor for place, tensor in zip(reserved.places, tensors, strict=True)]
+        reserved.bucket.pack(tensors, reserved.places)
+        self.found.append([each.tolist() for each in reserved.bucket.unpacked(reserved.bucket.memory)])
+
+
+def test_a_product_that_a_bucket_alone_reads_is_written_into_it() -> None:
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    products = [graph.call_function(torch.ops.aten.mm.default, (x, x)) for _ in range(3)]
+    graph.output((*products, graph.call_function(torch.ops.aten.t.default, (products[1],))))
+    text = "RUN f (x) -> (a, b, c, turned)\nLAUNCH all_reduce sum tp (a, b, c) -> (d, e, f)\nRUN g (c) -> (h)"
+    fragments = {
+        "f": Fragment("f", torch.fx.GraphModule(torch.nn.Module(), graph)),
+        "g": Fragment("g", torch.fx.symbolic_trace(lambda x: (x,))),
+    }
+    buffers = {name: Buffer(name, ((2, 2), torch.float32)) for name in ("a", "b", "c")}
+    schedule = Schedule(parse(text), fragments, ("x",), (), Signature((), ()), buffers)
+    reserving = _Reserving(Rendezvous(Mesh((("tp", 1),))), 0)
+    object.__setattr__(reserving, "found", [])
+    given = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    list(execute(schedule, RankState({"x": given}), CompiledFragments(fragments, "eager"), reserving))
+    *is_there, values = reserving.found  # type: ignore[attr-defined]
+    assert is_there == [True, False, False], "of b there is a view, and c is read again"
+    assert values == [(given @ given).tolist()] * 3

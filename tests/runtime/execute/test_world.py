@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import MicrobatchError, PlanError
-from autopar.runtime.execute.distributed import ProcessGroups
-from autopar.runtime.execute.world import from_first
+from autopar.runtime.execute.agreement import from_first
+from autopar.runtime.execute.process_groups import ProcessGroups
 
 
 class OneOfTwo:

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
 from autopar.ir.sharding import Dims, Sharding
-from autopar.runtime.module.parameters import Placement, assemble, local_shard, replica_difference, same_placement
+from autopar.runtime.module.parameters import assemble, local_shard, replica_difference, same_placement
 
 MESH = Mesh((("dp", 2), ("tp.0", 2), ("tp.1", 3)))
 

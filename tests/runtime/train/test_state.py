@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import LossScale, TrainStep
 from autopar.errors import AutoparError
+from tests.support.checkpoints import share
 from tests.support.models.trained import Lamb, Sm3, batch, small_gpt
 
 OPTIONS = TrainStep(ema=0.9, accumulate=2, clip_grad_norm=0.5)
@@ -33,14 +33,6 @@ def parallel_on(axes: Mapping[str, int], name: str, options: TrainStep = OPTIONS
         small_gpt(), mesh, example_inputs=example, backend="eager", optimizer=OPTIMIZERS[name], train_step=options,
         cluster=autopar.Cluster.ideal(),
     )  # fmt: skip
-
-
-def share(values: dict[str, torch.Tensor], axes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-    if "dp" not in axes:
-        return values
-    names = list(axes)
-    inner = axes[names[-1]] if names.index("dp") == 0 and len(names) > 1 else 1
-    return {name: value.chunk(axes["dp"])[dist.get_rank() // inner % axes["dp"]] for name, value in values.items()}
 
 
 def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -134,7 +126,7 @@ DP_TP, PP_DP, TP = {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}, {"dp": 1, "tp": 4}
     ("one", "other", "name"),
     [
         (DP_TP, PP_DP, "adamw"),
-        (PP_DP, TP, "adafactor"),
+        pytest.param(PP_DP, TP, "adafactor", marks=pytest.mark.slow),
         pytest.param(PP_DP, DP_TP, "adamw", marks=pytest.mark.slow),
         pytest.param(DP_TP, TP, "sm3", marks=pytest.mark.slow),
         pytest.param(DP_TP, TP, "lamb", marks=pytest.mark.slow),

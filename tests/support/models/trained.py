@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class SmallGpt(nn.Module):
-    """Two blocks; the head is tied to the embedding."""
+    """Blocks, and a head that is tied to the embedding."""
 
     def __init__(self, num_blocks: int = 2, fused: bool = True) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class SmallGpt(nn.Module):
         return F.cross_entropy(F.linear(self.norm(x), self.embedding.weight).flatten(0, 1), labels.flatten())
 
 
-def small_gpt(dtype: torch.dtype = torch.float64, num_blocks: int = 2, fused: bool = True) -> SmallGpt:
+def small_gpt(dtype: torch.dtype = torch.float64, num_blocks: int = 1, fused: bool = True) -> SmallGpt:
     torch.manual_seed(0)
     return SmallGpt(num_blocks, fused).to(dtype)
 

@@ -16,6 +16,7 @@ import autopar
 import autopar.cost.hardware.calibrate as measuring
 from autopar.cost.hardware.calibrate import cluster_of
 from autopar.cost.hardware.cluster import Cluster, Device
+from autopar.cost.hardware.kept import FOLDER
 from autopar.cost.hardware.link_fit import Sample
 from autopar.cost.hardware.links import Link, Route, transfer_seconds
 from autopar.cost.model import CostModel
@@ -25,7 +26,8 @@ from autopar.ir.mesh import virtual_mesh
 DTYPES = ["bfloat16", "float32", "float64"]
 
 
-def test_one_process_measures_its_device_and_says_what_it_did_not_measure(tmp_path: Path) -> None:
+def test_one_process_measures_its_device_and_says_what_it_did_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))  # reports of other tests do not read it
     cluster = autopar.calibrate(path=tmp_path / "here.yaml")
     assert Cluster.from_yaml(tmp_path / "here.yaml") == cluster
     assert [dtype for dtype, rate in cluster.device.flops if rate > 1e6] == DTYPES
@@ -70,8 +72,9 @@ def test_axes_that_leave_the_node_give_the_link_between_nodes() -> None:
 def calibrated(path: str) -> tuple[Cluster, str]:
     """The cluster, and what calibrate says to a mesh of a part of the world."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")
+        patch.setenv(FOLDER, str(Path(path).parent))
         measuring._ON_CPU = replace(measuring._ON_CPU, matmul=(64, 128), copy_bytes=1 << 20, messages=((4 << 10, 2), (64 << 10, 2)))
         cluster = autopar.calibrate(mesh, path)
     with pytest.raises(MeshError) as raised:

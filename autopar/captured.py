@@ -1,0 +1,63 @@
+"""What compiles and predictions begin with: the FORWARD program of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from autopar.driver.options import Options
+from autopar.errors import AutoparError, InputError
+from autopar.frontend.capture import capture
+from autopar.graph.autocast import Autocast
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Placement
+from autopar.ir.program import Program
+from autopar.passes.forward.key_random import number_sites
+from autopar.pipeline.order import chosen_schedule, pipeline_order
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of
+
+# What a call is as a graph, by the number of its microbatches.
+Captures = dict[int, Program]
+
+
+def captured(
+    model: nn.Module,
+    mesh: Mesh,
+    inputs: CallInputs,
+    options: Options,
+    placements: Mapping[str, Placement] | None = None,
+    known: Captures | None = None,
+) -> Program:
+    """The FORWARD program of a call, with the order of its microbatches and stages.
+
+    Parameters that lie somewhere have `placements`. What is `known` of this call is not captured anew; what is captured is known then.
+    """
+    args, kwargs = inputs.call()
+    dims = batch_dims_of(inputs, options.batch_dims) if options.shares is None else dict(options.shares.dims)
+    if placements:
+        mesh = next(iter(placements.values())).mesh
+    batch_sizes = [tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims]
+    planned = options.plan.schedule if options.plan is not None else None
+    schedule, number = chosen_schedule(options.schedule, options.num_microbatches, planned, mesh, batch_sizes)
+    order = pipeline_order(schedule, mesh.with_microbatches(number))
+    if options.microbatch_statistics == "own" and number > 1 and any(size % (_num_shares(mesh) * number) for size in batch_sizes):
+        raise InputError(
+            f'microbatch_statistics="own" takes the statistics of equal microbatches, and a batch of {min(batch_sizes)} does not divide '
+            f"into {_num_shares(mesh) * number} of them (dp = {_num_shares(mesh)} × num_microbatches = {number}): pad or drop it, or leave "
+            "microbatch_statistics out"
+        )
+    if options.precision is not None and Autocast.around(options.device) is not None:
+        raise AutoparError("precision= and torch.autocast around the call both say what to compute in; leave one of them out")
+    known = {} if known is None else known
+    if number not in known:
+        known[number] = capture(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
+    forward = known[number].copy()
+    # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
+    mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)
+    return number_sites(replace(forward, mesh=mesh, freedom=options.freedom, order=order))
+
+
+def _num_shares(mesh: Mesh) -> int:
+    return mesh.size_of(mesh.parts("dp"))

@@ -1,0 +1,86 @@
+"""Models by what a command line says of them: a configuration of Hugging Face's transformers, or a function of somebody's package."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import InputError
+
+Example = Mapping[str, Any] | tuple[Any, ...]
+# Samples of the batch that is captured: amounts are read off by the sample.
+NUM_SAMPLES = 2
+
+
+def load_model(spec: str, length: int | None) -> tuple[nn.Module, Example]:
+    """The model on meta, and a batch.
+
+    "config.json"              of a causal language model in transformers; batches are ids and labels of `length` tokens
+    "package.module:function"  gives a model, or a model and its batch, which has two samples or more; called with the length where one
+                               was given
+
+    Raises `InputError` for what is neither.
+    """
+    with torch.device("meta"):
+        if ":" in spec and not Path(spec).exists():
+            return _of_function(spec, length)
+        return _of_config(Path(spec), length)
+
+
+def _of_config(path: Path, length: int | None) -> tuple[nn.Module, Example]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--model {path}: {error.strerror}; pass a config.json of transformers, or package.module:function") from None
+    except ValueError as error:
+        raise InputError(f"--model {file} is no JSON: {error}") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise InputError(f"--model {file} is no configuration of transformers, which names its model_type")
+    if length is None:
+        raise InputError(
+            f"how long are the samples? Pass --seq-len (the model of {file} takes {values.get('max_position_embeddings', 'any')})"
+        )
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise InputError(f"--model {file} wants the package transformers, which is not installed; pass package.module:function") from None
+    try:
+        config: Any = AutoConfig.for_model(values.pop("model_type"), **values)
+        config.use_cache = False
+        model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # whatever a foreign configuration does
+        known = values.get("architectures") or "nothing"
+        raise InputError(f"--model {file} is no causal language model of transformers (it names {known}): {str(error)[:200]}") from None
+    ids = torch.zeros(NUM_SAMPLES, length, dtype=torch.int64)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def _of_function(spec: str, length: int | None) -> tuple[nn.Module, Example]:
+    package, _, name = spec.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(package), name)
+        made = function() if length is None else function(length)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise InputError(f"--model {spec}: {error}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    match made:
+        case nn.Module():
+            if length is None:
+                raise InputError(f"--model {spec} gives a model without a batch: return both, or pass --seq-len for a language model")
+            ids = torch.zeros(NUM_SAMPLES, length, dtype=torch.int64)
+            return made, {"input_ids": ids, "labels": ids}
+        case (nn.Module() as model, dict() | tuple() as batch):
+            return model, batch
+        case _:
+            raise InputError(f"--model {spec} gives a {type(made).__name__}: return a model, or a model and a batch (a dict or a tuple)")

@@ -1,0 +1,52 @@
+"""What schedules do not say of memory: what fragments and updates take within themselves, and what an optimizer holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from autopar.cost.fragment_memory import FragmentMemory, fragment_memory
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.schedule_memory import Sizes
+from autopar.cost.update_memory import update_bytes
+from autopar.ir.instructions import Run, Update
+from autopar.ir.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """What schedules do not say of memory: fragments by their graphs, in the form in which they run, updates by their optimizer."""
+
+    budget: MemoryBudget
+    form: Callable[[GraphModule], GraphModule] = lambda module: module
+    device: str = "cpu"
+    on_processes: bool = True
+
+    def of(self, schedule: Schedule) -> Sizes:
+        optimizer, is_updated = self.budget.optimizer, any(isinstance(each, Update) for each in schedule.instructions)
+        named = [(item, schedule.bytes_of(name)) for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True)]
+        state = sum(optimizer.state_bytes(item, size) for item, size in named) if is_updated else 0.0
+
+        def working_bytes(instruction: Run | Update) -> float:
+            if isinstance(instruction, Update):
+                return update_bytes(optimizer, [schedule.bytes_of(name) for name in instruction.parameters], self.device)
+            found = self.fragment(schedule, instruction)
+            return found.temporary_bytes if found is not None else 0.0
+
+        host = sum(optimizer.host_bytes(item, size) for item, size in named) if is_updated else 0.0
+        return Sizes(schedule.bytes_of, working_bytes, state, "launch" if self.on_processes else "wait", host)
+
+    def fragment(self, schedule: Schedule, instruction: Run) -> FragmentMemory | None:
+        known = schedule.fragments.get(instruction.fragment)
+        return None if known is None else fragment_memory(known.module, self.form)
+
+
+def with_update(schedule: Schedule) -> Schedule:
+    """A plain step with the update that the caller's optimizer makes behind it, of all parameters together."""
+    fed = {name: buffers for (kind, name), buffers in schedule.fed.items() if kind == "parameter"}
+    pairs = [(fed[name][0], buffers[0]) for (kind, name), buffers in schedule.left.items() if kind == "gradient" and name in fed]
+    if not pairs or any(isinstance(each, Update) for each in schedule.instructions):
+        return schedule
+    return schedule.appended([Update(tuple(one for one, _ in pairs), tuple(other for _, other in pairs))])

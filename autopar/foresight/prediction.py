@@ -1,0 +1,99 @@
+"""What a prediction says, and how it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.units import in_bytes, in_seconds
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one rank at a place along `pp`, at its peak."""
+
+    parameters: float
+    gradients: float
+    optimizer_state: float
+    activations: float
+    # What is made again and dropped while it runs.
+    working: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer_state + self.activations + self.working
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of a plan on a cluster.
+
+    seconds   by part: products, memory (traffic of all other kernels, and their launch), tensor_parallel (collectives in a microbatch),
+              launches (what the CPU takes longer than the device), bubble, gradients (their sum over dp that nothing hides), update
+    memory    by place along pp, bytes of a rank
+    flops     of the model's products in a step on all ranks, recomputation left out
+    """
+
+    mesh: Mapping[str, int]
+    schedule: str
+    num_microbatches: int
+    seconds: Mapping[str, float]
+    memory: tuple[StageMemory, ...]
+    capacity_bytes: float
+    flops: float
+    samples: int
+    peak_flops: float
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that holds most."""
+        return max(each.total for each in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.capacity_bytes
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """The share of the devices' peak that the model's products take, recomputation left out."""
+        ranks = 1
+        for size in self.mesh.values():
+            ranks *= size
+        return self.flops / self.step_seconds / (ranks * self.peak_flops) if self.peak_flops else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it goes to JSON."""
+        return {
+            "mesh": dict(self.mesh),
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "step_seconds": self.step_seconds,
+            "seconds": dict(self.seconds),
+            "memory_bytes": [vars(each) | {"total": each.total} for each in self.memory],
+            "fits": self.fits,
+            "mfu": self.mfu,
+            "samples_per_second": self.samples_per_second,
+        }
+
+    def __str__(self) -> str:
+        axes = " × ".join(f"{name}{size}" for name, size in self.mesh.items())
+        parts = ", ".join(f"{name} {in_seconds(value)}" for name, value in self.seconds.items() if value > 0)
+        most = max(range(len(self.memory)), key=lambda place: self.memory[place].total)
+        kinds = ", ".join(f"{name} {in_bytes(value)}" for name, value in vars(self.memory[most]).items() if value)
+        fits = "fits into" if self.fits else "does not fit into"
+        return "\n".join(
+            [
+                f"{axes}, {self.schedule}, {self.num_microbatches} microbatches: {in_seconds(self.step_seconds)} a step",
+                f"  time: {parts}",
+                f"  memory of stage {most}: {in_bytes(self.memory[most].total)}, {fits} {in_bytes(self.capacity_bytes)}: {kinds}",
+            ]
+        )

@@ -1,0 +1,258 @@
+"""One step of a plan: from the work of the blocks to seconds by part and bytes by kind and stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from autopar.foresight.clock import Times, times
+from autopar.foresight.partition import Stages, cut
+from autopar.foresight.prediction import Prediction, StageMemory
+from autopar.foresight.price import Prices, Seconds
+from autopar.foresight.work import Block, ModelWork
+from autopar.ir.actions import PipelineSchedule, chain
+from autopar.pipeline.auto_schedule import auto_schedule
+from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
+from autopar.pipeline.order import live_microbatches
+from autopar.pipeline.schedules import generate
+
+# What a layer keeps of a forward.
+RECOMPUTE = {"none": "saved", "selective": "saved_outside_core", "full": "inputs"}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step runs: `microbatch` samples at a time, `num_microbatches` times, on each of the `dp` replicas.
+
+    `schedule` is a name that `autopar.compile` knows, or a `PipelineSchedule`; "auto" is searched for under the memory of `live_limit`
+    microbatches a rank. `num_chunks` stages lie on a rank of an interleaved one.
+    """
+
+    microbatch: int
+    num_microbatches: int
+    dp: int = 1
+    pp: int = 1
+    schedule: str | PipelineSchedule = "1f1b"
+    num_chunks: int = 1
+    recompute: str = "none"
+    zero: int = 0
+    live_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    work: ModelWork
+    plan: StepPlan
+    prices: Prices
+
+    @property
+    def num_stages(self) -> int:
+        given = self.plan.schedule
+        if isinstance(given, PipelineSchedule):
+            return given.num_stages
+        return self.plan.pp * (2 if given == "zb-v" else self.plan.num_chunks)
+
+    @cached_property
+    def stages(self) -> Stages:
+        return cut(self.work, self.num_stages, self.prices.profile.partition)
+
+    def seconds(self, part: str, stage: int) -> Seconds:
+        """Of one microbatch: "forward", "input_gradient", "weight_gradient", or "again", what is recomputed."""
+        samples = self.plan.microbatch
+        total = Seconds()
+        for block in self.stages[stage]:
+            if part != "again":
+                total += self.of(block, part, samples)
+            elif self.plan.recompute == "full" and block.is_layer:
+                total += self.of(block, "forward", samples)
+            elif self.plan.recompute == "selective":
+                total += self.of(block, "core", samples)
+        return total
+
+    def of(self, block: Block, part: str, samples: int) -> Seconds:
+        return self.prices.part(getattr(block, part), samples)
+
+    def stage_cost(self, stage: int) -> StageCost:
+        again = self.seconds("again", stage)
+        forward, weight = self.seconds("forward", stage), self.seconds("weight_gradient", stage)
+        gradient = self.seconds("input_gradient", stage) + again
+        # The CPU runs ahead of the device: what it is late in one part it may have gained in another of the microbatch.
+        whole = forward + gradient + weight
+        stretch = whole.total / whole.device if whole.device else 1.0
+        return StageCost(
+            stretch * forward.device,
+            stretch * gradient.device,
+            stretch * weight.device,
+            saved_bytes=self.saved_bytes(stage),
+            weight_saved_bytes=0.5 * self.saved_bytes(stage),
+        )
+
+    def edge(self, stage: int) -> EdgeCost:
+        """From `stage` to the next: what the next one's first block reads of blocks before."""
+        following = next((blocks[0] for blocks in self.stages[stage + 1 :] if blocks), None)
+        size = following.inputs.of(self.plan.microbatch) if following is not None else 0.0
+        return EdgeCost(self.prices.collective("send", ("pp",), size, size), size)
+
+    @cached_property
+    def pipeline(self) -> PipelineCost:
+        stages = tuple(map(self.stage_cost, range(self.num_stages)))
+        return PipelineCost(stages, {edge: self.edge(edge.source) for edge in chain(self.num_stages)})
+
+    @cached_property
+    def schedule(self) -> PipelineSchedule:
+        plan = self.plan
+        if isinstance(plan.schedule, PipelineSchedule):
+            return plan.schedule
+        if plan.schedule == "auto":
+            most = max(stage.saved_bytes for stage in self.pipeline.stages)
+            budget = float("inf") if plan.live_limit is None else plan.live_limit * most * (1 + 1e-6)
+            return auto_schedule(self.pipeline, plan.num_microbatches, budget_bytes=budget)
+        return _drawn(plan.schedule, plan.pp, plan.num_microbatches, plan.num_chunks)[0]
+
+    @cached_property
+    def times(self) -> Times:
+        seconds = [{kind: stage.seconds(kind) for kind in "FBIW"} for stage in self.pipeline.stages]
+        sends = [self.edge(stage).seconds for stage in range(self.num_stages - 1)]
+        return times(self.schedule, seconds, sends)
+
+    # ---- once a step
+
+    def parameters(self, stage: int) -> float:
+        """Elements that a rank of a stage holds; what several blocks read counts once."""
+        sizes: dict[str, float] = {}
+        for number, block in enumerate(self.stages[stage]):
+            # Equal layers are one object: each has parameters of its own.
+            sizes |= {f"{name} {number}" if block.is_layer else name: size for name, size in block.parameters.items()}
+        return sum(sizes.values())
+
+    @cached_property
+    def counts(self) -> tuple[float, ...]:
+        """Parameters of a rank at each place along pp."""
+        return tuple(sum(map(self.parameters, self.of_rank(rank))) for rank in range(self.plan.pp))
+
+    def of_rank(self, rank: int) -> list[int]:
+        return [stage for stage, place in enumerate(self.schedule.stages) if place == rank]
+
+    def reduction_seconds(self, rank: int) -> float:
+        """The sum of a rank's gradients over dp; with ZeRO a reduce-scatter, and a gather of what was updated."""
+        count = self.counts[rank]
+        profile, dp = self.prices.profile, self.plan.dp
+        size = count * profile.reduced_bytes
+        if dp == 1:
+            return 0.0
+        if self.plan.zero == 0:
+            return self.prices.collective("all_reduce", ("dp",), size, size)
+        updated = count * self.work.itemsize
+        # At level 3 the forward and the backward of every microbatch gather anew.
+        gathers = 2 * self.plan.num_microbatches if self.plan.zero == 3 else 1
+        reduced = self.prices.collective("reduce_scatter", ("dp",), size, size / dp)
+        return reduced + gathers * self.prices.collective("all_gather", ("dp",), updated / dp, updated)
+
+    def update_seconds(self, rank: int) -> float:
+        """Reads gradient and state, writes parameters and state."""
+        return self.seconds_to_update(self.counts[rank])
+
+    def seconds_to_update(self, count: float) -> float:
+        """So many parameters of a rank."""
+        share = self.plan.dp if self.plan.zero else 1
+        profile = self.prices.profile
+        passes = profile.gradient_bytes + 2 * profile.state_bytes + self.work.itemsize
+        return count / share * passes / self.prices.constants.memory_bandwidth
+
+    # ---- bytes
+
+    def saved_bytes(self, stage: int) -> float:
+        """What one microbatch keeps from its forward to its backward."""
+        samples, kind = self.plan.microbatch, RECOMPUTE[self.plan.recompute]
+        return sum(getattr(block, kind if block.is_layer else "saved").of(samples) for block in self.stages[stage])
+
+    def memory(self, rank: int, zero: int | None = None) -> StageMemory:
+        """At another level of ZeRO than the plan's, where one is given."""
+        stages = self.of_rank(rank)
+        saved = sum(self.live[stage] * self.saved_bytes(stage) for stage in stages)
+        working = 0.0
+        if self.plan.recompute == "full":
+            layers = [block for stage in stages for block in self.stages[stage] if block.is_layer]
+            working = max((block.saved.of(self.plan.microbatch) for block in layers), default=0.0)
+        return replace(self.state_memory(self.counts[rank], zero), activations=saved, working=working)
+
+    def peak_bytes(self, zero: int) -> float:
+        """Of the rank that holds most."""
+        return max(self.memory(rank, zero).total for rank in range(self.plan.pp))
+
+    def state_memory(self, count: float, zero: int | None = None) -> StageMemory:
+        """What so many parameters of a rank take before a step."""
+        profile, dp = self.prices.profile, self.plan.dp
+        level = self.plan.zero if zero is None else zero
+        return StageMemory(
+            parameters=count * self.work.itemsize / (dp if level == 3 else 1),
+            gradients=count * profile.gradient_bytes / (dp if level >= 2 else 1),
+            optimizer_state=count * profile.state_bytes / (dp if level else 1),
+            activations=0.0,
+        )
+
+    @cached_property
+    def live(self) -> tuple[int, ...]:
+        plan = self.plan
+        if isinstance(plan.schedule, PipelineSchedule) or plan.schedule == "auto":
+            return live_microbatches(self.schedule)
+        return _drawn(plan.schedule, plan.pp, plan.num_microbatches, plan.num_chunks)[1]
+
+    def with_zero(self, level: int) -> Step:
+        """The same pipeline, cut, drawn and timed once."""
+        other = replace(self, plan=replace(self.plan, zero=level))
+        other.__dict__.update(
+            stages=self.stages, pipeline=self.pipeline, schedule=self.schedule, times=self.times, live=self.live, counts=self.counts
+        )
+        return other
+
+    def prediction(self) -> Prediction:
+        plan = self.plan
+        times = self.times
+        pipeline_seconds = max(times.span_seconds) if plan.pp > 1 else times.step_seconds
+        ranks = range(plan.pp)
+        reduction = max(map(self.reduction_seconds, ranks))
+        if self.prices.profile.overlaps_gradients:
+            last = max(stage.seconds("B") for stage in self.pipeline.stages)
+            reduction = max(0.0, reduction - last)
+        update = max(map(self.update_seconds, ranks))
+        slowest = max(ranks, key=lambda rank: times.busy_seconds[rank])
+        parts = Seconds()
+        for stage in self.of_rank(slowest):
+            for name in ("forward", "again", "input_gradient", "weight_gradient"):
+                parts += self.seconds(name, stage)
+        number = plan.num_microbatches
+        busy = times.busy_seconds[slowest]
+        seconds = {
+            "products": parts.products * number,
+            "memory": parts.traffic * number,
+            "tensor_parallel": parts.collectives * number,
+            "launches": max(0.0, busy - (parts.products + parts.traffic + parts.collectives) * number),
+            "bubble": pipeline_seconds - busy,
+            "gradients": reduction,
+            "update": update,
+        }
+        return Prediction(
+            mesh=dict(self.prices.mesh.axes),
+            schedule=self.schedule.name,
+            num_microbatches=number,
+            seconds=seconds,
+            memory=tuple(map(self.memory, ranks)),
+            capacity_bytes=self.prices.cluster.device.memory_bytes,
+            flops=self.model_flops(),
+            samples=plan.microbatch * number * plan.dp,
+            peak_flops=self.prices.constants.peak_flops,
+        )
+
+    def model_flops(self) -> float:
+        """Of the products of forward and backward on all samples, recomputation left out; those that ranks along tp repeat are counted as
+        often as they are done."""
+        one = self.work.model_flops.of(self.plan.microbatch) * self.plan.num_microbatches
+        return one * self.plan.dp * dict(self.prices.mesh.axes).get("tp", 1)
+
+
+@lru_cache(maxsize=64)
+def _drawn(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[PipelineSchedule, tuple[int, ...]]:
+    """A schedule, and of how many microbatches each stage holds values: many plans have the same."""
+    schedule = generate(name, num_ranks, num_microbatches, num_chunks)
+    return schedule, live_microbatches(schedule)

@@ -1,0 +1,64 @@
+"""What is kept elsewhere than on the device between its uses, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from autopar.errors import AutoparError
+
+Away = Literal["host", "file"]
+# Copies of less cost more to start than they bring.
+SMALLEST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Offload:
+    """What lies in "host" memory, pinned where the device is a GPU, or in a "file", until shortly before it is used.
+
+    activations     what the backward reads of the forward: so much of it as lowers the peak of a rank, what is needed last first
+    optimizer       the optimizer's state, on the host, which updates there in a `train_step`, while the device goes on (ZeRO-Offload,
+                    Ren et al., arXiv:2101.06840): gradients go there once they are final, and updated parameters come back
+    folder          where files are: on a fast drive of the machine. They have no names and are gone with their process, however it ends
+    smallest_bytes  what is smaller stays
+
+    Raises `AutoparError` for values that it cannot have.
+    """
+
+    activations: Away | None = None
+    optimizer: Literal["host"] | None = None
+    folder: str | None = None
+    smallest_bytes: int = SMALLEST_BYTES
+
+    def __post_init__(self) -> None:
+        if self.activations not in (None, "host", "file"):
+            raise AutoparError(f'Offload(activations={self.activations!r}) is no place; use "host", "file" or None')
+        if self.optimizer not in (None, "host"):
+            raise AutoparError(f'Offload(optimizer={self.optimizer!r}) is no place that updates; use "host" or None')
+        if self.smallest_bytes < 0:
+            raise AutoparError(f"Offload(smallest_bytes={self.smallest_bytes}) is less than nothing; use 0 to move everything")
+        if self.uses_files and self.folder is None:
+            raise AutoparError(
+                "offload to files needs to know where: Offload(..., folder=path) on a fast drive; /tmp is often memory itself"
+            )
+        if self.folder is not None and not Path(self.folder).is_dir():
+            raise AutoparError(f"Offload(folder={self.folder!r}): there is no such folder; make it, or name another")
+
+    @property
+    def uses_files(self) -> bool:
+        return self.activations == "file"
+
+    @staticmethod
+    def of(asked: Any) -> Offload | None:
+        """`offload=` of `autopar.compile`: None, "activations" or "optimizer", to host memory, or an `Offload`. Raises `AutoparError`
+        for another."""
+        if asked is None or isinstance(asked, Offload):
+            return asked
+        if asked == "activations":
+            return Offload(activations="host")
+        if asked == "optimizer":
+            return Offload(optimizer="host")
+        raise AutoparError(
+            f'offload={asked!r} is unknown; use "activations", "optimizer", or autopar.Offload(activations="host" or "file")'
+        )

@@ -1,0 +1,304 @@
+"""The front door of predictions: `autopar.predict`, what a step of a plan takes on a cluster that nobody has started, and
+`autopar.rank_plans`, which plan takes least."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar._torch import outside_fake_modes, pytree
+from autopar.captured import captured
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import bytes_of
+from autopar.cost.model import CostModel
+from autopar.driver.manager import run_passes
+from autopar.driver.options import Options
+from autopar.driver.progress import progress
+from autopar.errors import InputError, MeshError, PlanError
+from autopar.foresight.capture_work import shortened
+from autopar.foresight.constants import Constants, SoftwareProfile
+from autopar.foresight.prediction import Prediction
+from autopar.foresight.price import Prices
+from autopar.foresight.question import SCHEDULES, Question, divisors
+from autopar.foresight.ranking import RankedPlans, ranking
+from autopar.foresight.read_work import read_work
+from autopar.foresight.search import Search
+from autopar.foresight.step import RECOMPUTE, Step, StepPlan
+from autopar.foresight.work import ModelWork
+from autopar.graph.autocast import autocast_off
+from autopar.ir.actions import PipelineSchedule
+from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.ir.zero import LEVELS
+from autopar.partition.whole_batch import mixing
+from autopar.passes.default_passes import default_passes
+from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
+from autopar.passes.global_.insert_reshards import InsertReshards
+from autopar.plans.plan import Plan
+from autopar.plans.styles import UserPins, without_styles
+from autopar.runtime.module.inputs import CallInputs, batch_dims_of
+
+Inputs = Mapping[str, Any] | tuple[Any, ...]
+AXES = ("pp", "dp", "tp")
+_DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
+# So many devices share tensors at most where a cluster says nothing of nodes.
+_IDEAL_NODE = 8
+
+
+def predict(
+    model: nn.Module | ModelWork,
+    *,
+    cluster: Cluster | str,
+    mesh: Mesh | Mapping[str, int],
+    global_batch: int,
+    example_inputs: Inputs = (),
+    microbatch: int = 1,
+    schedule: str | PipelineSchedule = "1f1b",
+    num_chunks: int = 1,
+    recompute: str = "none",
+    zero: int = 0,
+    pins: UserPins | Plan | None = None,
+    precision: str | None = "bf16",
+    kernels: str = "off",
+    profile: str | SoftwareProfile = "fused",
+    live_limit: float | None = None,
+) -> Prediction:
+    """Seconds and bytes of one training step of `model`, from its captured graph: nothing is allocated, and no device is needed.
+
+    model           a module, on the meta device or not, or the work of one that `measure_work` has read: it serves all plans of one `tp`
+    cluster         as `autopar.compile` takes it, and with a number of devices where it should be held against the mesh: "h100:128"
+    mesh            sizes of pp, dp and tp: {"pp": 2, "dp": 8, "tp": 4}; the last is within a node as far as it goes
+    global_batch    samples of a step; each of the dp replicas runs its share in microbatches of `microbatch` samples
+    example_inputs  a batch as a call would get it, of any number of samples from 2 on; may be on meta
+    schedule        as `autopar.compile` has it; "auto" is searched for within the memory of `live_limit` microbatches a rank. With
+                    "interleaved", `num_chunks` stages lie on a rank
+    recompute       "none", "selective" (from the first to the last product of two activations of a layer: attention's core) or "full"
+    zero            level of ZeRO over dp
+    pins            who splits what over tp, as in `autopar.compile`; without them the search finds the best
+    precision       "bf16", "fp16" or "float32", that of parameters and activations; None leaves what the model has
+    kernels         as `autopar.compile` has it; by default ops stay as they are written
+    profile         what the software does: a name of `autopar.foresight.constants.PROFILES`, or a `SoftwareProfile`
+
+    Equal layers are captured twice and counted as often as they are there, see `autopar.foresight.capture_work`. Raises `MeshError`,
+    `InputError`, `PlanError` and what a capture raises; each says what would work.
+    """
+    place = virtual_mesh(**mesh) if isinstance(mesh, Mapping) else mesh
+    here = _cluster(cluster, place)
+    sizes = _sizes(place)
+    per_replica = _per_replica(global_batch, sizes["dp"], microbatch)
+    _refuse(recompute, zero, sizes, schedule, num_chunks)
+    known = SoftwareProfile.named(profile)
+    work = model if isinstance(model, ModelWork) else measure_work(model, example_inputs, here, sizes["tp"], pins, precision, kernels)
+    known = _with_masters(known, work)
+    plan = StepPlan(microbatch, per_replica, sizes["dp"], sizes["pp"], schedule, num_chunks, recompute, zero, live_limit)
+    ordered = Mesh(tuple((axis, sizes[axis]) for axis in AXES))
+    return Step(work, plan, Prices(here, ordered, Constants.of(here, work.itemsize), known)).prediction()
+
+
+def rank_plans(
+    model: nn.Module | Mapping[int, ModelWork],
+    *,
+    cluster: Cluster | str,
+    global_batch: int,
+    num_devices: int | None = None,
+    example_inputs: Inputs = (),
+    memory: str | float | None = None,
+    tp: Sequence[int] | None = None,
+    precision: str | None = "bf16",
+    kernels: str = "off",
+    profile: str | SoftwareProfile = "fused",
+    num_microbatches: int | None = None,
+    schedule: str | None = None,
+    recompute: str | Sequence[str] | None = None,
+    zero: int | None = None,
+) -> RankedPlans:
+    """Which mesh, and what to run on it: the fastest plan of each pp × dp × tp of all devices, as `predict` prices them, best first.
+
+    model         as for `predict`, or what `measure_work` has read of it by the size of tp
+    cluster       "h100:128" is 128 devices of that kind; with a `Cluster` pass `num_devices`
+    memory        what a device may hold, "72GiB" or bytes; all it has by default
+    tp            sizes of tp to look at; by default the divisors of a node's devices. Each takes a capture
+    num_microbatches, schedule, recompute, zero
+                  plans of these alone. Else all numbers of microbatches (one where the model mixes samples, as batch norm does in
+                  training), 1F1B, interleaved, ZB-H1 and ZB-V, "none", "selective" and "full", all levels of ZeRO
+
+    The model's shardings over tp are those that the search of `autopar.compile` finds. Ctrl-C, once the model is read, gives what is known
+    so far. Raises as `predict` does.
+    """
+    here, number = _devices(cluster, num_devices)
+    if global_batch < 1:
+        raise InputError(f"global_batch={global_batch}: pass the number of samples of a step, 1 or more")
+    known_sizes = list(model) if isinstance(model, Mapping) else _tp_sizes(here, number)
+    sizes = known_sizes if tp is None else list(tp)
+    if not sizes:
+        raise MeshError("no size of tp to look at: pass tp=(1,), or leave it out")
+    if wrong := [each for each in sizes if each < 1 or number % each]:
+        raise MeshError(f"tp = {wrong[0]} does not divide {number} devices: use divisors of it")
+    with progress("planning") as show:
+        works: dict[int, ModelWork] = {}
+        for size in sizes:
+            show(f"reading the model with tp = {size}")
+            works[size] = (
+                model[size] if isinstance(model, Mapping) else measure_work(model, example_inputs, here, size, None, precision, kernels)
+            )
+        known = _with_masters(SoftwareProfile.named(profile), works[sizes[0]])
+        capacity = here.device.memory_bytes if memory is None else bytes_of(memory, "memory")
+        tokens = _tokens_per_sample(example_inputs)
+        question = Question(
+            works,
+            here,
+            number,
+            global_batch,
+            capacity,
+            known,
+            tokens,
+            num_microbatches,
+            (schedule,) if schedule is not None else SCHEDULES,
+            _recomputations(recompute),
+            (zero,) if zero is not None else tuple(LEVELS),
+        )
+        search, is_complete = Search(question, show), True
+        try:
+            search.run()
+        except KeyboardInterrupt:
+            is_complete = False
+    return ranking(search, is_complete)
+
+
+def measure_work(
+    model: nn.Module,
+    example_inputs: Inputs,
+    cluster: Cluster | str,
+    tp: int = 1,
+    pins: UserPins | Plan | None = None,
+    precision: str | None = "bf16",
+    kernels: str = "off",
+) -> ModelWork:
+    """What each rank along tp does for one microbatch of `model`, as amounts that depend on its samples. See `predict`."""
+    if precision not in _DTYPES:
+        raise PlanError(f'precision={precision!r} is unknown: use "bf16", "fp16", "float32", or None for what the model has')
+    short = shortened(model, _DTYPES[precision])
+    here = Cluster.named(cluster) if isinstance(cluster, str) else cluster
+    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    args, kwargs = pytree.tree_map(lambda leaf: _cast(leaf, _DTYPES[precision]), (args, kwargs))
+    inputs = CallInputs.of(args, kwargs)
+    dims = batch_dims_of(inputs, None)
+    num_samples = next((tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims), 0)
+    if num_samples < 2:
+        raise InputError(f"example_inputs has {num_samples} samples; pass 2 or more, so that the batch can be told from what has length 1")
+    options = Options(here, pins=without_styles(pins, short.model), kernels=kernels)
+    with outside_fake_modes(), autocast_off(), torch.enable_grad():
+        program = captured(short.model, virtual_mesh(dp=1, tp=tp), inputs, options)
+        passes = default_passes(options, training=True)
+        last = next(number for number, each in enumerate(passes) if isinstance(each, InsertReshards))
+        numbered = next(number for number, each in enumerate(passes) if isinstance(each, ChooseMicrobatches))
+        program = run_passes(program, passes[:numbered])
+        mixes = bool(mixing(program, 2))
+        program = run_passes(program, passes[numbered : last + 1])
+        work = read_work(program, CostModel(here, program.mesh), short.layers, short.counts, num_samples)
+        return replace(work, mixes_samples=mixes)
+
+
+def _with_masters(profile: SoftwareProfile, work: ModelWork) -> SoftwareProfile:
+    """Beside parameters in float32 there are none."""
+    return profile if work.itemsize < 4 else replace(profile, state_bytes=8.0, reduced_bytes=4.0)
+
+
+def _tp_sizes(cluster: Cluster, num_devices: int) -> list[int]:
+    """Within a node; the ideal cluster has no nodes."""
+    on_node = cluster.ranks_per_node
+    if on_node == 1:
+        return [each for each in divisors(num_devices) if each <= _IDEAL_NODE]
+    return [each for each in divisors(num_devices) if on_node % each == 0]
+
+
+def _recomputations(asked: str | Sequence[str] | None) -> tuple[str, ...]:
+    names = tuple(RECOMPUTE) if asked is None else (asked,) if isinstance(asked, str) else tuple(asked)
+    if unknown := [each for each in names if each not in RECOMPUTE]:
+        raise PlanError(f"recompute={unknown[0]!r} is unknown: use {', '.join(RECOMPUTE)}")
+    return names
+
+
+def _cast(leaf: Any, dtype: torch.dtype | None) -> Any:
+    is_cast = dtype is not None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    return torch.zeros(leaf.shape, dtype=dtype, device="meta") if is_cast else leaf
+
+
+def _cluster(cluster: Cluster | str, mesh: Mesh) -> Cluster:
+    """With "name:number" the mesh must not be larger than that."""
+    if isinstance(cluster, Cluster):
+        return cluster
+    name, _, number = cluster.partition(":")
+    if number:
+        if not number.isdigit():
+            raise MeshError(f'cluster={cluster!r}: {number!r} is no number of devices; write "h100:128"')
+        if mesh.size > int(number):
+            dp = int(number) * dict(mesh.axes).get("dp", 1) // mesh.size
+            smaller = f"take dp = {dp}" if dp else "take less of pp or tp"
+            raise MeshError(
+                f"the mesh ({mesh}) has {mesh.size} ranks, the cluster {number} devices: {smaller}, or a larger cluster, {name}:{mesh.size}"
+            )
+    return Cluster.named(name)
+
+
+def _devices(cluster: Cluster | str, num_devices: int | None) -> tuple[Cluster, int]:
+    """The cluster, and how many of its devices."""
+    if isinstance(cluster, Cluster):
+        if num_devices is None:
+            raise MeshError("how many devices? Pass num_devices=128")
+        return cluster, _positive(num_devices)
+    name, _, number = cluster.partition(":")
+    if number and not number.isdigit():
+        raise MeshError(f'cluster={cluster!r}: {number!r} is no number of devices; write "h100:128"')
+    if not number and num_devices is None:
+        raise MeshError(f'how many devices? Write cluster="{name}:128", or pass num_devices=128')
+    if number and num_devices not in (None, int(number)):
+        raise MeshError(f"cluster={cluster!r} has {number} devices, and num_devices={num_devices}: leave one of them out")
+    return Cluster.named(name), _positive(int(number) if number else num_devices or 0)
+
+
+def _positive(num_devices: int) -> int:
+    if num_devices < 1:
+        raise MeshError(f"a cluster of {num_devices} devices runs nothing: pass 1 or more")
+    return num_devices
+
+
+def _tokens_per_sample(example_inputs: Inputs) -> int:
+    """How long the rows of ids are; 0 where no input is of ids."""
+    leaves = pytree.tree_leaves(example_inputs)
+    return next((leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.dtype == torch.int64), 0)
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    unknown = [name for name in mesh.names if name not in AXES]
+    if unknown:
+        raise MeshError(f"predict knows the axes pp, dp and tp, not {', '.join(unknown)}: rename or leave out")
+    return {axis: dict(mesh.axes).get(axis, 1) for axis in AXES}
+
+
+def _per_replica(global_batch: int, dp: int, microbatch: int) -> int:
+    """Microbatches of a replica."""
+    if global_batch < 1 or microbatch < 1 or global_batch % (dp * microbatch):
+        share = global_batch // dp if global_batch > 0 and global_batch % dp == 0 else 0
+        fitting = ", ".join(str(size) for size in range(1, share + 1) if share % size == 0)
+        mend = (
+            f"microbatch may be {fitting}"
+            if share
+            else f"global_batch may be {max(1, round(global_batch / (dp * microbatch))) * dp * microbatch}"
+        )
+        raise InputError(f"a global batch of {global_batch} does not divide into dp = {dp} shares of microbatches of {microbatch}: {mend}")
+    return global_batch // (dp * microbatch)
+
+
+def _refuse(recompute: str, zero: int, sizes: Mapping[str, int], schedule: str | PipelineSchedule, num_chunks: int) -> None:
+    if recompute not in RECOMPUTE:
+        raise PlanError(f"recompute={recompute!r} is unknown: use {', '.join(RECOMPUTE)}")
+    if zero not in LEVELS:
+        raise PlanError(f"zero={zero!r} is no level of ZeRO: use 0, 1, 2 or 3")
+    if num_chunks < 1 or (num_chunks > 1 and schedule != "interleaved"):
+        raise PlanError(f'num_chunks={num_chunks} wants schedule="interleaved" and 1 or more; schedule is {schedule!r}')
+    if isinstance(schedule, PipelineSchedule) and schedule.num_ranks != sizes["pp"]:
+        raise PlanError(f"the schedule has {schedule.num_ranks} ranks, and pp = {sizes['pp']}; draw it for as many")

@@ -1,0 +1,142 @@
+"""Compiling within a memory budget: ways to meet it, asked in one order, once it is known that it binds.
+
+0. without it      parameters whole over the axes of the batch, all kept that the backward reads: if the step fits so, it is that
+1. the search      parameters, copies and saved values split over ranks, saved values computed again: one price for all, by an estimate
+2. recomputation   with shardings and stages known: what is computed again, at the least time, counted call by call
+3. the whole step  on the schedule, with all that takes memory; where that is too much, the difference is reserved, and 1 asked again
+4. by name         levels of ZeRO and modes of recomputation, one after another: estimates may leave out what does fit
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.driver.compiled import Compiled
+from autopar.driver.options import Options
+from autopar.errors import MemoryBudgetError, PlanError
+from autopar.ir.units import in_bytes
+from autopar.reports.memory import Memory
+
+logger = logging.getLogger("autopar")
+
+# So often the search is asked at most.
+_TRIES = 5
+
+
+def within_budget(
+    options: Options, compile_by: Callable[[Options], Compiled], memory_of: Callable[[Compiled], Memory], by_name: Sequence[Options] = ()
+) -> Compiled:
+    """What `compile_by` makes of `options`, the memory of which, counted whole, is within their budget. Raises `MemoryBudgetError`.
+
+    `by_name` are the options as they may be without a budget, `Options.by_name`.
+    """
+    if not options.budget.is_finite:
+        return compile_by(options)
+    attempts = _Attempts(options, compile_by, memory_of)
+    found = attempts.whole(by_name[0]) if by_name else None
+    found = found or attempts.searched() or attempts.one_of(by_name[1:])
+    if found is None:
+        raise attempts.refusal()
+    return found
+
+
+@dataclass
+class _Attempts:
+    """`least` is the memory of what takes least of all that was found and does not fit, `refused` the search's own word where it found
+    nothing at all."""
+
+    options: Options
+    compile_by: Callable[[Options], Compiled]
+    memory_of: Callable[[Compiled], Memory]
+    least: Memory | None = None
+    refused: MemoryBudgetError | None = None
+
+    def whole(self, options: Options) -> Compiled | None:
+        """What is made of `options`, if the whole step fits."""
+        compiled = self.compile_by(options).within(self.options.budget)
+        return compiled if self._counted(compiled).fits else None
+
+    def _counted(self, compiled: Compiled) -> Memory:
+        memory = self.memory_of(compiled)
+        if not memory.fits and (self.least is None or memory.peak_bytes < self.least.peak_bytes):
+            self.least = memory
+        return memory
+
+    def searched(self) -> Compiled | None:
+        """What fits of what the search finds, asked for less each time."""
+        budget, is_found = self.options.budget, False
+        # Bytes held back from those who decide; with so many a plan was found that takes too much, with so many none.
+        reserved, too_few, too_many = 0.0, 0.0, budget.capacity_bytes
+        for _ in range(_TRIES):
+            wanted = too_many
+            try:
+                compiled = self.compile_by(replace(self.options, budget=budget.reserving(reserved)))
+            except MemoryBudgetError as error:
+                if not is_found:
+                    self.refused = error  # it says what conflicts
+                    return None
+                too_many = reserved
+            else:
+                memory, is_found = self._counted(compiled.within(budget)), True
+                if memory.fits:
+                    return compiled.within(budget)
+                logger.info("a step takes %s, more than memory_budget; the search is asked for less", in_bytes(memory.peak_bytes))
+                too_few = reserved
+                # What was counted may be less than what was left: the next to be found must count less than that.
+                wanted = budget.capacity_bytes - min(budget.capacity_bytes - reserved, compiled.counted_bytes) - memory.margin_bytes
+            reserved = wanted if wanted < too_many else (too_few + too_many) / 2
+        return None
+
+    def one_of(self, by_name: Sequence[Options]) -> Compiled | None:
+        """The first that fits; of levels of ZeRO each holds no less than the one before."""
+        for options in by_name:
+            try:
+                compiled = self.compile_by(options).within(self.options.budget)
+            except PlanError:  # pins have it otherwise
+                continue
+            memory = self._counted(compiled)
+            if memory.fits:
+                logger.info("no search met memory_budget; zero= and recompute= by name do: %s, %s", options.freedom.zero, options.recompute)
+                return compiled
+            if any(each.kinds.get("parameters", 0.0) + each.kinds.get("optimizer", 0.0) > memory.capacity_bytes for each in memory.places):
+                return None
+        return None
+
+    def refusal(self) -> MemoryBudgetError:
+        if self.refused is None:
+            assert self.least is not None
+            return refusal(self.least)
+        if self.least is None:
+            return self.refused
+        peak = self.least.peak_bytes
+        return MemoryBudgetError(f"{self.refused}\nthe least that was found takes {in_bytes(peak)}: memory_budget={in_bytes_up(peak)!r}")
+
+
+def refusal(memory: Memory) -> MemoryBudgetError:
+    """For the plan that takes least of those that were found, all of which take too much."""
+    place = memory.fullest
+    lines = [
+        f"no plan was found whose step fits into {memory.limit}: the least takes {in_bytes(memory.peak_bytes)}, "
+        f"{in_bytes(-memory.margin_bytes)} too much, during {place.at}",
+        *str(memory).splitlines()[2:],
+        "ways out:",
+        f"  memory_budget={in_bytes_up(memory.peak_bytes)!r}",
+    ]
+    grows = sum(place.kinds.get(kind, 0.0) for kind in ("activations", "temporaries", "in flight", "inputs"))
+    stays = memory.peak_bytes - grows
+    if grows and stays < memory.capacity_bytes:
+        share = (memory.capacity_bytes - stays) / grows
+        lines.append(f"  {share:.0%} of the batch, or as many times more microbatches: of the peak {in_bytes(grows)} grow with it")
+    state = place.kinds.get("optimizer", 0.0)
+    if state:
+        lines.append(f'  optimizer="sgd": {in_bytes(state)} of state less')
+    lines.append("  more ranks along tp or pp; parameters split over dp come of memory_budget itself where that helps")
+    return MemoryBudgetError("\n".join(lines))
+
+
+def in_bytes_up(value: float) -> str:
+    """In whole bytes: what is asked for must be enough."""
+    return f"{math.ceil(value)} B"

@@ -1,0 +1,70 @@
+"""The H100 table of `benchmarks/published`: Llamas under nanotron's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.foresight.work import ModelWork
+from autopar.predictor import measure_work
+from benchmarks.published_models import LLAMA, Llama
+from benchmarks.published_rows import Compared, Row, Tables
+
+CLUSTER = "8xH100"
+# The small models tie the head to the embeddings.
+TIED = ("1B", "3B")
+FEW_NODES = 32
+USUAL_MFU = 20.0
+FAR = 0.2
+
+
+@cache
+def llama(vocabulary: int, num_layers: int, width: int, num_heads: int, hidden: int, length: int, is_tied: bool, tp: int) -> ModelWork:
+    with torch.device("meta"):
+        model = Llama(vocabulary, num_layers, width, num_heads, hidden, is_tied)
+        tokens = torch.zeros(2, length, dtype=torch.int64)
+    pins = {name: pin for name, pin in LLAMA.items() if not (is_tied and name == "head.weight")} if tp > 1 else None
+    return measure_work(model, {"tokens": tokens, "labels": tokens}, CLUSTER, tp, pins)
+
+
+def work_of(row: Row) -> ModelWork:
+    vocabulary, layers, width, heads, hidden, length = (int(row[name]) for name in ("vocab", "layers", "hidden", "heads", "ffn", "seq"))
+    return llama(vocabulary, layers, width, heads, hidden, length, row["model"] in TIED, int(row["tp"]))
+
+
+def ultrascale(tables: Tables) -> Iterator[Compared]:
+    """Rows that ran. Printed are tokens a GPU and second; the batch is dp · microbatch · accumulation, not always the one named."""
+    for row in tables["ultrascale_h100_all_runs"]:
+        if row["status"] != "ok" or int(row["pp"]) > int(row["layers"]):  # a stage without a layer cannot be expressed
+            continue
+        tp, pp, dp, samples, number = (int(row[name]) for name in ("tp", "pp", "dp", "micro_batch", "grad_accum"))
+        found = autopar.predict(
+            work_of(row),
+            cluster=CLUSTER,
+            mesh={"pp": pp, "dp": dp, "tp": tp},
+            global_batch=dp * samples * number,
+            microbatch=samples,
+            zero=int(row["zero_stage"]),
+            profile="nanotron",
+        )
+        printed = dp * samples * number * int(row["seq"]) / (int(row["gpus"]) * float(row["tokens_per_s_per_gpu"]))
+        where = {name: row[name] for name in ("model", "nodes", "dp", "tp", "pp", "micro_batch", "grad_accum", "zero_stage", "mfu_pct")}
+        yield Compared(where, printed, found.step_seconds)
+
+
+def subsets(rows: Sequence[Compared]) -> dict[str, list[Compared]]:
+    """By columns of the configuration, and by the printed MFU."""
+    plain = [row for row in rows if row.where["pp"] == "1" and int(row.where["nodes"]) <= FEW_NODES]
+    return {
+        f"up to {FEW_NODES} nodes, no pipeline": plain,
+        f"of these MFU ≥ {USUAL_MFU:.0f}": [row for row in plain if float(row.where["mfu_pct"]) >= USUAL_MFU],
+    }
+
+
+def overestimated(rows: Sequence[Compared]) -> dict[str, Any]:
+    """The share of rows whose step is predicted more than 20 % too long."""
+    return {"overestimated %": 100 * sum(row.error > FAR for row in rows) / len(rows)}

@@ -1,0 +1,144 @@
+"""What the backward reads of the forward lies in host memory or in a file meanwhile (`autopar.pipeline.stays` draws it)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel
+from autopar.cost.rank_sizes import RankSizes
+from autopar.cost.schedule_memory import RankMemory, schedule_memory
+from autopar.ir.instructions import Memory
+from autopar.ir.lifetimes import with_frees
+from autopar.ir.offload import Offload
+from autopar.ir.schedule import Schedule
+from autopar.ir.units import in_bytes
+from autopar.passes.schedule.overlap_communication import links_of
+from autopar.pipeline.fragment_prices import fragment_seconds
+from autopar.pipeline.schedule_program import ScheduleProgram
+from autopar.pipeline.simulate import simulate
+from autopar.pipeline.stays import Stay, Trip, Trips, copied, moved, staging_bytes, stays, trips
+
+# In how many parts memories are moved: each is a walk through the schedule.
+MAX_TRIES = 32
+# A gain below this share of the peak is not worth a copy.
+LEAST_GAIN = 0.005
+
+
+@dataclass(frozen=True)
+class OffloadActivations:
+    """Copy saved values away behind their last use in the forward, and back ahead of their first one in the backward.
+
+    Those go first that are not used at the peak of the rank, the longest first, then those at what is the peak then, until it falls
+    by less than is away, but for what is on its way; under a budget until it is within that. Each memory is copied once, with all
+    that lies in it.
+
+    Reads: a `ScheduleProgram` without FREEs, in its final order. Writes: COPY and its WAITs; what reads in the backward reads what came
+    back.
+    """
+
+    offload: Offload | None
+    cluster: Cluster
+    budget: MemoryBudget = field(default_factory=MemoryBudget)
+    name: str = "offload activations"
+
+    @property
+    def memory(self) -> Memory | None:
+        return None if self.offload is None else self.offload.activations
+
+    def decide(self, program: ScheduleProgram) -> Trips:
+        memory = self.memory
+        if memory is None:
+            return Trips("host", tuple(() for _ in program.places))
+        cost = CostModel(self.cluster, program.mesh)
+        clock = simulate(program, fragment_seconds(program, cost), links_of(self.cluster, program.mesh), has_memory=False)
+        sizes = RankSizes(self.budget, device=program.device)
+        found = [
+            _Place(schedule, [0.0, *ends], memory, cost, self.offload.smallest_bytes if self.offload else 0, sizes).decide()
+            for schedule, ends in zip(program.places, clock.instruction_seconds, strict=True)
+        ]
+        return Trips(memory, tuple(chosen for chosen, _ in found), tuple(reason for _, reason in found))
+
+    def apply(self, program: ScheduleProgram, decision: Trips) -> ScheduleProgram:
+        if not any(decision.places):
+            return program
+        places = [moved(schedule, chosen, decision.memory) for schedule, chosen in zip(program.places, decision.places, strict=True)]
+        return program.with_places(places, buffers={name: each for schedule in places for name, each in schedule.buffers.items()})
+
+    def written(self, program: ScheduleProgram, decision: Trips) -> list[list[list[object]]]:
+        return [[[list(each.names), each.out, each.gone, each.back, each.needed] for each in chosen] for chosen in decision.places]
+
+    def read(self, program: ScheduleProgram, value: Sequence[Sequence[Sequence[object]]]) -> Trips:
+        places = tuple(tuple(Trip(tuple(names), *numbers) for names, *numbers in chosen) for chosen in value)  # pyright: ignore
+        return Trips(self.memory or "host", places)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The ranks at one place along `pp`; `starts` is when instructions begin, and when the last is over."""
+
+    schedule: Schedule
+    starts: Sequence[float]
+    memory: Memory
+    cost: CostModel
+    least_bytes: int
+    sizes: RankSizes
+
+    def decide(self) -> tuple[tuple[Trip, ...], str]:
+        """The trips of those stays that are away at the peak of the rank, the longest first, wherever that comes to be then."""
+        known = sorted((each for each in stays(self.schedule, self.starts, self.least_bytes) if self._is_long(each)), key=self._seconds)[
+            ::-1
+        ]
+        before = best = now = self._memory(())
+        chosen, few, at_once = list[Stay](), list[Stay](), math.ceil(len(known) / MAX_TRIES)
+        for _ in range(2 * MAX_TRIES):
+            peak = max(now.steps, key=lambda step: step.during_bytes).position if now.steps else 0
+            more = [each for each in known if each.left < peak < each.needed and each not in chosen][:at_once]
+            if not more or best.peak_bytes <= self._limit:
+                break
+            chosen += more
+            now = self._memory(chosen)
+            if now.peak_bytes < (1 - LEAST_GAIN) * best.peak_bytes and self._brings_enough(before, now, chosen):
+                best, few = now, list(chosen)
+        found = self._trips(few)
+        if not found:
+            why = "it fits" if before.peak_bytes <= self._limit else "it would not help" if known else "nothing is saved long enough"
+            return (), f"nothing is moved, {why}: at most {in_bytes(before.peak_bytes)} a rank"
+        away = f"{len(found)} memories, {in_bytes(best.parked_bytes[self.memory])} at a time"
+        peaks = f"{in_bytes(before.peak_bytes)} → {in_bytes(best.peak_bytes)}"
+        return tuple(found), f"{away}, to {self.memory} memory and back; at most {peaks} a rank"
+
+    def _brings_enough(self, before: RankMemory, now: RankMemory, chosen: Sequence[Stay]) -> bool:
+        """Whether the peak falls by what is away at a time, less what is on its way; under a budget whatever helps."""
+        away = now.parked_bytes.get(self.memory, 0.0) - staging_bytes(chosen)
+        return self.sizes.budget.is_finite or before.peak_bytes - now.peak_bytes >= away
+
+    @property
+    def _limit(self) -> float:
+        """What buffers may take: all of the budget but the state of the optimizer; nothing where there is none, so that all is too much."""
+        budget = self.sizes.budget
+        if not budget.is_finite:
+            return 0.0
+        named = zip(self.schedule.signature.inputs, self.schedule.inputs, strict=True)
+        return budget.capacity_bytes - sum(budget.optimizer.state_bytes(item, self.schedule.bytes_of(name)) for item, name in named)
+
+    def _seconds(self, stay: Stay) -> float:
+        return self.starts[stay.needed] - self.starts[stay.left + 1]
+
+    def _is_long(self, stay: Stay) -> bool:
+        """Whether it is away at all, by the clock."""
+        return self._seconds(stay) > 2 * self.cost.copy_seconds(self.memory, stay.num_bytes)
+
+    def _trips(self, chosen: Sequence[Stay]) -> list[Trip]:
+        return trips(chosen, self.starts, lambda size: self.cost.copy_seconds(self.memory, size))
+
+    def _memory(self, chosen: Sequence[Stay]) -> RankMemory:
+        """With a step for each instruction that there was."""
+        found = self._trips(chosen)
+        schedule, written = moved(self.schedule, found, self.memory), copied(self.schedule, found, self.memory)
+        freed = iter(with_frees(schedule.instructions, {*schedule.inputs, *schedule.outputs}))
+        groups = ([one for _ in group for one in next(freed)] for group in written)
+        return schedule_memory(schedule, self.sizes.of(schedule), groups)

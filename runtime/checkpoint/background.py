@@ -1,0 +1,77 @@
+"""Checkpoints written behind the training: one thread for each world, with a process group of its own, one checkpoint after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from autopar.runtime.checkpoint.ranks import Ranks
+from autopar.runtime.checkpoint.snapshot import Snapshot
+from autopar.runtime.execute.world import DistributedWorld, World
+
+
+class Background:
+    """The thread of one world. What ranks tell each other there goes through gloo, in the order of the checkpoints: the groups in which
+    training communicates are not touched."""
+
+    def __init__(self, world: World) -> None:
+        self.ranks = _ranks_beside(world)
+        # What was copied for the latest checkpoint, in memory that the next one takes.
+        self.copied: Snapshot | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._latest: Future[Path] | None = None
+
+    def start(self, make: Callable[[Ranks], Path]) -> Future[Path]:
+        """Python waits for it before it ends."""
+        self._latest = self._thread.submit(make, self.ranks)
+        return self._latest
+
+    def wait(self) -> None:
+        """For what is under way. Raises its error, once."""
+        latest, self._latest = self._latest, None
+        if latest is not None:
+            latest.result()
+
+
+_BACKGROUNDS: WeakKeyDictionary[World, Background] = WeakKeyDictionary()
+
+
+def background(world: World) -> Background:
+    """Collective at the first call of a world."""
+    if world not in _BACKGROUNDS:
+        _BACKGROUNDS[world] = Background(world)
+    return _BACKGROUNDS[world]
+
+
+def wait_for_saving(world: World) -> None:
+    """Until no checkpoint of this world is being written. Raises the error of one that was not, where nobody was told."""
+    if world in _BACKGROUNDS:
+        _BACKGROUNDS[world].wait()
+
+
+def forget_copies(world: World) -> None:
+    """Free the memory in which checkpoints of this world waited for being written."""
+    if world in _BACKGROUNDS:
+        _BACKGROUNDS[world].copied = None
+
+
+def _ranks_beside(world: World) -> Ranks:
+    if not isinstance(world, DistributedWorld):
+        return Ranks.of(world)
+    members = world.groups.global_ranks
+    with world.groups.naming_all("a group in which to save"):
+        group: Any = dist.new_group(list(members), backend="gloo")
+    order = [sorted(members).index(each) for each in members]
+
+    def gather(value: Any, what: str) -> list[Any]:
+        told: list[Any] = [None] * len(members)
+        with world.groups.naming_all(what):
+            dist.all_gather_object(told, value, group=group)
+        return [told[place] for place in order]
+
+    return Ranks(world.rank, len(members), gather)

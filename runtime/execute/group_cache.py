@@ -1,0 +1,62 @@
+"""Process groups and device meshes by the ranks in them: made once in the life of the default process group.
+
+Each group has threads, connections and buffers of its own, which torch keeps until the default group is destroyed; whoever compiles often
+would leave some dozen behind each time. What a program launches in a group follows the order of its instructions, and programs run one
+after the other on all ranks, so they can share it, as all of torch's own modules share the default group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass
+class _Known:
+    """What was made under one default group, in an order that is equal on all ranks. A group of others is kept as torch's mark for it."""
+
+    made: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
+    is_trusted: bool = True
+
+
+# By the default group: another one, after `destroy_process_group`, knows nothing of its predecessor's.
+_KNOWN: WeakKeyDictionary[dist.ProcessGroup, _Known] = WeakKeyDictionary()
+
+
+def _known() -> _Known:
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    return _KNOWN.setdefault(world, _Known())
+
+
+def known_or_made(key: Hashable, make: Callable[[], Any]) -> Any:
+    """What was made for `key`, or is made now. `agree` comes before it, on all ranks."""
+    made = _known().made
+    if key not in made:
+        made[key] = make()
+    return made[key]
+
+
+def distrust() -> None:
+    """What is known may be out of step with the other ranks: an exception left a call between its collectives, or a peer is lost."""
+    if dist.is_initialized():
+        _known().is_trusted = False
+
+
+def agree(device: torch.device) -> None:
+    """Forget what is known, on all ranks, where one of them does not trust it or knows more than others. Collective over the world.
+
+    Modules that were made keep what they have; new ones get new groups.
+    """
+    known = _known()
+    told = torch.tensor([not known.is_trusted, len(known.made), -len(known.made)], dtype=torch.int64, device=device)
+    dist.all_reduce(told, dist.ReduceOp.MAX)
+    is_doubted, most, least = told.tolist()
+    if is_doubted or most != -least:
+        known.made.clear()
+    known.is_trusted = True

@@ -1,0 +1,175 @@
+"""Groups and channels of processes over torch.distributed (gloo, NCCL), and errors that name who does not answer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import MeshError, PeerError
+from autopar.ir.instructions import Channel
+from autopar.ir.mesh import Mesh
+from autopar.runtime._torch import has_distributed
+from autopar.runtime.execute.group_cache import agree, distrust, known_or_made
+from autopar.runtime.execute.recorder import noted
+
+
+@contextmanager
+def naming(rank: int, peers: Sequence[int], what: object) -> Generator[None]:
+    """Turn torch's error, which names no rank, into a `PeerError`: `rank` waited for `peers` at `what`."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, PeerError):
+        raise
+    except RuntimeError as error:
+        distrust()
+        others = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
+        text = (
+            f"rank {rank} got no answer from {others} for {what}: {error}\n"
+            f"Look at the output of {others} first: a rank died, is stuck or left early; if it is only slow, raise `timeout`"
+        )
+        raise noted(PeerError(text)) from error
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group and, for each member in the order of the axes, its place in it (torch sorts members by rank)."""
+
+    group: dist.ProcessGroup
+    size: int
+    order: tuple[int, ...]
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.order == tuple(range(self.size))
+
+
+class ProcessGroups:
+    """The process groups of a mesh: one for each set of ranks that communicates, and one for each channel. Those of equal ranks and
+    timeout are shared by all modules; see `group_cache`.
+
+    Creating one is collective: `create` must be called by all ranks with the same axes, `create_channels` with the
+    same channels. `timeout`, in seconds, bounds every wait in these groups; None keeps torch's default.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, timeout: float | None = None) -> None:
+        self.mesh = Mesh.of(device_mesh)
+        self.global_ranks = tuple(int(rank) for rank in device_mesh.mesh.flatten().tolist())
+        if not has_distributed():
+            raise MeshError("torch.distributed is not initialised: start the script with torchrun, or use autopar.virtual_mesh(...)")
+        if dist.get_rank() not in self.global_ranks:
+            raise MeshError(
+                f"rank {dist.get_rank()} of the world is not on the mesh ({self.mesh}), which has ranks {list(self.global_ranks)}"
+            )
+        self.rank = self.global_ranks.index(dist.get_rank())
+        self.device_type = device_mesh.device_type
+        self._timeout = None if timeout is None else timedelta(seconds=timeout)
+        self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
+        self._channels: dict[Channel, dist.ProcessGroup] = {}
+        self.create(self.mesh, [self.mesh.names])
+
+    def create(self, mesh: Mesh, axes_sets: Iterable[tuple[str, ...]]) -> None:
+        """Create what is missing of the groups along each of `axes_sets` of `mesh` (this mesh, or it refined)."""
+        missing: dict[frozenset[int], str] = {}
+        for axes in sorted(set(axes_sets)):
+            groups = {frozenset(mesh.group(rank, axes)): None for rank in range(mesh.size)}
+            missing = (
+                dict.fromkeys((each for each in groups if each not in self._groups), f"a group of ranks along {', '.join(axes)}") | missing
+            )
+        self._agree(missing)
+        for members, what in missing.items():
+            # A rank outside the group gets a mark instead; it never asks for the group.
+            key = "group", self._global(sorted(members)), self._timeout
+            self._groups[members] = known_or_made(key, partial(self._new_group, sorted(members), what))
+
+    def create_channels(self, channels: Iterable[Channel]) -> None:
+        """Create what is missing of the groups of `channels`, pairs of ranks of the mesh: (sender, receiver)."""
+        missing = [channel for channel in sorted(set(channels)) if channel not in self._channels]
+        self._agree(missing)
+        for channel in missing:
+            self._channels[channel] = known_or_made(("channel", self._global(channel), self._timeout), partial(self._new_channel, channel))
+
+    def _global(self, members: Iterable[int]) -> tuple[int, ...]:
+        """The ranks of the world that ranks of this mesh are."""
+        return tuple(self.global_ranks[member] for member in members)
+
+    def _agree(self, missing: Collection[object]) -> None:
+        """Before what is `missing`, on all ranks alike, is looked for among what is known."""
+        if missing:
+            with self.naming_all("an agreement on process groups"):
+                agree(self.device)
+
+    def _new_channel(self, channel: Channel) -> Any:
+        what = f"a channel from rank {channel[0]} to rank {channel[1]}"
+        # A rank outside the channel gets a mark instead; it never asks for the group.
+        group = self._new_group(channel, what)
+        with naming(self.rank, [rank for rank in channel if rank != self.rank], what):
+            self._connect(channel, group)
+        return group
+
+    def _new_group(self, members: Sequence[int], what: str) -> Any:
+        """All ranks of the world take part, members or not."""
+        with self.naming_all(what):
+            return dist.new_group(list(self._global(members)), timeout=self._timeout)
+
+    def naming_all(self, what: str) -> AbstractContextManager[None]:
+        """While this is entered, torch's errors become a `PeerError`: all other ranks were waited for."""
+        return naming(self.rank, [rank for rank in range(self.mesh.size) if rank != self.rank], what)
+
+    def _connect(self, channel: Channel, group: Any) -> None:
+        """Send one byte. NCCL blocks both ranks at their first transfer, so two that sent to each other first would never meet."""
+        source, target = channel
+        if self.rank == source:
+            dist.send(torch.zeros(1, dtype=torch.uint8, device=self.device), self.global_ranks[target], group)
+        elif self.rank == target:
+            dist.recv(torch.zeros(1, dtype=torch.uint8, device=self.device), self.global_ranks[source], group)
+
+    def channel(self, channel: Channel) -> dist.ProcessGroup:
+        """The group of one of this rank's channels. Raises `KeyError` unless it was created."""
+        return self._channels[channel]
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        kind = self.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    def along(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
+        """The group of this rank along `axes`; it must have been created."""
+        members = mesh.group(self.rank, axes)
+        ranks = sorted(self.global_ranks[member] for member in members)
+        order = tuple(ranks.index(self.global_ranks[member]) for member in members)
+        return Group(self._groups[frozenset(members)], len(members), order)
+
+    def broadcast(self, tensor: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> torch.Tensor:
+        """`tensor` of the rank with index `root` along `axes`, on all of them; it is written into. Collective."""
+        if mesh.size_of(axes) > 1:
+            members = mesh.group(self.rank, axes)
+            tensor = tensor.contiguous()
+            with naming(self.rank, [rank for rank in members if rank != self.rank], f"a broadcast from rank {members[root]}"):
+                dist.broadcast(tensor, self.global_ranks[members[root]], group=self._groups[frozenset(members)])
+        return tensor
+
+    def gather(self, value: Any, what: str = "what every rank has to tell before it goes on") -> list[Any]:
+        """Every rank's `value`, in the mesh's order; any picklable object. Collective. `what` it is stands in the error."""
+        group = self.along(self.mesh, self.mesh.names)
+        values: list[Any] = [None] * group.size
+        with self.naming_all(what):
+            dist.all_gather_object(values, value, group=group.group)
+        return [values[place] for place in group.order]
+
+    def is_equal(self, number: int, what: str) -> bool:
+        """Whether every rank has this `number`, of 62 bits at most. Collective."""
+        group = self.along(self.mesh, self.mesh.names)
+        largest = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        with self.naming_all(what):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.group)
+        most, least = largest.tolist()
+        return most == -least

@@ -1,0 +1,1 @@
+"""What is away from the device: memory of the host and files, and who copies."""

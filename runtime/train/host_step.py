@@ -1,0 +1,124 @@
+"""A torch optimizer whose state lies in host memory, and which updates there while the device goes on.
+
+    device   … backward of layer 3      backward of layer 2      backward of layer 1    (wait)
+                        gradients ↓                ↓                        ↓           ↑ parameters
+    host                    update of layer 3 …        update of layer 2 …      update of layer 1
+
+ZeRO-Offload's split (Ren et al., arXiv:2101.06840), but for what it keeps: parameters are read anew from the device at each update, so that
+whatever the user writes into them holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.driver.train_step import Scope
+from autopar.errors import AutoparError
+from autopar.runtime.execute.world import local_of
+from autopar.runtime.module.placement import like
+from autopar.runtime.offload.memories import Block, HostMemory
+from autopar.runtime.train.partial_step import check_parts, narrowed, parts_of_state
+
+# So many updates may wait for the host; a further one waits for the first of these.
+MAX_WAITING = 4
+
+
+class HostStep:
+    """Steps `optimizer` for the parameters that are named, in a thread; `finish` waits for all of it.
+
+    It sees this rank's parts of the parameters as plain tensors on the host, and must go element by element. State is handed on under
+    the parameters themselves, as it lies in host memory; what somebody puts there is moved before it is used.
+    """
+
+    wholes = None
+
+    def __init__(self, optimizer: Optimizer, scope: Scope, host: HostMemory) -> None:
+        if scope != "element":
+            raise AutoparError(
+                f"{type(optimizer).__name__} is not known to update each number by itself, as the host updates parts of parameters: use "
+                "one of torch.optim that does (Adam, AdamW, SGD, …), leave Offload(optimizer=) out, or, where that is so, say "
+                'TrainStep(update_scope="element")'
+            )
+        self.optimizer, self._host = optimizer, host
+        self._thread = ThreadPoolExecutor(1, "autopar updates")
+        self._waiting: list[Future[None]] = []
+        # What this put into the optimizer's state, on the host: another entry was put there by somebody else.
+        self._held: dict[nn.Parameter, dict[Any, torch.Tensor]] = {}
+
+    def step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """By the gradients that they have, which are copied at once and may be dropped."""
+        while len(self._waiting) >= MAX_WAITING:
+            self._waiting.pop(0).result()
+        gradients = [self._copied(local_of(each.grad)) for each in parameters if each.grad is not None]
+        assert len(gradients) == len(parameters), "what is updated has a gradient"
+        copied = torch.cuda.current_stream().record_event() if gradients and local_of(parameters[0]).is_cuda else None
+        self._waiting.append(self._thread.submit(self._update, list(parameters), gradients, copied))
+
+    def finish(self) -> None:
+        """Wait until parameters are what they will be."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            each.result()
+
+    def check(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Raise `AutoparError` for state that somebody put there and that cannot be this rank's part."""
+        for each in parameters:
+            outer = self.optimizer.state.get(each)
+            if outer and isinstance(each, DTensor):
+                check_parts(parts_of_state(outer), local_of(each))
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """What the optimizer holds on the device: nothing."""
+        return []
+
+    @torch.no_grad()
+    def _update(self, parameters: Sequence[nn.Parameter], gradients: list[tuple[Block, torch.Tensor]], copied: Any) -> None:
+        if copied is not None:
+            copied.synchronize()
+        state = self.optimizer.state
+        locals_ = [local_of(each.detach()) for each in parameters]
+        masters = [self._copied(each, waits=True) for each in locals_]
+        for parameter, (_, master), (_, gradient) in zip(parameters, masters, gradients, strict=True):
+            master.grad = gradient
+            if outer := state.get(parameter):
+                state[master] = self._on_host(parameter, parts_of_state(outer))
+        with narrowed(self.optimizer, {id(each): master for each, (_, master) in zip(parameters, masters, strict=True)}):
+            self.optimizer.step()
+        gradients.clear()  # whoever runs this may hold them for longer
+        for parameter, local, (_, master) in zip(parameters, locals_, masters, strict=True):
+            local.copy_(master)
+            if (found := state.pop(master, None)) is not None:
+                self._hand_on(parameter, master, self._on_host(parameter, found))
+
+    def _copied(self, tensor: torch.Tensor, waits: bool = False) -> tuple[Block, torch.Tensor]:
+        """On the host, in a block that must be held as long."""
+        block = self._host.take(tensor.nbytes)
+        copy = self._host.bytes_of(block).view(tensor.dtype).view(tensor.shape)
+        return block, copy.copy_(tensor, non_blocking=not waits)
+
+    def _on_host(self, parameter: nn.Parameter, entries: Mapping[Any, Any]) -> dict[Any, Any]:
+        """The same, with tensors in host memory that is no longer the optimizer's; numbers as they are."""
+        held = self._held.setdefault(parameter, {})
+        found: dict[Any, Any] = dict(entries)
+        for key, value in entries.items():
+            if isinstance(value, torch.Tensor) and value.ndim and held.get(key) is not value:
+                found[key] = held[key] = self._host.like(value)
+        return found
+
+    def _hand_on(self, parameter: nn.Parameter, master: torch.Tensor, entries: Mapping[Any, Any]) -> None:
+        """Under the parameter, as it lies."""
+        outer = self.optimizer.state[parameter]
+        for key, value in entries.items():
+            is_part = isinstance(value, torch.Tensor) and value.ndim and value.shape == master.shape
+            before = outer.get(key)
+            if not is_part or not isinstance(parameter, DTensor):
+                outer[key] = value
+            elif not isinstance(before, DTensor) or local_of(before) is not value:
+                outer[key] = like(parameter, value)

@@ -1,0 +1,75 @@
+"""What `train_step` refuses, and how it says what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from autopar.driver.compiled import Compiled
+from autopar.driver.optimizers import OptimizerRecipe
+from autopar.errors import AutoparError
+from autopar.pipeline.schedule_program import ScheduleProgram
+from autopar.runtime._torch import has_gradient_hooks
+
+LOSS = "the loss"
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def require_optimizer(recipe: OptimizerRecipe | None) -> None:
+    if recipe is None:
+        raise AutoparError(
+            "train_step without an optimizer: pass optimizer= to autopar.compile, an optimizer, its class, (class, options), or a "
+            'function of the parameters; a name such as "adamw" says only what a memory budget counts'
+        )
+
+
+def require_no_hooks(model: nn.Module, parameters: Named) -> None:
+    """Raise for a hook that waits for gradients, which a step uses and frees."""
+    hooked = [name for name, each in parameters if has_gradient_hooks(each)]
+    if hooked or has_gradient_hooks(model):
+        what = f"the gradient of {hooked[0]!r}" if hooked else "the backward of the model"
+        raise AutoparError(
+            f"there is a hook on {what}, which train_step would not call: gradients are used, and freed, inside the step. Remove it, "
+            "or train by the plain loop: loss.backward(), optimizer.step()"
+        )
+
+
+def require_no_gradients(parameters: Named) -> None:
+    left = [name for name, each in parameters if each.grad is not None]
+    if left:
+        raise AutoparError(
+            f"{left[0]!r}, one of {len(left)}, has a gradient already, which is not multiplied by the loss scale as those of this step "
+            "are: call parallel.zero_grad() before"
+        )
+
+
+def updating_schedule(compiled: Compiled) -> ScheduleProgram:
+    """What a step runs. Raises `AutoparError` for a call that no step can be made of."""
+    the_loss(tuple((item.name, item.shape) for item in compiled.local.signature.inputs_of("tangent")))
+    if compiled.updating is None:
+        raise AutoparError("train_step has nothing to update: no parameter that requires a gradient is used by this call")
+    return compiled.updating
+
+
+def the_loss(differentiated: Sequence[tuple[str, Sequence[int]]]) -> str:
+    """The flat index of the loss among the outputs that are differentiated, of which there are names and shapes. Raises `AutoparError`."""
+    if len(differentiated) == 1 and not differentiated[0][1]:
+        return differentiated[0][0]
+    if len(differentiated) > 1:
+        raise AutoparError(
+            f"train_step needs a loss, one number, to start from, and gradients come back through {len(differentiated)} outputs of this "
+            'call: leave out outputs="all", where the model returns a loss among others, or let it return the loss alone'
+        )
+    raise AutoparError(
+        "train_step needs a loss, one number of the model's output: return it (alone, as `.loss`, or as the one scalar of a tuple), "
+        "or train by the plain loop with a loss of your own"
+    )
+
+
+def non_finite_text(bad: Sequence[str], place: str) -> str:
+    gradients = [name for name in bad if name != LOSS]
+    more = f" and {len(gradients) - 3} more" if len(gradients) > 3 else ""
+    what = ["the loss is infinite or NaN"] if LOSS in bad else []
+    what += [f"gradients are infinite or NaN: {', '.join(map(repr, gradients[:3]))}{more}"] if gradients else []
+    return f"{' and '.join(what)}; no parameter was updated on any rank{place and f'. {place}'}"

@@ -1,0 +1,68 @@
+"""What a fragment takes while it runs: counted by hand on graphs of a few ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.cost.fragment_memory import FragmentMemory, fragment_memory
+from autopar.kernels.softmax import softmax
+from autopar.runtime.execute.eager_function import simplified
+from tests.support.graphs import traced
+
+aten = torch.ops.aten
+SIZE = 4 * 8 * 4
+CASES: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
+    # What is counted, in tensors of the input's size: at the peak, and left.
+    "a result": (lambda x: aten.neg(x), 1, 1),
+    "a value dies at its last use": (lambda x: aten.exp(aten.neg(x)), 2, 1),
+    "and only then": (lambda x: aten.add(aten.exp(y := aten.neg(x)), y), 3, 1),
+    "three in a row hold two": (lambda x: aten.cos(aten.exp(aten.neg(x))), 2, 1),
+    "a view takes nothing": (lambda x: aten.neg(aten.t(x)), 1, 1),
+    "a view keeps what it shows": (lambda x: aten.exp(aten.t(aten.neg(x))), 2, 1),
+    "a view of an input is no result of its own": (lambda x: (aten.t(x), aten.neg(x)), 1, 1),
+    "a copy takes memory": (lambda x: aten.neg(aten.reshape(aten.t(x), [32])), 2, 1),
+    "one memory for two results": (lambda x: (y := aten.neg(x), aten.t(y)), 1, 1),
+    "what is written in place is there already": (lambda x: aten.add_(aten.neg(x), x), 1, 1),
+    "a part keeps the whole": (lambda x: aten.select(aten.neg(x), 0, 0), 1, 1),
+}
+
+
+def memory_of(function: Callable[[Tensor], Any], *inputs: Tensor, form: Any = None) -> FragmentMemory:
+    def several(*given: Tensor) -> tuple[Tensor, ...]:
+        found = function(*given)
+        return found if isinstance(found, tuple) else (found,)
+
+    module = traced(several, *inputs).module()
+    return fragment_memory(module, form) if form is not None else fragment_memory(module)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_there_from_the_op_that_makes_them_to_their_last_use(name: str) -> None:
+    function, peak, left = CASES[name]
+    found = memory_of(function, torch.randn(4, 8))
+    assert (found.peak_bytes, found.result_bytes) == (peak * SIZE, left * SIZE)
+    assert sum(value.bytes for value in found.values) == found.peak_bytes
+
+
+def test_what_an_op_of_ours_makes_for_itself_is_counted() -> None:
+    """Softmax of ours is plain ops on a CPU: scores, what is raised, and the result are there together."""
+    found = memory_of(lambda x: softmax(x, None, scale=1.0, dtype=torch.float32), torch.randn(4, 8))
+    assert 3 * SIZE <= found.peak_bytes < 3.5 * SIZE and found.result_bytes == SIZE
+
+
+def test_fragments_are_counted_in_the_form_in_which_they_run() -> None:
+    """A product and its bias are one op for the backend "eager"."""
+    inputs = torch.randn(8, 16), torch.randn(16, 32), torch.randn(32)
+    product = 8 * 32 * 4
+    assert memory_of(lambda x, w, b: aten.add(aten.mm(x, w), b), *inputs).peak_bytes == 2 * product
+    assert memory_of(lambda x, w, b: aten.add(aten.mm(x, w), b), *inputs, form=simplified).peak_bytes == product
+
+
+def test_the_peak_is_named() -> None:
+    found = memory_of(lambda x: aten.neg(aten.sum(aten.exp(aten.neg(x)), [0])), torch.randn(4, 8))
+    assert found.at.op == "exp.default" and [value.op for value in found.values] == ["neg.default", "exp.default"]

@@ -1,0 +1,139 @@
+"""A budget is for the whole step: the search is asked for less until what it finds fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import MemoryBudget
+from autopar.driver.options import Options
+from autopar.errors import MemoryBudgetError
+from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import virtual_mesh
+from autopar.reports.memory import Memory, PlaceMemory
+from autopar.reports.within_budget import within_budget
+from tests.support.models.zoo import gpt2
+
+
+def compiled_with(budget: float, takes: dict[float, float], counted: float = math.inf, is_unbound: bool = False) -> tuple[Any, list[float]]:
+    """What a search gives that takes so much (by the first of `takes` that it may), and with what it was asked. It counts `counted`."""
+    asked: list[float] = []
+
+    class Found:
+        def __init__(self, options: Options) -> None:
+            asked.append(options.budget.capacity_bytes)
+            self.peak = next((peak for least, peak in takes.items() if asked[-1] >= least), None)
+            self.counted_bytes = counted
+            if self.peak is None:
+                raise MemoryBudgetError("the search says what conflicts")
+
+        def within(self, _: MemoryBudget) -> Any:
+            return self
+
+    def memory(found: Any) -> Memory:
+        place = PlaceMemory(0, (0,), (), found.peak, "RUN f7", {"parameters": 40.0, "optimizer": 20.0, "activations": found.peak - 60}, ())
+        return Memory((place,), budget, limit=f"memory_budget={budget:.0f} B")
+
+    options = Options(Cluster.ideal(), budget=MemoryBudget(budget))
+    by_name = options.by_name(virtual_mesh(dp=2), is_placed=False) if is_unbound else ()
+    return within_budget(options, Found, memory, by_name), asked  # type: ignore[arg-type]
+
+
+def test_what_fits_is_taken_at_once() -> None:
+    found, asked = compiled_with(100, {0: 90})
+    assert found.peak == 90 and asked == [100]
+
+
+def test_the_search_is_asked_for_less_by_what_was_too_much() -> None:
+    found, asked = compiled_with(100, {95: 110, 0: 99})
+    assert found.peak == 99 and asked == [100, 90]
+
+
+def test_what_was_counted_must_become_less() -> None:
+    """A plan that counts 80 where 100 are left is found again until there are fewer than 80."""
+    found, asked = compiled_with(100, {80: 110, 0: 99}, counted=80)
+    assert found.peak == 99 and asked == [100, 70]
+
+
+def test_between_too_much_and_nothing_there_may_be_a_plan() -> None:
+    found, asked = compiled_with(100, {90: 130, 60: 99})
+    assert found.peak == 99 and asked == [100, 70]
+    found, asked = compiled_with(100, {90: 150, 60: 99})
+    assert found.peak == 99 and asked == [100, 50, 75]
+
+
+def test_a_budget_that_does_not_bind_changes_nothing() -> None:
+    """What is found without a budget is taken where it fits: no search is asked to keep within one."""
+    found, asked = compiled_with(100, {math.inf: 90, 0: 80}, is_unbound=True)
+    assert found.peak == 90 and asked == [math.inf]
+    found, asked = compiled_with(100, {math.inf: 110, 0: 80}, is_unbound=True)
+    assert found.peak == 80 and asked == [math.inf, 100]
+
+
+def test_what_no_search_finds_may_be_asked_for_by_name() -> None:
+    """Levels of ZeRO from the highest, of each first what takes least, as long as what is held all the time leaves room."""
+    options, asked = Options(Cluster.ideal(), budget=MemoryBudget(100)), list[tuple[int, str]]()
+
+    def compile_by(options: Options) -> Any:
+        if options.budget.is_finite:
+            raise MemoryBudgetError("the search says what conflicts")
+        asked.append((options.freedom.zero.level if options.freedom.zero is not None else 0, options.recompute))
+        return SimpleNamespace(within=lambda budget: asked[-1])
+
+    def memory(takes: dict[int, tuple[float, float]]) -> Callable[[Any], Memory]:
+        """By level what is held, and what is taken."""
+
+        def counted(found: tuple[int, str]) -> Memory:
+            held, more = takes[found[0]]
+            place = PlaceMemory(0, (0,), (), held + more, "RUN f7", {"parameters": held, "activations": more}, ())
+            return Memory((place,), 100, limit="memory_budget=100 B")
+
+        return counted
+
+    by_name = replace(options, freedom=Freedom(shards_parameters=True)).by_name(virtual_mesh(dp=2), is_placed=False)
+    found = within_budget(options, compile_by, memory({3: (40, 70), 2: (50, 40), 0: (90, 90)}), by_name)
+    assert found == (2, "full") and asked == [(0, "auto"), (3, "full"), (3, "selective"), (3, "auto"), (2, "full")]
+    asked.clear()
+    with pytest.raises(
+        MemoryBudgetError, match="the search says what conflicts\nthe least that was found takes 170 B: memory_budget='170 B'"
+    ):
+        within_budget(options, compile_by, memory({3: (140, 30), 0: (280, 90)}), by_name)
+    assert asked == [(0, "auto"), (3, "full")]
+
+
+def test_without_a_budget_nothing_is_counted() -> None:
+    found, asked = compiled_with(math.inf, {0: 1e30})
+    assert found.peak == 1e30 and asked == [math.inf]
+
+
+def test_the_least_that_was_found_is_told_with_ways_out() -> None:
+    with pytest.raises(MemoryBudgetError) as caught:
+        compiled_with(100, {95: 130, 60: 110})
+    text = str(caught.value)
+    assert "no plan was found whose step fits into memory_budget=100 B: the least takes 110 B, 10 B too much, during RUN f7" in text
+    assert "memory_budget='110 B'" in text and "80% of the batch" in text and 'optimizer="sgd": 20 B of state less' in text
+
+
+def test_what_the_search_itself_refuses_is_its_own_error() -> None:
+    with pytest.raises(MemoryBudgetError, match="the search says what conflicts"):
+        compiled_with(100, {200: 300})
+
+
+def test_a_step_within_a_budget_takes_no_more_by_the_allocator() -> None:
+    """Parameters are split over dp as well, so that what the search counts and what a step takes are apart."""
+    case = gpt2(1).to(torch.float32)
+    options = {"example_inputs": case.batch, "backend": "eager", "optimizer": torch.optim.AdamW}
+    free = autopar.compile(case.model, autopar.virtual_mesh(dp=2, tp=2), **options).memory()
+    budget = 0.95 * free.peak_bytes
+    parallel = autopar.compile(case.model, autopar.virtual_mesh(dp=2, tp=2), memory_budget=budget, **options)
+    found = parallel.memory(measure=case.batch)
+    assert found.fits and found.limit.startswith("memory_budget=")
+    assert max(each.tracked_bytes for each in found.measured.values()) + found.fullest.kinds["optimizer"] <= budget

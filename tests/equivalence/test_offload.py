@@ -1,0 +1,181 @@
+"""Steps of which some things lie in host memory or in files: the same losses and gradients, and less on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import autopar
+from autopar.driver.train_step import TrainStep
+from autopar.ir.instructions import Copy
+from autopar.runtime.execute.world import local_of
+from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.models.vision import resnet
+from tests.support.models.zoo import Case, gpt2, llama
+
+ALL = {"smallest_bytes": 0}
+
+
+def compiled(case: Case, mesh: Any, offload: autopar.Offload | str | None, **options: Any) -> ParallelModule:
+    torch.manual_seed(0)
+    return autopar.compile(case.model, mesh, example_inputs=case.batch, offload=offload, **{"backend": "eager"} | options)
+
+
+def copies(parallel: ParallelModule) -> list[Copy]:
+    return [each for schedule in parallel.compiled.schedules for each in schedule.instructions if isinstance(each, Copy)]
+
+
+CASES: dict[str, tuple[Callable[..., Case], dict[str, int], dict[str, Any]]] = {
+    "tp": (llama, {"tp": 2}, {}),
+    "pp with microbatches": (gpt2, {"pp": 2}, {"num_microbatches": 4}),
+    "recompute": (gpt2, {"dp": 2}, {"recompute": "selective"}),
+    "zero": (llama, {"dp": 2}, {"zero": 3}),
+    "conv": (resnet, {"dp": 2}, {}),
+}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("tp", "host"), ("pp with microbatches", "file"), ("recompute", "host"), ("zero", "host"),
+        *(pytest.param(*each, marks=SLOW) for each in [("tp", "file"), ("pp with microbatches", "host"), ("recompute", "file"),
+                                                      ("zero", "file"), ("conv", "host"), ("conv", "file")]),
+    ],
+)  # fmt: skip
+def test_activations_are_exact(name: str, place: Any, tmp_path: Path) -> None:
+    model, axes, options = CASES[name]
+    case = model(4 if "recompute" in options else 1 if model is resnet else 2, dropout=0.1)
+    offload = autopar.Offload(activations=place, folder=str(tmp_path) if place == "file" else None, **ALL)
+    parallel = compiled(case, autopar.virtual_mesh(**axes), offload, **options)
+    assert {each.memory for each in copies(parallel)} == {place, "device"}
+    report = parallel.verify(**case.batch)
+    assert report, report
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("axes", "options"), [({"tp": 2}, {}), ({"pp": 2}, {"num_microbatches": 4})])
+def test_the_peak_falls_by_what_is_moved_and_is_what_was_predicted(axes: dict[str, int], options: dict[str, Any]) -> None:
+    found = {}
+    for offload in (None, autopar.Offload(activations="host", **ALL)):
+        case = gpt2(4).to(torch.float32)
+        parallel = compiled(case, autopar.virtual_mesh(**axes), offload, **options)
+        found[offload is not None] = parallel.memory(measure=case.batch)
+        for predicted, tracked, at in found[offload is not None].measured.values():
+            assert predicted == pytest.approx(tracked, rel=1e-3), at
+    plain, away = found[False], found[True]
+    for rank, (_, tracked, _) in away.measured.items():
+        assert tracked < plain.measured[rank].tracked_bytes
+    assert any(each.parked_bytes["host"] > 0 for each in away.places if each.parked_bytes)
+    assert "besides, away from the device" in str(away) and "in host memory" in str(away)
+    assert "away from the device" not in str(plain)
+
+
+def test_a_training_step_with_updates_is_the_same() -> None:
+    weights = []
+    for offload in (None, autopar.Offload(activations="host", **ALL)):
+        torch.manual_seed(0)
+        case = gpt2(2)
+        parallel = compiled(case, autopar.virtual_mesh(tp=2), offload, optimizer=(torch.optim.AdamW, {"lr": 1e-2}))
+        for _ in range(2):
+            parallel.train_step(**case.batch)
+        weights.append(torch.cat([each.detach().flatten() for each in parallel.parameters()]))
+    assert copies(parallel)
+    assert torch.equal(*weights)
+
+
+@SLOW
+def test_the_default_backend() -> None:
+    case = gpt2(1)
+    parallel = compiled(case, autopar.virtual_mesh(tp=2), autopar.Offload(activations="host", **ALL), backend="inductor")
+    assert copies(parallel)
+    report = parallel.verify(**case.batch)
+    assert report, report
+
+
+def test_what_it_says() -> None:
+    case = gpt2(2)
+    parallel = compiled(case, autopar.virtual_mesh(pp=2), autopar.Offload(activations="host", **ALL), cluster="cpu")
+    text = parallel.explain(detail="offload")
+    assert "pp = 0, activations: " in text and "to host memory and back; at most" in text and "of a step on paper" in text
+    assert "COPY host (" in str(parallel.compiled.schedule) and "COPY device (" in str(parallel.compiled.schedule)
+
+
+def on_a_process() -> tuple[bool, float, float, int]:
+    case = gpt2(2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    parallel = compiled(case, mesh, autopar.Offload(activations="host", **ALL), timeout=120, num_microbatches=2)
+    (measured, *_) = [parallel.memory(measure=case.batch).measured[dist.get_rank()]]
+    return bool(parallel.verify(**case.batch)), measured.predicted_bytes, measured.tracked_bytes, len(copies(parallel))
+
+
+def test_processes(gloo_ranks: Any) -> None:
+    for is_exact, predicted, tracked, number in gloo_ranks.run(on_a_process):
+        assert is_exact and number
+        assert 0.95 * tracked <= predicted <= 1.10 * tracked
+
+
+# ---- the optimizer on the host
+
+STEPS: dict[str, tuple[dict[str, int], dict[str, Any], TrainStep]] = {
+    "tp": ({"tp": 2}, {}, TrainStep()),
+    "pp": ({"pp": 2}, {"num_microbatches": 4}, TrainStep(ema=0.9, accumulate=2)),
+    "zero": ({"dp": 2}, {"zero": 3, "recompute": "full"}, TrainStep(clip_grad_norm=0.1)),
+}
+ADAM = (torch.optim.AdamW, {"lr": 1e-2})
+
+
+def trained(case: Case, mesh: Any, offload: Any, number: int = 4, **options: Any) -> ParallelModule:
+    parallel = compiled(case, mesh, offload, optimizer=ADAM, **options)
+    parallel.seed = 3
+    for _ in range(number):
+        parallel.train_step(**case.batch)
+    return parallel
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_updates_on_the_host_are_the_same(name: str) -> None:
+    axes, options, step = STEPS[name]
+    states = []
+    for offload in (None, autopar.Offload(optimizer="host", activations="host", **ALL)):
+        torch.manual_seed(0)
+        parallel = trained(gpt2(2), autopar.virtual_mesh(**axes), offload, train_step=step, **options)
+        states.append((parallel.state_dict(), parallel.train_state_dict()))
+        memory = parallel.memory()
+        assert all((each.kinds.get("optimizer", 0) == 0) == (offload is not None) for each in memory.places)
+    (one, with_one), (two, with_two) = states
+    assert all(torch.equal(one[key], two[key]) for key in one)
+    for key, state in with_one["optimizer"]["state"].items():
+        for what, value in state.items():
+            assert torch.equal(value, with_two["optimizer"]["state"][key][what])
+    parallel.load_train_state_dict(with_one)
+    parallel.train_step(**gpt2(2).batch)
+
+
+def a_step_on_a_process(folder: Path) -> tuple[bool, bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for offload in (None, "optimizer"):
+        torch.manual_seed(0)
+        case = gpt2(1)
+        case = Case(case.model, {key: value.chunk(2)[dist.get_rank() // 2] for key, value in case.batch.items()})
+        parallel = trained(case, mesh, offload, timeout=120, zero=2)
+        if offload:
+            autopar.save(folder / "kept", parallel, parallel.optimizer)
+            autopar.load(folder / "kept", parallel, parallel.optimizer)
+        parallel.train_step(**case.batch)
+        found.append(parallel.full_state_dict())
+    held = [local_of(value) for of in parallel.optimizer.state.values() for value in of.values() if value.ndim]
+    return all(torch.equal(found[0][key], found[1][key]) for key in found[0]), bool(held)
+
+
+def test_processes_update_on_the_host(gloo_ranks: Any, tmp_path: Path) -> None:
+    assert gloo_ranks.run(a_step_on_a_process, tmp_path) == [(True, True)] * 4

@@ -1,0 +1,55 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.runtime.checkpoint import tensor_file
+from tests.support.checkpoints import all_of, are_equal, parallel_on, share
+from tests.support.models.trained import batch
+
+
+def test_what_is_saved_is_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = parallel_on({"dp": 2})
+    parallel.train_step(**batch(0))
+    before = all_of(parallel)
+    saving = autopar.save(tmp_path, parallel, note=1, blocking=False)
+    parallel.train_step(**batch(1))
+    again = autopar.save(tmp_path, parallel, note=2, blocking=False)  # waits for the first
+    assert saving.done() and saving.result() == tmp_path / "00000001"
+    assert autopar.load(tmp_path, parallel) == 2 and again.done()
+    assert autopar.load(tmp_path / "00000001", parallel) == 1 and are_equal(before, all_of(parallel))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tensor_file, "_write_all", full)
+    failed = autopar.save(tmp_path, parallel, blocking=False)
+    with pytest.raises(OSError, match="No space left"):
+        failed.result()
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="No space left"):  # whoever has not looked is told
+        autopar.save(tmp_path, parallel)
+    assert autopar.save(tmp_path, parallel).name == "00000003"
+
+
+def trains_meanwhile(folder: str) -> bool:
+    axes = {"pp": 2, "dp": 2}
+    parallel = parallel_on(axes, real=True)
+    parallel.train_step(**share(batch(0), axes))
+    before = all_of(parallel)
+    for number in range(1, 4):
+        saving = autopar.save(folder, parallel, note=number, blocking=False)
+        for step in range(2):
+            parallel.train_step(**share(batch(step), axes))
+    assert saving.result().name == "00000003"
+    first = Path(folder) / "00000001"
+    return autopar.load(first, parallel) == 1 and are_equal(before, all_of(parallel))
+
+
+def test_ranks_agree_beside_their_training(gloo_ranks: Any, tmp_path: Path) -> None:
+    assert gloo_ranks.run(trains_meanwhile, str(tmp_path)) == [True] * 4

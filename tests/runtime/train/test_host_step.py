@@ -1,0 +1,98 @@
+"""Updates on the host: the same numbers, state in host memory, which a user's own state joins; and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.runtime.offload.memories import HostMemory
+from autopar.runtime.train.host_step import MAX_WAITING, HostStep
+
+CPU = torch.device("cpu")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    with torch.no_grad():  # strides of its own
+        model[0].weight.set_(torch.randn(5, 7).t())
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_is_the_same_update(name: str) -> None:
+    plain, other = pair()
+    optimizers = [OPTIMIZERS[name](model.parameters()) for model in (plain, other)]
+    host = HostMemory(CPU)
+    part = HostStep(optimizers[1], "element", host)
+    for _ in range(3):
+        for model in (plain, other):
+            model.zero_grad()
+            model(torch.ones(2, 5)).square().mean().backward()
+        versions = [each._version for each in other.parameters()]
+        optimizers[0].step()
+        for each in list(other.parameters())[::-1]:  # one by one, more than may wait
+            part.step([each])
+            each.grad = None
+        part.finish()
+        assert all(each._version > before for each, before in zip(other.parameters(), versions, strict=True))
+    for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        for key, value in optimizers[0].state[one].items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(optimizers[1].state[two][key]))
+    assert MAX_WAITING >= 2 and host.used_bytes == 0 and not part.state_tensors()
+    assert set(map(id, optimizers[1].state)) == set(map(id, other.parameters()))
+
+
+def test_what_the_user_writes_holds() -> None:
+    plain, other = pair()
+    first, second = (OPTIMIZERS["momentum"](model.parameters()) for model in (plain, other))
+    part = HostStep(second, "element", HostMemory(CPU))
+    for number in range(3):
+        for model in (plain, other):
+            model.zero_grad()
+            model(torch.ones(2, 5)).square().mean().backward()
+            model[0].weight.data.mul_(0.5)  # leaves no trace
+            optimizer = first if model is plain else second
+            for each in model.parameters():
+                if number:
+                    optimizer.state[each]["momentum_buffer"] = torch.full_like(each, 0.25)
+        first.step()
+        part.step(list(other.parameters()))
+        part.finish()
+    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), other.parameters(), strict=True))
+
+
+def test_what_goes_wrong_is_raised_at_the_end() -> None:
+    model, _ = pair()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    part = HostStep(optimizer, "element", HostMemory(CPU))
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    optimizer.register_step_pre_hook(lambda *args: 1 / 0)
+    part.step(list(model.parameters()))
+    with pytest.raises(ZeroDivisionError):
+        part.finish()
+
+
+def test_refusals() -> None:
+    model, _ = pair()
+    with pytest.raises(AutoparError, match="Adafactor is not known to update each number by itself"):
+        HostStep(torch.optim.Adafactor(model.parameters()), "parameter", HostMemory(CPU))
+    mesh = autopar.virtual_mesh(dp=2)
+    with pytest.raises(AutoparError, match="pass optimizer= as well"):
+        autopar.compile(model, mesh, offload="optimizer")
+    with pytest.raises(AutoparError, match="leave Offload\\(optimizer=\\) out, or weight_versions"):
+        step = autopar.TrainStep(weight_versions="stash")
+        autopar.compile(model, mesh, offload="optimizer", optimizer=torch.optim.SGD, train_step=step)

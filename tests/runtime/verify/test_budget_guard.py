@@ -1,0 +1,30 @@
+"""A first run that takes more than its budget raises, and names the fragment; later ones are not watched."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import autopar
+from autopar.cost.memory import MemoryBudget
+from autopar.errors import MemoryBudgetError
+from tests.support.models.zoo import gpt2
+
+
+def test_a_run_beyond_the_budget_names_the_fragment() -> None:
+    case = gpt2(1).to(torch.float32)
+    options = {"example_inputs": case.batch, "backend": "eager", "memory_budget": "1 GB", "optimizer": torch.optim.SGD}
+    parallel = autopar.compile(case.model, autopar.virtual_mesh(tp=2), **options)
+    predicted = parallel.memory().peak_bytes
+    (captured,) = parallel._captures.values()
+    whole = captured.compiled
+    captured.compiled = replace(whole, budget=MemoryBudget(0.8 * predicted, whole.budget.optimizer))  # as if predicted to fit
+    with pytest.raises(MemoryBudgetError, match=r"rank [01] took .*more than memory_budget=.*, during RUN f\d+ \(most at \w+.*:\d+ in "):
+        parallel(**case.batch).loss.backward()
+    parallel(**case.batch).loss.backward()
+    with pytest.raises(MemoryBudgetError, match="leave a margin"):
+        parallel.train_step(**case.batch)
+    captured.compiled, captured.ran = whole, set()
+    assert parallel.train_step(**case.batch).loss.isfinite()
