@@ -41,7 +41,14 @@ class MicrobatchError(PlanError):
 
 
 class MemoryBudgetError(PlanError):
-    """No plan fits into the memory of a rank; says what conflicts and what would help."""
+    """No plan fits into the memory of a rank; says what conflicts and what would help.
+
+    `least_bytes` is what no plan takes less than, where that is known: less than what any plan may need.
+    """
+
+    def __init__(self, message: str, least_bytes: float | None = None) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 class WeightsError(AutoparError):

@@ -51,12 +51,13 @@ def conflict(situation: Situation, price: Price) -> MemoryBudgetError:
     """The error for a budget into which nothing fits."""
     again = ", where the backward computes layers again" if any(node in REPEATABLE for node in situation.program.graph.nodes) else ""
     limit = f"memory_budget={in_bytes(situation.budget.asked_bytes)}"
-    lines = [f"no plan fits into {limit}: at the least a rank needs {in_bytes(situation.least_bytes())}{again}"]
+    least = situation.least_bytes()
+    lines = [f"no plan fits into {limit}: at the least a rank needs {in_bytes(least)}{again}"]
     lines += [f"  {line}" for line in _parts(situation)]
     lines += ["what conflicts:", *(f"  {demand}" for demand in _conflicting(situation)), "ways out, and what a step then takes:"]
     ways = sorted(_ways_out(situation, price))
     lines += [f"  {in_seconds(seconds):>9}  {way}" for seconds, way in ways] or ["  none that keeps the mesh: use more ranks"]
-    return MemoryBudgetError("\n".join(lines))
+    return MemoryBudgetError("\n".join(lines), least)
 
 
 def _parts(situation: Situation) -> Iterator[str]:

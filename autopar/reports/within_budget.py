@@ -24,6 +24,8 @@ logger = logging.getLogger("autopar")
 
 # So often the search is asked at most.
 _TRIES = 5
+# Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds is a budget to name.
+_PROBES = (1.02, 1.2, 1.5)
 
 
 def within_budget(
@@ -77,6 +79,7 @@ class _Attempts:
             except MemoryBudgetError as error:
                 if not is_found:
                     self.refused = error  # it says what conflicts
+                    self._probe(error.least_bytes)
                     return None
                 too_many = reserved
             else:
@@ -89,6 +92,20 @@ class _Attempts:
                 wanted = budget.capacity_bytes - min(budget.capacity_bytes - reserved, compiled.counted_bytes) - memory.margin_bytes
             reserved = wanted if wanted < too_many else (too_few + too_many) / 2
         return None
+
+    def _probe(self, least_bytes: float | None) -> None:
+        """Look for a plan that takes little more than no plan takes less than."""
+        if least_bytes is None:
+            return
+        budget = self.options.budget
+        for factor in _PROBES:
+            more = budget.reserving(budget.asked_bytes - factor * least_bytes)
+            try:
+                compiled = self.compile_by(replace(self.options, budget=more))
+            except MemoryBudgetError:
+                continue
+            self._counted(compiled.within(budget))
+            return
 
     def one_of(self, by_name: Sequence[Options]) -> Compiled | None:
         """The first that fits; of levels of ZeRO each holds no less than the one before."""

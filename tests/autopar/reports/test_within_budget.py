@@ -127,6 +127,19 @@ def test_what_the_search_itself_refuses_is_its_own_error() -> None:
         compiled_with(100, {200: 300})
 
 
+def test_the_budget_that_a_refusal_names_is_enough() -> None:
+    """Also where nothing could do with what was asked for, and the search knows no more than a bound."""
+    case = gpt2(1).to(torch.float32)
+    options = {"example_inputs": case.batch, "backend": "eager", "optimizer": torch.optim.AdamW}
+    with pytest.raises(MemoryBudgetError, match="at the least a rank needs") as caught:
+        autopar.compile(case.model, autopar.virtual_mesh(dp=2, tp=2), memory_budget=1_000, **options)
+    named = int(str(caught.value).splitlines()[-1].split("memory_budget='")[1].split(" B'")[0])
+    parallel = autopar.compile(case.model, autopar.virtual_mesh(dp=2, tp=2), memory_budget=named, **options)
+    assert parallel.memory().fits
+    free = autopar.compile(case.model, autopar.virtual_mesh(dp=2, tp=2), **options)
+    assert named < 0.8 * free.memory().peak_bytes
+
+
 def test_a_step_within_a_budget_takes_no_more_by_the_allocator() -> None:
     """Parameters are split over dp as well, so that what the search counts and what a step takes are apart."""
     case = gpt2(1).to(torch.float32)
