@@ -157,7 +157,7 @@ class CapturingModule(NamesOfModel):
         inputs = self.call_inputs(args, kwargs)
         key, shares = (self._check(inputs), None) if self._world.is_virtual else self._agreed(inputs)
         if shares is not None:
-            key = (shares, inputs.kinds, *key[1:])
+            key = (shares, inputs.kinds, inputs.other_sizes(shares.dims), *key[1:])
         if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
             check_values(inputs, self.tensors().named.items())
         if key not in self._captures:

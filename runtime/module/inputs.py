@@ -45,6 +45,13 @@ class CallInputs:
         """The key without shapes."""
         return (self.structure, *(_leaf_kind(leaf) for leaf in self.leaves))
 
+    def other_sizes(self, dims: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+        """Of each tensor the sizes of all dims but the one that `dims` names by its flat index: equal on ranks with unequal shares."""
+        return tuple(
+            tuple(size for dim, size in enumerate(tensor.shape) if index not in dims or dim != dims[index] % tensor.ndim)
+            for index, _, tensor in self.tensors
+        )
+
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal for calls that one program serves, as far as inputs go."""
