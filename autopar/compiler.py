@@ -22,7 +22,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.decide_once import FromFirst
 from autopar.driver.garbage import collection_paused
 from autopar.driver.manager import History, Log, Next, run_passes
-from autopar.driver.optimizers import OptimizerRecipe, refuse_no_host_update, updates_of
+from autopar.driver.optimizers import OptimizerRecipe, gathered_by, refuse_no_host_update, updates_of
 from autopar.driver.options import BatchDims, Options
 from autopar.driver.progress import progress
 from autopar.driver.train_step import TrainStep
@@ -174,6 +174,7 @@ def compile(
     recipe, step_options = OptimizerRecipe.of(optimizer), (train_step or TrainStep()).scaled_for(in_dtypes)
     budget, away = MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer), Offload.of(offload)
     refuse_no_host_update(away, recipe, step_options)
+    budget = budget.gathering(gathered_by(recipe, step_options))
     budget = budget.on_host() if away is not None and away.optimizer is not None else budget
     options = Options(
         cluster=Cluster.asked_for(cluster, mesh),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,6 +32,8 @@ class OptimizerKind:
     gradient_dtype: torch.dtype | None = None
     # Whether state lies in host memory, and parameters are updated there.
     on_host: bool = False
+    # The split parameters that an update on processes gathers, and whose state it keeps whole: those that no DTensor describes, or all.
+    gathers: Literal["none", "irregular", "split"] = "none"
 
     @staticmethod
     def of(optimizer: Any) -> OptimizerKind:
@@ -67,6 +69,16 @@ class OptimizerKind:
 
     def _kept_bytes(self, item: Input, local_bytes: float) -> float:
         return self.num_copies * local_bytes + self.step_bytes if item.kind == "parameter" and item.requires_grad else 0.0
+
+    def is_gathered(self, item: Input) -> bool:
+        """Whether an update on processes sees the parameter whole. Split within a dim, or by several axes, it may be irregular."""
+        if item.kind != "parameter" or self.gathers == "none" or item.sharding is None or not item.sharding.axes:
+            return False
+        splits, first = iter(item.sharding.splits), True
+        for dim in item.dims:
+            for place, axes in zip(range(len(dim)), splits, strict=False):
+                first = first and len(axes) <= (place == 0)
+        return self.gathers == "split" or item.padding is not None or not first
 
     def gradient_bytes(self, item: Input, local_bytes: float) -> float:
         """Bytes of the gradient of `item`, of which a rank holds `local_bytes`."""
@@ -133,6 +145,10 @@ class MemoryBudget:
     def on_host(self) -> MemoryBudget:
         """Where the host keeps the state of the optimizer, and updates."""
         return replace(self, optimizer=replace(self.optimizer, on_host=True))
+
+    def gathering(self, which: Literal["none", "irregular", "split"]) -> MemoryBudget:
+        """Where updates on processes see these parameters whole."""
+        return replace(self, optimizer=replace(self.optimizer, gathers=which))
 
     @staticmethod
     def of(budget: str | float | None, optimizer: Any = None) -> MemoryBudget:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,33 +11,47 @@ from torch.fx import GraphModule
 from autopar.cost.fragment_memory import FragmentMemory, fragment_memory
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.schedule_memory import Sizes
-from autopar.cost.update_memory import update_bytes
+from autopar.cost.update_memory import gathered_update_bytes, update_bytes
 from autopar.ir.instructions import Run, Update
 from autopar.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class RankSizes:
-    """What schedules do not say of memory: fragments by their graphs, in the form in which they run, updates by their optimizer."""
+    """What schedules do not say of memory: fragments by their graphs, in the form in which they run, updates by their optimizer.
+
+    A parameter that an update gathers has its parts on `stage_ranks` ranks.
+    """
 
     budget: MemoryBudget
     form: Callable[[GraphModule], GraphModule] = lambda module: module
     device: str = "cpu"
     on_processes: bool = True
+    stage_ranks: int = 1
 
     def of(self, schedule: Schedule) -> Sizes:
         optimizer, is_updated = self.budget.optimizer, any(isinstance(each, Update) for each in schedule.instructions)
-        named = [(item, schedule.bytes_of(name)) for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True)]
-        state = sum(optimizer.state_bytes(item, size) for item, size in named) if is_updated else 0.0
+        named = [(name, item, schedule.bytes_of(name)) for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True)]
+        gathered = self._gathered(schedule)
+        state = sum(optimizer.state_bytes(item, gathered.get(name, size)) for name, item, size in named) if is_updated else 0.0
 
         def working_bytes(instruction: Run | Update) -> float:
             if isinstance(instruction, Update):
-                return update_bytes(optimizer, [schedule.bytes_of(name) for name in instruction.parameters], self.device)
+                parts = [schedule.bytes_of(name) for name in instruction.parameters if name not in gathered]
+                wholes = ((gathered[name], schedule.bytes_of(name)) for name in instruction.parameters if name in gathered)
+                alone = [gathered_update_bytes(optimizer, whole, self.stage_ranks * part, self.device) for whole, part in wholes]
+                return max(update_bytes(optimizer, parts, self.device), *alone, 0.0)
             found = self.fragment(schedule, instruction)
             return found.temporary_bytes if found is not None else 0.0
 
-        host = sum(optimizer.host_bytes(item, size) for item, size in named) if is_updated else 0.0
+        host = sum(optimizer.host_bytes(item, size) for _, item, size in named) if is_updated else 0.0
         return Sizes(schedule.bytes_of, working_bytes, state, "launch" if self.on_processes else "wait", host)
+
+    def _gathered(self, schedule: Schedule) -> dict[str, float]:
+        """The bytes, whole, of the parameters that updates gather, by buffer."""
+        named = zip(schedule.signature.inputs, schedule.inputs, strict=True)
+        chosen = ((name, item) for item, name in named if self.on_processes and self.budget.optimizer.is_gathered(item))
+        return {name: float(math.prod(item.shape) * item.dtype.itemsize) for name, item in chosen}
 
     def fragment(self, schedule: Schedule, instruction: Run) -> FragmentMemory | None:
         known = schedule.fragments.get(instruction.fragment)

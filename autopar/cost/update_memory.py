@@ -23,6 +23,12 @@ def update_bytes(kind: OptimizerKind, sizes: Sequence[float], device: str = "cpu
     return of_largest * max(sizes, default=0.0) + of_all * sum(sizes)
 
 
+def gathered_update_bytes(kind: OptimizerKind, whole: float, parts: float, device: str = "cpu") -> float:
+    """The most that an update takes that gathers a parameter and its gradient, of `whole` bytes each: the `parts` that all ranks send of
+    one are there while it is put together, and the other then."""
+    return whole + max(parts + whole, whole + update_bytes(kind, [whole], device))
+
+
 @cache
 def _copies(kind: OptimizerKind, device: str) -> tuple[float, float]:
     two, four = _within(kind, device, 2), _within(kind, device, 4)

@@ -79,6 +79,13 @@ def updates_of(recipe: OptimizerRecipe | None, options: TrainStep) -> Literal["b
     return "end" if options.agrees_first or (options.update_scope or recipe.scope) == "model" else "bucket"
 
 
+def gathered_by(recipe: OptimizerRecipe | None, options: TrainStep) -> Literal["none", "irregular", "split"]:
+    """Which split parameters `runtime.train.placed.WholeParameters` will gather for an update."""
+    if recipe is None or recipe.takes_closure or (options.update_scope or recipe.scope) == "element":
+        return "none"
+    return "split" if isinstance(recipe.sample, torch.optim.Adafactor) else "irregular"
+
+
 def refuse_no_host_update(offload: Offload | None, recipe: OptimizerRecipe | None, options: TrainStep) -> None:
     """Raise `AutoparError` where the host is to update, and cannot."""
     if offload is None or offload.optimizer is None:

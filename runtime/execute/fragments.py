@@ -96,7 +96,8 @@ class CompiledFragments:
 def rank_sizes(compiled: Compiled, backend: str | Backend, on_processes: bool = True) -> RankSizes:
     """What schedules do not say of memory, of fragments as `backend` runs them."""
     form = simplified if backend == "eager" else _as_it_is
-    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes)
+    mesh = compiled.local.mesh
+    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, mesh.size // mesh.size_of(mesh.parts("pp")))
 
 
 def _as_it_is(module: GraphModule) -> GraphModule:

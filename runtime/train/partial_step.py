@@ -38,15 +38,25 @@ class PartialStep:
     While it steps, `param_groups` have these parameters alone; learning rates and other options are read from them, as ever. With
     `on_parts` it sees this rank's parts of DTensors as plain tensors, which is quicker, and right for what goes element by element;
     state is handed on as DTensors, under the parameters themselves, and what takes the place of an entry there is used from then on.
-    Those in `wholes` it sees whole, and so is their state.
+    Those in `wholes` it sees whole, one after another unless an update is `joint`, of all at once; so is their state.
     """
 
-    def __init__(self, optimizer: Optimizer, on_parts: bool = False, wholes: WholeParameters | None = None) -> None:
-        self.optimizer, self._on_parts, self.wholes = optimizer, on_parts, wholes
+    def __init__(self, optimizer: Optimizer, on_parts: bool = False, wholes: WholeParameters | None = None, joint: bool = False) -> None:
+        self.optimizer, self._on_parts, self.wholes, self._is_joint = optimizer, on_parts, wholes, joint
         self._stand_ins: dict[nn.Parameter, _StandIn] = {}
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """By the gradients that they have."""
+        wholes = [each for each in parameters if self.wholes is not None and each in self.wholes]
+        if wholes and not self._is_joint:
+            # One whole parameter in memory at a time.
+            for each in wholes:
+                self._step_together([each])
+            parameters = [each for each in parameters if self.wholes is None or each not in self.wholes]
+        if parameters:
+            self._step_together(parameters)
+
+    def _step_together(self, parameters: Sequence[nn.Parameter]) -> None:
         chosen = {id(each): self._stood_in_for(each) for each in parameters}
         with narrowed(self.optimizer, chosen):
             self.optimizer.step()
@@ -149,9 +159,15 @@ def check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
             )
 
 
-def without_parameters(make: Callable[[list[nn.Parameter]], Optimizer]) -> Optimizer:
-    """The optimizer of a rank whose stage has no parameters, which torch's own classes refuse to make."""
-    optimizer = make([nn.Parameter(torch.empty(0))])
+def made_of(make: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter], is_stage: bool) -> Optimizer:
+    """What `make` makes of `parameters`. Those of a stage may be none, or none that it takes, which torch's own classes refuse: what it
+    makes there has none, and the optimizers of other stages have theirs."""
+    try:
+        return make(parameters)
+    except ValueError as error:
+        if not is_stage or "empty parameter list" not in str(error):
+            raise
+    optimizer = make([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 0))])
     for group in optimizer.param_groups:
         group["params"].clear()
     return optimizer

@@ -23,7 +23,7 @@ from autopar.runtime.module.state import total_norm
 from autopar.runtime.offload.copier import copier_of
 from autopar.runtime.train.held_gradients import drop, finish, parts_of
 from autopar.runtime.train.host_step import HostStep
-from autopar.runtime.train.partial_step import PartialStep, without_parameters
+from autopar.runtime.train.partial_step import PartialStep, made_of
 from autopar.runtime.train.placed import WholeParameters, check_places, placed_instance
 from autopar.runtime.train.refusals import LOSS, non_finite_text, require_no_gradients, require_no_hooks, require_optimizer, the_loss
 from autopar.runtime.train.scaler import ScaleState, non_finite
@@ -117,7 +117,8 @@ class Trainer:
     def _made(self, recipe: OptimizerRecipe, parameters: Parameters, world: World) -> PartialStep | HostStep:
         if recipe.instance is None:
             assert recipe.make is not None
-            optimizer = recipe.make(list(parameters.values())) if parameters else without_parameters(recipe.make)
+            is_stage = world.mesh.size_of(world.mesh.parts("pp")) > 1
+            optimizer = made_of(recipe.make, list(parameters.values()), is_stage)
         else:
             optimizer = placed_instance(recipe.instance, dict(self._first), parameters, world)
             self._first = []
@@ -129,7 +130,7 @@ class Trainer:
             return PartialStep(optimizer)
         check_places(optimizer, scope, world)
         wholes = None if scope == "element" else WholeParameters(optimizer, parameters, world)
-        return PartialStep(optimizer, on_parts=scope == "element", wholes=wholes)
+        return PartialStep(optimizer, on_parts=scope == "element", wholes=wholes, joint=scope == "model")
 
     @property
     def _has_parts(self) -> bool:
