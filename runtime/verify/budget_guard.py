@@ -16,7 +16,8 @@ from autopar.runtime._torch import AllocatorLog
 from autopar.runtime.execute.call import Call
 from autopar.runtime.verify.tracked_memory import RankTrace, Tracker
 
-# Numbers beside the values: the step, the scale of a loss, what an op keeps of its arguments; and what threads of a process group let go of late.
+# Numbers beside the values: the step, the scale of a loss, what an op keeps of its arguments; and what threads of a process group hold a
+# moment longer.
 _SLACK_BYTES = 16384
 
 

@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 NUM_BLOCKS = {"dp2 tp2": 1, "pp2": 1, "budget": 2}
 # Bytes with which parameters must be split over dp, by how much state there is to a parameter.
-BUDGETS = {"adamw": 160_000, "lamb": 160_000, "momentum": 128_000, "muon": 128_000, "adafactor": 104_000}
+BUDGETS = {"adamw": 124_000, "lamb": 164_000, "momentum": 108_000, "muon": 108_000, "adafactor": 92_000}
 TOLERANCE = 1e-9
 NUM_STEPS, NUM_CALLS = 8, 8
 

@@ -27,11 +27,11 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 # The optimizer, and with how many bytes parameters must be split over dp.
 OPTIMIZERS: dict[str, tuple[Make, int]] = {
-    "adamw": (partial(torch.optim.AdamW, lr=1e-2), 160_000),
-    "momentum": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 128_000),
-    "adafactor": (partial(torch.optim.Adafactor, lr=1e-2), 104_000),
-    "lamb": (Lamb, 160_000),
-    "muon": (muon, 128_000),
+    "adamw": (partial(torch.optim.AdamW, lr=1e-2), 92_000),
+    "momentum": (partial(torch.optim.SGD, lr=0.1, momentum=0.9), 76_000),
+    "adafactor": (partial(torch.optim.Adafactor, lr=1e-2), 76_000),
+    "lamb": (Lamb, 112_000),
+    "muon": (muon, 96_000),
 }
 STEPS, CLIP, ACCUMULATE, TOLERANCE = 20, 0.3, 3, 1e-9
 
