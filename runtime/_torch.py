@@ -55,6 +55,7 @@ __all__ = [
     "truncated_normals_shown",
     "unflatten",
     "version_of",
+    "with_lazy_signs",
     "with_metadata",
     "written_operands",
 ]
@@ -252,6 +253,12 @@ def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, be they on meta; another tensor may get it once these are gone."""
     return tensor.untyped_storage()._cdata
+
+
+def with_lazy_signs(tensor: torch.Tensor, is_conjugate: bool, is_negative: bool) -> torch.Tensor:
+    """`tensor`, whose memory is read as it is, as a view with these bits: `x.conj()` and `x.conj().imag` leave the numbers and set them."""
+    tensor = tensor.conj() if is_conjugate else tensor
+    return torch._neg_view(tensor) if is_negative else tensor
 
 
 def written_operands(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

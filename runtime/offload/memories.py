@@ -1,95 +1,152 @@
-"""Memory that is not the device's: of the host, kept from one step to the next, and in a file without a name."""
+"""Memory of the host that is not the device's, used again from one step to the next."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import tempfile
 import threading
 import weakref
-import zlib
-from collections import defaultdict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from autopar.errors import OffloadError
-from autopar.ir.units import in_bytes
+from autopar.runtime.offload.worker import Work, at_fork
 
 _PAGE_BYTES = 4096
 
 
 class Block:
-    """A piece of a memory, until nobody holds it. `place` is where: a tensor of bytes, or the offset in a file."""
+    """A piece of a memory, until nobody holds it.
+
+    place     where: a tensor of bytes, or the offset in a file
+    process   whose it is: one that forked off has its own
+    checksum  of what was written to a file
+    written   what writes it, where that goes on after the WAIT
+    uses      events of a GPU: copies that read or fill it, behind which it may be used again
+    """
 
     def __init__(self, place: torch.Tensor | int, num_bytes: int) -> None:
         self.place, self.num_bytes = place, num_bytes
+        self.process = os.getpid()
         self.checksum = 0
-        # What writes it, where that goes on after the WAIT.
-        self.written: Future[None] | None = None
+        self.written: Work | None = None
+        self.uses: list[Any] = []
 
 
-class _Blocks:
-    """Hands out blocks, those that came back first. Sizes are those of pages, so that equal steps find all that they need."""
+# Memory, and the events behind which it may be used again.
+_Place = tuple[torch.Tensor, list[Any]]
 
-    def __init__(self, make: Callable[[int], torch.Tensor | int]) -> None:
-        self._make = make
-        self._free: defaultdict[int, list[torch.Tensor | int]] = defaultdict(list)
-        # A block may come back while another is taken, from whatever thread lets go of it.
-        self._lock = threading.RLock()
-        self.used_bytes = self.peak_bytes = self.taken_bytes = 0
 
-    def take(self, num_bytes: int) -> Block:
-        size = -(-max(num_bytes, 1) // _PAGE_BYTES) * _PAGE_BYTES
-        with self._lock:
-            free = self._free[size]
-            if free:
-                place = free.pop()
-            else:
-                place = self._make(size)
-                self.taken_bytes += size
-            self.used_bytes += num_bytes
-            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        block = Block(place, num_bytes)
-        weakref.finalize(block, self._give_back, place, size, num_bytes).atexit = False
-        return block
+def _give_back(back: deque[tuple[_Place, int]], place: _Place, num_bytes: int, process: int) -> None:
+    if process == os.getpid():
+        back.append((place, num_bytes))
 
-    def _give_back(self, place: torch.Tensor | int, size: int, num_bytes: int) -> None:
-        with self._lock:
-            self._free[size].append(place)
-            self.used_bytes -= num_bytes
+
+def in_pages(num_bytes: int) -> int:
+    """Bytes of whole pages: equal steps find all that they need, and so do steps that differ by little."""
+    return -(-max(num_bytes, 1) // _PAGE_BYTES) * _PAGE_BYTES
+
+
+class Usage:
+    """Bytes in use, without what rounding to pages takes, and the most that ever were; `most_pages_bytes` with that."""
+
+    def __init__(self) -> None:
+        self.used_bytes = self.peak_bytes = self.pages_bytes = self.most_pages_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.used_bytes += num_bytes
+        self.pages_bytes += in_pages(num_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.most_pages_bytes = max(self.most_pages_bytes, self.pages_bytes)
+
+    def subtract(self, num_bytes: int) -> None:
+        self.used_bytes -= num_bytes
+        self.pages_bytes -= in_pages(num_bytes)
 
 
 class HostMemory:
     """Memory of the host: pinned where the device is a GPU. Where it is a CPU, whose allocator stands in for the device's, it is not that
-    allocator's. What was taken once is kept for later steps.
+    allocator's. What comes back is kept for later, but never so much that more is taken than was once in use at a time: of steps whose
+    sizes differ those that were used least lately go.
 
     used_bytes   what is in use, without what rounding to pages takes
     peak_bytes   the most that ever was
-    taken_bytes  what the machine gave
+    taken_bytes  what the machine gave and has not got back
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._make = _pinned if device.type == "cuda" else _mapped
-        self._blocks = _Blocks(self._make)
+        self._make: Callable[[int], torch.Tensor] = _pinned if device.type == "cuda" else _mapped
+        self._usage, self._taken_bytes = Usage(), 0
+        # By size, the one that came back last at the end: places, and the events behind which they are free.
+        self._free: OrderedDict[int, deque[_Place]] = OrderedDict()
+        # What came back since the last look: a block is let go of in whatever thread, in the middle of anything, so no more is done there.
+        self._back: deque[tuple[_Place, int]] = deque()
+        self._lock = threading.Lock()
+        at_fork(self)
 
     @property
     def used_bytes(self) -> int:
-        return self._blocks.used_bytes
+        return self._seen().used_bytes
 
     @property
     def peak_bytes(self) -> int:
-        return self._blocks.peak_bytes
+        return self._usage.peak_bytes
 
     @property
     def taken_bytes(self) -> int:
-        return self._blocks.taken_bytes
+        return self._taken_bytes
 
     def take(self, num_bytes: int) -> Block:
-        return self._blocks.take(num_bytes)
+        """Nobody reads or fills it any more, no copy of a GPU either."""
+        size = in_pages(num_bytes)
+        self._seen()
+        with self._lock:
+            self._usage.add(num_bytes)
+            # The one that came back first: its copies are the likeliest to be over.
+            try:
+                place, uses = self._free[size].popleft() if self._free.get(size) else (self._made(size), list[Any]())
+            except BaseException:
+                self._usage.subtract(num_bytes)
+                raise
+        for each in uses:
+            each.synchronize()
+        block = Block(place, num_bytes)
+        weakref.finalize(block, _give_back, self._back, (place, block.uses), num_bytes, block.process).atexit = False
+        return block
+
+    def _made(self, size: int) -> torch.Tensor:
+        self._keep(self._usage.most_pages_bytes - size)
+        made = self._make(size)
+        self._taken_bytes += size
+        return made
+
+    def _keep(self, most_bytes: int) -> None:
+        """Let go of what came back longest ago until no more than `most_bytes` are taken."""
+        while self._taken_bytes > most_bytes and self._free:
+            size, places = next(iter(self._free.items()))
+            if places:
+                for each in places.popleft()[1]:
+                    each.synchronize()
+                self._taken_bytes -= size
+            if not places:
+                del self._free[size]
+
+    def _seen(self) -> Usage:
+        """Usage, now that what came back is known."""
+        with self._lock:
+            while self._back:
+                (place, uses), num_bytes = self._back.popleft()
+                self._usage.subtract(num_bytes)
+                self._free.setdefault(place.numel(), deque()).append((place, uses))
+                self._free.move_to_end(place.numel())
+            return self._usage
+
+    def forked(self) -> None:
+        """What the parent has is the parent's: its blocks do not come here."""
+        self._lock, self._back, self._free = threading.Lock(), deque(), OrderedDict()
+        self._usage, self._taken_bytes = Usage(), 0
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` on the host, contiguous, in memory of its own for good."""
@@ -108,71 +165,5 @@ def _pinned(size: int) -> torch.Tensor:
 
 
 def _mapped(size: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-
-
-class FileMemory:
-    """A file in `folder` that has no name from the start, so that nothing is left when its process ends, however it does.
-
-    Whatever is read is compared with what was written, by a checksum (CRC-32, which no flipped byte passes).
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = str(folder)
-        self._file = _nameless(self.folder)
-        weakref.finalize(self, os.close, self._file)
-        self._end = 0
-        self._blocks = _Blocks(self._append)
-
-    @property
-    def used_bytes(self) -> int:
-        return self._blocks.used_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._blocks.peak_bytes
-
-    def take(self, num_bytes: int) -> Block:
-        return self._blocks.take(num_bytes)
-
-    def _append(self, size: int) -> int:
-        begin, self._end = self._end, self._end + size
-        return begin
-
-    def write(self, block: Block, data: memoryview, what: str) -> None:
-        """Raises `OffloadError` where there is no room, naming `what` it was."""
-        assert isinstance(block.place, int)
-        block.checksum = zlib.crc32(data)
-        done = 0
-        try:
-            while done < len(data):
-                done += os.pwrite(self._file, data[done:], block.place + done)
-        except OSError as error:
-            raise OffloadError(
-                f"{what} of {in_bytes(len(data))} cannot be written to a file in {self.folder}, which has {in_bytes(self._end)} so far: "
-                f"{error.strerror}; make room, name another folder in Offload(folder=...), or offload to host memory"
-            ) from error
-
-    def read(self, block: Block, data: memoryview, what: str) -> None:
-        """Into `data`. Raises `OffloadError` where other bytes come back than were written, naming `what` they were."""
-        assert isinstance(block.place, int)
-        done = 0
-        while done < len(data) and (number := os.preadv(self._file, [data[done:]], block.place + done)):
-            done += number
-        found = zlib.crc32(data)
-        if done < len(data) or found != block.checksum:
-            got = f"{done} of {len(data)} bytes" if done < len(data) else f"checksum {found:08x} in place of {block.checksum:08x}"
-            raise OffloadError(
-                f"{what} came back damaged from a file in {self.folder}: {got}. Nothing was computed with it; name a folder on another "
-                "drive in Offload(folder=...), or offload to host memory"
-            )
-
-
-def _nameless(folder: str) -> int:
-    """A file descriptor. Where the file system has no nameless files, its name is gone before anything is written."""
-    if hasattr(os, "O_TMPFILE"):
-        with contextlib.suppress(OSError):
-            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-    file, path = tempfile.mkstemp(prefix="autopar-", dir=folder)
-    os.unlink(path)
-    return file
+    # Private: what a process that forks off writes is not seen here.
+    return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

@@ -11,7 +11,6 @@ whatever the user writes into them holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from autopar.errors import AutoparError
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.placement import like
 from autopar.runtime.offload.memories import Block, HostMemory
+from autopar.runtime.offload.worker import Work, Worker
 from autopar.runtime.train.partial_step import check_parts, narrowed, parts_of_state
 
 # So many updates may wait for the host; a further one waits for the first of these.
@@ -47,8 +47,8 @@ class HostStep:
                 'TrainStep(update_scope="element")'
             )
         self.optimizer, self._host = optimizer, host
-        self._thread = ThreadPoolExecutor(1, "autopar updates")
-        self._waiting: list[Future[None]] = []
+        self._worker = Worker("autopar updates")
+        self._waiting: list[Work] = []
         # What this put into the optimizer's state, on the host: another entry was put there by somebody else.
         self._held: dict[nn.Parameter, dict[Any, torch.Tensor]] = {}
 
@@ -59,7 +59,10 @@ class HostStep:
         gradients = [self._copied(local_of(each.grad)) for each in parameters if each.grad is not None]
         assert len(gradients) == len(parameters), "what is updated has a gradient"
         copied = torch.cuda.current_stream().record_event() if gradients and local_of(parameters[0]).is_cuda else None
-        self._waiting.append(self._thread.submit(self._update, list(parameters), gradients, copied))
+        if copied is not None:
+            for block, _ in gradients:
+                block.uses.append(copied)
+        self._waiting.append(self._worker.submit("an update", self._update, list(parameters), gradients, copied))
 
     def finish(self) -> None:
         """Wait until parameters are what they will be."""

@@ -1,27 +1,16 @@
-"""Blocks of host memory and of a file without a name: used again, nothing is left behind, and no flipped byte passes."""
+"""Blocks of host memory: used again once nobody holds them, never more than a step needs, and a fork's are its own."""
 
 from __future__ import annotations
 
-import errno
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.errors import OffloadError
-from autopar.runtime.offload.memories import FileMemory, HostMemory
+from autopar.runtime.offload.memories import HostMemory
+from tests.support.forks import in_a_fork
 
 CPU = torch.device("cpu")
-
-
-def data(text: bytes) -> memoryview:
-    return memoryview(bytearray(text))
 
 
 def test_blocks_are_used_again_once_nobody_holds_them() -> None:
@@ -39,74 +28,58 @@ def test_blocks_are_used_again_once_nobody_holds_them() -> None:
     assert memory.used_bytes == 0
 
 
-def test_a_file_gives_back_what_was_written_and_has_no_name(tmp_path: Path) -> None:
-    memory = FileMemory(tmp_path)
-    blocks = {text: memory.take(len(text)) for text in (b"one", b"another")}
-    for text, block in blocks.items():
-        memory.write(block, data(text), "x")
-    assert list(tmp_path.iterdir()) == []
-    for text, block in blocks.items():
-        found = data(b" " * len(text))
-        memory.read(block, found, "x")
-        assert bytes(found) == text
+def test_steps_of_other_sizes_take_no_more_than_one_needs() -> None:
+    memory = HostMemory(CPU)
+    for number in range(30):
+        blocks = [memory.take(4096 * (1 + number % 7 + each)) for each in range(4)]
+        del blocks
+    assert memory.used_bytes == 0 and memory.taken_bytes <= memory.peak_bytes == 4096 * (7 + 8 + 9 + 10)
 
 
-def test_without_nameless_files_the_name_goes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(os, "O_TMPFILE")
-    memory = FileMemory(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    block = memory.take(3)
-    memory.write(block, data(b"one"), "x")
-    found = data(b"   ")
-    memory.read(block, found, "x")
-    assert bytes(found) == b"one"
+def test_what_fails_to_be_taken_is_not_counted() -> None:
+    memory = HostMemory(CPU)
+
+    def none(size: int) -> torch.Tensor:
+        raise MemoryError
+
+    memory._make = none
+    with pytest.raises(MemoryError):
+        memory.take(5000)
+    assert (memory.used_bytes, memory.taken_bytes) == (0, 0)
 
 
-def test_a_flipped_byte_is_refused_by_name(tmp_path: Path) -> None:
-    memory = FileMemory(tmp_path)
-    block = memory.take(8)
-    memory.write(block, data(b"12345678"), "buffer h_3@2 of rank 1")
-    os.pwrite(memory._file, b"x", 5)
-    with pytest.raises(OffloadError, match=rf"buffer h_3@2 of rank 1 came back damaged from a file in {tmp_path}: checksum"):
-        memory.read(block, data(b"        "), "buffer h_3@2 of rank 1")
-    os.ftruncate(memory._file, 3)
-    with pytest.raises(OffloadError, match="3 of 8 bytes"):
-        memory.read(block, data(b"        "), "x")
+def test_copies_under_way_are_over_before_it_is_used_again() -> None:
+    class Event:
+        is_over = False
+
+        def synchronize(self) -> None:
+            self.is_over = True
+
+    memory, event = HostMemory(CPU), Event()
+    block = memory.take(10)
+    block.uses.append(event)
+    del block
+    assert not event.is_over
+    memory.take(10)
+    assert event.is_over
 
 
-def test_a_full_drive_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = FileMemory(tmp_path)
-    block = memory.take(8)
+def test_a_fork_writes_to_memory_of_its_own() -> None:
+    memory = HostMemory(CPU)
+    block, kept = memory.take(10), memory.like(torch.ones(3))
+    HostMemory.bytes_of(block).fill_(7)
+    free = memory.take(5000)
+    HostMemory.bytes_of(free).fill_(5)
+    del free
 
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def in_the_child() -> str:
+        assert (memory.used_bytes, memory.taken_bytes) == (0, 0)
+        HostMemory.bytes_of(block).fill_(1)
+        kept.fill_(2.0)
+        HostMemory.bytes_of(memory.take(5000)).fill_(1)
+        return f"{memory.used_bytes} {memory.taken_bytes}"
 
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OffloadError, match=r"h of 8 B cannot be written .*No space left on device; make room"):
-        memory.write(block, data(b"12345678"), "h")
-
-
-WRITES = """
-import sys, time
-from autopar.runtime.offload.memories import FileMemory
-memory, blocks = FileMemory(sys.argv[1]), []
-print("ready", flush=True)
-while True:
-    blocks.append(memory.take(1 << 20))
-    memory.write(blocks[-1], memoryview(bytes(1 << 20)), "x")
-    time.sleep(0.01)
-"""
-
-
-@pytest.mark.slow
-def test_whoever_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    for number in range(20):
-        process = subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path)], stdout=subprocess.PIPE)
-        if number:  # the first is killed before it is ready
-            assert process.stdout is not None
-            process.stdout.readline()
-        time.sleep(0.002 * number)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close() if process.stdout else None
-        assert list(tmp_path.iterdir()) == []
+    assert in_a_fork(in_the_child) == "0 8192"
+    assert (HostMemory.bytes_of(block) == 7).all() and (kept == 1).all()
+    again: Any = memory.take(5000)
+    assert (HostMemory.bytes_of(again) == 5).all() and memory.used_bytes == 5010
