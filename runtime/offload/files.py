@@ -119,12 +119,15 @@ class FileMemory:
         """Into `data`. Raises `OffloadError` where other bytes come back than were written, naming `what` they were."""
         file = self._file_of(block, what)
         assert isinstance(block.place, int)
-        done = 0
-        while done < len(data) and (number := os.preadv(file, [data[done:]], block.place + done)):
-            done += number
+        done, problem = 0, ""
+        try:
+            while done < len(data) and (number := os.preadv(file, [data[done:]], block.place + done)):
+                done += number
+        except OSError as error:
+            problem = f", {error.strerror}"
         found = zlib.crc32(data)
         if done < len(data) or found != block.checksum:
-            got = f"{done} of {len(data)} bytes" if done < len(data) else f"checksum {found:08x} in place of {block.checksum:08x}"
+            got = f"{done} of {len(data)} bytes{problem}" if done < len(data) else f"checksum {found:08x} in place of {block.checksum:08x}"
             raise OffloadError(
                 f"{what} came back damaged from a file in {self.folder}: {got}. Nothing was computed with it; name a folder on another "
                 "drive in Offload(folder=...), or offload to host memory"

@@ -38,16 +38,23 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Work:
-    """What a worker was given. `result` waits for it and raises what it raised; in a process that forked off meanwhile, where nobody does
+    """What a worker was given. `result` waits for it and raises what it raised, once; in a process that forked off meanwhile, where nobody does
     it, `OffloadError`."""
 
     def __init__(self, future: Future[Any], what: str) -> None:
-        self._future, self._process, self._what = future, os.getpid(), what
+        self._future: Future[Any] | None = future
+        self._process, self._what = os.getpid(), what
 
     def result(self) -> None:
         if self._process != os.getpid():
             raise OffloadError(of_another_process(self._what, self._process))
-        self._future.result()
+        # An error knows all that was held where it passed: nobody of these may know the error, or all stays until a collection.
+        future, self._future = self._future, None
+        try:
+            if future is not None:
+                future.result()
+        finally:
+            del future
 
 
 def of_another_process(what: str, process: int) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.driver.train_step import TrainStep
+from autopar.errors import OffloadError
 from autopar.ir.instructions import Copy
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.parallel_module import ParallelModule
+from autopar.runtime.offload.copier import _COPIERS
+from tests.support.forks import in_a_fork
 from tests.support.models.vision import resnet
 from tests.support.models.zoo import Case, gpt2, llama
 
@@ -107,6 +114,50 @@ def test_what_it_says() -> None:
     text = parallel.explain(detail="offload")
     assert "pp = 0, activations: " in text and "to host memory and back; at most" in text and "of a step on paper" in text
     assert "COPY host (" in str(parallel.compiled.schedule) and "COPY device (" in str(parallel.compiled.schedule)
+
+
+def test_forks_errors_and_the_end(tmp_path: Path) -> None:
+    case = gpt2(1)
+    parallel = compiled(case, autopar.virtual_mesh(tp=2), autopar.Offload(activations="file", folder=str(tmp_path), **ALL))
+
+    def step() -> float:
+        parallel.zero_grad()
+        parallel(**case.batch).loss.backward()
+        return float(sum(each.grad.abs().sum() for each in parallel.parameters()))
+
+    def no_drive(*args: Any) -> int:
+        raise OSError(5, "no drive")
+
+    def in_the_child() -> str:
+        with pytest.raises(OffloadError, match="forked off in the middle of a step"):
+            loss.backward()
+        return str(step())
+
+    wanted = step()
+    (copier,) = _COPIERS[parallel._world].values()
+    most = copier.file.taken_bytes
+    parallel.zero_grad()
+    loss = parallel(**case.batch).loss
+    assert in_a_fork(in_the_child) == str(wanted)
+    loss.backward()
+    assert float(sum(each.grad.abs().sum() for each in parallel.parameters())) == wanted
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            with patch.object(os, "preadv", no_drive), pytest.raises(OffloadError, match="no drive"):
+                step()
+            copier._worker.submit("nothing", int).result()  # behind what is under way
+            assert copier.file.used_bytes == 0
+    finally:
+        gc.enable()
+    assert step() == wanted and copier.file.taken_bytes == most
+    gone, file = weakref.ref(copier), copier.file._file
+    del parallel, copier, loss, step, in_the_child
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)
 
 
 def on_a_process() -> tuple[bool, float, float, int]:

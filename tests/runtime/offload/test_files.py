@@ -57,6 +57,19 @@ def test_a_flipped_byte_is_refused_by_name(tmp_path: Path) -> None:
         memory.read(block, data(b"        "), "x")
 
 
+def test_a_drive_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = FileMemory(tmp_path)
+    block = memory.take(8)
+    memory.write(block, data(b"12345678"), "h")
+
+    def gone(*args: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", gone)
+    with pytest.raises(OffloadError, match="h came back damaged .*: 0 of 8 bytes, Input/output error"):
+        memory.read(block, data(b"        "), "h")
+
+
 def test_a_full_drive_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = FileMemory(tmp_path)
     block = memory.take(8)
