@@ -198,17 +198,6 @@ class _Walk:
             self.arriving[name] = instruction.name
         for name in sources:
             self.lent[name].append(instruction.name)
-        if len(sources) != len(targets):
-            what = "a copy has one target for each source"
-            self.say(what, str(len(sources)), str(len(targets)), "name as many targets as sources")
-        for source, target in zip(sources, targets, strict=False):
-            given, left = self.schedule.type_of(source), self.schedule.type_of(target)
-            if given is not None and left is not None and given != left:
-                self.say(f"{target} is no copy of {source}", describe(given), describe(left), "set the shape from the source")
-            places = self._memory_of(source), self._memory_of(target)
-            if places[1] != instruction.memory or (places[0] == "device") == (places[1] == "device"):
-                expected = f"from the device to {instruction.memory}" if instruction.memory != "device" else "from elsewhere to the device"
-                self.say(f"{source} is not copied where it should be", expected, f"from {places[0]} to {places[1]}")
 
     def _memory_of(self, name: str) -> str:
         return self.schedule.buffers[name].memory if name in self.schedule.buffers else "device"

@@ -6,14 +6,17 @@ unreduced. `check_program`, `check_shardings`, `check_local` and `check_schedule
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.checks.copies import check_round_trips
 from autopar.checks.local import check_local
 from autopar.checks.program import Values, check_program
 from autopar.checks.sharding import check_shardings
 from autopar.checks.violation import Violation, report
 from autopar.driver.compiled import PassRun, SchedulePassRun
 from autopar.errors import CheckError, ScheduleError
+from autopar.ir.instructions import Copy
 from autopar.ir.printing import print_program
 from autopar.ir.program import Form, Program
 from autopar.pipeline.check import schedule_violations
@@ -59,6 +62,9 @@ class Checker:
             return
         if isinstance(step, SchedulePassRun):
             check_schedule_program(step.program, title)
+            before = self.proved.places if isinstance(self.proved, ScheduleProgram) else ()
+            if before and any(isinstance(each, Copy) for schedule in step.program.places for each in schedule.instructions):
+                _raise_for(check_round_trips(before, step.program.places), step.program, title)
         else:
             check(step.program, title, self.values, self.origin)
             if step.program.form is Form.GLOBAL:
@@ -79,7 +85,10 @@ def check_schedule_program(program: ScheduleProgram, title: str = "") -> None:
 
     The schedule that the first violation is about is attached, its lines numbered as errors number them.
     """
-    found = schedule_violations(program)
+    _raise_for(schedule_violations(program), program, title)
+
+
+def _raise_for(found: Sequence[Violation], program: ScheduleProgram, title: str) -> None:
     if found:
         error = ScheduleError(report(found, f"schedule on {program.mesh}{title and f', {title}'}"))
         shown = next((rank for violation in found for rank, _ in violation.instructions if rank < program.mesh.size), 0)

@@ -2,7 +2,7 @@
 
 on each rank   a buffer is written once, read only while it is there, freed once and left nowhere but in the outputs
                what is launched has one WAIT, and nothing touches its sources' memory or its targets before
-               what lies in host memory, or a file, only COPY reads
+               what lies in host memory, or a file, only COPY reads, and what COPY gives is what it was given (`check_copies`)
                what ADD sums up is written by ADD alone, and read after the last of them
                shapes fit: a fragment's inputs, a collective's source and target, what is added
                a parameter is updated once, by its whole gradient, and read no more (`check_updates`)
@@ -13,8 +13,8 @@ across ranks   all members of a group launch the same collectives in the same or
                every rank gets to its end when a WAIT blocks until all ends are launched
 
                who holds a parameter that some rank updates, updates it
-`check_buffers`, `check_updates` and `check_versions` prove the first part, `check_rendezvous` that transfers meet and everybody gets to
-the end.
+`check_buffers`, `check_copies`, `check_updates` and `check_versions` prove the first part, `check_rendezvous` that transfers meet and
+everybody gets to the end.
 Ranks that are alike (`autopar.checks.alike`) are proved once, and named by the first of them.
 """
 
@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from autopar.checks.alike import Alike
 from autopar.checks.buffers import check_buffers, describe, place
+from autopar.checks.copies import check_copies
 from autopar.checks.rendezvous import check_peers, check_rendezvous
 from autopar.checks.updates import check_holders, check_updates
 from autopar.checks.versions import check_versions
@@ -48,6 +49,7 @@ def check_schedule(
         if id(schedule) not in walked:
             walked.add(id(schedule))
             found += check_buffers(rank, schedule, mesh, actions, is_executable)
+            found += check_copies(rank, schedule)
             found += check_updates(rank, schedule)
             found += check_versions(rank, schedule)
     found += check_holders(schedules)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
-from autopar.ir.instructions import Copy, Free, Instruction, Launch, Receive, Send, Wait
+from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Pause, Receive, Run, Send, Wait
 
 
 def touched(instruction: Instruction) -> tuple[str, ...]:
@@ -29,3 +30,21 @@ def with_frees(instructions: Sequence[Instruction], kept: Collection[str]) -> li
         if name not in kept:
             ends.setdefault(position, []).append(name)
     return [[each, Free(tuple(ends[position]))] if position in ends else [each] for position, each in enumerate(instructions)]
+
+
+def reading(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
+    """What reads, with other `names` of what it reads. No UPDATE: what it reads has one name."""
+
+    def renamed(old: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(names.get(name, name) for name in old)
+
+    if not names or isinstance(instruction, (Wait, Receive, Free, Pause)):
+        return instruction
+    if isinstance(instruction, Run):
+        return replace(instruction, inputs=renamed(instruction.inputs))
+    if isinstance(instruction, (Launch, Copy)):
+        return replace(instruction, sources=renamed(instruction.sources))
+    if isinstance(instruction, Send):
+        return replace(instruction, buffers=renamed(instruction.buffers))
+    assert isinstance(instruction, Add), instruction
+    return replace(instruction, source=names.get(instruction.source, instruction.source))

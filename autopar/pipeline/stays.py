@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.cost.schedule_memory import Sizes, held_at
-from autopar.ir.instructions import Add, Copy, Instruction, Launch, Memory, Receive, Run, Send, Wait
-from autopar.ir.lifetimes import touched
+from autopar.ir.instructions import Copy, Instruction, Launch, Memory, Receive, Send, Wait
+from autopar.ir.lifetimes import reading, touched
 from autopar.ir.schedule import Buffer, Schedule
 
 # What is copied back starts so many times its own duration before it is needed: clocks on paper are not exact.
@@ -195,7 +195,7 @@ def copied(schedule: Schedule, chosen: Sequence[Trip], memory: Memory) -> list[l
     names, groups = Names(memory), [[each] for each in schedule.instructions]
     needed = {name: each.needed for each in chosen for name in each.names}
     for number, group in enumerate(groups):
-        group[0] = _reading(group[0], {name: names.back(name) for name in touched(group[0]) if needed.get(name, number + 1) <= number})
+        group[0] = reading(group[0], {name: names.back(name) for name in touched(group[0]) if needed.get(name, number + 1) <= number})
     before: list[list[Instruction]] = [[] for _ in groups]
     leaving = sorted(chosen, key=lambda each: (each.out, each.gone, each.needed))
     for each in leaving:  # a WAIT goes first: it makes room
@@ -210,21 +210,3 @@ def copied(schedule: Schedule, chosen: Sequence[Trip], memory: Memory) -> list[l
     for each in coming:
         before[each.needed].append(Wait(names.back(each.names[0])))
     return [[*ahead, *group] for ahead, group in zip(before, groups, strict=True)]
-
-
-def _reading(instruction: Instruction, names: dict[str, str]) -> Instruction:
-    """With other names of what it reads."""
-    if not names:
-        return instruction
-
-    def renamed(old: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(names.get(name, name) for name in old)
-
-    if isinstance(instruction, Run):
-        return replace(instruction, inputs=renamed(instruction.inputs))
-    if isinstance(instruction, Launch):
-        return replace(instruction, sources=renamed(instruction.sources))
-    if isinstance(instruction, Send):
-        return replace(instruction, buffers=renamed(instruction.buffers))
-    assert isinstance(instruction, Add), instruction
-    return replace(instruction, source=names.get(instruction.source, instruction.source))

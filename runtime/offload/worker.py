@@ -38,8 +38,8 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 class Work:
-    """What a worker was given. `result` waits for it and raises what it raised, once; in a process that forked off meanwhile, where nobody does
-    it, `OffloadError`."""
+    """What a worker was given. `result` waits for it and raises what it raised, once; in a process that forked off meanwhile, where
+    nobody does it, `OffloadError`."""
 
     def __init__(self, future: Future[Any], what: str) -> None:
         self._future: Future[Any] | None = future

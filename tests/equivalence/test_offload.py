@@ -21,7 +21,7 @@ from autopar.errors import OffloadError
 from autopar.ir.instructions import Copy
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.parallel_module import ParallelModule
-from autopar.runtime.offload.copier import _COPIERS
+from autopar.runtime.offload.copier import _COPIERS, Copier
 from tests.support.forks import in_a_fork
 from tests.support.models.vision import resnet
 from tests.support.models.zoo import Case, gpt2, llama
@@ -116,17 +116,22 @@ def test_what_it_says() -> None:
     assert "COPY host (" in str(parallel.compiled.schedule) and "COPY device (" in str(parallel.compiled.schedule)
 
 
-def test_forks_errors_and_the_end(tmp_path: Path) -> None:
+def no_drive(*args: Any) -> int:
+    raise OSError(5, "no drive")
+
+
+def forked_and_failed(folder: Path) -> tuple[weakref.ref[Copier], int]:
+    """A module that goes on after a fork and after errors; its copier and file."""
     case = gpt2(1)
-    parallel = compiled(case, autopar.virtual_mesh(tp=2), autopar.Offload(activations="file", folder=str(tmp_path), **ALL))
+    parallel = compiled(case, autopar.virtual_mesh(tp=2), autopar.Offload(activations="file", folder=str(folder), **ALL))
+
+    def total() -> float:
+        return float(sum(each.grad.abs().sum() for each in parallel.parameters()))
 
     def step() -> float:
         parallel.zero_grad()
         parallel(**case.batch).loss.backward()
-        return float(sum(each.grad.abs().sum() for each in parallel.parameters()))
-
-    def no_drive(*args: Any) -> int:
-        raise OSError(5, "no drive")
+        return total()
 
     def in_the_child() -> str:
         with pytest.raises(OffloadError, match="forked off in the middle of a step"):
@@ -140,7 +145,7 @@ def test_forks_errors_and_the_end(tmp_path: Path) -> None:
     loss = parallel(**case.batch).loss
     assert in_a_fork(in_the_child) == str(wanted)
     loss.backward()
-    assert float(sum(each.grad.abs().sum() for each in parallel.parameters())) == wanted
+    assert total() == wanted
     gc.collect()
     gc.disable()
     try:
@@ -152,10 +157,13 @@ def test_forks_errors_and_the_end(tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert step() == wanted and copier.file.taken_bytes == most
-    gone, file = weakref.ref(copier), copier.file._file
-    del parallel, copier, loss, step, in_the_child
+    return weakref.ref(copier), copier.file._file
+
+
+def test_forks_errors_and_the_end(tmp_path: Path) -> None:
+    copier, file = forked_and_failed(tmp_path)
     gc.collect()
-    assert gone() is None
+    assert copier() is None
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 
@@ -10,9 +12,13 @@ import pytest
 import torch
 
 import autopar
+from autopar.checks.checker import Checker
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
-from autopar.ir.instructions import Copy, Free
+from autopar.driver.compiled import SchedulePassRun
+from autopar.errors import ScheduleError
+from autopar.ir.instructions import Copy, Free, Run
+from autopar.ir.lifetimes import reading
 from autopar.ir.offload import Offload
 from autopar.passes.schedule.offload_activations import OffloadActivations
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -54,6 +60,29 @@ def test_each_is_away_once_and_the_decision_is_read_by_others() -> None:
     copies = [each for each in after.places[0].instructions if isinstance(each, Copy)]
     assert [each.memory for each in copies].count("host") == [each.memory for each in copies].count("device") == len(decision.places[0])
     assert not any(isinstance(each, Free) for each in after.places[0].instructions)
+
+
+def test_one_that_reads_another_value_is_refused() -> None:
+    """Of two that were away and are of one type: every buffer is there, and of the right shape."""
+    one = OffloadActivations(ASKED, Cluster.ideal())
+    after = one.apply(before(), one.decide(before()))
+    schedule = after.places[0]
+    number, names = next(
+        (number, pair)
+        for number, each in enumerate(schedule.instructions)
+        if isinstance(each, Run)
+        for pair in itertools.combinations([name for name in each.inputs if name.endswith(".back")], 2)
+        if schedule.type_of(pair[0]) == schedule.type_of(pair[1])
+    )
+    swapped = dict(zip(names, names[::-1], strict=True))
+    instructions = list(schedule.instructions)
+    instructions[number] = reading(instructions[number], swapped)
+    faulty = after.with_places([replace(schedule, instructions=tuple(instructions))], buffers=schedule.buffers)
+    for program, found in ((after, None), (faulty, "with its copies taken out, the schedule is not what it was")):
+        checker = Checker()
+        checker(SchedulePassRun(49, "overlap communication", 0.0, before()))
+        with pytest.raises(ScheduleError, match=found) if found else nullcontext():
+            checker(SchedulePassRun(50, one.name, 0.0, program))
 
 
 def test_small_ones_and_slow_copies_stay() -> None:
