@@ -44,7 +44,8 @@ class Options:
 
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
     microbatches in an earlier try, `updates` when `train_step` updates
-    parameters, `shares` are those of ranks that pass unequal ones of the batch. Raises `AutoparError` for a value that an option does
+    parameters, `shares` are those of ranks that pass unequal ones of the batch, `limit` is what the whole step may take where the search
+    is asked for less than that, or for anything. Raises `AutoparError` for a value that an option does
     not have.
     """
 
@@ -70,11 +71,17 @@ class Options:
     recompute: str = "auto"
     versions: WeightVersions | None = None
     offload: Offload | None = None
+    limit: MemoryBudget | None = None
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise AutoparError(f"{name}={getattr(self, name)!r} is unknown; use {_WORDS[name]}")
+
+    @property
+    def moves_activations(self) -> bool:
+        """Whether what the backward reads may lie elsewhere than on the device."""
+        return self.offload is not None and self.offload.activations is not None
 
     def by_name(self, mesh: Mesh, is_placed: bool) -> tuple[Options, ...]:
         """Without a budget, what `zero=` and `recompute=` may say of `mesh` where the user left that open: first what keeps all that it
@@ -86,7 +93,7 @@ class Options:
             replace(self.freedom, shards_parameters=level > 0, zero=ZeRO(level) if level else None) for level in (levels if is_free else ())
         ] or [self.freedom]
         *others, first = (
-            replace(self, freedom=freedom, recompute=mode, budget=replace(self.budget, capacity_bytes=math.inf))
+            replace(self, freedom=freedom, recompute=mode, budget=replace(self.budget, capacity_bytes=math.inf), limit=self.budget)
             for freedom in freedoms
             for mode in modes
         )

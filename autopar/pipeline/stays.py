@@ -56,11 +56,13 @@ class Trip(NamedTuple):
 
 @dataclass(frozen=True)
 class Trips:
-    """By place along `pp` what is away in `memory`, and when; `reasons` say how much that is, and what the peak is without and with it."""
+    """By place along `pp` what is away in `memory`, and when; `reasons` say how much that is, and what the peak is without and with it.
+    `fits` unless a rank holds more than it may although all is moved that helps."""
 
     memory: Memory
     places: tuple[tuple[Trip, ...], ...]
     reasons: tuple[str, ...] = ()
+    fits: bool = True
 
     def __str__(self) -> str:
         return "; ".join(self.reasons)
@@ -162,6 +164,21 @@ def _back(chosen: Sequence[Stay], starts: Sequence[float], seconds: Callable[[fl
         found[each] = min(back, each.needed)
         here.append(each)
     return found
+
+
+def waiting_seconds(chosen: Sequence[Trip], starts: Sequence[float], seconds: Callable[[Trip], float]) -> float:
+    """What a rank waits for these copies, each direction carrying one at a time; `starts` is when instructions begin without them."""
+    stops: list[tuple[int, int, Trip]] = []
+    for each in chosen:  # the order of `copied`: at an instruction WAITs for copies out stand before COPYs out, and so on
+        stops += [(each.gone, 0 if each.gone > each.out else 2, each), (each.out, 1, each), (each.back, 3, each), (each.needed, 4, each)]
+    waited, ends, links = 0.0, dict[tuple[Trip, bool], float](), {True: 0.0, False: 0.0}
+    for number, kind, trip in sorted(stops):
+        now, is_out = starts[number] + waited, kind < 3
+        if kind in (1, 3):
+            ends[trip, is_out] = links[is_out] = max(links[is_out], now) + seconds(trip)
+        else:
+            waited += max(ends[trip, is_out] - now, 0.0)
+    return waited
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Compiling within a memory budget: ways to meet it, asked in one order, once it is known that it binds.
 
 0. without it      parameters whole over the axes of the batch, all kept that the backward reads: if the step fits so, it is that
+                   with offload= what the backward reads is moved first, as little as it takes; so it is in all that follow
 1. the search      parameters, copies and saved values split over ranks, saved values computed again: one price for all, by an estimate
 2. recomputation   with shardings and stages known: what is computed again, at the least time, counted call by call
 3. the whole step  on the schedule, with all that takes memory; where that is too much, the difference is reserved, and 1 asked again
@@ -17,7 +18,9 @@ from dataclasses import dataclass, replace
 from autopar.driver.compiled import Compiled
 from autopar.driver.options import Options
 from autopar.errors import MemoryBudgetError, PlanError
+from autopar.ir.offload import Offload
 from autopar.ir.units import in_bytes
+from autopar.pipeline.stays import Trips
 from autopar.reports.memory import Memory
 
 logger = logging.getLogger("autopar")
@@ -58,8 +61,26 @@ class _Attempts:
 
     def whole(self, options: Options) -> Compiled | None:
         """What is made of `options`, if the whole step fits."""
+        compiled, memory = self._tried(options)
+        return compiled if memory.fits else None
+
+    def _tried(self, options: Options) -> tuple[Compiled, Memory]:
+        """What is moved off the device is decided by an estimate that leaves out how a backend runs fragments: what it took too much is
+        taken off what it may."""
         compiled = self.compile_by(options).within(self.options.budget)
-        return compiled if self._counted(compiled).fits else None
+        memory = self._counted(compiled)
+        for _ in range(_TRIES if options.moves_activations else 0):
+            limit = options.limit or self.options.budget
+            limit = limit.reserving(limit.reserved_bytes - memory.margin_bytes)
+            if memory.fits or limit.capacity_bytes <= 0 or not _could_move_more(compiled):
+                break
+            options = replace(options, limit=limit)
+            again = self.compile_by(options).within(self.options.budget)
+            found = self._counted(again)
+            if found.peak_bytes >= memory.peak_bytes:
+                break
+            compiled, memory = again, found
+        return compiled, memory
 
     def _counted(self, compiled: Compiled) -> Memory:
         memory = self.memory_of(compiled)
@@ -75,7 +96,7 @@ class _Attempts:
         for _ in range(_TRIES):
             wanted = too_many
             try:
-                compiled = self.compile_by(replace(self.options, budget=budget.reserving(reserved)))
+                compiled, memory = self._tried(replace(self.options, budget=budget.reserving(reserved), limit=budget))
             except MemoryBudgetError as error:
                 if not is_found:
                     self.refused = error  # it says what conflicts
@@ -83,9 +104,9 @@ class _Attempts:
                     return None
                 too_many = reserved
             else:
-                memory, is_found = self._counted(compiled.within(budget)), True
+                is_found = True
                 if memory.fits:
-                    return compiled.within(budget)
+                    return compiled
                 logger.info("a step takes %s, more than memory_budget; the search is asked for less", in_bytes(memory.peak_bytes))
                 too_few = reserved
                 # What was counted may be less than what was left: the next to be found must count less than that.
@@ -111,10 +132,9 @@ class _Attempts:
         """The first that fits; of levels of ZeRO each holds no less than the one before."""
         for options in by_name:
             try:
-                compiled = self.compile_by(options).within(self.options.budget)
+                compiled, memory = self._tried(options)
             except PlanError:  # pins have it otherwise
                 continue
-            memory = self._counted(compiled)
             if memory.fits:
                 logger.info("no search met memory_budget; zero= and recompute= by name do: %s, %s", options.freedom.zero, options.recompute)
                 return compiled
@@ -123,22 +143,33 @@ class _Attempts:
         return None
 
     def refusal(self) -> MemoryBudgetError:
-        if self.refused is None:
+        # The search knows nothing of what is moved off the device: what it takes then says more than its word.
+        if self.refused is None or (self.least is not None and self.options.moves_activations):
             assert self.least is not None
-            return refusal(self.least)
+            return refusal(self.least, self.options.offload)
         if self.least is None:
             return self.refused
         peak = self.least.peak_bytes
         return MemoryBudgetError(f"{self.refused}\nthe least that was found takes {in_bytes(peak)}: memory_budget={in_bytes_up(peak)!r}")
 
 
-def refusal(memory: Memory) -> MemoryBudgetError:
+def _could_move_more(compiled: Compiled) -> bool:
+    """Whether no more values were moved off the device because the step was thought to fit."""
+    return all(step.decision.fits for step in compiled.schedule_steps if isinstance(step.decision, Trips))
+
+
+def refusal(memory: Memory, offload: Offload | None = None) -> MemoryBudgetError:
     """For the plan that takes least of those that were found, all of which take too much."""
     place = memory.fullest
     lines = [
         f"no plan was found whose step fits into {memory.limit}: the least takes {in_bytes(memory.peak_bytes)}, "
         f"{in_bytes(-memory.margin_bytes)} too much, during {place.at}",
         *str(memory).splitlines()[2:],
+        *(
+            [f"  Offload(activations={offload.activations!r}) moves all that is away long enough"]
+            if offload and offload.activations
+            else ()
+        ),
         "ways out:",
         f"  memory_budget={in_bytes_up(memory.peak_bytes)!r}",
     ]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
@@ -20,7 +21,7 @@ from autopar.passes.schedule.overlap_communication import links_of
 from autopar.pipeline.fragment_prices import fragment_seconds
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import simulate
-from autopar.pipeline.stays import Stay, Trip, Trips, copied, moved, staging_bytes, stays, trips
+from autopar.pipeline.stays import Stay, Trip, Trips, copied, moved, staging_bytes, stays, trips, waiting_seconds
 
 # In how many parts memories are moved: each is a walk through the schedule.
 MAX_TRIES = 32
@@ -33,8 +34,8 @@ class OffloadActivations:
     """Copy saved values away behind their last use in the forward, and back ahead of their first one in the backward.
 
     Those go first that are not used at the peak of the rank, the longest first, then those at what is the peak then, until it falls
-    by less than is away, but for what is on its way; under a budget until it is within that. Each memory is copied once, with all
-    that lies in it.
+    by less than is away, but for what is on its way. Under a budget those go that are the least likely to be waited for, until the step
+    is within that, and of these as few as it takes: none if it fits. Each memory is copied once, with all that lies in it.
 
     Reads: a `ScheduleProgram` without FREEs, in its final order. Writes: COPY and its WAITs; what reads in the backward reads what came
     back.
@@ -60,7 +61,8 @@ class OffloadActivations:
             _Place(schedule, [0.0, *ends], memory, cost, self.offload.smallest_bytes if self.offload else 0, sizes).decide()
             for schedule, ends in zip(program.places, clock.instruction_seconds, strict=True)
         ]
-        return Trips(memory, tuple(chosen for chosen, _ in found), tuple(reason for _, reason in found))
+        chosen, reasons, fits = zip(*found, strict=True)
+        return Trips(memory, chosen, reasons, all(fits))
 
     def apply(self, program: ScheduleProgram, decision: Trips) -> ScheduleProgram:
         if not any(decision.places):
@@ -68,12 +70,13 @@ class OffloadActivations:
         places = [moved(schedule, chosen, decision.memory) for schedule, chosen in zip(program.places, decision.places, strict=True)]
         return program.with_places(places, buffers={name: each for schedule in places for name, each in schedule.buffers.items()})
 
-    def written(self, program: ScheduleProgram, decision: Trips) -> list[list[list[object]]]:
-        return [[[list(each.names), each.out, each.gone, each.back, each.needed] for each in chosen] for chosen in decision.places]
+    def written(self, program: ScheduleProgram, decision: Trips) -> dict[str, object]:
+        places = [[[list(each.names), each.out, each.gone, each.back, each.needed] for each in chosen] for chosen in decision.places]
+        return {"places": places, "reasons": list(decision.reasons), "fits": decision.fits}
 
-    def read(self, program: ScheduleProgram, value: Sequence[Sequence[Sequence[object]]]) -> Trips:
-        places = tuple(tuple(Trip(tuple(names), *numbers) for names, *numbers in chosen) for chosen in value)  # pyright: ignore
-        return Trips(self.memory or "host", places)
+    def read(self, program: ScheduleProgram, value: Mapping[str, Any]) -> Trips:
+        places = tuple(tuple(Trip(tuple(names), *numbers) for names, *numbers in chosen) for chosen in value["places"])
+        return Trips(self.memory or "host", places, tuple(value["reasons"]), value["fits"])
 
 
 @dataclass(frozen=True)
@@ -87,11 +90,10 @@ class _Place:
     least_bytes: int
     sizes: RankSizes
 
-    def decide(self) -> tuple[tuple[Trip, ...], str]:
-        """The trips of those stays that are away at the peak of the rank, the longest first, wherever that comes to be then."""
-        known = sorted((each for each in stays(self.schedule, self.starts, self.least_bytes) if self._is_long(each)), key=self._seconds)[
-            ::-1
-        ]
+    def decide(self) -> tuple[tuple[Trip, ...], str, bool]:
+        """The trips of those stays that are away at the peak of the rank, wherever that comes to be then, as many as it takes; why, and
+        whether the rank holds no more than it may."""
+        known = sorted((each for each in stays(self.schedule, self.starts, self.least_bytes) if self._is_long(each)), key=self._rank)
         before = best = now = self._memory(())
         chosen, few, at_once = list[Stay](), list[Stay](), math.ceil(len(known) / MAX_TRIES)
         for _ in range(2 * MAX_TRIES):
@@ -101,15 +103,44 @@ class _Place:
                 break
             chosen += more
             now = self._memory(chosen)
-            if now.peak_bytes < (1 - LEAST_GAIN) * best.peak_bytes and self._brings_enough(before, now, chosen):
+            if now.peak_bytes <= self._limit or self._is_better(before, best, now, chosen):
                 best, few = now, list(chosen)
-        found = self._trips(few)
-        if not found:
-            why = "it fits" if before.peak_bytes <= self._limit else "it would not help" if known else "nothing is saved long enough"
-            return (), f"nothing is moved, {why}: at most {in_bytes(before.peak_bytes)} a rank"
-        away = f"{len(found)} memories, {in_bytes(best.parked_bytes[self.memory])} at a time"
+        best, few = self._trimmed(best, few)
+        fits = not self.sizes.budget.is_finite or best.peak_bytes <= self._limit
+        return tuple(self._trips(few)), self._reason(before, best, few, bool(known)), fits
+
+    def _rank(self, stay: Stay) -> tuple[float, float]:
+        """Those first that are away longest; under a budget those that are as long as most copies of theirs: the least likely to be
+        waited for."""
+        seconds, copy = self._seconds(stay), self.cost.copy_seconds(self.memory, stay.num_bytes)
+        return (-seconds / copy if self.sizes.budget.is_finite and copy else 0.0), -seconds
+
+    def _is_better(self, before: RankMemory, best: RankMemory, now: RankMemory, chosen: Sequence[Stay]) -> bool:
+        return now.peak_bytes < (1 - LEAST_GAIN) * best.peak_bytes and self._brings_enough(before, now, chosen)
+
+    def _trimmed(self, best: RankMemory, few: list[Stay]) -> tuple[RankMemory, list[Stay]]:
+        """Without those that the budget does not need: what adds most time goes first, then what is largest."""
+        if best.peak_bytes > self._limit:
+            return best, few
+        added = {each: self._waits(few) - self._waits([other for other in few if other != each]) for each in few}
+        for each in sorted(few, key=lambda one: (-added[one], -one.num_bytes))[: 2 * MAX_TRIES]:
+            fewer = [other for other in few if other != each]
+            if (now := self._memory(fewer)).peak_bytes <= self._limit:
+                best, few = now, fewer
+        return best, few
+
+    def _waits(self, chosen: Sequence[Stay]) -> float:
+        sizes = {each.names: each.num_bytes for each in chosen}
+        return waiting_seconds(self._trips(chosen), self.starts, lambda trip: self.cost.copy_seconds(self.memory, sizes[trip.names]))
+
+    def _reason(self, before: RankMemory, best: RankMemory, few: Sequence[Stay], is_any_long: bool) -> str:
+        limit = f", of {in_bytes(self._limit)} that a rank may hold" if self.sizes.budget.is_finite else ""
+        if not self._trips(few):
+            why = "it fits" if before.peak_bytes <= self._limit else "it would not help" if is_any_long else "nothing is saved long enough"
+            return f"nothing is moved, {why}: at most {in_bytes(before.peak_bytes)} a rank{limit}"
+        away = f"{len(self._trips(few))} memories, {in_bytes(best.parked_bytes[self.memory])} at a time"
         peaks = f"{in_bytes(before.peak_bytes)} → {in_bytes(best.peak_bytes)}"
-        return tuple(found), f"{away}, to {self.memory} memory and back; at most {peaks} a rank"
+        return f"{away}, to {self.memory} memory and back; at most {peaks} a rank{limit}"
 
     def _brings_enough(self, before: RankMemory, now: RankMemory, chosen: Sequence[Stay]) -> bool:
         """Whether the peak falls by what is away at a time, less what is on its way; under a budget whatever helps."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.driver.train_step import TrainStep
-from autopar.errors import OffloadError
+from autopar.errors import MemoryBudgetError, OffloadError
 from autopar.ir.instructions import Copy
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -97,6 +97,20 @@ def test_a_training_step_with_updates_is_the_same() -> None:
         weights.append(torch.cat([each.detach().flatten() for each in parallel.parameters()]))
     assert copies(parallel)
     assert torch.equal(*weights)
+
+
+def test_under_a_budget_as_little_as_it_takes() -> None:
+    mesh, options = autopar.virtual_mesh(tp=2), {"recompute": "none", "cluster": "cpu"}
+    plain = compiled(gpt2(2), mesh, None, **options).memory().peak_bytes
+    budgets: list[float | None] = [plain, 0.93 * plain, None]
+    found = [compiled(gpt2(2), mesh, autopar.Offload("host", **ALL), memory_budget=budget, **options) for budget in budgets]
+    fitting, some, everything = found
+    assert not copies(fitting) and "nothing is moved, it fits" in fitting.explain(detail="offload")
+    assert some.memory().fits and 0 < some.memory().places[0].parked_bytes["host"] < everything.memory().places[0].parked_bytes["host"]
+    assert some.verify(**gpt2(2).batch)
+    text = r"too much, .*Offload\(activations='host'\) moves all that is away long enough\nways out:\n  memory_budget='\d+ B'"
+    with pytest.raises(MemoryBudgetError, match=f"(?s){text}"):
+        compiled(gpt2(2), mesh, autopar.Offload("host", **ALL), memory_budget=0.3 * plain, **options)
 
 
 @SLOW

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.schedule import Schedule
-from autopar.pipeline.stays import Stay, Trip, moved, stays, trips
+from autopar.pipeline.stays import Stay, Trip, moved, stays, trips, waiting_seconds
 from tests.support.schedules import buffers_of, schedule_of
 
 STEP = """
@@ -79,3 +79,13 @@ def test_what_is_written() -> None:
     ]
     assert found.buffers["a.host"].memory == "host" and found.buffers["a.back"].memory == "device"
     assert "a.host" not in schedule.buffers
+
+
+def test_what_waits_for_copies_is_told_before_they_are_written() -> None:
+    """Copies of two seconds each, instructions of one: the second out waits for the first, and so do those back."""
+    starts = [float(number) for number in range(21)]
+    pair = [Trip(("a",), 1, 2, 9, 10), Trip(("b",), 1, 6, 9, 14)]
+    assert waiting_seconds(pair, starts, lambda trip: 2.0) == 2.0  # one for a, out; one for a, back
+    assert waiting_seconds(pair[1:], starts, lambda trip: 2.0) == 0.0
+    assert waiting_seconds([Trip(("a",), 1, 1, 5, 5)], starts, lambda trip: 2.0) == 4.0
+    assert waiting_seconds([], starts, lambda trip: 2.0) == 0.0

@@ -18,6 +18,8 @@ from autopar.driver.options import Options
 from autopar.errors import MemoryBudgetError
 from autopar.ir.freedom import Freedom
 from autopar.ir.mesh import virtual_mesh
+from autopar.ir.offload import Offload
+from autopar.pipeline.stays import Trips
 from autopar.reports.memory import Memory, PlaceMemory
 from autopar.reports.within_budget import within_budget
 from tests.support.models.zoo import gpt2
@@ -150,3 +152,26 @@ def test_a_step_within_a_budget_takes_no_more_by_the_allocator() -> None:
     found = parallel.memory(measure=case.batch)
     assert found.fits and found.limit.startswith("memory_budget=")
     assert max(each.tracked_bytes for each in found.measured.values()) + found.fullest.kinds["optimizer"] <= budget
+
+
+@pytest.mark.parametrize(("fits", "takes", "asked"), [(True, 99.0, [100.0, 88.0]), (False, None, [100.0])])
+def test_what_is_moved_off_the_device_makes_up_for_what_was_not_counted(fits: bool, takes: float | None, asked: list[float]) -> None:
+    """A step that was thought to fit takes 12 too much: 12 more are moved. Where all was moved already nobody is asked again."""
+    limits: list[float] = []
+
+    def compile_by(options: Options) -> Any:
+        limits.append((options.limit or options.budget).capacity_bytes)
+        steps = (SimpleNamespace(decision=Trips("host", (), (), fits)),)
+        found = SimpleNamespace(peak=limits[-1] + 12, schedule_steps=steps, counted_bytes=math.inf, within=lambda budget: found)
+        return found
+
+    def memory(found: Any) -> Memory:
+        return Memory((PlaceMemory(0, (0,), (), min(found.peak, 112.0) - (takes is not None and found.peak < 112), "RUN f7", {}, ()),), 100)
+
+    options = Options(Cluster.ideal(), budget=MemoryBudget(100.0), offload=Offload(activations="host"))
+    try:
+        found = within_budget(options, compile_by, memory, options.by_name(virtual_mesh(tp=2), is_placed=False)[:1])
+        assert fits and memory(found).peak_bytes == takes
+    except MemoryBudgetError as error:
+        assert not fits and "12 B too much" in str(error) and "Offload(activations='host') moves all" in str(error)
+    assert limits[: len(asked)] == asked

@@ -15,14 +15,19 @@ import autopar
 from autopar.checks.checker import Checker
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
+from autopar.cost.model import CostModel
+from autopar.cost.rank_sizes import RankSizes
+from autopar.cost.schedule_memory import schedule_memory
 from autopar.driver.compiled import SchedulePassRun
 from autopar.errors import ScheduleError
 from autopar.ir.instructions import Copy, Free, Run
-from autopar.ir.lifetimes import reading
+from autopar.ir.lifetimes import reading, with_frees
 from autopar.ir.offload import Offload
 from autopar.passes.schedule.offload_activations import OffloadActivations
+from autopar.pipeline.fragment_prices import fragment_seconds
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.stays import Trips
+from autopar.pipeline.simulate import simulate
+from autopar.pipeline.stays import Trips, waiting_seconds
 from tests.support.models.zoo import gpt2
 
 ASKED = Offload(activations="host", smallest_bytes=0)
@@ -100,6 +105,48 @@ def test_under_a_budget_as_much_as_it_takes(share: float, least: float, most: fl
     peak = float(text.split("at most ")[1].split(" MB")[0]) * 1e6
     found = bytes_of(chosen(budget=MemoryBudget(share * peak + _state_bytes())))
     assert least * everything <= found <= most * everything
+
+
+def test_no_more_than_the_budget_needs() -> None:
+    """Without any one of what is moved the step would not fit; without a budget more is moved."""
+    top, least = (schedule_memory_of(chosen(budget=each)) for each in (MemoryBudget(1e12), MemoryBudget()))
+    limit = (top + 2 * least) / 3
+    decision = chosen(budget=MemoryBudget(limit + _state_bytes()))
+    assert decision.fits and schedule_memory_of(decision) <= limit and 0 < bytes_of(decision) < bytes_of(chosen())
+    for each in decision.places[0]:
+        others = tuple(one for one in decision.places[0] if one != each)
+        assert schedule_memory_of(replace(decision, places=(others,))) > limit, each
+    assert not chosen(budget=MemoryBudget(0.2 * least + _state_bytes())).fits
+
+
+def test_copies_that_are_waited_for_are_not_chosen_where_others_do() -> None:
+    """On a slow link the copies of a budget that little meets are hidden; those of all together are not."""
+    slow = replace(Cluster.named("cpu"), copies=(("host", autopar.cost.hardware.cluster.Link(0.0, 3e8)),))
+    top = schedule_memory_of(chosen(budget=MemoryBudget(1e12)))
+    texts = {share: chosen(cluster=slow, budget=MemoryBudget(share * top + _state_bytes())) for share in (0.999, 0.5)}
+    cost, starts = CostModel(slow, before().mesh), clock(slow)
+    waits = {share: waited(each, cost, starts) for share, each in texts.items()}
+    assert texts[0.999].fits and texts[0.999].places[0] and waits[0.999] == 0.0
+    assert not texts[0.5].fits and waits[0.5] > 0.0
+
+
+def clock(cluster: Cluster) -> list[float]:
+    program = before()
+    seconds = fragment_seconds(program, CostModel(cluster, program.mesh))
+    return [0.0, *simulate(program, seconds, has_memory=False).instruction_seconds[0]]
+
+
+def waited(decision: Trips, cost: CostModel, starts: list[float]) -> float:
+    schedule = before().places[0]
+    sizes = {each.names: schedule.bytes_of(each.names[0]) for each in decision.places[0]}
+    return waiting_seconds(decision.places[0], starts, lambda trip: cost.copy_seconds("host", sizes[trip.names]))
+
+
+def schedule_memory_of(decision: Trips) -> float:
+    """The peak with these trips, the optimizer's state aside."""
+    after = OffloadActivations(ASKED, Cluster.ideal()).apply(before(), decision).places[0]
+    groups = with_frees(after.instructions, {*after.inputs, *after.outputs})
+    return schedule_memory(after, RankSizes(MemoryBudget()).of(after), groups).peak_bytes
 
 
 def _state_bytes() -> float:
