@@ -44,6 +44,8 @@ class Departure:
 
     parked: tuple[Parked, ...]
     finish: Finish
+    # What will be on the device.
+    tensors: tuple[torch.Tensor, ...] = ()
 
     def wait(self) -> tuple[Parked, ...]:
         self.finish()
