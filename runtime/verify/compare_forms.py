@@ -7,7 +7,7 @@ Each is compared with the first. Where they part, the pass is found by bisection
 node by comparing values: of a LOCAL node with those of the GLOBAL node that it is a part of.
 
 Where it is accepted that each microbatch takes its own statistics, the module's own run is another computation. It is then also
-compared with LOCAL as its microbatches run it, each with its own.
+compared with LOCAL as its microbatches run it, each with its own, and from the buffers that the one before left.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from autopar.runtime.verify.reference_run import (
     run_global,
     run_local,
     run_original,
+    run_separated,
     tangents_of,
 )
 from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, gradients_within, norm
@@ -349,12 +350,12 @@ class _Forms:
         if self.own_errors is None:
             return difference or run(self.compiled, self.case, self.agrees)
         assert self.compiled.separated is not None
-        wanted, own_errors = run_local(self.compiled.separated, self.case), self.own_errors
+        wanted, own_errors = run_separated(self.compiled.separated, self.case), self.own_errors
 
         def agrees(results: Results) -> bool:
             self.errors.add(errors_between(results, self.reference, self.case, self.limits.floor))
             errors = errors_between(results, wanted, self.case, self.limits.floor)
-            errors.buffers.clear()  # each microbatch hands its buffers to the next, which no run side by side shows
+            errors.buffers.clear()  # the last microbatch's, which no run side by side shows
             own_errors.add(errors)
             return self._are_within(errors)
 

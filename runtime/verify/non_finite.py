@@ -27,7 +27,7 @@ from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.verify.compare_forms import case_of
 from autopar.runtime.verify.compare_values import difference_at
-from autopar.runtime.verify.reference_run import run_local
+from autopar.runtime.verify.reference_run import run_local, run_separated
 from autopar.runtime.verify.verify import global_inputs, whole_model
 
 
@@ -48,7 +48,7 @@ def first_non_finite(
     case = case_of(model, inputs, key, {item.name: torch.full(item.shape, scale) for item in program.signature.inputs_of("tangent")})
     seen = _Seen(program)
     with autocast_off():
-        run_local(program, case, seen)
+        (run_local if compiled.separated is None else run_separated)(program, case, seen)
     names = {str(index): name for index, name, _ in inputs.tensors}
     return world.gather(seen.told(names, compiled), "where a value is not finite")[0]
 

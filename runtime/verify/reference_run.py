@@ -206,6 +206,38 @@ class Stepper:
 
 def run_local(program: Program, case: Case, observe: Observer = lambda node, values: None) -> Results:
     """A LOCAL program on every rank of its mesh, all ranks side by side; `observe` sees every value."""
+    return assembled(program.signature, _run_places(program, case, observe, {}), case)
+
+
+def run_separated(program: Program, case: Case, observe: Observer = lambda node, values: None) -> Results:
+    """A LOCAL program whose microbatches take their own statistics, each from the buffers that the one before left.
+
+    They run side by side nevertheless, for what is known ahead is summed over them: again and again, each time one more of them has what
+    it is handed, if results other than buffers depend on that. Of buffers nothing is promised.
+    """
+    number, handed = program.mesh.num_microbatches, dict[str, list[torch.Tensor]]()
+    for _ in range(number - 1 if _reads_what_it_is_handed(program) else 0):
+        held = _run_places(program, case, lambda node, values: None, handed)
+        before = handed
+        new = {each.item.name: each.parts for each in held if each.item.kind == "buffer"}
+        handed = {name: [parts[max(place - 1, 0)] for place in range(program.mesh.size)] for name, parts in new.items()}
+        if before and all(torch.equal(one, two) for name in handed for one, two in zip(handed[name], before[name], strict=True)):
+            break
+    return assembled(program.signature, _run_places(program, case, observe, handed), case)
+
+
+def _reads_what_it_is_handed(program: Program) -> bool:
+    """Whether anything but buffers is made of the buffers that change."""
+    changed = {item.name for item in program.signature.outputs_of("buffer")}
+    reached = {node for item, node in program.named_inputs() if item.kind == "buffer" and item.name in changed}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+    return any(node in reached for item, node in program.named_outputs() if item.kind != "buffer")
+
+
+def _run_places(program: Program, case: Case, observe: Observer, handed: Mapping[str, Sequence[torch.Tensor]]) -> list[RankParts]:
+    """What every rank and microbatch holds of each result. `handed` are buffers by place, with which all microbatches but the first begin."""
     assert program.form is Form.LOCAL
     mesh = program.mesh
     inputs = iter(program.signature.inputs)
@@ -215,7 +247,11 @@ def run_local(program: Program, case: Case, observe: Observer = lambda node, val
         if node.op == "output":
             break
         if node.op == "placeholder":
-            values[node] = _shards(next(inputs), program, case)
+            item = next(inputs)
+            values[node] = _shards(item, program, case)
+            if item.kind == "buffer" and item.name in handed:
+                given = enumerate(zip(values[node], handed[item.name], strict=True))
+                values[node] = [left if place % mesh.num_microbatches else first for place, (first, left) in given]
         elif is_launch(node):
             values[node] = _collect(node, values[node.args[0]], program)
         else:
@@ -225,8 +261,7 @@ def run_local(program: Program, case: Case, observe: Observer = lambda node, val
             needed[operand] -= 1
             if not needed[operand]:
                 del values[operand]
-    held = [RankParts(dict(enumerate(values[node])), item, mesh) for item, node in program.named_outputs()]
-    return assembled(program.signature, held, case)
+    return [RankParts(dict(enumerate(values[node])), item, mesh) for item, node in program.named_outputs()]
 
 
 def assembled(signature: Signature, results: Sequence[RankParts], case: Case) -> Results:

@@ -25,7 +25,7 @@ from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.compare_values import difference_at
-from autopar.runtime.verify.reference_run import Case, Results, assembled, run_local
+from autopar.runtime.verify.reference_run import Case, Results, assembled, run_local, run_separated
 from autopar.runtime.verify.report import Difference, Report, error_of
 
 
@@ -173,7 +173,10 @@ class _OwnRun:
                             of_microbatch = f", microbatch {number}" if each > 1 else ""
                             found.append(difference_at(node, error, f"on rank {rank}{of_microbatch}"))
 
-        run_local(compiled.separated or compiled.local, case, observe)
+        if compiled.separated is not None:
+            run_separated(compiled.separated, case, observe)
+        else:
+            run_local(compiled.local, case, observe)
         first = self._first(found[0] if found else None)
         if first is None:
             return Difference("(no single node)", "", "runtime", float("nan"))

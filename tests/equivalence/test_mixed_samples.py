@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -294,6 +295,32 @@ def test_own_statistics_are_those_of_each_microbatch_and_verify_says_so(mesh: di
     assert not report and report.loss_error > 1e-6 and report.first_difference is None
     assert report.own_statistics_error is not None and report.own_statistics_error <= 1e-9
     assert "NOT EQUAL to the original model" in str(report) and 'microbatch_statistics="own" accepts' in str(report)
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 1}, {"dp": 2}], ids=str)
+def test_what_a_microbatch_reads_of_its_buffers_is_what_the_one_before_left(mesh: dict[str, int]) -> None:
+    """The run hands them on, and so does the program that `verify` compares it with."""
+
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, 3)
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            u = self.linear(x)
+            self.mean.add_(u.detach().mean(0))
+            return (u - self.mean).square().mean()
+
+    torch.manual_seed(0)
+    model = Running().double()
+    alone, shares = copy.deepcopy(model), [share.chunk(4) for share in X.chunk(mesh.get("dp", 1))]
+    parallel = compiled(model, mesh, (X,), num_microbatches=4, microbatch_statistics="own")
+    report = parallel.verify(X, promote=True)
+    assert not report and report.own_statistics_error is not None and report.own_statistics_error <= 1e-9, str(report)
+    losses = [alone(torch.cat([each[number] for each in shares])) for number in range(4)]
+    torch.testing.assert_close(parallel(X), torch.stack(losses).mean(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(dict(parallel.named_buffers())["mean"], alone.mean, rtol=1e-9, atol=0)
 
 
 def test_a_run_that_is_not_its_own_statistics_either_is_told() -> None:
