@@ -138,7 +138,8 @@ def compile(
     recompute       what the backward computes again instead of keeping it: "auto" the regions that the model has under
                     `torch.utils.checkpoint`; "none" nothing; "full" every layer (a module with a number in its path) from what it reads;
                     "selective" all of a layer but what contractions and attentions make
-    offload         "activations": what the backward reads lies in the memory of the host meanwhile, as far as that lowers the peak;
+    offload         "activations": what the backward reads lies in the memory of the host meanwhile, as far as that lowers the peak, and
+                    under a memory budget as little of it as that takes;
                     "optimizer": its state lies there, and `train_step` updates there; or an `Offload`, which says what lies where, in
                     files, too
     weights         values for a model on meta: "init", by its own initialisers, the same on any mesh; a path of safetensors files, of
@@ -175,7 +176,7 @@ def compile(
     budget, away = MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer), Offload.of(offload)
     refuse_no_host_update(away, recipe, step_options)
     budget = budget.gathering(gathered_by(recipe, step_options))
-    budget = budget.on_host() if away is not None and away.optimizer is not None else budget
+    budget = budget.updating_on_host(away.optimizer) if away is not None and away.optimizer is not None else budget
     options = Options(
         cluster=Cluster.asked_for(cluster, mesh),
         outputs=outputs,

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from autopar.errors import AutoparError
+from autopar.ir.instructions import Memory
 from autopar.ir.program import Input
 from autopar.ir.units import BYTES, parse_quantity
 
@@ -30,8 +31,8 @@ class OptimizerKind:
     # One like it, of the parameters that it is called with: where its class is none of torch.optim.
     make: Callable[[list[torch.Tensor]], torch.optim.Optimizer] | None = field(default=None, compare=False, repr=False)
     gradient_dtype: torch.dtype | None = None
-    # Whether state lies in host memory, and parameters are updated there.
-    on_host: bool = False
+    # Where state lies, if not on the device: parameters are updated on the host then.
+    away: Memory | None = None
     # The split parameters that an update on processes gathers, and whose state it keeps whole: those that no DTensor describes, or all.
     gathers: Literal["none", "irregular", "split"] = "none"
 
@@ -61,11 +62,11 @@ class OptimizerKind:
 
     def state_bytes(self, item: Input, local_bytes: float) -> float:
         """Bytes of state on the device for `item`, of which a rank holds `local_bytes`."""
-        return 0.0 if self.on_host else self._kept_bytes(item, local_bytes)
+        return self._kept_bytes(item, local_bytes) if self.away is None else 0.0
 
-    def host_bytes(self, item: Input, local_bytes: float) -> float:
-        """Bytes of state in host memory."""
-        return self._kept_bytes(item, local_bytes) if self.on_host else 0.0
+    def away_bytes(self, item: Input, local_bytes: float) -> float:
+        """Bytes of state elsewhere than on the device."""
+        return 0.0 if self.away is None else self._kept_bytes(item, local_bytes)
 
     def _kept_bytes(self, item: Input, local_bytes: float) -> float:
         return self.num_copies * local_bytes + self.step_bytes if item.kind == "parameter" and item.requires_grad else 0.0
@@ -142,9 +143,9 @@ class MemoryBudget:
         """Where gradients wait for their update in this dtype."""
         return replace(self, optimizer=replace(self.optimizer, gradient_dtype=gradients))
 
-    def on_host(self) -> MemoryBudget:
-        """Where the host keeps the state of the optimizer, and updates."""
-        return replace(self, optimizer=replace(self.optimizer, on_host=True))
+    def updating_on_host(self, where: Memory) -> MemoryBudget:
+        """Where the state of the optimizer lies elsewhere than on the device, and the host updates."""
+        return replace(self, optimizer=replace(self.optimizer, away=where))
 
     def gathering(self, which: Literal["none", "irregular", "split"]) -> MemoryBudget:
         """Where updates on processes see these parameters whole."""

@@ -12,7 +12,7 @@ from autopar.cost.fragment_memory import FragmentMemory, fragment_memory
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.schedule_memory import Sizes
 from autopar.cost.update_memory import gathered_update_bytes, update_bytes
-from autopar.ir.instructions import Run, Update
+from autopar.ir.instructions import Memory, Run, Update
 from autopar.ir.schedule import Schedule
 
 
@@ -44,8 +44,9 @@ class RankSizes:
             found = self.fragment(schedule, instruction)
             return found.temporary_bytes if found is not None else 0.0
 
-        host = sum(optimizer.host_bytes(item, size) for _, item, size in named) if is_updated else 0.0
-        return Sizes(schedule.bytes_of, working_bytes, state, "launch" if self.on_processes else "wait", host)
+        away = sum(optimizer.away_bytes(item, size) for _, item, size in named) if is_updated else 0.0
+        parked: dict[Memory, float] = {} if optimizer.away is None else {optimizer.away: away}
+        return Sizes(schedule.bytes_of, working_bytes, state, "launch" if self.on_processes else "wait", parked)
 
     def _gathered(self, schedule: Schedule) -> dict[str, float]:
         """The bytes, whole, of the parameters that updates gather, by buffer."""

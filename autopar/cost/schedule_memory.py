@@ -70,7 +70,7 @@ class Sizes:
     buffer_bytes   of a buffer with memory of its own, where no fragment says it
     working_bytes  what a RUN or an UPDATE needs besides its buffers while it runs
     held_bytes     what is there all the time and is no buffer: what an optimizer holds
-    host_bytes     likewise, in host memory
+    parked_bytes   likewise, elsewhere than on the device
     arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
     """
 
@@ -78,7 +78,7 @@ class Sizes:
     working_bytes: Callable[[Run | Update], float] = lambda run: 0
     held_bytes: float = 0
     arrival: Literal["launch", "wait"] = "wait"
-    host_bytes: float = 0
+    parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
 
 
 def peak_bytes(schedule: Schedule) -> int:
@@ -149,8 +149,8 @@ class _Walk:
 
     def run(self, groups: Iterable[Sequence[Instruction]]) -> RankMemory:
         self.bytes = self.sizes.held_bytes
-        if self.sizes.host_bytes:
-            self.parked_bytes["host"] = self.most_parked["host"] = self.sizes.host_bytes
+        self.parked_bytes |= self.sizes.parked_bytes
+        self.most_parked |= {where: size for where, size in self.sizes.parked_bytes.items() if size}
         self.kinds["optimizer"] = self.bytes
         for name in self.schedule.inputs:
             self.place(name, self.sizes.buffer_bytes(name))

@@ -17,7 +17,7 @@ def update_bytes(kind: OptimizerKind, sizes: Sequence[float], device: str = "cpu
     """The most that an update takes of parameters of which a rank holds `sizes` bytes: so much of the largest where the optimizer takes
     them one by one, as on a CPU, or of all where it takes them together, as on a GPU; of the device, nothing where the host updates. Found
     by steps over small parameters."""
-    if kind.on_host:
+    if kind.away is not None:
         return 0.0
     of_largest, of_all = _copies(kind, device)
     return of_largest * max(sizes, default=0.0) + of_all * sum(sizes)

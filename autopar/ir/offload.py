@@ -19,7 +19,9 @@ class Offload:
 
     activations     what the backward reads of the forward: so much of it as lowers the peak of a rank, what is needed last first
     optimizer       the optimizer's state, on the host, which updates there in a `train_step`, while the device goes on (ZeRO-Offload,
-                    Ren et al., arXiv:2101.06840): gradients go there once they are final, and updated parameters come back
+                    Ren et al., arXiv:2101.06840): gradients go there once they are final, and updated parameters come back. In a "file"
+                    it is mapped into the host's memory, from which the system takes it where that runs short (ZeRO-Infinity's place for
+                    it, Rajbhandari et al., arXiv:2104.07857)
     folder          where files are: on a fast drive of the machine. They have no names and are gone with their process, however it ends
     smallest_bytes  what is smaller stays
 
@@ -27,15 +29,15 @@ class Offload:
     """
 
     activations: Away | None = None
-    optimizer: Literal["host"] | None = None
+    optimizer: Away | None = None
     folder: str | None = None
     smallest_bytes: int = SMALLEST_BYTES
 
     def __post_init__(self) -> None:
         if self.activations not in (None, "host", "file"):
             raise AutoparError(f'Offload(activations={self.activations!r}) is no place; use "host", "file" or None')
-        if self.optimizer not in (None, "host"):
-            raise AutoparError(f'Offload(optimizer={self.optimizer!r}) is no place that updates; use "host" or None')
+        if self.optimizer not in (None, "host", "file"):
+            raise AutoparError(f'Offload(optimizer={self.optimizer!r}) is no place; use "host", "file" or None')
         if self.smallest_bytes < 0:
             raise AutoparError(f"Offload(smallest_bytes={self.smallest_bytes}) is less than nothing; use 0 to move everything")
         if self.uses_files and self.folder is None:
@@ -47,7 +49,7 @@ class Offload:
 
     @property
     def uses_files(self) -> bool:
-        return self.activations == "file"
+        return "file" in (self.activations, self.optimizer)
 
     @staticmethod
     def of(asked: Any) -> Offload | None:

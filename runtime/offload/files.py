@@ -38,7 +38,7 @@ class FileMemory:
         at_fork(self)
 
     def _open(self) -> None:
-        self._file = _nameless(self.folder)
+        self._file = nameless(self.folder)
         self._close = weakref.finalize(self, os.close, self._file)
 
     @property
@@ -151,7 +151,7 @@ def _joined(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def _nameless(folder: str) -> int:
+def nameless(folder: str) -> int:
     """A file descriptor. Where the file system has no nameless files, its name is gone before anything is written."""
     if hasattr(os, "O_TMPFILE"):
         with contextlib.suppress(OSError):

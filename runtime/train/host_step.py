@@ -10,6 +10,7 @@ whatever the user writes into them holds.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from autopar.driver.train_step import Scope
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, OffloadError
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.placement import like
 from autopar.runtime.offload.memories import Block, HostMemory
+from autopar.runtime.offload.state_files import Seal, StateFiles
 from autopar.runtime.offload.worker import Work, Worker
 from autopar.runtime.train.partial_step import check_parts, narrowed, parts_of_state
 
@@ -33,27 +35,35 @@ MAX_WAITING = 4
 class HostStep:
     """Steps `optimizer` for the parameters that are named, in a thread; `finish` waits for all of it.
 
+    State is in host memory, or in `files`, where each is checked by its checksum before it is used.
+
     It sees this rank's parts of the parameters as plain tensors on the host, and must go element by element. State is handed on under
     the parameters themselves, as it lies in host memory; what somebody puts there is moved before it is used.
     """
 
     wholes = None
 
-    def __init__(self, optimizer: Optimizer, scope: Scope, host: HostMemory) -> None:
+    def __init__(self, optimizer: Optimizer, scope: Scope, host: HostMemory, files: StateFiles | None = None) -> None:
         if scope != "element":
             raise AutoparError(
                 f"{type(optimizer).__name__} is not known to update each number by itself, as the host updates parts of parameters: use "
                 "one of torch.optim that does (Adam, AdamW, SGD, …), leave Offload(optimizer=) out, or, where that is so, say "
                 'TrainStep(update_scope="element")'
             )
-        self.optimizer, self._host = optimizer, host
+        self.optimizer, self._host, self._files, self._process = optimizer, host, files, os.getpid()
         self._worker = Worker("autopar updates")
         self._waiting: list[Work] = []
         # What this put into the optimizer's state, on the host: another entry was put there by somebody else.
         self._held: dict[nn.Parameter, dict[Any, torch.Tensor]] = {}
+        self._seals: dict[nn.Parameter, dict[Any, Seal]] = {}
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """By the gradients that they have, which are copied at once and may be dropped."""
+        if self._files is not None and self._process != os.getpid():
+            raise OffloadError(
+                f"the optimizer's state lies in files of process {self._process}, from which this one ({os.getpid()}) forked off: train "
+                "there, or load a checkpoint into a module that is compiled here"
+            )
         while len(self._waiting) >= MAX_WAITING:
             self._waiting.pop(0).result()
         gradients = [self._copied(local_of(each.grad)) for each in parameters if each.grad is not None]
@@ -91,6 +101,7 @@ class HostStep:
         for parameter, (_, master), (_, gradient) in zip(parameters, masters, gradients, strict=True):
             master.grad = gradient
             if outer := state.get(parameter):
+                self._check_seals(parameter, parts_of_state(outer))
                 state[master] = self._on_host(parameter, parts_of_state(outer))
         with narrowed(self.optimizer, {id(each): master for each, (_, master) in zip(parameters, masters, strict=True)}):
             self.optimizer.step()
@@ -106,17 +117,25 @@ class HostStep:
         copy = self._host.bytes_of(block).view(tensor.dtype).view(tensor.shape)
         return block, copy.copy_(tensor, non_blocking=not waits)
 
+    def _check_seals(self, parameter: nn.Parameter, entries: Mapping[Any, Any]) -> None:
+        held, seals = self._held.get(parameter, {}), self._seals.get(parameter, {})
+        for key, value in entries.items():
+            if self._files is not None and key in seals and held.get(key) is value:
+                self._files.check(value, seals[key], f"the {key} of a parameter of shape {list(parameter.shape)}")
+
     def _on_host(self, parameter: nn.Parameter, entries: Mapping[Any, Any]) -> dict[Any, Any]:
         """The same, with tensors in host memory that is no longer the optimizer's; numbers as they are."""
         held = self._held.setdefault(parameter, {})
         found: dict[Any, Any] = dict(entries)
         for key, value in entries.items():
             if isinstance(value, torch.Tensor) and value.ndim and held.get(key) is not value:
-                found[key] = held[key] = self._host.like(value)
+                found[key] = held[key] = (self._files or self._host).like(value)
         return found
 
     def _hand_on(self, parameter: nn.Parameter, master: torch.Tensor, entries: Mapping[Any, Any]) -> None:
         """Under the parameter, as it lies."""
+        if self._files is not None:
+            self._seals[parameter] = {key: StateFiles.seal(value) for key, value in self._held.get(parameter, {}).items()}
         outer = self.optimizer.state[parameter]
         for key, value in entries.items():
             is_part = isinstance(value, torch.Tensor) and value.ndim and value.shape == master.shape

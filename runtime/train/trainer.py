@@ -21,6 +21,7 @@ from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.world import DistributedWorld, World, local_of
 from autopar.runtime.module.state import total_norm
 from autopar.runtime.offload.copier import copier_of
+from autopar.runtime.offload.state_files import StateFiles
 from autopar.runtime.train.held_gradients import drop, finish, parts_of
 from autopar.runtime.train.host_step import HostStep
 from autopar.runtime.train.partial_step import PartialStep, made_of
@@ -125,7 +126,8 @@ class Trainer:
         scope = self._scope(optimizer)
         if self._offload is not None and self._offload.optimizer is not None:
             device = next((each.device for each in parameters.values()), torch.device("cpu"))
-            return HostStep(optimizer, scope, copier_of(world, device, self._offload.folder).host)
+            files = StateFiles(self._offload.folder) if self._offload.optimizer == "file" and self._offload.folder is not None else None
+            return HostStep(optimizer, scope, copier_of(world, device, self._offload.folder).host, files)
         if not isinstance(world, DistributedWorld):
             return PartialStep(optimizer)
         check_places(optimizer, scope, world)

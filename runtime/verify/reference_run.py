@@ -237,7 +237,7 @@ def _reads_what_it_is_handed(program: Program) -> bool:
 
 
 def _run_places(program: Program, case: Case, observe: Observer, handed: Mapping[str, Sequence[torch.Tensor]]) -> list[RankParts]:
-    """What every rank and microbatch holds of each result. `handed` are buffers by place, with which all microbatches but the first begin."""
+    """What every rank and microbatch holds of each result. `handed` are buffers by place: microbatches but the first begin with these."""
     assert program.form is Form.LOCAL
     mesh = program.mesh
     inputs = iter(program.signature.inputs)

@@ -198,10 +198,10 @@ def test_processes(gloo_ranks: Any) -> None:
 
 # ---- the optimizer on the host
 
-STEPS: dict[str, tuple[dict[str, int], dict[str, Any], TrainStep]] = {
-    "tp": ({"tp": 2}, {}, TrainStep()),
-    "pp": ({"pp": 2}, {"num_microbatches": 4}, TrainStep(ema=0.9, accumulate=2)),
-    "zero": ({"dp": 2}, {"zero": 3, "recompute": "full"}, TrainStep(clip_grad_norm=0.1)),
+STEPS: dict[str, tuple[Any, dict[str, int], dict[str, Any], TrainStep]] = {
+    "tp": ("host", {"tp": 2}, {}, TrainStep()),
+    "pp": ("file", {"pp": 2}, {"num_microbatches": 4}, TrainStep(ema=0.9, accumulate=2)),
+    "zero": ("file", {"dp": 2}, {"zero": 3, "recompute": "full"}, TrainStep(clip_grad_norm=0.1)),
 }
 ADAM = (torch.optim.AdamW, {"lr": 1e-2})
 
@@ -215,28 +215,30 @@ def trained(case: Case, mesh: Any, offload: Any, number: int = 4, **options: Any
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_updates_on_the_host_are_the_same(name: str) -> None:
-    axes, options, step = STEPS[name]
+def test_updates_on_the_host_are_the_same(name: str, tmp_path: Path) -> None:
+    where, axes, options, step = STEPS[name]
     states = []
-    for offload in (None, autopar.Offload(optimizer="host", activations="host", **ALL)):
+    for offload in (None, autopar.Offload(optimizer=where, activations=where, folder=str(tmp_path), **ALL)):
         torch.manual_seed(0)
         parallel = trained(gpt2(2), autopar.virtual_mesh(**axes), offload, train_step=step, **options)
         states.append((parallel.state_dict(), parallel.train_state_dict()))
         memory = parallel.memory()
         assert all((each.kinds.get("optimizer", 0) == 0) == (offload is not None) for each in memory.places)
+        assert all((each.parked_bytes.get(where, 0) > 0) == (offload is not None) for each in memory.places)
+        assert not list(tmp_path.iterdir())
     (one, with_one), (two, with_two) = states
     assert all(torch.equal(one[key], two[key]) for key in one)
     for key, state in with_one["optimizer"]["state"].items():
         for what, value in state.items():
             assert torch.equal(value, with_two["optimizer"]["state"][key][what])
-    parallel.load_train_state_dict(with_one)
+    parallel.load_train_state_dict(with_one)  # into what is sealed
     parallel.train_step(**gpt2(2).batch)
 
 
 def a_step_on_a_process(folder: Path) -> tuple[bool, bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = []
-    for offload in (None, "optimizer"):
+    for offload in (None, autopar.Offload(optimizer="file", folder=str(folder))):
         torch.manual_seed(0)
         case = gpt2(1)
         case = Case(case.model, {key: value.chunk(2)[dist.get_rank() // 2] for key, value in case.batch.items()})

@@ -23,8 +23,9 @@ def test_a_word_or_a_value(tmp_path: Path) -> None:
     [
         (lambda: Offload.of("weights"), r"offload='weights' is unknown; use \"activations\", \"optimizer\""),
         (lambda: Offload(activations="disk"), r"Offload\(activations='disk'\) is no place"),  # pyright: ignore[reportArgumentType]
-        (lambda: Offload(optimizer="file"), r"Offload\(optimizer='file'\) is no place that updates"),  # pyright: ignore[reportArgumentType]
+        (lambda: Offload(optimizer="disk"), r"Offload\(optimizer='disk'\) is no place; use"),  # pyright: ignore[reportArgumentType]
         (lambda: Offload(activations="file"), "needs to know where"),
+        (lambda: Offload(optimizer="file"), "needs to know where"),
         (lambda: Offload(activations="file", folder="/no/such/folder"), "there is no such folder"),
         (lambda: Offload(smallest_bytes=-1), "use 0 to move everything"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, OffloadError
 from autopar.runtime.offload.memories import HostMemory
+from autopar.runtime.offload.state_files import StateFiles
 from autopar.runtime.train.host_step import MAX_WAITING, HostStep
+from tests.support.forks import in_a_fork
 
 CPU = torch.device("cpu")
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -30,12 +33,13 @@ def pair() -> tuple[nn.Module, nn.Module]:
     return model, copy.deepcopy(model)
 
 
+@pytest.mark.parametrize("in_files", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_the_same_update(name: str) -> None:
+def test_it_is_the_same_update(name: str, in_files: bool, tmp_path: Path) -> None:
     plain, other = pair()
     optimizers = [OPTIMIZERS[name](model.parameters()) for model in (plain, other)]
     host = HostMemory(CPU)
-    part = HostStep(optimizers[1], "element", host)
+    part = HostStep(optimizers[1], "element", host, StateFiles(tmp_path) if in_files else None)
     for _ in range(3):
         for model in (plain, other):
             model.zero_grad()
@@ -55,10 +59,11 @@ def test_it_is_the_same_update(name: str) -> None:
     assert set(map(id, optimizers[1].state)) == set(map(id, other.parameters()))
 
 
-def test_what_the_user_writes_holds() -> None:
+@pytest.mark.parametrize("in_files", [False, True])
+def test_what_the_user_writes_holds(in_files: bool, tmp_path: Path) -> None:
     plain, other = pair()
     first, second = (OPTIMIZERS["momentum"](model.parameters()) for model in (plain, other))
-    part = HostStep(second, "element", HostMemory(CPU))
+    part = HostStep(second, "element", HostMemory(CPU), StateFiles(tmp_path) if in_files else None)
     for number in range(3):
         for model in (plain, other):
             model.zero_grad()
@@ -66,12 +71,39 @@ def test_what_the_user_writes_holds() -> None:
             model[0].weight.data.mul_(0.5)  # leaves no trace
             optimizer = first if model is plain else second
             for each in model.parameters():
-                if number:
+                if number == 1:
                     optimizer.state[each]["momentum_buffer"] = torch.full_like(each, 0.25)
+                if number == 2:
+                    optimizer.state[each]["momentum_buffer"].mul_(0.5)
         first.step()
         part.step(list(other.parameters()))
         part.finish()
     assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), other.parameters(), strict=True))
+
+
+def test_damage_and_forks_are_told(tmp_path: Path) -> None:
+    model = nn.Linear(5, 7)
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    part = HostStep(optimizer, "element", HostMemory(CPU), StateFiles(tmp_path))
+
+    def update() -> None:
+        for each in model.parameters():
+            each.grad = torch.ones_like(each)
+        part.step(list(model.parameters()))
+        part.finish()
+
+    def in_the_child() -> str:
+        with pytest.raises(OffloadError, match="state lies in files of process .* forked off: train there"):
+            update()
+        return "told"
+
+    update()
+    before = model.weight.detach().clone()
+    assert in_a_fork(in_the_child) == "told"
+    optimizer.state[model.weight]["momentum_buffer"].numpy()[0, 0] = 7.0
+    with pytest.raises(OffloadError, match=r"the momentum_buffer of a parameter of shape \[7, 5\] came back damaged"):
+        update()
+    assert torch.equal(model.weight, before)
 
 
 def test_what_goes_wrong_is_raised_at_the_end() -> None:
