@@ -52,9 +52,10 @@ from autopar.passes.local.lower import Lower
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
 from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.gather_ahead import GatherAhead
+from autopar.passes.schedule.offload_activations import OffloadActivations
 from autopar.passes.schedule.write_updates import WriteUpdates
-from autopar.plans.pins import freedom_of, precision_of, without_batch
-from autopar.plans.plan import Pins, Plan
+from autopar.plans.pins import freedom_of, offload_of, precision_of, without_batch
+from autopar.plans.plan import Offloaded, Pins, Plan
 from autopar.plans.styles import UserPins, without_styles
 from autopar.reports.memory import Memory, capacity_of, memory_of
 from autopar.reports.within_budget import within_budget
@@ -173,7 +174,7 @@ def compile(
     in_dtypes = precision_of(precision, plan)
     by_plan = isinstance(pins, Plan)
     recipe, step_options = OptimizerRecipe.of(optimizer), (train_step or TrainStep()).scaled_for(in_dtypes)
-    budget, away = MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer), Offload.of(offload)
+    budget, away = MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer), offload_of(offload, plan)
     refuse_no_host_update(away, recipe, step_options)
     budget = budget.gathering(gathered_by(recipe, step_options))
     budget = budget.updating_on_host(away.optimizer) if away is not None and away.optimizer is not None else budget
@@ -324,7 +325,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
         local=local,
         separated=separated if has_estimates(local) else None,
         schedule=schedule,
-        plan=replace(_plan(history), kernels=kernels, buckets=buckets),
+        plan=replace(_plan(history), kernels=kernels, buckets=buckets, offloaded=_offloaded(history, options)),
         steps=history.graph_steps,
         schedule_steps=history.schedule_steps,
         search=decision,
@@ -343,6 +344,13 @@ def _plan(history: History) -> Plan:
     before, after = history.before(Recompute), history.program(Recompute)
     plan = Plan.of(before, history.decision(ChooseShardings), history.decision(PlaceStages))
     return replace(plan, recomputed=recomputed_keys(before, after))
+
+
+def _offloaded(history: History, options: Options) -> Offloaded | None:
+    if not options.moves_activations:
+        return None
+    decision = history.decision(OffloadActivations)
+    return Offloaded(decision.memory, tuple(tuple(name for trip in each for name in trip.names) for each in decision.places))
 
 
 def _decide_again(program: Program, options: Options, pins: Pins | Plan | None) -> tuple[Program, Plan]:

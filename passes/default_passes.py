@@ -124,7 +124,8 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         GatherAhead(cluster, buckets, budget),  # after all collectives are written
         BucketCollectives(cluster, buckets, budget),  # after gathers, which take memory first
         OverlapCommunication(cluster, budget),  # the last that knows of no FREEs: what it moves takes memory for longer
-        OffloadActivations(options.offload, cluster, options.limit or budget),  # needs the final order: what is away is there again in time
+        # Needs the final order: what is away is there again in time.
+        OffloadActivations(options.offload, cluster, options.limit or budget, plan.offloaded.buffers if plan and plan.offloaded else None),
         FreeBuffers(),  # after all that uses buffers: what is added later is in use, too
         WriteUpdates(options.updates if options.versions is None else None),  # after the plain step is whole: `train_step` runs another
         WriteVersions(options.versions if options.updates is not None else None),  # in place of these updates

@@ -1,5 +1,5 @@
 """What differs between two plans: parameters that lie otherwise, ops that are split otherwise, repeated layers as one line, the
-pipeline, and how large buckets are.
+pipeline, how large buckets are, and what lies elsewhere than on the device.
 
 parameters
   h.*.mlp.c_fc.weight   [32, 64@tp] → [32@tp, 64]   × 12
@@ -41,9 +41,10 @@ class PlanDiff:
     kernels: tuple[Change, ...] = ()
     buckets: tuple[Change, ...] = ()
     precision: tuple[Change, ...] = ()
+    offloaded: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.ops or self.pipeline or self.kernels or self.buckets or self.precision)
+        return bool(self.parameters or self.ops or self.pipeline or self.kernels or self.buckets or self.precision or self.offloaded)
 
     def __str__(self) -> str:
         if not self:
@@ -52,7 +53,7 @@ class PlanDiff:
         for title, changes in (("parameters", self.parameters), ("ops", self.ops), ("kernels", self.kernels)):
             lines += [title, *(f"  {line}" for line in _folded(changes))] if changes else []
         lines += [f"{each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in self.precision]
-        for title, changes in (("pipeline", self.pipeline), ("buckets", self.buckets)):
+        for title, changes in (("pipeline", self.pipeline), ("buckets", self.buckets), ("offloaded", self.offloaded)):
             rows = [f"  {each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in changes]
             lines += [title, *rows] if rows else []
         return "\n".join(lines)

@@ -25,6 +25,7 @@ from autopar.ir.freedom import Freedom
 from autopar.ir.keys import BATCH, DIMS, SOURCE
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Offload
 from autopar.ir.pattern import matches_module, matches_name, near_names
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
@@ -206,3 +207,16 @@ def precision_of(asked: str | MixedPrecision | None, plan: Plan | None) -> Mixed
         return precision if plan is None else plan.precision
     theirs = plan.precision or "no precision= at all"
     raise PlanError(f"precision= asks for what {precision}, and the plan was made for: {theirs}; leave one of them out")
+
+
+def offload_of(asked: str | Offload | None, plan: Plan | None) -> Offload | None:
+    """What was asked for, else what the plan has. Raises `AutoparError` for what is unknown, `PlanError` for a plan that lacks a folder."""
+    offload = Offload.of(asked)
+    if offload is not None or plan is None or plan.offloaded is None:
+        return offload
+    if plan.offloaded.memory == "file":
+        raise PlanError(
+            "the plan keeps activations in files, and says nothing of where: pass "
+            'offload=autopar.Offload(activations="file", folder=...), or "host" in place of "file" for memory'
+        )
+    return Offload.of("activations")

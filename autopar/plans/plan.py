@@ -13,6 +13,7 @@
       "kernels": {},
       "buckets": {"dp": 26214400},
       "recomputed": ["forward h.0 aten.gelu.default 0"],
+      "offloaded": {"memory": "host", "buffers": [["gelu_default@0", "gelu_default@1"]]},
       "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
       "reasons": {"h.0.fc.weight": "split dim 1 over tp (column)"}
     }
@@ -30,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import EllipsisType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch.fx import Node
 
@@ -109,6 +110,13 @@ class PlannedInput:
         return self.sharding.describe(self.dims)
 
 
+class Offloaded(NamedTuple):
+    """What is saved for the backward in `memory`, "host" or "file": by place along `pp` the names that the printed schedule has for it."""
+
+    memory: str
+    buffers: tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class Plan:
     """Every decision of one compile. Pins are a plan with parameters alone.
@@ -125,6 +133,7 @@ class Plan:
     precision    what the step computes in, where that was asked for
     pinned       the modules whose outputs were pinned: the graph has a node for each
     recomputed   the calls of the forward that the backward does once more, by `node_keys`, reshards included
+    offloaded    what lies elsewhere than on the device meanwhile; None where nobody asked
     """
 
     mesh: Mesh
@@ -141,6 +150,7 @@ class Plan:
     buckets: Mapping[str, int] = field(default_factory=dict[str, int])
     precision: MixedPrecision | None = None
     recomputed: tuple[str, ...] = ()
+    offloaded: Offloaded | None = None
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None, stages: Staged | None = None) -> Plan:
@@ -260,7 +270,8 @@ class Plan:
         precision = changes({"precision": self.precision}, {"precision": other.precision})
         num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
         sizes = ({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in (self, other))
-        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision))
+        offloaded = changes(*({} if each.offloaded is None else _by_place(each.offloaded) for each in (self, other)))
+        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision, offloaded))
         return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, *others)
 
     def _pipeline(self) -> dict[str, object]:
@@ -288,6 +299,7 @@ class Plan:
             "buckets": dict(self.buckets),
             "schedule": from_schedule(self.schedule, self.cuts),
             "recomputed": self.recomputed,
+            "offloaded": self.offloaded and {"memory": self.offloaded.memory, "buffers": self.offloaded.buffers},
             "reasons": dict(self.reasons),
         }
 
@@ -321,6 +333,7 @@ class Plan:
                 schedule=to_schedule(content.get("schedule")),
                 cuts=tuple(schedule.get("cuts", ())) if (schedule := content.get("schedule")) else (),
                 recomputed=tuple(content.get("recomputed", ())),
+                offloaded=Offloaded(away["memory"], tuple(map(tuple, away["buffers"]))) if (away := content.get("offloaded")) else None,
                 reasons=content.get("reasons", {}),
             )
         except (KeyError, TypeError, AttributeError, ValueError, ScheduleError) as error:
@@ -344,6 +357,11 @@ class Plan:
             lines += [f"  {line}" for line in str(self.schedule).splitlines()]
             lines += [f"  stage {number} begins with {cut}" for number, cut in enumerate(self.cuts, 1)]
         return "\n".join(lines)
+
+
+def _by_place(offloaded: Offloaded) -> dict[str, object]:
+    names = {f"pp = {place}": ", ".join(each) or "nothing" for place, each in enumerate(offloaded.buffers)}
+    return {"memory": offloaded.memory, **names}
 
 
 def _plain(dims: Dims) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import simulate
 from autopar.pipeline.stays import Stay, Trip, Trips, copied, moved, staging_bytes, stays, trips, waiting_seconds
 
+logger = logging.getLogger("autopar")
+
 # In how many parts memories are moved: each is a walk through the schedule.
 MAX_TRIES = 32
 # A gain below this share of the peak is not worth a copy.
@@ -35,7 +38,8 @@ class OffloadActivations:
 
     Those go first that are not used at the peak of the rank, the longest first, then those at what is the peak then, until it falls
     by less than is away, but for what is on its way. Under a budget those go that are the least likely to be waited for, until the step
-    is within that, and of these as few as it takes: none if it fits. Each memory is copied once, with all that lies in it.
+    is within that, and of these as few as it takes: none if it fits. Each memory is copied once, with all that lies in it. By place
+    along `pp` those go that are `planned`, where a plan has that.
 
     Reads: a `ScheduleProgram` without FREEs, in its final order. Writes: COPY and its WAITs; what reads in the backward reads what came
     back.
@@ -44,6 +48,7 @@ class OffloadActivations:
     offload: Offload | None
     cluster: Cluster
     budget: MemoryBudget = field(default_factory=MemoryBudget)
+    planned: Sequence[Sequence[str]] | None = None
     name: str = "offload activations"
 
     @property
@@ -57,12 +62,27 @@ class OffloadActivations:
         cost = CostModel(self.cluster, program.mesh)
         clock = simulate(program, fragment_seconds(program, cost), links_of(self.cluster, program.mesh), has_memory=False)
         sizes = RankSizes(self.budget, device=program.device)
-        found = [
-            _Place(schedule, [0.0, *ends], memory, cost, self.offload.smallest_bytes if self.offload else 0, sizes).decide()
+        places = [
+            _Place(schedule, [0.0, *ends], memory, cost, self.offload.smallest_bytes if self.offload else 0, sizes)
             for schedule, ends in zip(program.places, clock.instruction_seconds, strict=True)
         ]
+        chosen = self._chosen(places)
+        found = [each.decide() if chosen is None else each.taking(chosen[number]) for number, each in enumerate(places)]
         chosen, reasons, fits = zip(*found, strict=True)
         return Trips(memory, chosen, reasons, all(fits))
+
+    def _chosen(self, places: Sequence[_Place]) -> list[list[Stay]] | None:
+        """What the plan moves; None without one, and where it is for another schedule. Says in the log why not."""
+        if self.planned is None:
+            return None
+        known = [{name: stay for stay in each.stays(0) for name in stay.names} for each in places]
+        names = self.planned if len(self.planned) == len(places) else [()] * len(places)
+        missing = [name for found, wanted in zip(known, names, strict=True) for name in wanted if name not in found]
+        if missing or len(self.planned) != len(places):
+            why = f"nothing called {missing[0]} may be away" if missing else f"it has {len(self.planned)} places, here are {len(places)}"
+            logger.warning("what the plan moves off the device does not fit: %s; it is chosen anew", why)
+            return None
+        return [list(dict.fromkeys(found[name] for name in wanted)) for found, wanted in zip(known, names, strict=True)]
 
     def apply(self, program: ScheduleProgram, decision: Trips) -> ScheduleProgram:
         if not any(decision.places):
@@ -93,7 +113,7 @@ class _Place:
     def decide(self) -> tuple[tuple[Trip, ...], str, bool]:
         """The trips of those stays that are away at the peak of the rank, wherever that comes to be then, as many as it takes; why, and
         whether the rank holds no more than it may."""
-        known = sorted((each for each in stays(self.schedule, self.starts, self.least_bytes) if self._is_long(each)), key=self._rank)
+        known = sorted((each for each in self.stays(self.least_bytes) if self._is_long(each)), key=self._rank)
         before = best = now = self._memory(())
         chosen, few, at_once = list[Stay](), list[Stay](), math.ceil(len(known) / MAX_TRIES)
         for _ in range(2 * MAX_TRIES):
@@ -106,8 +126,19 @@ class _Place:
             if now.peak_bytes <= self._limit or self._is_better(before, best, now, chosen):
                 best, few = now, list(chosen)
         best, few = self._trimmed(best, few)
+        while len(leaving := {each.names for each in self._trips(few)}) < len(few):  # the others keep no link busy
+            few = [each for each in few if each.names in leaving]
+            best = self._memory(few)
         fits = not self.sizes.budget.is_finite or best.peak_bytes <= self._limit
         return tuple(self._trips(few)), self._reason(before, best, few, bool(known)), fits
+
+    def stays(self, least_bytes: int) -> list[Stay]:
+        return stays(self.schedule, self.starts, least_bytes)
+
+    def taking(self, chosen: Sequence[Stay]) -> tuple[tuple[Trip, ...], str, bool]:
+        """As `decide`, of what the plan has."""
+        before, now = self._memory(()), self._memory(chosen)
+        return tuple(self._trips(chosen)), f"by the plan: {self._reason(before, now, chosen, True)}", False
 
     def _rank(self, stay: Stay) -> tuple[float, float]:
         """Those first that are away longest; under a budget those that are as long as most copies of theirs: the least likely to be

@@ -7,6 +7,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from autopar.cost.model import CostModel
 from autopar.cost.rank_sizes import RankSizes
 from autopar.cost.schedule_memory import schedule_memory
 from autopar.driver.compiled import SchedulePassRun
-from autopar.errors import ScheduleError
+from autopar.errors import PlanError, ScheduleError
 from autopar.ir.instructions import Copy, Free, Run
 from autopar.ir.lifetimes import reading, with_frees
 from autopar.ir.offload import Offload
@@ -28,6 +29,7 @@ from autopar.pipeline.fragment_prices import fragment_seconds
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import simulate
 from autopar.pipeline.stays import Trips, waiting_seconds
+from autopar.plans.plan import Offloaded
 from tests.support.models.zoo import gpt2
 
 ASKED = Offload(activations="host", smallest_bytes=0)
@@ -117,6 +119,35 @@ def test_no_more_than_the_budget_needs() -> None:
         others = tuple(one for one in decision.places[0] if one != each)
         assert schedule_memory_of(replace(decision, places=(others,))) > limit, each
     assert not chosen(budget=MemoryBudget(0.2 * least + _state_bytes())).fits
+
+
+def test_a_plan_has_what_is_moved(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    case = gpt2(2)
+
+    def compiled(**options: Any) -> autopar.ParallelModule:
+        return autopar.compile(case.model, autopar.virtual_mesh(tp=2), example_inputs=case.batch, backend="eager", **options)
+
+    first = compiled(offload=ASKED)
+    plan = first.plan
+    assert str(compiled(plan=plan).compiled.schedule) == str(first.compiled.schedule)
+    assert plan.offloaded is not None and plan.offloaded.memory == "host" and len(plan.offloaded.buffers[0]) > 3
+    assert autopar.Plan.from_json(plan.to_json()) == plan
+    fewer = replace(plan, offloaded=replace_buffers(plan, plan.offloaded.buffers[0][:2]))
+    parallel = compiled(plan=autopar.Plan.from_json(fewer.to_json()))
+    assert parallel.plan.offloaded == fewer.offloaded and "by the plan: " in parallel.explain(detail="offload")
+    assert str(plan.diff(fewer)).splitlines()[1:2] == ["offloaded"] and not fewer.diff(parallel.plan)
+    assert compiled(plan=replace(plan, offloaded=None)).plan.offloaded is None
+    with caplog.at_level("WARNING", "autopar"):
+        anew = compiled(plan=replace(plan, offloaded=replace_buffers(plan, ("nothing",))), offload=ASKED)
+    assert not plan.diff(anew.plan) and "nothing called nothing may be away; it is chosen anew" in caplog.text
+    with pytest.raises(PlanError, match="the plan keeps activations in files, and says nothing of where"):
+        compiled(plan=replace(plan, offloaded=plan.offloaded._replace(memory="file")))
+
+
+def replace_buffers(plan: autopar.Plan, names: tuple[str, ...]) -> Offloaded:
+    assert plan.offloaded is not None
+    return plan.offloaded._replace(buffers=(names,))
 
 
 def test_copies_that_are_waited_for_are_not_chosen_where_others_do() -> None:
