@@ -258,7 +258,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 def with_lazy_signs(tensor: torch.Tensor, is_conjugate: bool, is_negative: bool) -> torch.Tensor:
     """`tensor`, whose memory is read as it is, as a view with these bits: `x.conj()` and `x.conj().imag` leave the numbers and set them."""
     tensor = tensor.conj() if is_conjugate else tensor
-    return torch._neg_view(tensor) if is_negative else tensor
+    return torch.ops.aten._neg_view.default(tensor) if is_negative else tensor
 
 
 def written_operands(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:

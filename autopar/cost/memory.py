@@ -73,7 +73,7 @@ class OptimizerKind:
 
     def is_gathered(self, item: Input) -> bool:
         """Whether an update on processes sees the parameter whole. Split within a dim, or by several axes, it may be irregular."""
-        if item.kind != "parameter" or self.gathers == "none" or item.sharding is None or not item.sharding.axes:
+        if item.kind != "parameter" or self.gathers == "none" or self.away is not None or item.sharding is None or not item.sharding.axes:
             return False
         splits, first = iter(item.sharding.splits), True
         for dim in item.dims:
