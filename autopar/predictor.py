@@ -85,6 +85,30 @@ def predict(
     Equal layers are captured twice and counted as often as they are there, see `autopar.foresight.capture_work`. Raises `MeshError`,
     `InputError`, `PlanError` and what a capture raises; each says what would work.
     """
+    return step_of(
+        model, cluster, mesh, global_batch, example_inputs, microbatch, schedule, num_chunks, recompute, zero, pins, precision, kernels,
+        profile, live_limit,
+    ).prediction()  # fmt: skip
+
+
+def step_of(
+    model: nn.Module | ModelWork,
+    cluster: Cluster | str,
+    mesh: Mesh | Mapping[str, int],
+    global_batch: int,
+    example_inputs: Inputs = (),
+    microbatch: int = 1,
+    schedule: str | PipelineSchedule = "1f1b",
+    num_chunks: int = 1,
+    recompute: str = "none",
+    zero: int = 0,
+    pins: UserPins | Plan | None = None,
+    precision: str | None = "bf16",
+    kernels: str = "off",
+    profile: str | SoftwareProfile = "fused",
+    live_limit: float | None = None,
+) -> Step:
+    """What `predict` predicts of; others can be priced beside it."""
     place = virtual_mesh(**mesh) if isinstance(mesh, Mapping) else mesh
     here = _cluster(cluster, place)
     sizes = _sizes(place)
@@ -95,7 +119,7 @@ def predict(
     known = _with_masters(known, work)
     plan = StepPlan(microbatch, per_replica, sizes["dp"], sizes["pp"], schedule, num_chunks, recompute, zero, live_limit)
     ordered = Mesh(tuple((axis, sizes[axis]) for axis in AXES))
-    return Step(work, plan, Prices(here, ordered, Constants.of(here, work.itemsize), known)).prediction()
+    return Step(work, plan, Prices(here, ordered, Constants.of(here, work.itemsize), known))
 
 
 def rank_plans(
@@ -125,8 +149,9 @@ def rank_plans(
                   plans of these alone. Else all numbers of microbatches (one where the model mixes samples, as batch norm does in
                   training), 1F1B, interleaved, ZB-H1 and ZB-V, "none", "selective" and "full", all levels of ZeRO
 
-    The model's shardings over tp are those that the search of `autopar.compile` finds. Ctrl-C, once the model is read, gives what is known
-    so far. Raises as `predict` does.
+    The model's shardings over tp are those that the search of `autopar.compile` finds. Ctrl-C gives what is known so far: while the model
+    is read the plans of those sizes of tp that it has been read with, or, where there is none yet, a KeyboardInterrupt. Raises as `predict`
+    does.
     """
     here, number = _devices(cluster, num_devices)
     if global_batch < 1:
@@ -138,15 +163,20 @@ def rank_plans(
     if wrong := [each for each in sizes if each < 1 or number % each]:
         raise MeshError(f"tp = {wrong[0]} does not divide {number} devices: use divisors of it")
     with progress("planning") as show:
-        works: dict[int, ModelWork] = {}
-        for size in sizes:
-            show(f"reading the model with tp = {size}")
-            works[size] = (
-                model[size] if isinstance(model, Mapping) else measure_work(model, example_inputs, here, size, None, precision, kernels)
-            )
-        known = _with_masters(SoftwareProfile.named(profile), works[sizes[0]])
+        works, is_complete, software = dict[int, ModelWork](), True, SoftwareProfile.named(profile)
         capacity = here.device.memory_bytes if memory is None else bytes_of(memory, "memory")
-        tokens = _tokens_per_sample(example_inputs)
+        try:
+            for size in sizes:
+                show(f"reading the model with tp = {size}")
+                works[size] = (
+                    model[size] if isinstance(model, Mapping) else measure_work(model, example_inputs, here, size, None, precision, kernels)
+                )
+        except KeyboardInterrupt:
+            if not works:
+                raise
+            is_complete = False
+        known = _with_masters(software, works[sizes[0]])
+        tokens = tokens_per_sample(example_inputs)
         question = Question(
             works,
             here,
@@ -160,7 +190,7 @@ def rank_plans(
             _recomputations(recompute),
             (zero,) if zero is not None else tuple(LEVELS),
         )
-        search, is_complete = Search(question, show), True
+        search = Search(question, show)
         try:
             search.run()
         except KeyboardInterrupt:
@@ -200,6 +230,23 @@ def measure_work(
         program = run_passes(program, passes[numbered : last + 1])
         work = read_work(program, CostModel(here, program.mesh), short.layers, short.counts, num_samples)
         return replace(work, mixes_samples=mixes)
+
+
+def with_samples(example_inputs: Inputs, num_samples: int) -> Inputs:
+    """A batch of so many samples on meta, of the shapes and dtypes of `example_inputs`; what has no batch stays."""
+    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    inputs = CallInputs.of(args, kwargs)
+    dims = batch_dims_of(inputs, None)
+    sizes = {id(tensor): (dims[index], tensor) for index, _, tensor in inputs.tensors if index in dims}
+
+    def larger(leaf: Any) -> Any:
+        if id(leaf) not in sizes:
+            return leaf
+        dim, tensor = sizes[id(leaf)]
+        shape = (*tensor.shape[:dim], num_samples, *tensor.shape[dim + 1 :])
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    return pytree.tree_map(larger, kwargs or args)
 
 
 def _with_masters(profile: SoftwareProfile, work: ModelWork) -> SoftwareProfile:
@@ -266,7 +313,7 @@ def _positive(num_devices: int) -> int:
     return num_devices
 
 
-def _tokens_per_sample(example_inputs: Inputs) -> int:
+def tokens_per_sample(example_inputs: Inputs) -> int:
     """How long the rows of ids are; 0 where no input is of ids."""
     leaves = pytree.tree_leaves(example_inputs)
     return next((leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.dtype == torch.int64), 0)

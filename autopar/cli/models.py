@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from autopar.errors import InputError
 
 Example = Mapping[str, Any] | tuple[Any, ...]
+_HERE = str(Path(__file__))
 # Samples of the batch that is captured: amounts are read off by the sample.
 NUM_SAMPLES = 2
 
@@ -44,7 +46,9 @@ def _of_config(path: Path, length: int | None) -> tuple[nn.Module, Example]:
     except ValueError as error:
         raise InputError(f"--model {file} is no JSON: {error}") from None
     if not isinstance(values, dict) or "model_type" not in values:
-        raise InputError(f"--model {file} is no configuration of transformers, which names its model_type")
+        raise InputError(
+            f"--model {file} is no configuration of transformers, which names its model_type; pass one, or package.module:function"
+        )
     if length is None:
         raise InputError(
             f"how long are the samples? Pass --seq-len (the model of {file} takes {values.get('max_position_embeddings', 'any')})"
@@ -58,8 +62,11 @@ def _of_config(path: Path, length: int | None) -> tuple[nn.Module, Example]:
         config.use_cache = False
         model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # whatever a foreign configuration does
-        known = values.get("architectures") or "nothing"
-        raise InputError(f"--model {file} is no causal language model of transformers (it names {known}): {str(error)[:200]}") from None
+        known, told = values.get("architectures") or "nothing", " ".join(str(error).split())[:160]
+        raise InputError(
+            f"--model {file} is no causal language model of transformers (it names {known}); for others pass package.module:function, "
+            f"which gives a model and a batch. transformers says: {told}"
+        ) from None
     ids = torch.zeros(NUM_SAMPLES, length, dtype=torch.int64)
     return model, {"input_ids": ids, "labels": ids}
 
@@ -70,10 +77,26 @@ def _of_function(spec: str, length: int | None) -> tuple[nn.Module, Example]:
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(package), name)
         made = function() if length is None else function(length)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise InputError(f"--model {spec}: {error}") from error
+    except Exception as error:  # whatever foreign code does
+        raise InputError(f"--model {spec}: {_told(error, package)}") from error
     finally:
         sys.path.remove(os.getcwd())
+    return _with_batch(spec, made, length)
+
+
+def _told(error: Exception, package: str) -> str:
+    """What went wrong in whose line; of a package that is not there that alone."""
+    if isinstance(error, ModuleNotFoundError) and error.name is not None and package.startswith(error.name):
+        return f"{error}; name a function that Python finds from here, package.module:function"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith((_HERE, "<"))]
+    frames = [frame for frame in frames if "importlib" not in frame.filename]
+    if not frames:
+        return str(error)
+    first = f"{error}".strip().splitlines()[:1]
+    return f"{type(error).__name__}{f': {first[0][:200]}' if first else ''}, at {frames[-1].filename}:{frames[-1].lineno}"
+
+
+def _with_batch(spec: str, made: Any, length: int | None) -> tuple[nn.Module, Example]:
     match made:
         case nn.Module():
             if length is None:

@@ -6,33 +6,60 @@ import json
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.answer import VERSION
 from autopar.errors import InputError
 from autopar.ir.units import in_bytes, in_seconds
 
 Values = dict[str, Any]
 _KEYS = {
-    "mesh", "schedule", "num_microbatches", "microbatch", "zero", "recompute", "step_seconds", "seconds", "mfu", "fits", "memory_bytes",
-    "reasons",
+    "mesh", "schedule", "num_chunks", "num_microbatches", "microbatch", "zero", "recompute", "step_seconds", "seconds",
+    "samples_per_second", "tokens_per_second_per_device", "mfu", "capacity_bytes", "memory_bytes", "fits", "stages", "reasons",
 }  # fmt: skip
 
 
 def read_plan(spec: str) -> Values:
     """That of "FILE", the first, or of "FILE:3". Raises `InputError` for what has none."""
+    name, number = file_and_number(spec)
+    values = read_file(name)
+    if is_saved_plan(values):
+        raise InputError(
+            f"{name} is one that Plan.save wrote, which says nothing of seconds; autopar simulate {name} --model … --cluster … does"
+        )
+    if not isinstance(values, dict) or not isinstance(plans := values.get("plans"), list):
+        raise InputError(f"{name} is no file that `autopar plan --json {Path(name).name}` wrote: it has no list of plans")
+    if values.get("version") != VERSION:
+        raise InputError(
+            f"{name} is of version {values.get('version')!r}, and this autopar reads version {VERSION}: write it anew with autopar plan"
+        )
+    if not 0 < number <= len(plans):
+        raise InputError(f"{name} has no plan {number}: it has {len(plans) or 'none'}")
+    found = plans[number - 1]
+    if not isinstance(found, dict) or not found.keys() >= _KEYS:
+        missing = sorted(_KEYS - found.keys()) if isinstance(found, dict) else ["an object"]
+        raise InputError(f"plan {number} of {name} is none that `autopar plan --json` wrote: it lacks {', '.join(missing[:3])}")
+    if found["step_seconds"] is None:
+        raise InputError(f"plan {number} of {name} has no seconds: it was made without --cluster")
+    return found
+
+
+def file_and_number(spec: str) -> tuple[str, int]:
     name, _, number = spec.rpartition(":")
-    if not name or not number.isdigit():
-        name, number = spec, "1"
+    return (name, int(number)) if name and number.isdigit() else (spec, 1)
+
+
+def read_file(name: str) -> Any:
+    """The JSON of a file. Raises `InputError` for what is none."""
     try:
-        plans = json.loads(Path(name).read_text(encoding="utf-8"))["plans"]
-        found = plans[int(number) - 1] if int(number) else None
+        return json.loads(Path(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{name}: {error.strerror}") from None
-    except IndexError:
-        raise InputError(f"{name} has no plan {number}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{name} is no file that `autopar plan --json` wrote: {error}") from None
-    if not isinstance(found, dict) or not found.keys() >= _KEYS:
-        raise InputError(f"plan {number} of {name} is none that `autopar plan --json` wrote")
-    return found
+    except ValueError as error:
+        raise InputError(f"{name} is no JSON, as autopar plan --json {Path(name).name} writes it: {error}") from None
+
+
+def is_saved_plan(values: Any) -> bool:
+    """Whether `Plan.save` wrote it."""
+    return isinstance(values, dict) and "strategies" in values and "parameters" in values
 
 
 def title(plan: Values) -> str:

@@ -26,12 +26,26 @@ class StageMemory:
 
 
 @dataclass(frozen=True)
+class StageSeconds:
+    """What a stage takes for one microbatch on the rank at `rank` along pp, sending to the next stage included, and bytes that it keeps for
+    the backward. What is recomputed is a part of the input gradient."""
+
+    rank: int
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    send: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True)
 class Prediction:
     """One step of a plan on a cluster.
 
     seconds   by part: products, memory (traffic of all other kernels, and their launch), tensor_parallel (collectives in a microbatch),
               launches (what the CPU takes longer than the device), bubble, gradients (their sum over dp that nothing hides), update
     memory    by place along pp, bytes of a rank
+    stages    seconds of a microbatch on each: with the schedule they are all that the clock of the pipeline knows
     flops     of the model's products in a step on all ranks, recomputation left out
     """
 
@@ -44,6 +58,7 @@ class Prediction:
     flops: float
     samples: int
     peak_flops: float
+    stages: tuple[StageSeconds, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -79,9 +94,11 @@ class Prediction:
             "step_seconds": self.step_seconds,
             "seconds": dict(self.seconds),
             "memory_bytes": [vars(each) | {"total": each.total} for each in self.memory],
+            "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
             "mfu": self.mfu,
             "samples_per_second": self.samples_per_second,
+            "stages": [dict(vars(each)) for each in self.stages],
         }
 
     def __str__(self) -> str:

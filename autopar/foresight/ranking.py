@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.foresight.larger import batch_advice, fewest_devices
 from autopar.foresight.prediction import Prediction
 from autopar.foresight.question import Axes, Question
 from autopar.foresight.search import WORTH_A_LOOK, Found, OnMesh, Search
@@ -37,15 +38,20 @@ class RankedPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """As it goes to JSON: what `Prediction.to_dict` has, and what to run."""
-        return {
-            **self.prediction.to_dict(),
-            "microbatch": self.plan.microbatch,
-            "num_chunks": self.plan.num_chunks,
-            "zero": self.plan.zero,
-            "recompute": self.plan.recompute,
-            "tokens_per_second_per_device": self.tokens_per_second_per_device,
-            "reasons": list(self.reasons),
-        }
+        return plan_values(self.plan, self.prediction, self.tokens_per_second_per_device, self.reasons)
+
+
+def plan_values(plan: StepPlan, prediction: Prediction, tokens: float, reasons: Sequence[str]) -> dict[str, Any]:
+    """A plan and what is predicted of it, as it goes to JSON; `tokens` are those of a second and device."""
+    return {
+        **prediction.to_dict(),
+        "microbatch": plan.microbatch,
+        "num_chunks": plan.num_chunks,
+        "zero": plan.zero,
+        "recompute": plan.recompute,
+        "tokens_per_second_per_device": tokens,
+        "reasons": list(reasons),
+    }
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,11 @@ def _advice(question: Question, found: Sequence[OnMesh], first: Found | None) ->
         least = min((each.least_bytes for each in found if each.least_bytes), default=math.inf)
         if least < math.inf:
             lines.append(f"nothing fits: a device would have to hold {in_bytes(least)} at least; take more devices, or larger ones")
+    if first is None and found:
+        larger = fewest_devices(question)
+        lines += [f"{larger.num_devices} such devices would do: {larger}"] if larger is not None else []
+    elif first is None:
+        lines += batch_advice(question)
     return lines
 
 

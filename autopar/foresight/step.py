@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 
 from autopar.foresight.clock import Times, times
 from autopar.foresight.partition import Stages, cut
-from autopar.foresight.prediction import Prediction, StageMemory
+from autopar.foresight.prediction import Prediction, StageMemory, StageSeconds
 from autopar.foresight.price import Prices, Seconds
 from autopar.foresight.work import Block, ModelWork
 from autopar.ir.actions import PipelineSchedule, chain
@@ -202,8 +202,9 @@ class Step:
         """The same pipeline, cut, drawn and timed once."""
         other = replace(self, plan=replace(self.plan, zero=level))
         other.__dict__.update(
-            stages=self.stages, pipeline=self.pipeline, schedule=self.schedule, times=self.times, live=self.live, counts=self.counts
-        )
+            stages=self.stages, pipeline=self.pipeline, schedule=self.schedule, times=self.times, live=self.live, counts=self.counts,
+            stage_seconds=self.stage_seconds,
+        )  # fmt: skip
         return other
 
     def prediction(self) -> Prediction:
@@ -242,6 +243,16 @@ class Step:
             flops=self.model_flops(),
             samples=plan.microbatch * number * plan.dp,
             peak_flops=self.prices.constants.peak_flops,
+            stages=self.stage_seconds,
+        )
+
+    @cached_property
+    def stage_seconds(self) -> tuple[StageSeconds, ...]:
+        places = self.schedule.stages
+        sends = [edge.seconds if places[at] != places[at + 1] else 0.0 for at, edge in enumerate(self.pipeline.edges.values())]
+        return tuple(
+            StageSeconds(place, cost.forward_seconds, cost.input_gradient_seconds, cost.weight_gradient_seconds, send, cost.saved_bytes)
+            for place, cost, send in zip(places, self.pipeline.stages, [*sends, 0.0], strict=True)
         )
 
     def model_flops(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from autopar.kernels import by_rows as module
 from autopar.kernels.by_rows import by_rows
@@ -24,3 +25,12 @@ def test_blocks_are_the_whole(shape: tuple[int, ...], monkeypatch: pytest.Monkey
     by_rows(lambda x, y: seen.append(x.shape[0]) or sum_and_product(x, y), (total, product), (x, y))
     assert torch.equal(total, (x + y).bfloat16()) and torch.equal(product, x * y)
     assert len(seen) > 1 or x.numel() <= 6 * torch.get_num_threads()
+
+
+def test_of_fake_tensors_one_block_is_made() -> None:
+    """Whoever counts memory runs real shapes without values: thousands of blocks would say what one says."""
+    seen: list[int] = []
+    with FakeTensorMode():
+        x, total = torch.empty(1 << 12, 1 << 12), torch.empty(1 << 12, 1 << 12)
+        by_rows(lambda x: seen.append(x.shape[0]) or (x + 1,), (total,), (x,))
+    assert len(seen) == 1
