@@ -69,7 +69,8 @@ def test_models_that_no_formula_knows_run_by_the_plan_that_is_found(make: Callab
     case = make()
     parallel = autopar.compile(case.model, autopar.virtual_mesh(world=8), example_inputs=case.batch, backend="eager", cluster="8xH100")
     assert parallel.mesh.size == 8
-    parallel.verify(**case.batch)
+    report = parallel.verify(**case.batch, promote=True)
+    assert report, str(report)
 
 
 @pytest.mark.parametrize(
