@@ -62,6 +62,7 @@ __all__ = [
     "data_detached",
     "describe_input",
     "describe_output",
+    "empty_as",
     "exports_let_go",
     "fake_errors_quiet",
     "fake_mode",
@@ -95,6 +96,13 @@ _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and strides but no storage."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def empty_as(value: torch.Tensor, **changes: Any) -> torch.Tensor:
+    """With its shape, strides, dtype, and what torch would still do to its numbers: `x.conj()` and its imaginary part are marks on memory."""
+    found = torch.empty_strided(tuple(value.shape), value.stride(), **{"dtype": value.dtype} | changes)
+    found = found.conj() if value.is_conj() else found
+    return torch._neg_view(found) if value.is_neg() else found
 
 
 # What Python code raises that looks at the values of fake tensors.

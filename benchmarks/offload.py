@@ -1,4 +1,4 @@
-"""What offload brings on a CPU, whose allocator stands in for the device's: five cases, the peak of a rank and the time of a step.
+"""What offload brings on a CPU, whose allocator stands in for the device's: six cases, the peak of a rank and the time of a step.
 
     python -m benchmarks.offload                      docs/offload.md
     python -m benchmarks.offload --steps 3 --json offload.json
@@ -41,6 +41,8 @@ class Case:
     place: str
     axes: dict[str, int]
     options: dict[str, Any] = field(default_factory=dict[str, Any])
+    # A memory budget with offload, as a share of the step without.
+    budget: float | None = None
 
 
 CASES = (
@@ -49,6 +51,7 @@ CASES = (
     Case("GPT-2, file", "gpt2", "file", {"tp": 1}),
     Case("GPT-2, host, 2 stages, 4 microbatches", "gpt2", "host", {"pp": 2}, {"num_microbatches": 4}),
     Case("GPT-2, host, selective recomputation", "gpt2", "host", {"tp": 1}, {"recompute": "selective"}),
+    Case("GPT-2, host, a budget of 85 %", "gpt2", "host", {"tp": 1}, budget=0.85),
 )
 
 
@@ -73,7 +76,9 @@ def measured(case: Case, num_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         offload = autopar.Offload(activations=case.place, folder=folder if case.place == "file" else None)  # pyright: ignore[reportArgumentType]
         options: dict[str, Any] = {"example_inputs": batch, "backend": "eager", "cluster": "cpu", **case.options}
-        pair = [autopar.compile(model_of(case.model), autopar.virtual_mesh(**case.axes), offload=one, **options) for one in (None, offload)]
+        plain = autopar.compile(model_of(case.model), autopar.virtual_mesh(**case.axes), **options)
+        budget: dict[str, Any] = {} if case.budget is None else {"memory_budget": case.budget * plain.memory().peak_bytes}
+        pair = [plain, autopar.compile(model_of(case.model), autopar.virtual_mesh(**case.axes), offload=offload, **options, **budget)]
         memories = [each.memory(measure=batch) for each in pair]
         peaks = [{rank: found.tracked_bytes for rank, found in each.measured.items()} for each in memories]
         milliseconds: list[list[float]] = [[], []]
@@ -91,7 +96,7 @@ def measured(case: Case, num_steps: int) -> dict[str, Any]:
     schedule = pair[1].compiled.schedules[place]
     copies = [sum(map(schedule.bytes_of, each.sources)) for each in schedule.instructions if isinstance(each, Copy)]
     staging = 2 * STAGED * max(copies, default=0)  # on their way out, and on their way back
-    plain, moved = (statistics.median(each) for each in milliseconds)
+    before, after = (statistics.median(each) for each in milliseconds)
     return {
         "case": case.name,
         "peak, MB": peaks[0][rank] / 1e6,
@@ -100,9 +105,9 @@ def measured(case: Case, num_steps: int) -> dict[str, Any]:
         "away": away / 1e6,
         "staging": staging / 1e6,
         "falls enough": "yes" if fall >= away - staging else "NO",
-        "step, ms": plain,
-        "with offload, ms": moved,
-        "ratio": moved / plain,
+        "step, ms": before,
+        "with offload, ms": after,
+        "ratio": after / before,
         "waits on paper": _waits(pair[1], options["cluster"]),
     }
 

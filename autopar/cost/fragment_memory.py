@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar._torch import DATA_DEPENDENT_ERRORS, fake_errors_quiet, fake_mode
+from autopar._torch import DATA_DEPENDENT_ERRORS, empty_as, fake_errors_quiet, fake_mode
 from autopar.cost.memories import Memories, Value
 from autopar.ir.keys import SOURCE, Source
 from autopar.kernels.registration import IMPLEMENTATIONS
@@ -62,7 +62,7 @@ def _found(module: GraphModule) -> FragmentMemory:
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     device = next((node.kwargs["device"] for node in module.graph.nodes if "device" in node.kwargs), torch.device("cpu"))
     with fake_mode(), fake_errors_quiet(), torch.no_grad():
-        inputs = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device) for each in given]
+        inputs = [empty_as(each, device=device) for each in given]
         with Memories() as memories:
             results = _Run(module, memories).run(*inputs)
             left = memories.bytes

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar._torch import fake_mode
+from autopar._torch import empty_as, fake_mode
 from autopar.ir.schedule import Fragment
 
 # By result of a fragment: the first of its inputs and results that lies in the same memory, and the bytes of that.
@@ -40,7 +40,7 @@ def _found(fragment: Fragment) -> Places:
     """By running the fragment on tensors without memory."""
     given = [node.meta["val"] for node in fragment.module.graph.find_nodes(op="placeholder")]
     with fake_mode(), torch.no_grad():
-        inputs = [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype) for each in given]
+        inputs = [empty_as(each) for each in given]
         results = fragment.module(*inputs)
     first: dict[StorageWeakRef, int] = {}
     found: list[tuple[int, int]] = []

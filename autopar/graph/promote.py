@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import FakeTensorMode, fake_mode, pytree
+from autopar._torch import FakeTensorMode, empty_as, fake_mode, pytree
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.schedule import Fragment, Schedule, TensorType
@@ -151,4 +151,4 @@ def _promoted_literals(arguments: Any) -> Any:
 def _fresh(value: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
     """A promoted fake with the shape and strides of `value`."""
     with mode:
-        return torch.empty_strided(tuple(value.shape), value.stride(), dtype=promoted_dtype(value.dtype), device=value.device)
+        return empty_as(value, dtype=promoted_dtype(value.dtype), device=value.device)

@@ -6,6 +6,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,12 +14,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.driver.train_step import TrainStep
 from autopar.errors import MemoryBudgetError, OffloadError
 from autopar.ir.instructions import Copy
+from autopar.plans.plan import Offloaded
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.offload.copier import _COPIERS, Copier
@@ -67,6 +70,34 @@ def test_activations_are_exact(name: str, place: Any, tmp_path: Path) -> None:
     report = parallel.verify(**case.batch)
     assert report, report
     assert not list(tmp_path.iterdir())
+
+
+class Phases(nn.Module):
+    """The backward reads a conjugate, whose memory is that of the number itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(8, 2), nn.Tanh(), nn.Linear(2, 8))
+        self.after = nn.Sequential(nn.Linear(8, 2), nn.Tanh(), nn.Linear(2, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.before(x)
+        z = torch.complex(h, h.cos())
+        w = z.conj() * z.exp()
+        return (self.after(w.imag).square() * z.conj().imag * w.real).mean()
+
+
+@pytest.mark.parametrize("promote", [False, True])
+def test_conjugates_are_exact(promote: bool) -> None:
+    torch.manual_seed(0)
+    case = Case(Phases(), {"x": torch.randn(32, 8)})
+    plan = compiled(case, autopar.virtual_mesh(tp=2), None).plan
+    plan = replace(plan, offloaded=Offloaded("host", (("_conj_default", "exp_default"),)))
+    parallel = compiled(case, autopar.virtual_mesh(tp=2), None, plan=plan)
+    assert {"_conj_default", "exp_default"} <= {name for each in copies(parallel) for name in each.sources}
+    report = parallel.verify(**case.batch, promote=promote)
+    assert report and (not promote or report.worst <= 1e-9), report
+    assert parallel.memory().peak_bytes > 0
 
 
 @pytest.mark.parametrize(("axes", "options"), [({"tp": 2}, {}), ({"pp": 2}, {"num_microbatches": 4})])
