@@ -98,11 +98,11 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def empty_as(value: torch.Tensor, **changes: Any) -> torch.Tensor:
-    """With its shape, strides, dtype, and what torch would still do to its numbers: `x.conj()` and its imaginary part are marks on memory."""
-    found = torch.empty_strided(tuple(value.shape), value.stride(), **{"dtype": value.dtype} | changes)
+def empty_as(value: torch.Tensor, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """With its shape, strides, dtype, and what torch would still do to its numbers: `x.conj()`, and its imaginary part, are marks."""
+    found = torch.empty_strided(tuple(value.shape), value.stride(), dtype=dtype or value.dtype, device=device)
     found = found.conj() if value.is_conj() else found
-    return torch._neg_view(found) if value.is_neg() else found
+    return torch.ops.aten._neg_view.default(found) if value.is_neg() else found
 
 
 # What Python code raises that looks at the values of fake tensors.
