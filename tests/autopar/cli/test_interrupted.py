@@ -29,7 +29,8 @@ def waits_at(module, name, number):
         return real(*args, **kwargs)
     setattr(module, name, wrapped)
 
-waits_at(*{"mesh": (search.Search, "_on_mesh", 3), "second": (predictor, "measure_work", 2), "first": (predictor, "measure_work", 1)}[sys.argv[1]])
+places = {"mesh": (search.Search, "_on_mesh", 3), "second": (predictor, "measure_work", 2), "first": (predictor, "measure_work", 1)}
+waits_at(*places[sys.argv[1]])
 main(sys.argv[2:])
 """
 PLAN = ["plan", "--model", "tests.autopar.cli.test_main:small", "--cluster", "8xh100:4", "--global-batch", "8", "--tp", "1", "2", "--json"]

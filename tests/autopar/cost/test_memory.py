@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+import autopar
 from autopar.cost.memory import MemoryBudget, OptimizerKind, bytes_of
 from autopar.errors import AutoparError
 from autopar.ir.program import Input
+from autopar.ir.sharding import Sharding
+from tests.support.models.trained import Lamb, batch, small_gpt
 
 
 @pytest.mark.parametrize(
@@ -67,3 +72,28 @@ def test_a_frozen_parameter_has_neither_gradient_nor_state() -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(AutoparError, match=r"optimizer='lamb' is unknown; use one of adadelta, adagrad"):
         MemoryBudget.of("1GB", "lamb")
+
+
+@pytest.mark.parametrize(
+    ("splits", "irregular", "split"),
+    [(((), (), ()), False, False), ((("tp",), (), ()), False, True), (((), ("tp",), ()), True, True), ((("dp", "tp"), (), ()), True, True)],
+    ids=["whole", "of a dim", "within a dim", "by two axes"],
+)
+def test_what_no_dtensor_describes_is_gathered(splits: Any, irregular: bool, split: bool) -> None:
+    """The first dim has two atoms, as queries, keys and values in one matrix."""
+    item = Input("parameter", "weight", (6, 4), torch.float32, True, ((3, 2), (4,)), Sharding(splits))
+    kinds = (OptimizerKind(gathers="none"), OptimizerKind(gathers="irregular"), OptimizerKind(gathers="split"))
+    assert [kind.is_gathered(item) for kind in kinds] == [False, irregular, split]
+    assert not OptimizerKind(gathers="split", away="host").is_gathered(item)
+
+
+def test_memory_counts_what_updates_on_processes_gather() -> None:
+    """State of what is split within dims is whole; and an update has the parameter, its gradient and all parts of one."""
+    model, mesh = small_gpt(), autopar.virtual_mesh(tp=2)
+
+    def optimizer_bytes(**known: Any) -> float:
+        options = {"optimizer": Lamb, "train_step": autopar.TrainStep(**known), "backend": "eager"}
+        memory = autopar.compile(model, mesh, example_inputs=batch(0), **options).memory()
+        return memory.fullest.kinds["optimizer"]
+
+    assert optimizer_bytes(update_scope="parameter") > optimizer_bytes(update_scope="element")

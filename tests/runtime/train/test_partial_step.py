@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from autopar.runtime.train.partial_step import PartialStep
+from autopar.runtime.train.partial_step import PartialStep, made_of
 from tests.support.models.trained import Lamb, Sm3
 
 OPTIMIZERS: list[Callable[[Any], torch.optim.Optimizer]] = [
@@ -69,3 +74,56 @@ def test_groups_are_whole_again_after_an_error() -> None:
         PartialStep(optimizer).step([mine[0]])
     assert [group is other for group, other in zip(optimizer.param_groups, before, strict=True)] == [True, True]
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
+
+
+def test_a_stage_without_parameters_has_an_optimizer_without_any() -> None:
+    matrices = partial(muon_of, torch.optim.Muon)
+    for make in (torch.optim.AdamW, matrices):
+        assert all(not group["params"] for group in made_of(make, [], is_stage=True).param_groups)
+        with pytest.raises(ValueError, match="empty parameter list"):
+            made_of(make, [], is_stage=False)
+    bias = nn.Parameter(torch.zeros(3))
+    assert not made_of(matrices, [bias], is_stage=True).param_groups[0]["params"]
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        made_of(partial(torch.optim.AdamW, lr=-1.0), [bias], is_stage=True)
+
+
+def muon_of(kind: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return kind([each for each in parameters if each.ndim == 2])
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_what_is_gathered_is_there_one_at_a_time(joint: bool) -> None:
+    """But where an update depends on all parameters together."""
+    live: list[int] = []
+
+    class Gathers:
+        there = 0
+
+        def __contains__(self, parameter: object) -> bool:
+            return True
+
+        def gather(self, parameter: torch.Tensor) -> torch.Tensor:
+            self.there += 1
+            live.append(self.there)
+            whole = torch.zeros(4)
+            whole.grad = torch.ones(4)
+            return whole
+
+        def put(self, parameter: torch.Tensor, whole: torch.Tensor) -> None:
+            self.there -= 1
+
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        parameters = [nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)])) for _ in range(3)]
+        PartialStep(torch.optim.SGD(parameters), wholes=cast(Any, Gathers()), joint=joint).step(parameters)
+    assert live == ([1, 2, 3] if joint else [1, 1, 1])
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
