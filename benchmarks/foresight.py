@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.published_gpts import korthikanti, korthikanti_layers, megatron, zero_bubble
-from benchmarks.published_llamas import overestimated, subsets, ultrascale
+from benchmarks.published_llamas import memories, overestimated, right_of_runs, subsets, ultrascale
 from benchmarks.published_rows import Compared, Tables
 from benchmarks.reporting import print_table, write_json
 
@@ -43,11 +43,11 @@ def tables(folder: Path) -> Tables:
     return found
 
 
-def summary(rows: list[Compared], name: str) -> dict[str, Any]:
-    """The distribution of the errors of step time, in percent."""
-    errors = sorted(abs(row.error) for row in rows)
+def summary(found: list[float], name: str) -> dict[str, Any]:
+    """The distribution of errors, in percent."""
+    errors = sorted(map(abs, found))
     place = min(len(errors) - 1, round(0.9 * (len(errors) - 1)))
-    return {"table": name, "rows": len(rows), "median %": 100 * median(errors), "p90 %": 100 * errors[place], "worst %": 100 * errors[-1]}
+    return {"table": name, "rows": len(errors), "median %": 100 * median(errors), "p90 %": 100 * errors[place], "worst %": 100 * errors[-1]}
 
 
 def main() -> None:
@@ -65,12 +65,21 @@ def main() -> None:
             found[name] = list(TABLES[name](given))
             if not options.quiet:
                 print_table(name, [row.line() for row in found[name]])
-    lines = [summary(rows, name) for name, rows in found.items() if rows]
+    lines = [summary([row.error for row in rows], name) for name, rows in found.items() if rows]
+    held: list[dict[str, Any]] = []
+    right: dict[str, Any] = {}
     if runs := found.get("ultrascale_h100_all_runs"):
-        lines += [summary(rows, name) for name, rows in subsets(runs).items() if rows]
+        lines += [summary([row.error for row in rows], name) for name, rows in subsets(runs).items() if rows]
+        held = [summary(errors, name) for name, errors in memories(runs).items() if errors]
+        right = right_of_runs(given)
         print_table("of the H100 runs", [overestimated(runs)])
+        print_table("whether they ran", [right])
+        print_table("errors of their memory", held)
     print_table(f"errors of step time, {time.perf_counter() - start:.0f} s in all", lines)
-    write_json(options.json, {"errors": lines, "rows": {name: [row.line() for row in rows] for name, rows in found.items()}})
+    write_json(
+        options.json,
+        {"errors": lines, "memory": held, "runs": right, "rows": {name: [row.line() for row in rows] for name, rows in found.items()}},
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from benchmarks.published_rows import Compared, Row, Tables
 CLUSTER = "8xH100"
 # The small models tie the head to the embeddings.
 TIED = ("1B", "3B")
+# In units of the memory column, as far as it agrees with counts by hand.
+GIB = 2**30
 FEW_NODES = 32
 USUAL_MFU = 20.0
 FAR = 0.2
@@ -39,21 +41,63 @@ def work_of(row: Row) -> ModelWork:
 def ultrascale(tables: Tables) -> Iterator[Compared]:
     """Rows that ran. Printed are tokens a GPU and second; the batch is dp · microbatch · accumulation, not always the one named."""
     for row in tables["ultrascale_h100_all_runs"]:
-        if row["status"] != "ok" or int(row["pp"]) > int(row["layers"]):  # a stage without a layer cannot be expressed
+        if row["status"] != "ok" or not _is_expressed(row):
             continue
-        tp, pp, dp, samples, number = (int(row[name]) for name in ("tp", "pp", "dp", "micro_batch", "grad_accum"))
-        found = autopar.predict(
-            work_of(row),
-            cluster=CLUSTER,
-            mesh={"pp": pp, "dp": dp, "tp": tp},
-            global_batch=dp * samples * number,
-            microbatch=samples,
-            zero=int(row["zero_stage"]),
-            profile="nanotron",
-        )
+        dp, samples, number = (int(row[name]) for name in ("dp", "micro_batch", "grad_accum"))
+        found = _predicted(row)
         printed = dp * samples * number * int(row["seq"]) / (int(row["gpus"]) * float(row["tokens_per_s_per_gpu"]))
         where = {name: row[name] for name in ("model", "nodes", "dp", "tp", "pp", "micro_batch", "grad_accum", "zero_stage", "mfu_pct")}
-        yield Compared(where, printed, found.step_seconds)
+        memory = {"GiB": float(row["memory_GB"]), "predicted GiB": found.peak_bytes / GIB}
+        yield Compared(where, printed, found.step_seconds, memory)
+
+
+def _is_expressed(row: Row) -> bool:
+    """A stage without a layer cannot be."""
+    return int(row["pp"]) <= int(row["layers"])
+
+
+def _predicted(row: Row) -> autopar.Prediction:
+    tp, pp, dp, samples, number = (int(row[name]) for name in ("tp", "pp", "dp", "micro_batch", "grad_accum"))
+    return autopar.predict(
+        work_of(row),
+        cluster=CLUSTER,
+        mesh={"pp": pp, "dp": dp, "tp": tp},
+        global_batch=dp * samples * number,
+        microbatch=samples,
+        zero=int(row["zero_stage"]),
+        profile="nanotron",
+    )
+
+
+def memories(rows: Sequence[Compared]) -> dict[str, list[float]]:
+    """Errors of the fullest rank's memory, by whether there is a pipeline."""
+    errors = [(row.where["pp"] == "1", row.others["predicted GiB"] / row.others["GiB"] - 1) for row in rows]
+    return {
+        "all that ran": [error for _, error in errors],
+        "no pipeline": [error for is_plain, error in errors if is_plain],
+        "pipelines": [error for is_plain, error in errors if not is_plain],
+    }
+
+
+def runs(row: Row) -> bool:
+    """Whether a run is expected to run: 1F1B of nanotron wants as many microbatches as stages before the last, a stage wants something to
+    compute (the last may have the loss alone), and the fullest rank has to fit into the device."""
+    if not _is_expressed(row) or int(row["grad_accum"]) < int(row["pp"]) - 1:
+        return False
+    found = _predicted(row)
+    return found.fits and sum(not stage.forward for stage in found.stages) <= 1
+
+
+def right_of_runs(tables: Tables) -> dict[str, Any]:
+    """The share of all rows, those that crashed included, of which it is said rightly whether they ran."""
+    rows = tables["ultrascale_h100_all_runs"]
+    found = [(runs(row), row["status"] == "ok") for row in rows]
+    return {
+        "rows": len(rows),
+        "right %": 100 * sum(said == ran for said, ran in found) / len(rows),
+        "ran, and was not to": sum(ran and not said for said, ran in found),
+        "did not run, and was to": sum(said and not ran for said, ran in found),
+    }
 
 
 def subsets(rows: Sequence[Compared]) -> dict[str, list[Compared]]:

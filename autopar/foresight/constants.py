@@ -97,9 +97,14 @@ class SoftwareProfile:
                          long as the slower of CPU and device
     overlaps_gradients   whether sums of gradients over dp run beside the last backward
     partition            "layers": as many layers to each stage as to others; "ends": one fewer to the first and the last stage;
-                         "cost": a stage is full when the products so far exceed its share
+                         "cost": a stage is full when one block more would make the products so far exceed its share; "past cost": when
+                         they do exceed it
     gradient_bytes       bytes of an element of a gradient as it is accumulated, and, in `reduced_bytes`, as it goes over dp
     state_bytes          bytes a parameter of optimizer state and master weights, split by ZeRO
+    keeps_gathered       whether the backward finds what was gathered over tp, or gathers it again from the parts
+    bucket_bytes         bytes a parameter of buckets of gradients, where there are sums over dp
+    counts_working       "fused" or "eager": what the forward and the backward make and drop is counted, with chains as one kernel or op by
+                         op; "" leaves it out
     """
 
     name: str
@@ -107,10 +112,13 @@ class SoftwareProfile:
     host_seconds: float = 0.0
     collective_host_seconds: float = 0.0
     overlaps_gradients: bool = False
-    partition: Literal["layers", "ends", "cost"] = "layers"
+    partition: Literal["layers", "ends", "cost", "past cost"] = "layers"
     gradient_bytes: float = 4.0
     reduced_bytes: float = 4.0
     state_bytes: float = 12.0
+    keeps_gathered: bool = True
+    bucket_bytes: float = 0.0
+    counts_working: Literal["", "fused", "eager"] = ""
 
     @staticmethod
     def named(name: str | SoftwareProfile) -> SoftwareProfile:
@@ -128,5 +136,13 @@ PROFILES = {
     "eager": SoftwareProfile("eager", pointwise="eager"),
     "megatron": _MEGATRON,
     "zero-bubble": replace(_MEGATRON, name="zero-bubble", partition="ends"),
-    "nanotron": SoftwareProfile("nanotron", host_seconds=47.6e-6, collective_host_seconds=179e-6, partition="cost"),  # H,
+    "nanotron": SoftwareProfile(
+        "nanotron",
+        host_seconds=47.6e-6,  # H
+        collective_host_seconds=179e-6,  # H
+        partition="past cost",
+        keeps_gathered=False,
+        bucket_bytes=2.0,  # gradients in 16 bits beside their float32 sums
+        counts_working="fused",
+    ),
 }

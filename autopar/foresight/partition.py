@@ -18,7 +18,7 @@ def cut(work: ModelWork, num_stages: int, rule: str) -> Stages:
         raise PlanError(f"{num_stages} stages want a layer each, and the model has {work.num_layers} layers: use pp · chunks ≤ {most}")
     if num_stages == 1:
         return (tuple(blocks),)
-    return _by_cost(blocks, num_stages) if rule == "cost" else _by_layers(blocks, num_stages, rule == "ends")
+    return _by_cost(blocks, num_stages, rule == "past cost") if "cost" in rule else _by_layers(blocks, num_stages, rule == "ends")
 
 
 def _by_layers(blocks: Sequence[Block], num_stages: int, spares_ends: bool) -> Stages:
@@ -42,15 +42,19 @@ def _by_layers(blocks: Sequence[Block], num_stages: int, spares_ends: bool) -> S
     return tuple(map(tuple, stages))
 
 
-def _by_cost(blocks: Sequence[Block], num_stages: int) -> Stages:
-    """The next stage begins with the block by which the products with parameters so far exceed the shares of the stages before: the rule of
-    nanotron (github:huggingface/nanotron src/nanotron/models/base.py, build_model). What the last blocks leave over is the last's."""
+def _by_cost(blocks: Sequence[Block], num_stages: int, goes_past: bool) -> Stages:
+    """The next stage begins with the block by which the products with parameters so far exceed the shares of the stages before, or, where
+    it `goes_past`, with the one after it: the rule of nanotron (github:huggingface/nanotron src/nanotron/models/base.py, build_model). What
+    the last blocks leave over is the last's."""
     costs = [sum(each.flops.of(1.0) for each in block.forward.products if not each.is_attention) for block in blocks]
     stages: list[list[Block]] = [[] for _ in range(num_stages)]
     at, so_far = 0, 0.0
     for block, cost in zip(blocks, costs, strict=True):
         so_far += cost
-        if at + 1 < num_stages and so_far > sum(costs) * (at + 1) / num_stages * (1 + 1e-9):
-            at += 1
+        is_full = at + 1 < num_stages and so_far > sum(costs) * (at + 1) / num_stages * (1 + 1e-9)
+        if not goes_past:
+            at += is_full
         stages[at].append(block)
+        if goes_past:
+            at += is_full
     return tuple(map(tuple, stages))

@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Node
 
 from autopar.cost.model import CostModel, is_view
@@ -37,6 +38,7 @@ class _Reader:
         self.calls: list[Node] = [node for node in program.graph.nodes if node.op == "call_function"]
         self.roots = _roots(self.calls)
         self.products: dict[Node, Product | None] = {}
+        self.of_samples = self.of_samples_alone()
         # Position 2k + 1 is layer k, 2k the segment before it.
         self.place = self.places()
         # Positions are in order; blocks that nothing is computed in are left out at the end.
@@ -51,6 +53,7 @@ class _Reader:
     def work(self) -> ModelWork:
         self.read_calls()
         self.read_saved()
+        self.read_working()
         itemsize = self.read_parameters()
         return ModelWork(tuple(block for block in self.blocks if _is_used(block)), itemsize)
 
@@ -66,7 +69,7 @@ class _Reader:
                 found[node] = 2 * own + 1
                 continue
             sources = [operand for operand in node.all_input_nodes if operand in found]
-            if not sources:
+            if not sources or node in self.of_samples:
                 rootless.append(node)
             if _is_forward(node):
                 # After the last layer that it reads.
@@ -74,9 +77,27 @@ class _Reader:
             else:
                 before = [found[each] - found[each] % 2 for each in sources if not _is_forward(each)]
                 found[node] = min(before, default=last)
-        for node in reversed(rootless):  # a view of a parameter, a mask: where it is read first
-            readers = [found[user] for user in node.users if user in found and _is_forward(user) == _is_forward(node)]
-            found[node] = min(readers, default=found[node])
+        kept: list[Node] = []
+        for node in reversed(rootless):  # a view of a parameter: where it is read first; a table's rows, a mask, labels: before that layer
+            readers = [found[user] for user in node.users if user in found and user not in kept and _is_forward(user) == _is_forward(node)]
+            if readers:
+                is_of_samples = _is_forward(node) and (node in self.of_samples or self.has_batch(node))
+                found[node] = min(readers) - (min(readers) % 2 if is_of_samples else 0)
+            else:
+                kept.append(node)
+        for node in reversed(kept):  # what only the backward reads is where it was made
+            found[node] = max((found[each] for each in node.all_input_nodes if each in found), default=found[node])
+        return found
+
+    def of_samples_alone(self) -> set[Node]:
+        """Forward calls that read what comes in with the samples, and nothing that a parameter has a part in: masks, positions, labels."""
+        parameters = {node for item, node in self.program.named_inputs() if item.kind == "parameter"}
+        found: set[Node] = set()
+        for node in self.calls:
+            if _is_forward(node) and all(
+                each in found or (each.op != "call_function" and each not in parameters) for each in node.all_input_nodes
+            ):
+                found.add(node)
         return found
 
     # ---- amounts
@@ -256,20 +277,53 @@ class _Reader:
 
     def read_saved(self) -> None:
         core = self.core()
-        for root in self.saved_values():
+        saved = self.saved_values()
+        for root in saved:
             block, size = self.blocks[self.place[root]], self.written(root)
             block.saved += size
+            block.gathered += self.gathered(root, saved)
             leaves = any(self.roots.get(user, user) not in core for user in self.readers(root) if self.is_forward(user))
             if root not in core or leaves:
                 block.saved_outside_core += size
         for position, block in enumerate(self.blocks):
             block.inputs = sum((self.written(root) for root in self.incoming(position)), Amount())
 
+    def gathered(self, root: Node, saved: Mapping[Node, None]) -> Amount:
+        """What is left out where a gathered value is not kept, but the part that it was gathered of."""
+        if root.target is not reshard or not self.has_batch(root):
+            return Amount()
+        part = self.root(root.all_input_nodes[0])
+        less = self.written(root) - (Amount() if part in saved else self.amount(part))
+        return less if less.per_sample > 0 else Amount()
+
     def saved_values(self) -> dict[Node, None]:
-        """What the forward made that a backward call reads, each memory once."""
+        """What the forward made that a backward call reads, each memory once. Whether a label is a class is asked again."""
         backward = (node for node in self.calls if not _is_forward(node) and not is_view(node))
         read = [self.root(operand) for node in backward for operand in node.all_input_nodes]
-        return dict.fromkeys(root for root in read if self.is_forward(root))
+        return dict.fromkeys(root for root in read if self.is_forward(root) and not (root in self.of_samples and _is_bool(root)))
+
+    def read_working(self) -> None:
+        """Per block the most that values of samples take which a phase makes and drops: op by op, and where chains are one kernel."""
+        held, groups = self.saved_values(), {node: number for number, group in enumerate(self.groups()) for node in group}
+        inside = {node for node in groups if all(groups.get(user) == groups[node] for user in self.readers(node))}
+        for position, block in enumerate(self.blocks):
+            for is_forward in (True, False):
+                calls = [each for each in self.calls if self.key(each) == (position, is_forward) and not is_view(each) and each not in held]
+                block.eager_working = max(block.eager_working, self._peak(calls))
+                block.fused_working = max(block.fused_working, self._peak([each for each in calls if each not in inside]))
+
+    def _peak(self, calls: Sequence[Node]) -> float:
+        """Bytes a sample of the results of `calls`, each until its last reader there."""
+        at = {node: number for number, node in enumerate(calls)}
+        ends: dict[int, float] = defaultdict(float)
+        alive = most = 0.0
+        for number, node in enumerate(calls):
+            size = self.written(node).per_sample
+            alive += size
+            most = max(most, alive)
+            ends[max((at[user] for user in self.readers(node) if user in at), default=number)] += size
+            alive -= ends.pop(number, 0.0)
+        return most
 
     def root(self, node: Node) -> Node:
         """The node whose memory a view shows."""
@@ -323,6 +377,11 @@ def _prefixes(path: str) -> list[str]:
 def _is_used(block: Block) -> bool:
     parts = (block.forward, block.input_gradient, block.weight_gradient)
     return bool(block.parameters) or any(part.products or part.transfers or part.eager_kernels for part in parts)
+
+
+def _is_bool(node: Node) -> bool:
+    value = results_of(node)[0]
+    return value is not None and value.dtype == torch.bool
 
 
 def _is_forward(node: Node) -> bool:

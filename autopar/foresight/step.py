@@ -164,7 +164,10 @@ class Step:
     def saved_bytes(self, stage: int) -> float:
         """What one microbatch keeps from its forward to its backward."""
         samples, kind = self.plan.microbatch, RECOMPUTE[self.plan.recompute]
-        return sum(getattr(block, kind if block.is_layer else "saved").of(samples) for block in self.stages[stage])
+        kept = sum(getattr(block, kind if block.is_layer else "saved").of(samples) for block in self.stages[stage])
+        if self.prices.profile.keeps_gathered:
+            return kept
+        return kept - sum(block.gathered.of(samples) for block in self.stages[stage] if kind != "inputs" or not block.is_layer)
 
     def memory(self, rank: int, zero: int | None = None) -> StageMemory:
         """At another level of ZeRO than the plan's, where one is given."""
@@ -174,6 +177,9 @@ class Step:
         if self.plan.recompute == "full":
             layers = [block for stage in stages for block in self.stages[stage] if block.is_layer]
             working = max((block.saved.of(self.plan.microbatch) for block in layers), default=0.0)
+        if counted := self.prices.profile.counts_working:
+            sizes = (getattr(block, f"{counted}_working") for stage in stages for block in self.stages[stage])
+            working += self.plan.microbatch * max(sizes, default=0.0)
         return replace(self.state_memory(self.counts[rank], zero), activations=saved, working=working)
 
     def peak_bytes(self, zero: int) -> float:
@@ -186,7 +192,7 @@ class Step:
         level = self.plan.zero if zero is None else zero
         return StageMemory(
             parameters=count * self.work.itemsize / (dp if level == 3 else 1),
-            gradients=count * profile.gradient_bytes / (dp if level >= 2 else 1),
+            gradients=count * (profile.gradient_bytes / (dp if level >= 2 else 1) + (profile.bucket_bytes if dp > 1 else 0.0)),
             optimizer_state=count * profile.state_bytes / (dp if level else 1),
             activations=0.0,
         )

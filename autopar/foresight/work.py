@@ -73,7 +73,8 @@ class Block:
 
     `core` is the part of the forward that selective recomputation runs again: from the first product of two activations to the last.
     `saved` is what the forward keeps for the backward, `saved_outside_core` the same without what `core` makes, `inputs` what comes in from
-    blocks before (all that full recomputation keeps). `parameters` counts elements that a rank holds by name, `itemsize` bytes of each.
+    blocks before (all that full recomputation keeps), `gathered` what of `saved` is left out where parts are kept and gathered again.
+    `parameters` counts elements that a rank holds by name, `itemsize` bytes of each.
     """
 
     name: str
@@ -85,7 +86,11 @@ class Block:
     saved: Amount = Amount()
     saved_outside_core: Amount = Amount()
     inputs: Amount = Amount()
+    gathered: Amount = Amount()
     parameters: dict[str, float] = field(default_factory=dict[str, float])
+    # Bytes a sample of what forward or backward makes and drops, at most at a time: op by op, and with chains as one kernel.
+    eager_working: float = 0.0
+    fused_working: float = 0.0
     # Of what comes before the first layer and after the last one: what a stage partition counts them as is the profile's.
     is_layer: bool = False
 

@@ -37,6 +37,13 @@ def test_by_cost_a_dear_head_takes_the_place_of_layers() -> None:
     assert layers(model(8, head=4.0), 2, "cost") == [6, 2]
 
 
+def test_past_its_share_the_block_that_exceeds_it_stays() -> None:
+    """As nanotron builds models: the first stages have a layer more, and the loss may be alone on the last."""
+    assert layers(model(8), 3, "cost") == [2, 3, 3]
+    assert layers(model(8), 3, "past cost") == [3, 3, 2]
+    assert layers(model(4, head=4.0), 4, "past cost") == [3, 1, 0, 0]
+
+
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(PlanError, match=r"4 stages want a layer each, and the model has 3 layers: use pp · chunks ≤ 3"):
         cut(model(3), 4, "layers")

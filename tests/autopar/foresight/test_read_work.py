@@ -96,3 +96,40 @@ def test_layers_that_differ_are_not_taken_for_equal() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4), nn.ReLU())
     found = measure_work(nn.Sequential(model, nn.Linear(4, 4)), (torch.zeros(2, 8),), "8xA100")
     assert sum(block.forward.flops.of(1) for block in found.expanded()) == 2 * (3 * 64 + 32 + 16)
+
+
+class Tied(nn.Module):
+    """The first layer reads the table's rows and nothing else of what stands before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.symbols.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.symbols(tokens)
+        for block in self.blocks:
+            x = block(x).relu()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), labels.flatten())
+
+
+def test_a_table_is_before_the_layers_and_labels_are_with_the_loss() -> None:
+    with torch.device("meta"):
+        model, tokens = Tied(), torch.zeros(2, 8, dtype=torch.int64)
+    blocks = {block.name: block for block in measure_work(model, {"tokens": tokens, "labels": tokens}, "8xA100").blocks}
+    before, first, after = blocks["before"], blocks["blocks.0"], blocks["after"]
+    assert before.parameters == after.parameters == {"symbols.weight": 64 * 16} and "symbols.weight" not in first.parameters
+    hidden, scores = 2.0 * 8 * 16, 4.0 * 8 * 64
+    assert before.saved.of(1) == after.inputs.of(1) == hidden
+    # The softmax in float32 and a few values a token: whether a label is a class is asked again.
+    assert scores <= after.saved.of(1) < 1.1 * scores + hidden
+    assert after.eager_working >= after.fused_working >= scores / 2
+
+
+def test_what_is_gathered_for_products_can_be_left_out_of_what_is_kept() -> None:
+    width, length, tp = 6144, 2048, 8
+    block = layer(gpt(width, 64, 3, length, tp, splits_sequence=True))
+    assert block.gathered.of(1) == pytest.approx(2 * 2.0 * length * width * (1 - 1 / tp), rel=0.15)
+    assert layer(gpt(width, 64, 3, length, tp, splits_sequence=False)).gathered.of(1) < 1e-3 * block.gathered.of(1)
