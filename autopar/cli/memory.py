@@ -25,7 +25,7 @@ from autopar.foresight.step import Step, StepPlan
 from autopar.foresight.work import ModelWork
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.schedules import generate
-from autopar.predictor import measure_work, step_of, tokens_per_sample, with_samples
+from autopar.predictor import AXES, measure_work, step_of, tokens_per_sample, with_samples
 from autopar.reports.formulas import Formulas
 from autopar.reports.memory import Memory
 
@@ -193,7 +193,7 @@ def _values(asked: _Asked, memory: Memory, step: Step | None, tokens: int, reaso
         names = ("step_seconds", "mfu", "samples_per_second", "tokens_per_second_per_device")
         values: Values = {"seconds": {}, "stages": [], **dict.fromkeys(names)}
     return values | {
-        "mesh": asked.sizes,
+        "mesh": {axis: asked.sizes.get(axis, 1) for axis in AXES},
         "schedule": str(plan.schedule),
         "num_chunks": plan.num_chunks,
         "num_microbatches": plan.num_microbatches,

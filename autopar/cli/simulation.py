@@ -30,7 +30,7 @@ from autopar.pipeline.schedules import generate
 from autopar.pipeline.simulate import Event, Simulation, simulate
 from autopar.pipeline.trace import write_trace
 from autopar.plans.plan import Plan
-from autopar.predictor import tokens_per_sample, with_samples
+from autopar.predictor import AXES, tokens_per_sample, with_samples
 from autopar.reports.summary import flops
 
 # Parts of a predicted step by what they are for; the rest is the bubble.
@@ -183,7 +183,7 @@ def _rates(seconds: float, batch: int, example: Any, num_devices: int) -> Values
 def _what_runs(compiled: Compiled, sizes: Mapping[str, int], batch: int) -> Values:
     order, zero = compiled.order, compiled.program.freedom.zero
     return {
-        "mesh": dict(sizes),
+        "mesh": {axis: sizes.get(axis, 1) for axis in AXES} | dict(sizes),
         "schedule": order.name,
         "num_chunks": order.num_stages // order.num_ranks if order.name == "interleaved" else 1,
         "num_microbatches": order.num_microbatches,

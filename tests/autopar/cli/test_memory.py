@@ -12,6 +12,7 @@ import autopar
 from autopar.cli.main import main
 from autopar.ir.units import in_bytes
 from benchmarks.published_models import GPT
+from tests.autopar.cli.test_main import check_plans
 
 MODEL = ["estimate-memory", "--model", f"{__name__}:small", "--batch", "8"]
 
@@ -23,7 +24,10 @@ def small() -> Any:
 
 def values(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     main([*MODEL, *arguments, "--json"])
-    return json.loads(capsys.readouterr().out)["plans"][0]
+    found = json.loads(capsys.readouterr().out)
+    if "--cluster" in arguments:
+        check_plans(found, frozenset({"largest", "formulas"}))
+    return found["plans"][0]
 
 
 def test_bytes_are_those_of_estimate_memory(capsys: pytest.CaptureFixture[str]) -> None:

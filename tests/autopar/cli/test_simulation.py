@@ -16,6 +16,7 @@ from autopar.foresight.ranking import plan_values
 from autopar.foresight.step import Step
 from autopar.predictor import measure_work, step_of
 from benchmarks.published_models import GPT, MEGATRON
+from tests.autopar.cli.test_main import check_plans
 
 
 def small() -> Any:
@@ -73,8 +74,10 @@ def test_a_saved_plan_is_simulated_with_its_model(tmp_path: Path, capsys: pytest
     parallel.plan.save(path)
     arguments = ["simulate", str(path), "--model", f"{__name__}:small", "--cluster", "4xA100", "--global-batch", "4"]
     main([*arguments, "--json", "--trace", str(tmp_path / "trace.json")])
-    plan = json.loads(capsys.readouterr().out)["plans"][0]
-    assert plan["mesh"] == {"pp": 2, "tp": 2} and len(plan["memory_bytes"]) == 2 and plan["fits"]
+    values = json.loads(capsys.readouterr().out)
+    check_plans(values, frozenset({"simulation"}))
+    plan = values["plans"][0]
+    assert plan["mesh"] == {"pp": 2, "dp": 1, "tp": 2} and len(plan["memory_bytes"]) == 2 and plan["fits"]
     assert plan["seconds"]["collectives"] > 0 and 0 < plan["mfu"] < 1
     assert plan["memory_bytes"][0]["total"] == parallel.memory().places[0].peak_bytes
     assert sum(plan["simulation"]["shares"].values()) == pytest.approx(1.0)
