@@ -1,6 +1,7 @@
 """What lies elsewhere than on the device between its uses, and what copies take.
 
 pp = 0, activations: 22 memories, 3.4 MB, to host memory and back; at most 12.1 MB → 8.9 MB a rank
+optimizer: at most 6.3 MB of state a rank in host memory
 copies take 1.2 ms of a step on paper, and a rank waits 0.1 ms for them
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from autopar.cost.model import CostModel
 from autopar.driver.compiled import Compiled
 from autopar.ir.instructions import Copy
-from autopar.ir.units import in_seconds
+from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.exposure import predicted_exposure
 from autopar.pipeline.fragment_prices import fragment_seconds
 from autopar.pipeline.simulate import simulate
@@ -26,6 +27,11 @@ def offload_lines(compiled: Compiled, cost: CostModel) -> Iterator[str]:
         reasons = step.decision.reasons if isinstance(step.decision, Trips) else ()
         for place, reason in enumerate(reasons):
             yield f"{f'pp = {place}, ' if len(reasons) > 1 else ''}activations: {reason}"
+    optimizer = compiled.budget.optimizer
+    if optimizer.away is not None:
+        named = [zip(each.signature.inputs, map(each.bytes_of, each.inputs), strict=True) for each in compiled.schedules]
+        most_state = max(sum(optimizer.away_bytes(item, size) for item, size in each) for each in named)
+        yield f"optimizer: at most {in_bytes(most_state)} of state a rank in {'host memory' if optimizer.away == 'host' else 'files'}"
     copies = [[each for each in schedule.instructions if isinstance(each, Copy)] for schedule in compiled.schedules]
     if any(copies):
         seconds = fragment_seconds(compiled.schedule, cost)

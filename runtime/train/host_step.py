@@ -75,10 +75,19 @@ class HostStep:
         self._waiting.append(self._worker.submit("an update", self._update, list(parameters), gradients, copied))
 
     def finish(self) -> None:
-        """Wait until parameters are what they will be."""
+        """Wait until parameters are what they will be: where an update fails the others are over, too, before that is raised."""
         waiting, self._waiting = self._waiting, []
+        failed: Exception | None = None
         for each in waiting:
-            each.result()
+            try:
+                each.result()
+            except Exception as error:
+                failed = failed or error
+        try:
+            if failed is not None:
+                raise failed
+        finally:
+            del failed  # which knows this frame
 
     def check(self, parameters: Iterable[nn.Parameter]) -> None:
         """Raise `AutoparError` for state that somebody put there and that cannot be this rank's part."""

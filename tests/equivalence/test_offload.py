@@ -257,6 +257,8 @@ def test_updates_on_the_host_are_the_same(name: str, tmp_path: Path) -> None:
         assert all((each.kinds.get("optimizer", 0) == 0) == (offload is not None) for each in memory.places)
         assert all((each.parked_bytes.get(where, 0) > 0) == (offload is not None) for each in memory.places)
         assert not list(tmp_path.iterdir())
+        told = f"of state a rank in {'files' if where == 'file' else 'host memory'}"
+        assert (told in parallel.explain(detail="offload")) == (offload is not None)
     (one, with_one), (two, with_two) = states
     assert all(torch.equal(one[key], two[key]) for key in one)
     for key, state in with_one["optimizer"]["state"].items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,29 @@ def test_what_goes_wrong_is_raised_at_the_end() -> None:
     part.step(list(model.parameters()))
     with pytest.raises(ZeroDivisionError):
         part.finish()
+
+
+def test_where_one_update_fails_the_others_are_over_before_it_is_told() -> None:
+    model, _ = pair()
+    parameters, optimizer = list(model.parameters()), OPTIMIZERS["momentum"](model.parameters())
+    part, before = HostStep(optimizer, "element", HostMemory(CPU)), [each.detach().clone() for each in model.parameters()]
+    calls: list[int] = []
+
+    def first_fails(*args: Any) -> None:
+        calls.append(len(calls))
+        time.sleep(0.05)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+
+    optimizer.register_step_pre_hook(first_fails)
+    for each in parameters[:3]:
+        each.grad = torch.ones_like(each)
+        part.step([each])
+    with pytest.raises(ZeroDivisionError):
+        part.finish()
+    assert calls == [0, 1, 2]
+    assert [torch.equal(one, two) for one, two in zip(parameters, before, strict=True)] == [True, False, False, True]
+    part.finish()
 
 
 def test_refusals() -> None:
