@@ -142,7 +142,7 @@ class _Watcher:
     def _first(self, frame: FrameType) -> int:
         code = frame.f_code
         kind = _kind(code)
-        if code.co_filename == "<string>" and code.co_name == "<module>" and _is_called_by_platform(frame):
+        if code.co_filename == "<string>" and _is_made_by_platform(frame):
             kind = _PLATFORM  # as `dataclass` makes methods
         elif not self.depth:
             self.found.add(code)
@@ -151,8 +151,10 @@ class _Watcher:
         return kind
 
 
-def _is_called_by_platform(frame: FrameType) -> bool:
-    return frame.f_back is not None and is_platform(frame.f_back.f_code.co_filename)
+def _is_made_by_platform(frame: FrameType) -> bool:
+    """Whether code without a file is of a module of the platform's, or is made by one just now."""
+    by = frame.f_back if frame.f_code.co_name == "<module>" else None
+    return is_platform(str(frame.f_globals.get("__file__") or "")) or (by is not None and is_platform(by.f_code.co_filename))
 
 
 _PLATFORM, _USERS, _IMPORTS, _READS, _READS_ENVIRONMENT = range(5)
