@@ -87,6 +87,7 @@ class CompileCache:
     is_first: bool = True
     file: str = ""
     _joints: dict[str, Program] = field(default_factory=dict[str, Program])
+    _walk: Description | None = None  # of the file that fits, where this process looked
 
     @staticmethod
     def of(cache: bool | str | os.PathLike[str] | None) -> CompileCache | None:
@@ -112,13 +113,14 @@ class CompileCache:
         except CannotStore as why:
             name = ""
             logger.info("the capture is not looked up: %s", why)
+        self._walk = None
         text = self._told(lambda: self._found(name, call) if name else "")
         program = self._read_capture(text, name, call) if text and name else None
         if program is not None:
-            self.file = json.loads(text)["file"]
+            self.file, self._walk = json.loads(text)["file"], None
             logger.info("the capture was read from %s", self.file)
             return program
-        if not name or not self.is_first or text:
+        if not name or not self.is_first:
             return make()
         with recording() as recorded:
             program = make()
@@ -130,7 +132,8 @@ class CompileCache:
         for each in self.folder.names(name)[:_MOST_ALIKE]:
             entry = self.folder.read(each)
             try:
-                if entry is not None and self._fits(entry, call) is not None:
+                self._walk = self._fits(entry, call) if entry is not None else None
+                if entry is not None and self._walk is not None:
                     return json.dumps({**entry, "file": str(self.folder.file(each)), "name": name})
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 self.folder.distrust(each, f"{type(error).__name__}: {error}")
@@ -152,7 +155,7 @@ class CompileCache:
     def _read_capture(self, text: str, name: str, call: Call) -> Program | None:
         entry = json.loads(text)
         try:
-            walk = self._fits(entry, call) if entry["name"] == name else None
+            walk = self._walk or (self._fits(entry, call) if entry["name"] == name else None)
             if walk is None:
                 logger.warning("rank 0 read its capture, and this rank's model or surroundings differ from rank 0's: it captures")
                 return None

@@ -56,6 +56,10 @@ _WRAPPED = {
 _MOST_BYTES = 1 << 28
 
 
+class _Pair(typing.NamedTuple):
+    first: int
+
+
 class Description:
     """One walk. `described` are the codes of executed functions that it came across, `classes` the classes, by module and name."""
 
@@ -380,6 +384,7 @@ _BY_KIND: dict[type, Callable[[Description, Any], None]] = {
     **dict.fromkeys(_MAPPINGS, Description._mapping),
     **dict.fromkeys(_BUILTIN, Description._builtin),
     **dict.fromkeys(_WRAPPED, Description._wrapped),
+    type(vars(_Pair)["first"]): lambda walk, value: walk._say("field", value.__reduce__()[1][0]),
     object: lambda walk, value: walk._say("a mark"),  # known by its identity alone
 }
 _BY_BASE: tuple[tuple[Any, Callable[[Description, Any], None]], ...] = (

@@ -27,11 +27,18 @@ from autopar.ir.source import is_library, is_ours, is_torchs
 # What a code object is known by: its file, qualified name and first line.
 CodeName = tuple[str, str, int]
 
-_FILES = {io.open, os.open, os.listdir, os.scandir, os.read}
-_PROCESS = {os.urandom, os.getcwd, os.getpid, time.time, time.time_ns, time.perf_counter, time.monotonic, time.process_time, input}
+_FILES = {io.open, os.open, os.listdir, os.scandir, os.read, os.stat, os.lstat, os.access, os.readlink}
+_PROCESS = {
+    os.urandom, os.getcwd, os.getpid, os.uname, os.cpu_count, time.time, time.time_ns, time.perf_counter, time.monotonic,
+    time.process_time, time.localtime, time.gmtime, input, id, hash,
+}  # fmt: skip
+# Modules through which a process speaks with others.
+_OUTSIDE = frozenset(("_socket", "_sqlite3", "mmap", "_posixsubprocess", "_ctypes", "_multiprocessing", "numpy.random"))
 # Of the standard library, what reads files for messages and imports, of which no value comes into a forward.
 _READERS = ("linecache.py", "tokenize.py", "traceback.py", "inspect.py", "warnings.py", "logging/__init__.py", "importlib/", "zipimport")
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
+_WHOLE_ENVIRONMENT = tuple(getattr(type(os.environ), name).__code__ for name in ("__iter__", "__len__", "copy"))
+_ASKING = ("platform.py", "uuid.py", "random.py", "tempfile.py", "datetime.py", "socket.py", "subprocess.py", "getpass.py")
 _EXTENSIONS = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "builtins", ""}
 _MADE_AT_RUN_TIME = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 
@@ -146,6 +153,8 @@ class _Watcher:
             kind = _PLATFORM  # as `dataclass` makes methods
         elif not self.depth:
             self.found.add(code)
+            if code in _WHOLE_ENVIRONMENT:
+                self.found.problems.append(f"{_place(frame)} reads the whole environment")
         if not self.depth or kind not in (_USERS, _PLATFORM):
             self._kinds[code] = kind
         return kind
@@ -183,12 +192,25 @@ def _look_at(found: Recorded, frame: FrameType, called: Any, kind: int) -> None:
         module = _module_of(called, owner)
         if module.partition(".")[0] not in _EXTENSIONS:
             found.problems.append(f"{_place(frame)} calls {called.__name__} of the extension {module}")
-        if is_process or is_clock or module.startswith("numpy.random"):
-            found.problems.append(f"{_place(frame)} calls {called.__name__}, whose answer is another one each time")
+        is_process = is_process or is_clock or called.__name__ in ("fromfile", "memmap")
+        is_process = is_process or module in _OUTSIDE or module.startswith("numpy.random")
+    if is_process and (kind == _USERS and not _is_of_library(frame, called) or _is_pythons(frame)):
+        found.problems.append(f"{_place(frame)} calls {called.__name__}, whose answer may be another one each time")
     if is_file:
         found.problems.append(f"{_place(frame)} reads a file or a folder")
     if isinstance(owner, random.Random) and (kind == _USERS or is_library(frame.f_code.co_filename)):
         found.problems.append(f"{_place(frame)} draws a random number of Python's")
+
+
+def _is_of_library(frame: FrameType, called: Any) -> bool:
+    """Whether a library asks for an identity, by which it knows what it has seen."""
+    return called in (id, hash) and is_library(frame.f_code.co_filename)
+
+
+def _is_pythons(frame: FrameType) -> bool:
+    """Whether the standard library asks: `platform`, `uuid`, `tempfile`; but not for identities."""
+    file = frame.f_code.co_filename
+    return is_library(file) and "site-packages" not in file and file.endswith(_ASKING)
 
 
 def _module_of(called: Any, owner: Any) -> str:

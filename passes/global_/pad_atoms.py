@@ -153,7 +153,8 @@ def _worth_it(program: Program, classes: AtomClasses, sizes: set[int], least: fl
                 work[root] = work.get(root, 0.0) + flops
             for root in others:
                 found.pop(root, None)
-    return {root: size for root, size in found.items() if work.get(root, 0.0) > least * work_of(program)}
+    enough = least * work_of(program)
+    return {root: size for root, size in found.items() if work.get(root, 0.0) > enough}
 
 
 def work_of(program: Program) -> float:
