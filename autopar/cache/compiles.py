@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 
 logger = logging.getLogger("autopar")
+T = TypeVar("T")
 _MOST_ALIKE = 8  # captures of one name that are looked into
 
 
@@ -74,6 +75,16 @@ class Call:
         return walk.of(self.model, examples)
 
 
+def said(describe: Callable[[], T]) -> T:
+    """What `describe` gives. Whatever the user's objects raise when they are looked at is a `CannotStore`, and no error of a compile."""
+    try:
+        return describe()
+    except CannotStore:
+        raise
+    except Exception as error:
+        raise CannotStore(f"{type(error).__name__} as it was described: {error}") from error
+
+
 def _example(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad}"
 
@@ -109,7 +120,7 @@ class CompileCache:
     def captured(self, call: Call, make: Callable[[], Program]) -> Program:
         """What `make()` gives, or what it gave to an earlier process in which all was the same. Collective."""
         try:
-            name = call.name()
+            name = said(call.name)
         except CannotStore as why:
             name = ""
             logger.info("the capture is not looked up: %s", why)
@@ -135,7 +146,7 @@ class CompileCache:
                 self._walk = self._fits(entry, call) if entry is not None else None
                 if entry is not None and self._walk is not None:
                     return json.dumps({**entry, "file": str(self.folder.file(each)), "name": name})
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            except Exception as error:  # all ranks would raise it
                 self.folder.distrust(each, f"{type(error).__name__}: {error}")
         return ""
 
@@ -148,7 +159,7 @@ class CompileCache:
             return None
         walk = Description(frozenset((file, code, line) for file, code, line in recorded["executed"]))
         try:
-            return walk if call.described(walk) == entry["described"] else None
+            return walk if said(lambda: call.described(walk)) == entry["described"] else None
         except CannotStore:
             return None
 
@@ -169,7 +180,7 @@ class CompileCache:
         try:
             if recorded.problems:
                 raise CannotStore(recorded.problems[0])
-            described = call.described(walk)
+            described = said(lambda: call.described(walk))
             unknown = sorted(recorded.names - walk.described)
             if unknown:
                 file, function, line = unknown[0]
@@ -181,7 +192,7 @@ class CompileCache:
                     "environment": recorded.environment,
                 },
                 "described": described,
-                "program": written(program),
+                "program": said(lambda: written(program)),
             }
         except CannotStore as why:
             logger.warning("the capture is not kept for other processes: %s", why)
@@ -193,7 +204,7 @@ class CompileCache:
     def traced(self, program: Program, words: tuple[Any, ...], make: Callable[[], Program]) -> Program:
         """What `make()` makes of `program`, for which `words` stand, or what it made of an equal one in an earlier process. Collective."""
         try:
-            key = hashlib.sha256(repr((surroundings(), words, digest(program))).encode()).hexdigest()
+            key = said(lambda: hashlib.sha256(repr((surroundings(), words, digest(program))).encode()).hexdigest())
         except CannotStore as why:
             key = ""
             logger.info("the joint trace is not looked up: %s", why)
@@ -229,7 +240,7 @@ class CompileCache:
     def _store_joint(self, key: str, joint: Program) -> None:
         try:
             plain = replace(joint.signature, structure=None, leaves=())
-            self.folder.write(f"{key}-joint", written(replace(joint, signature=plain), has_constants=False))
+            self.folder.write(f"{key}-joint", said(lambda: written(replace(joint, signature=plain), has_constants=False)))
         except CannotStore as why:
             logger.info("the joint trace is not kept: %s", why)
 

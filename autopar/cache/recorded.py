@@ -140,7 +140,10 @@ class _Watcher:
         elif self.depth or kind == _READS:
             return
         elif event == "c_call":
-            _look_at(self.found, frame, arg, kind)
+            try:
+                _look_at(self.found, frame, arg, kind)
+            except Exception as error:  # an odd object, and never an error of the forward
+                self.found.problems.append(f"{_place(frame)} calls something in C that cannot be looked at: {error}")
         elif kind == _READS_ENVIRONMENT and event == "call":
             key = frame.f_locals.get("key")
             if isinstance(key, str):

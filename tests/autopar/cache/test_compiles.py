@@ -258,6 +258,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "globals": (lambda: Model(lambda self, x: x * asked(lambda: globals()["SCALE"])), "globals"),
     "a global that is assigned": (lambda: Model(counted), "changes"),
     "a list that grows": (lambda: Model(lambda self, x: x * (NOTED.append(1) or 1)), "changes"),
+    "an object that raises": (lambda: Model(lambda self, x: x * 2, odd=Odd()), "RuntimeError"),
     "a lock": (lambda: Model(lambda self, x: x * 2, lock=threading.Lock()), "lock"),
     "an op of the user's": (lambda: Model(lambda self, x: torch.ops.autopar_test_cache.twice(x)), "autopar_test_cache"),
     "a backward of the user's": (lambda: Model(lambda self, x: Twice.apply(x)), "no op"),
@@ -268,6 +269,13 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def asked(question: Callable[[], float]) -> float:
     """What Dynamo would refuse to look into."""
     return question()
+
+
+class Odd:
+    def __getattribute__(self, name: str) -> Any:
+        if name == "__dict__":
+            raise RuntimeError("nobody may look")
+        return super().__getattribute__(name)
 
 
 def of_module(module: Any, x: Tensor) -> Tensor:
