@@ -34,9 +34,10 @@ import torch
 from torch import nn
 
 from autopar._torch_cache import OP_KINDS, flattening_of, is_treated_apart
+from autopar.cache import origins
 from autopar.cache.code import Import, code_digest, codes_in, looks_up_by_name, names_read
 from autopar.cache.encode import NAMESPACES, CannotStore
-from autopar.cache.origins import MADE_AT_RUN_TIME, MISSING, content_of_cell, is_foreign, is_found, is_of_python, is_users_module, looked_up
+from autopar.cache.origins import MADE_AT_RUN_TIME, MISSING
 from autopar.cache.recorded import CodeName, is_platform, name_of
 from autopar.cache.unread import HASHES, NOTES, OF_CLASSES, OF_ENUMS, OF_TENSORS, UNREAD
 from autopar.frontend.module_hooks import BACKWARD_HOOKS, FORWARD_HOOK_FLAGS, FORWARD_HOOKS
@@ -144,10 +145,6 @@ class Description:
         else:
             self._instance(kind, value)
 
-    def _context(self, value: contextvars.ContextVar[Any]) -> None:
-        self._say("context", value.name)
-        self.value(value.get(None))
-
     def _op(self, value: Any) -> None:
         if str(value).partition(".")[0] not in NAMESPACES:
             self.refuse(f"{value} is an op that is neither torch's nor autopar's")
@@ -155,7 +152,7 @@ class Description:
 
     def _logger(self, value: logging.Logger) -> None:
         self._say("logger", value.name)
-        self._attributes({name: each for name, each in vars(logging.Logger).items() if is_foreign(each)})
+        self._attributes({name: each for name, each in vars(logging.Logger).items() if origins.is_foreign(each)})
 
     def _member(self, value: enum.Enum) -> None:
         self._say("member", value.name)
@@ -254,8 +251,8 @@ class Description:
         self._say("class", name)
         if self.classes.setdefault(name, kind) is not kind:
             self.refuse(f"there are two classes {name}")
-        is_torchs = kind.__module__.partition(".")[0] == "torch" and is_found(kind)  # a parametrized one is made at run time
-        if is_torchs or is_of_python(kind):
+        is_torchs = kind.__module__.partition(".")[0] == "torch" and origins.is_found(kind)  # a parametrized one is made at run time
+        if is_torchs or origins.is_of_python(kind):
             self._of_platform(kind, is_torchs)
             return
         for base in kind.__bases__:
@@ -278,7 +275,7 @@ class Description:
         for attribute, each in vars(kind).items() if is_torchs else ():
             if isinstance(each, types.FunctionType):
                 self._say(attribute, code_digest(each.__code__))
-            if type(each) in _PLAIN and attribute != "__doc__" or is_foreign(each):
+            if type(each) in _PLAIN and attribute != "__doc__" or origins.is_foreign(each):
                 self.value(each)
         for each in flattening_of(kind):
             self._say(getattr(each, "__qualname__", type(each).__name__))
@@ -300,7 +297,7 @@ class Description:
             self.value(owner)
 
     def _namespace(self, module: types.ModuleType) -> None:
-        if is_users_module(module):
+        if origins.is_users_module(module):
             self.refuse(f"the module {module.__name__} itself is handed on, so that nobody sees what is read of it")
         self._say("namespace", module.__name__)
 
@@ -316,7 +313,7 @@ class Description:
             for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
                 with self._at(f" closure {name}"):
                     self._say(name)
-                    self.value(content_of_cell(cell))
+                    self.value(origins.content_of_cell(cell))
             if of_platform:
                 return
             self.value(function.__defaults__)
@@ -341,7 +338,7 @@ class Description:
             elif (namespace.get("__name__"), each.name) not in NOTES:
                 with self._at(f" global {each.name}"):
                     self._say(each.name)
-                    self._followed(looked_up(each.name, namespace), each.attributes, by_name)
+                    self._followed(origins.looked_up(each.name, namespace), each.attributes, by_name)
 
     def _followed(self, found: Any, attributes: tuple[str, ...], by_name: bool) -> None:
         """A module by what is read of it, anything else by what it is."""
@@ -350,10 +347,10 @@ class Description:
                 break
             if found is sys and name in ("modules", "argv", "stdin"):
                 self.refuse(f"it reads sys.{name}")
-            if by_name and is_users_module(found):
-                self.refuse(f"it looks things up by name, and the module {found.__name__} is at hand")
             self._say(".", name)
             found = getattr(found, name, MISSING)
+        if by_name and isinstance(found, types.ModuleType) and not origins.is_versioned(found):
+            self.refuse(f"it looks things up by name, and the module {found.__name__} is at hand")
         if found is os.environ:
             self._say("environ")  # what is read of it is recorded
         else:
@@ -393,7 +390,7 @@ _BY_BASE: tuple[tuple[Any, Callable[[Description, Any], None]], ...] = (
     (type, Description._class),
     (OP_KINDS, Description._op),  # before modules: namespaces of ops are such, too
     (types.ModuleType, Description._namespace),
-    (contextvars.ContextVar, Description._context),
+    (contextvars.ContextVar, lambda walk, value: walk._items(f"context {value.name}", (value.get(None),))),
     (logging.Logger, Description._logger),
     (pathlib.PurePath, lambda walk, value: walk._say("path", str(value))),
     (enum.Enum, Description._member),

@@ -22,6 +22,12 @@ def is_users_module(module: types.ModuleType) -> bool:
     return root not in ("torch", "autopar") and not is_library(file) and not is_platform(file)
 
 
+def is_versioned(module: types.ModuleType) -> bool:
+    """Whether a version says what stands in a module, under whatever name it is looked up."""
+    root = module.__name__.partition(".")[0]
+    return root in sys.stdlib_module_names or root in ("torch", "numpy")
+
+
 def is_of_python(kind: type) -> bool:
     """Whether a class is Python's own: written in C, or found in the standard library where its name says."""
     if not kind.__flags__ & MADE_AT_RUN_TIME:

@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a file": (lambda: Model(lambda self, x: x * asked(lambda: len(Path(__file__).read_text()))), "reads a file"),
     "a module that is handed on": (lambda: Model(lambda self, x: of_module(HERE, x)), "handed on"),
     "a module in an attribute": (lambda: Model(lambda self, x: x * self.module.SCALE, module=HERE), "handed on"),
-    "a module looked into by name": (lambda: Model(lambda self, x: x * getattr(HERE, "SCA" + "LE")), "handed on"),
+    "a module looked into by name": (lambda: Model(lambda self, x: x * getattr(HERE, "SCA" + "LE")), "at hand"),
     "globals": (lambda: Model(lambda self, x: x * asked(lambda: globals()["SCALE"])), "globals"),
     "a global that is assigned": (lambda: Model(counted), "changes"),
     "a list that grows": (lambda: Model(lambda self, x: x * (NOTED.append(1) or 1)), "changes"),
