@@ -45,9 +45,9 @@ class Options:
 
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
     microbatches in an earlier try, `updates` when `train_step` updates
-    parameters, `cache` has what earlier processes captured, `shares` are those of ranks that pass unequal ones of the batch, `limit` is what
-    the whole step may take where the search is asked for less than that, or for anything. Raises `AutoparError` for a value that an option
-    does not have.
+    parameters, `cache` has what earlier processes captured, `shares` are those of ranks that pass unequal ones of the batch, `limit` is
+    what the whole step may take where the search is asked for less than that, or for anything. Raises `AutoparError` for a value that an
+    option does not have.
     """
 
     cluster: Cluster
