@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch import nn
 
-from autopar.cache.compiles import Call
 from autopar.driver.options import Options
 from autopar.errors import AutoparError, InputError
 from autopar.frontend.capture import capture
@@ -53,12 +52,7 @@ def captured(
         raise AutoparError("precision= and torch.autocast around the call both say what to compute in; leave one of them out")
     known = {} if known is None else known
     if number not in known:
-        call = Call(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
-
-        def make() -> Program:
-            return capture(call.model, call.args, call.kwargs, call.mesh, call.outputs, call.batch_dims)
-
-        known[number] = make() if options.cache is None else options.cache.captured(call, make)
+        known[number] = capture(model, args, kwargs, mesh.with_microbatches(number), options.outputs, dims)
     forward = known[number].copy()
     # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
     mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +13,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import outside_fake_modes
-from autopar.cache.compiles import CompileCache
 from autopar.captured import Captures, captured
 from autopar.checks.checker import Checker
 from autopar.cost.hardware.cluster import Cluster
@@ -96,7 +94,6 @@ def compile(
     recompute: str = "auto",
     offload: str | Offload | None = None,
     weights: UserWeights = None,
-    cache: bool | str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -148,8 +145,6 @@ def compile(
                     files, too
     weights         values for a model on meta: "init", by its own initialisers, the same on any mesh; a path of safetensors files, of
                     which each rank reads its part; "rank0", those of rank 0; see `Weights`
-    cache           a folder in which captures are kept for other processes, or True: ~/.cache/autopar/compiles, or under
-                    $AUTOPAR_CACHE. One is read where all that a capture could look at is the same, see docs/cache.md
 
     Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module`, `MeshError` for a mesh that
     cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that is not one graph,
@@ -202,7 +197,6 @@ def compile(
         recompute=recompute,
         versions=step_options.versions,
         offload=away,
-        cache=CompileCache.of(cache),
     )
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
@@ -221,7 +215,6 @@ def compile(
             by_name = here.by_name(logical, by_plan or bool(pins)) if is_open else ()
             known: Captures = {}
             from_first = None if isinstance(mesh, Mesh) else parallel.from_first
-            here = replace(here, cache=options.cache and options.cache.on_ranks(from_first))
 
             def compile_by(options: Options) -> Compiled:
                 return compile_call(model, logical, args, kwargs, options, pins, from_first, known)
@@ -343,7 +336,6 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
         updating=updating if updating is not schedule else None,
         budget=options.budget,
         offload=options.offload,
-        read_from=options.cache.file if options.cache is not None else "",
     )
 
 

@@ -87,7 +87,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         # After the keys, which tell attention of its dropout; the backward is of the same kernel.
         ChooseKernels.by(options.kernels, cluster.device.name, plan, options.chooses_kernels),
         # GLOBAL
-        TraceJoint(training, options.cache),
+        TraceJoint(training),
         HoldGradients(),  # right behind the trace: what is summed, and where, follows from dtypes
         DecomposeBatchNorm(),  # after the trace, for a backward in closed form: autograd's of the sums would take twice the ops
         DecomposeConvolutions(),  # after the trace, too: its backward op yields the bias gradient

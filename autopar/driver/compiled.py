@@ -101,7 +101,6 @@ class Compiled:
     stages    where the forward is cut, and what each stage takes; None where one microbatch runs through one stage
     budget    what a rank may hold, and whose optimizer state is counted
     offload   what was asked to lie elsewhere than on the device
-    read_from the file of the cache that the capture was read from; empty where it was made
     """
 
     forward: Program
@@ -120,7 +119,6 @@ class Compiled:
     schedule_steps: tuple[SchedulePassRun, ...] = ()
     budget: MemoryBudget = MemoryBudget()
     offload: Offload | None = None
-    read_from: str = ""
 
     def within(self, budget: MemoryBudget) -> Compiled:
         """The same, of which `budget` was asked for."""

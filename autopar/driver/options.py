@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
-from autopar.cache.compiles import CompileCache
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.errors import AutoparError
@@ -45,9 +44,8 @@ class Options:
 
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
     microbatches in an earlier try, `updates` when `train_step` updates
-    parameters, `cache` has what earlier processes captured, `shares` are those of ranks that pass unequal ones of the batch, `limit` is
-    what the whole step may take where the search is asked for less than that, or for anything. Raises `AutoparError` for a value that an
-    option does not have.
+    parameters, `shares` are those of ranks that pass unequal ones of the batch, `limit` is what the whole step may take where the search
+    is asked for less than that, or for anything. Raises `AutoparError` for a value that an option does not have.
     """
 
     cluster: Cluster
@@ -73,7 +71,6 @@ class Options:
     versions: WeightVersions | None = None
     offload: Offload | None = None
     limit: MemoryBudget | None = None
-    cache: CompileCache | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, exports_let_go, fake_mode, pytree
-from autopar.cache.recorded import note_problem, watched
 from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.caches import caches_kept_clean
@@ -115,8 +114,7 @@ def _exported(
         ):
             warnings.simplefilter("always")
             exported = torch.export.export(_Captured(model, places), args, kwargs, strict=True)
-        for name in warn_of_globals(str(warning.message) for warning in heard):
-            note_problem(f"forward changes {name}")
+        warn_of_globals(str(warning.message) for warning in heard)
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
         leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type
         with autocast_off():
@@ -184,8 +182,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
         before = dict(fakes)
-        with watched():
-            output = as_traced(lambda: torch.func.functional_call(model, fakes, fake_args, fake_kwargs))
+        output = as_traced(lambda: torch.func.functional_call(model, fakes, fake_args, fake_kwargs))
     # After the call torch has noted in `fakes` what the model set.
     buffers = {name for name, _ in model.named_buffers()}
     assigned = tuple(name for name, value in fakes.items() if name in buffers and value is not before[name])

@@ -127,8 +127,8 @@ def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float], but_
         )
 
 
-def warn_of_globals(heard: Iterable[str]) -> list[str]:
-    """Globals that forward changes (a list of losses), by what `torch.export` says: the program does not change them. Gives their names."""
+def warn_of_globals(heard: Iterable[str]) -> None:
+    """Globals that forward changes (a list of losses), by what `torch.export` says: the program does not change them."""
     found = [_GLOBAL.findall(text) for text in heard if "side effects happened" in text]
     own = [(module.replace("_dot_", "."), name) for places in found for module, name in places]
     names = [f"{name or 'a variable'} of {module}" for module, name in own if not _is_of_library(module)]
@@ -138,7 +138,6 @@ def warn_of_globals(heard: Iterable[str]) -> list[str]:
             "tensors without values): %s; return what is to be kept",
             ", ".join(dict.fromkeys(names)),
         )
-    return names
 
 
 def _is_of_library(module: str) -> bool:

@@ -61,7 +61,7 @@ def module_calls(node: Node, prefix: str = "model.") -> dict[str, str]:
 def user_frames(text: str) -> list[Source]:
     """The frames outside of torch and of this package in a printed stack, outermost first."""
     frames = [Source(frame["file"], int(frame["line"]), frame["code"].strip()) for frame in _FRAME.finditer(text)]
-    return [frame for frame in frames if not is_torchs(frame.file) and not is_ours(frame.file)]
+    return [frame for frame in frames if not is_torchs(frame.file) and not frame.file.startswith(_OWN)]
 
 
 def is_library(file: str) -> bool:
@@ -71,11 +71,6 @@ def is_library(file: str) -> bool:
 
 def is_torchs(file: str) -> bool:
     return file.startswith(_TORCH)
-
-
-def is_ours(file: str) -> bool:
-    """Whether a file is of this package."""
-    return file.startswith(_OWN)
 
 
 def _module_path(stack: Any, prefix: str) -> str:

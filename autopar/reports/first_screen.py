@@ -93,8 +93,6 @@ def _asked(compiled: Compiled) -> Iterator[str]:
             first = next(iter(step.decision.lines()), "")
             if first:
                 yield f'microbatches: {first.rstrip(":")} (explain(detail="microbatches"))'
-    if compiled.read_from:
-        yield f"the capture was read from {compiled.read_from}"
 
 
 def _parameters_title(found: list[Kind], hardware: Hardware, prices: bool) -> str:

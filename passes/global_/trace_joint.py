@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +16,6 @@ from torch.fx import Graph, Interpreter, Node
 from torch.fx.graph import CodeGen
 
 from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
-from autopar.cache.compiles import CompileCache
 from autopar.errors import CaptureError
 from autopar.graph.emit import Emitter
 from autopar.graph.overwrites import memory_of, sources_of, writers_of, written_by
@@ -33,20 +32,16 @@ class TraceJoint:
     """Trace a FORWARD program into GLOBAL form.
 
     With `training` the trainable parameters get gradients (and non-loss outputs take tangents); without, the program
-    is the forward alone. Parameters that the outputs do not depend on get no gradient. Of an equal program the trace may be in a `cache`.
+    is the forward alone. Parameters that the outputs do not depend on get no gradient.
 
     Reads: val. Writes: a new graph with val, PHASE, SOURCE. Ensures: form GLOBAL, functional ATen, forward before backward.
     """
 
     training: bool = True
-    cache: CompileCache | None = field(default=None, repr=False, compare=False)
     name: str = "trace joint"
 
     def apply(self, program: Program) -> Program:
-        if self.cache is None:
-            return trace_joint(program, self.training)
-        decompositions = tuple((str(op), f"{each.__module__}.{each.__qualname__}") for op, each in _DECOMPOSITIONS.items())
-        return self.cache.traced(program, (self.training, decompositions), lambda: trace_joint(program, self.training))
+        return trace_joint(program, self.training)
 
 
 def trace_joint(program: Program, training: bool) -> Program:
