@@ -183,14 +183,17 @@ class ListSchedule:
     def _missing(self, number: int) -> list[_Flight]:
         """The collectives that an instruction would wait for now, by itself or for what was postponed before it."""
         found: list[_Flight] = []
-        for one in self.before[number]:
-            if self.is_written[one]:
-                continue
-            flight = self.by_wait.get(one)
-            if flight is None:
-                found += self._missing(one)
-            elif self.arrival.get(flight.launch, math.inf) > self.now:
-                found.append(flight)
+        seen, stack = {number}, [number]
+        while stack:
+            for one in self.before[stack.pop()]:
+                if self.is_written[one] or one in seen:
+                    continue
+                seen.add(one)
+                flight = self.by_wait.get(one)
+                if flight is None:
+                    stack.append(one)
+                elif self.arrival.get(flight.launch, math.inf) > self.now:
+                    found.append(flight)
         return found
 
     def _may_be_postponed(self, number: int) -> bool:

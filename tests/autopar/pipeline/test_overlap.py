@@ -83,6 +83,13 @@ def test_what_waits_for_a_sum_lets_others_go_first_until_it_has_arrived() -> Non
     assert ordered(SUMS, Haste(postpones=False), seconds=9.0) == [str(each) for each in schedule(SUMS).instructions]
 
 
+def test_long_chains_that_wait_for_a_sum_are_ordered_in_no_time() -> None:
+    """Every layer is read by two instructions of the next: 2^60 ways lead back to the sum."""
+    layers = [f"RUN f (v{n}) -> (l{n})\nRUN f (v{n}) -> (r{n})\nRUN f (l{n}, r{n}) -> (v{n + 1})" for n in range(60)]
+    text = "\n".join(["RUN f (x) -> (a)", "LAUNCH reduce_scatter sum dp (a) -> v0", "WAIT v0", *layers, "RUN f (y) -> (c)"])
+    assert ordered(text, seconds=9.0)[2] == "RUN f (y) -> (c)"
+
+
 def test_no_more_is_gathered_ahead_than_is_said() -> None:
     """Both gathers would be launched at the start; there is room for one at a time."""
     text = """
