@@ -16,9 +16,8 @@ from autopar.runtime._torch import AllocatorLog
 from autopar.runtime.execute.call import Call
 from autopar.runtime.verify.tracked_memory import RankTrace, Tracker
 
-# Numbers beside the values: the step, the scale of a loss, what an op keeps of its arguments; and what threads of a process group hold a
-# moment longer.
-_SLACK_BYTES = 16384
+# Numbers beside the values: the step, the scale of a loss, what an op keeps of its arguments.
+_SCALARS_BYTES = 4096
 
 
 def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor]], device: str, counts_state: bool) -> None:
@@ -40,7 +39,7 @@ def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor
         found = [(rank, *_beyond(trace, call.schedules[rank], sizes, counts_state)) for rank, trace in tracker.traces().items()]
         everyone = found if call.world.is_virtual else [each for some in call.world.gather(found) for each in some]
         rank, size, where = max(everyone, key=lambda each: each[1])
-        if size > sizes.budget.capacity_bytes + _SLACK_BYTES:
+        if size > sizes.budget.capacity_bytes + _SCALARS_BYTES:
             raise MemoryBudgetError(
                 f"rank {rank} took {in_bytes(size)}, more than memory_budget={in_bytes(sizes.budget.capacity_bytes)}, during {where}. "
                 f"More was taken there than was predicted (parallel.memory()): leave a margin, memory_budget of "
