@@ -111,6 +111,7 @@ class _Comparison:
         for node in program.graph.nodes:
             if node in ORIGIN:
                 self.locals.setdefault(ORIGIN[node], []).append(node)
+        self._known_parts: dict[Node, set[Node]] = {}
 
     def run(self) -> Iterator[Violation]:
         for name, node in self.globals.items():
@@ -149,9 +150,11 @@ class _Comparison:
 
     def _parts(self, node: Node) -> set[Node]:
         """The LOCAL nodes that hold `node`; a call that does nothing locally is what it reads."""
-        if node.name in self.locals:
-            return set(self.locals[node.name])
-        return {part for operand in operands(node) for part in self._parts(operand)}
+        if node not in self._known_parts:
+            copies = self.locals.get(node.name)
+            above = (part for operand in operands(node) for part in self._parts(operand))
+            self._known_parts[node] = set(above if copies is None else copies)
+        return self._known_parts[node]
 
     def _tell(self, local: Node) -> str:
         text = f"the part of %{ORIGIN[local]}"

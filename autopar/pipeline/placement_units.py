@@ -125,10 +125,16 @@ class _Reading:
 
     def _nearest(self, units: dict[Node, int], node: Node, above: bool) -> set[int]:
         """The units of those readers of `node` that have one, through views and copied ops; `above`, of what it is made from."""
-        if node in units:
-            return {units[node]}
-        others = node.all_input_nodes if above else node.users
-        return {unit for other in others if PHASE.get(other) == "forward" for unit in self._nearest(units, other, above)}
+        found, seen, pending = set[int](), {node}, [node]
+        while pending:
+            each = pending.pop()
+            if each in units:
+                found.add(units[each])
+                continue
+            others = {other for other in (each.all_input_nodes if above else each.users) if PHASE.get(other) == "forward"}
+            pending += others - seen
+            seen |= others
+        return found
 
     def _grows(self, node: Node) -> bool:
         """Whether a view has more elements than what it shows."""

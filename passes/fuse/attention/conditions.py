@@ -69,19 +69,28 @@ class Documents:
 
 
 def conjunction(condition: AnyCondition, labels: Labels, constants: Constants) -> list[AnyCondition]:
-    """Conditions all of which hold where `condition` does: itself where it is none of several."""
-    node, layout = condition.node, condition.layout
-    if node.op != "call_function" or not _is_bool(node):
+    """Conditions all of which hold where `condition` does: itself where it is none of several. Each is there once."""
+    seen = set[AnyCondition]()  # of x & f(x) both operands lead to x
+
+    def parts(condition: AnyCondition) -> list[AnyCondition]:
+        known = replace(condition, layout=labels.layout(condition.layout))
+        if known in seen:
+            return []
+        seen.add(known)
+        node, layout = condition.node, condition.layout
+        if node.op != "call_function" or not _is_bool(node):
+            return [condition]
+        if node.target in _NOTS and _is_bool(node.args[0]):
+            return parts(replace(condition, node=node_at(node, 0), attends=not condition.attends))
+        if node.target in (_ANDS if condition.attends else _ORS) and all(_is_bool(operand) for operand in node.args):
+            each = (replace(condition, node=part, layout=broadcast_to(layout, tensor_of(part).shape)) for part in arguments(node))
+            return [part for operand in each for part in parts(operand)]
+        inner = _unmoved(node, layout, labels, constants)
+        if inner is not None and _is_bool(inner[0]):
+            return parts(replace(condition, node=inner[0], layout=inner[1]))
         return [condition]
-    if node.target in _NOTS and _is_bool(node.args[0]):
-        return conjunction(replace(condition, node=node_at(node, 0), attends=not condition.attends), labels, constants)
-    if node.target in (_ANDS if condition.attends else _ORS) and all(_is_bool(operand) for operand in node.args):
-        each = (replace(condition, node=part, layout=broadcast_to(layout, tensor_of(part).shape)) for part in arguments(node))
-        return [part for operand in each for part in conjunction(operand, labels, constants)]
-    inner = _unmoved(node, layout, labels, constants)
-    if inner is not None and _is_bool(inner[0]):
-        return conjunction(replace(condition, node=inner[0], layout=inner[1]), labels, constants)
-    return [condition]
+
+    return parts(condition)
 
 
 def documents_at(condition: Condition, wanted: Layout, labels: Labels, constants: Constants) -> Documents | None:

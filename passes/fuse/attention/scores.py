@@ -96,9 +96,21 @@ def _is_computed(product: Node) -> bool:
 class _Walk:
     def __init__(self, labels: Labels, keys: tuple[int, ...], constants: Constants) -> None:
         self._labels, self._keys, self._constants = labels, keys, constants
+        self._refused: dict[tuple[Node, Layout, bool], NotFusible] = {}
 
     def up(self, node: Node, layout: Layout, factor: float) -> Scores:
         """`factor` multiplies what `node` holds before it reaches the softmax."""
+        # Of x + f(x) the walk comes to x by both operands, to what is above it by four ways, and so on. What was no scores is none again:
+        # of the factor it only matters whether it is zero.
+        place = node, self._labels.layout(layout), factor == 0.0
+        if place not in self._refused:
+            try:
+                return self._read(node, layout, factor)
+            except NotFusible as reason:
+                self._refused[place] = reason
+        raise self._refused[place]
+
+    def _read(self, node: Node, layout: Layout, factor: float) -> Scores:
         if is_contraction(node):
             return self._product(node, layout, factor)
         inner = above(node, layout, self._labels) or self._unchanged(node, layout)

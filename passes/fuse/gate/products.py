@@ -101,16 +101,22 @@ def _past(node: Node, constants: Constants) -> tuple[Node, float] | None:
 
 def polynomial(value: Any, variable: set[Node], constants: Constants, interior: set[Node]) -> Polynomial | None:
     """`value` in terms of the nodes `variable`, which all hold the same. `interior` gets the nodes between."""
-    if isinstance(value, Node) and value in variable:
-        return Polynomial((0.0, 1.0))
-    if not isinstance(value, Node) or tensor_of(value).numel() == 1:
-        number = constants.number(value)
-        return None if number is None or not math.isfinite(number) else Polynomial((number,))
-    found = _of_node(value, lambda operand: polynomial(operand, variable, constants, interior), constants)
-    if found is None or found.degree() > _MOST_DEGREES:
-        return None
-    interior.add(value)
-    return found.trim()
+    known: dict[Node, Polynomial | None] = {}  # of x + f(x) both operands lead to x
+
+    def of(value: Any) -> Polynomial | None:
+        if isinstance(value, Node) and value in variable:
+            return Polynomial((0.0, 1.0))
+        if not isinstance(value, Node) or tensor_of(value).numel() == 1:
+            number = constants.number(value)
+            return None if number is None or not math.isfinite(number) else Polynomial((number,))
+        if value not in known:
+            found = _of_node(value, of, constants)
+            known[value] = None if found is None or found.degree() > _MOST_DEGREES else found.trim()
+            if known[value] is not None:
+                interior.add(value)
+        return known[value]
+
+    return of(value)
 
 
 def _of_node(node: Node, of: Callable[[Any], Polynomial | None], constants: Constants) -> Polynomial | None:

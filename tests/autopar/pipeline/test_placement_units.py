@@ -187,3 +187,25 @@ def test_the_backward_of_a_product_is_in_its_unit() -> None:
     _, _, found = decoder()
     (unit,) = (n for n, unit in enumerate(found.line.units) if unit.name == "layers.1.down aten.mm")
     assert sum(str(node.target) == "aten.mm.default" for node in found.nodes[unit]) == 3
+
+
+def test_a_buffer_behind_a_chain_of_diamonds_takes_no_time() -> None:
+    """2^60 ways lead from what the buffer becomes, through calls that every stage makes for itself, to what it is made of."""
+
+    class Counting(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("count", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            count = x[0] * 1
+            for _ in range(60):
+                count = count - 0.5 * count
+            self.count.copy_(count)
+            return self.second(self.first(x).relu()).square().mean()
+
+    program, cost = captured(Counting(), torch.zeros(BATCH, WIDTH))
+    assert len(line_of(program, cost).line.units) > 2

@@ -184,3 +184,26 @@ def test_a_mask_that_out_has_written_is_read_as_it_is() -> None:
     values = values_of(program, form.module())
     found = [results(each, values, True, ["it"])["it"] for each in (program, after)]
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+
+
+def test_chains_of_diamonds_take_no_time() -> None:
+    """Of x + f(x), 60 times over, there are 2^60 ways from the softmax to the first x, and so there are for conditions."""
+
+    def summed(m: Any) -> Tensor:
+        scores = m.query.sin()
+        for _ in range(60):
+            scores = scores + 0.5 * scores
+        return scores.softmax(-1) @ m.value
+
+    def masked(m: Any) -> Tensor:
+        hidden = m.query[0, 0, :, :1] > m.query[0, 0, :, :1].mT
+        for _ in range(60):
+            hidden = hidden | ~~hidden
+        return (m.query @ m.key.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ m.value
+
+    found: list[int] = []
+    for compute in (summed, masked):
+        shapes = {"query": (1, 2, 8, 8), "key": (1, 2, 8, 8), "value": (1, 2, 8, 8)}
+        _, _, after = fused(FuseAttention(), attending(compute, **shapes).module())
+        found.append(targets(after).count(attention))
+    assert found == [0, 1]

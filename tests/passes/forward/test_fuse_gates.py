@@ -75,3 +75,14 @@ def test_a_linear_keeps_its_own_bias() -> None:
 
     _, decision, after = fused(FuseGates(), Perceptron())
     assert not decision.found and targets(after) == [aten.linear.default, aten.relu.default]
+
+
+def test_a_polynomial_of_sixty_diamonds_takes_no_time() -> None:
+    def compute(m: Any) -> Tensor:
+        y = m.x
+        for _ in range(60):
+            y = y - 0.5 * y
+        return 0.5 * m.x * (1.0 + torch.tanh(y))
+
+    _, decision, after = fused(FuseGates(is_asked=False), Computing(compute, {"x": (2, 8)}))
+    assert not decision.fused and aten.tanh.default in targets(after)
