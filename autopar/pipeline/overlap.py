@@ -155,6 +155,8 @@ class ListSchedule:
         self.now, self.ahead_bytes = 0.0, 0
         self.free: dict[str, float] = defaultdict(float)
         self.arrival: dict[int, float] = {}  # by number of the LAUNCH
+        # By number of what is postponed one of the collectives that it waits for.
+        self.awaited: dict[int, _Flight] = {}
         # How many instructions each collective still waits for, and those that wait for none, by when they are due.
         self.blocking = {each.launch: len(self.before[each.launch].difference(each.makers)) for each in self.flights}
         self.ready = [(each.due, each.latest, each.launch) for each in self.flights if not self.blocking[each.launch]]
@@ -175,10 +177,19 @@ class ListSchedule:
                 heapq.heappush(self.ready, each)
 
     def _write_arrived(self, number: int) -> bool:
-        """Write what was postponed if nothing keeps it waiting any more."""
-        if not self.is_written[number] and not self._missing(number):
-            self._write(number)
+        """Write what was postponed if nothing keeps it waiting any more.
+
+        What it waited for keeps it waiting until it is there: what lies between would not have been written without it.
+        """
+        if not self.is_written[number] and not self._is_missing(self.awaited[number]):
+            if missing := self._missing(number):
+                self.awaited[number] = missing[0]
+            else:
+                self._write(number)
         return self.is_written[number]
+
+    def _is_missing(self, flight: _Flight) -> bool:
+        return not self.is_written[flight.wait] and self.arrival.get(flight.launch, math.inf) > self.now
 
     def _missing(self, number: int) -> list[_Flight]:
         """The collectives that an instruction would wait for now, by itself or for what was postponed before it."""
@@ -192,7 +203,7 @@ class ListSchedule:
                 flight = self.by_wait.get(one)
                 if flight is None:
                     stack.append(one)
-                elif self.arrival.get(flight.launch, math.inf) > self.now:
+                elif self._is_missing(flight):
                     found.append(flight)
         return found
 
@@ -200,7 +211,10 @@ class ListSchedule:
         if not self.haste.postpones or not isinstance(self.instructions[number], (Run, Add)):
             return False
         missing = self._missing(number)
-        return bool(missing) and all(each.is_early for each in missing)
+        if not missing or not all(each.is_early for each in missing):
+            return False
+        self.awaited[number] = missing[0]
+        return True
 
     def _write(self, number: int) -> None:
         """Write an instruction behind all that it follows."""
