@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch._dynamo import functional_export, trace_rules
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.utils import get_real_value
+from torch._dynamo.variables import builder
+from torch._dynamo.variables import tensor as tensor_variables
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -74,6 +77,7 @@ __all__ = [
     "joint_graph",
     "leaves_behind",
     "outside_fake_modes",
+    "parameters_not_copied",
     "pytree",
     "schema_of",
     "writes_operands",
@@ -109,15 +113,9 @@ def empty_as(value: torch.Tensor, dtype: torch.dtype | None = None, device: Any 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
-@contextmanager
-def fake_errors_quiet() -> Generator[None]:
+def fake_errors_quiet() -> AbstractContextManager[None]:
     """While this is entered, what fails on fake tensors is not logged, whoever handles it."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was_disabled
+    return _attribute_set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def outside_fake_modes() -> AbstractContextManager[Any]:
@@ -226,8 +224,9 @@ def apply_custom_function(forward: GraphModule, backward: GraphModule, operands:
     return autograd_function_apply(forward, backward, *operands, **options)
 
 
-@contextmanager
-def custom_functions_replaced(by: Callable[[GraphModule, GraphModule, Sequence[Any], Mapping[str, Any]], Any]) -> Generator[None]:
+def custom_functions_replaced(
+    by: Callable[[GraphModule, GraphModule, Sequence[Any], Mapping[str, Any]], Any],
+) -> AbstractContextManager[None]:
     """While this is entered, `by(forward, backward, operands, options)` stands for each custom function that is traced into a graph.
 
     Dynamo's own runs, which learn whether results require gradients, see the real thing.
@@ -239,11 +238,7 @@ def custom_functions_replaced(by: Callable[[GraphModule, GraphModule, Sequence[A
             return original(self, fwd, bwd, *operands, **options)
         return by(fwd, bwd, operands, options)
 
-    AutogradFunctionApply.__call__ = call
-    try:
-        yield
-    finally:
-        AutogradFunctionApply.__call__ = original
+    return _attribute_set(AutogradFunctionApply, "__call__", call)
 
 
 @contextmanager
@@ -285,13 +280,12 @@ def _attribute_set(owner: Any, name: str, value: Any) -> Generator[None]:
         setattr(owner, name, before)
 
 
-@contextmanager
-def checkpoints_called() -> Generator[None]:
+def checkpoints_called() -> AbstractContextManager[None]:
     """While this is entered, what is under `torch.utils.checkpoint` is traced as a plain call.
 
     Each call that is traced there has the number of its region, the outermost, under torch's own name for it.
     """
-    original, numbers, inside = TagActivationCheckpoint.__call__, itertools.count(), list[int]()
+    numbers, inside = itertools.count(), list[int]()
 
     def call(self: TagActivationCheckpoint, gmod: GraphModule, *operands: Any, **options: Any) -> Any:
         is_outermost = get_proxy_mode() is not None and not inside
@@ -308,11 +302,7 @@ def checkpoints_called() -> Generator[None]:
             if is_outermost:
                 inside.clear()
 
-    TagActivationCheckpoint.__call__ = call
-    try:
-        yield
-    finally:
-        TagActivationCheckpoint.__call__ = original
+    return _attribute_set(TagActivationCheckpoint, "__call__", call)
 
 
 def min_cut_graphs(model: torch.nn.Module, share: float) -> Callable[..., Any]:
@@ -371,29 +361,36 @@ def _errors_unchecked() -> Generator[None]:
         effect.register(before)
 
 
-@contextmanager
-def compiling() -> Generator[None]:
+def compiling() -> AbstractContextManager[None]:
     """While this is entered, `torch.compiler.is_compiling()` is true, as it is for what Dynamo traces."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        yield
-    finally:
-        torch.compiler._is_compiling_flag = before
+    return _attribute_set(torch.compiler, "_is_compiling_flag", True)
 
 
-@contextmanager
-def constraints_unchecked() -> Generator[None]:
+def constraints_unchecked() -> AbstractContextManager[None]:
     """While this is entered, `torch.export` does not check its dynamic dims against what it traced.
 
     The check writes the guards of all shapes as text, which takes a quarter of an export. Only for exports without dynamic dims.
     """
-    original = getattr(functional_export, _CONSTRAINT_CHECK, None)
-    if original is None:
+    is_there = hasattr(functional_export, _CONSTRAINT_CHECK)
+    return _attribute_set(functional_export, _CONSTRAINT_CHECK, lambda *_: None) if is_there else nullcontext()
+
+
+@contextmanager
+def parameters_not_copied() -> Generator[None]:
+    """While this is entered, Dynamo copies a parameter that it exports when its values are asked for: else it copies each twice.
+
+    Under a transform of torch.func it does as ever: there a copy fails, and that is what refuses a module with parameters.
+    """
+    copied, value_of = builder._clone_input, get_real_value
+
+    def kept(value: Any, mode: Any) -> Any:
+        is_plain = type(value) is torch.nn.Parameter and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
+        return value if is_plain else copied(value, mode)
+
+    def copied_value_of(node: Any, tracer: Any) -> Any:
+        asked = {each: value for each, value in tracer.real_value_cache.items() if type(value) is torch.nn.Parameter}
+        tracer.real_value_cache.update({each: copied(value, None) for each, value in asked.items()})
+        return value_of(node, tracer)
+
+    with _attribute_set(builder, "_clone_input", kept), _attribute_set(tensor_variables, "get_real_value", copied_value_of):
         yield
-        return
-    setattr(functional_export, _CONSTRAINT_CHECK, lambda *_: None)
-    try:
-        yield
-    finally:
-        setattr(functional_export, _CONSTRAINT_CHECK, original)

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import checkpoints_called, constraints_unchecked, data_detached, exports_let_go, fake_mode, pytree
+from autopar._torch import (
+    checkpoints_called,
+    constraints_unchecked,
+    data_detached,
+    exports_let_go,
+    fake_mode,
+    parameters_not_copied,
+    pytree,
+)
 from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.caches import caches_kept_clean
@@ -103,7 +111,7 @@ def _exported(
     autocast: Autocast | None,
 ) -> Program:
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
-    with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked():
+    with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked(), parameters_not_copied():
         with (
             checkpoints_called(),
             explained(model),

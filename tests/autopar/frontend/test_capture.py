@@ -21,6 +21,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.keys import SOURCE
 from autopar.ir.program import Form, Program
 from autopar.passes.global_.trace_joint import TraceJoint
+from autopar.runtime._torch import AllocatorLog
 from tests.support.models.layer import MESH, Layer, X, Y, assert_as_model, of
 from tests.support.models.zoo import ZOO
 from tests.support.programs import assert_close, inputs_of, run, run_forward
@@ -308,3 +309,27 @@ def test_what_others_export_is_checked_by_torch_after_a_capture() -> None:
         capture(OfFour(), (torch.ones(4, 2),), {}, MESH)
     with pytest.raises(Exception, match="Constraints violated"):
         torch.export.export(OfFour(), (torch.ones(4, 3),), dynamic_shapes={"x": {0: torch.export.Dim("n")}}, strict=True)
+
+
+def test_parameters_are_not_copied() -> None:
+    """Dynamo would copy each twice, and torch.export hold the copies while it traces."""
+    model = nn.Linear(2048, 2048, bias=False)
+    with AllocatorLog() as log:
+        capture(model, (torch.zeros(2, 2048),), {}, MESH)
+    assert max(size for _, size in log.events) < 2048 * 2048 * 4
+
+
+def test_what_asks_for_a_parameter_itself_gets_a_copy() -> None:
+    @torch.compiler.assume_constant_result
+    def size(value: Tensor) -> int:
+        value.detach().zero_()
+        return value.numel()
+
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) / size(self.weight)
+
+    model = Scaled(4, 4)
+    before = model.weight.detach().clone()
+    capture(model, (torch.randn(2, 4),), {}, MESH)
+    assert model.weight.equal(before)
