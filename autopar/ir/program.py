@@ -140,15 +140,7 @@ class Program:
     reduce: torch.dtype | None = None
 
     def copy(self, **changes: Any) -> Program:
-        graph = Graph()
-        mapping: dict[Node, Node] = {}
-        result = graph.graph_copy(self.graph, mapping)
-        graph.output(result)
-        for old, new in mapping.items():
-            new.meta = dict(old.meta)
-            new.name = old.name
-        graph.output_node().meta = dict(self.graph.output_node().meta)
-        return replace(self, graph=graph, **changes)
+        return replace(self, graph=_copied(self.graph), **changes)
 
     @property
     def placeholders(self) -> tuple[Node, ...]:
@@ -197,6 +189,30 @@ class Program:
             if node.name == name:
                 return node
         raise AutoparError(f"no node named {name!r} in this {self.form.value} program")
+
+
+def _copied(graph: Graph) -> Graph:
+    """A copy of `graph`, names and what stands on its nodes included.
+
+    As `Graph.graph_copy`, in less than half of the time: arguments are given once a node is there, since those that a node is made with are
+    searched for symbols, and what stands on a node is written into what it has.
+    """
+    found = Graph()
+    mapping: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            new = found.output(torch.fx.map_arg(node.args[0], mapping.__getitem__))
+        else:
+            mapping[node] = new = found.create_node(node.op, node.target, None, None, node.name, node.type)
+            if node.args:
+                new.args = torch.fx.map_arg(node.args, mapping.__getitem__)
+            if node.kwargs:
+                new.kwargs = torch.fx.map_arg(node.kwargs, mapping.__getitem__)
+        new.meta.update(node.meta)
+    for node, new in mapping.items():
+        if new.name != node.name:
+            new.name = node.name
+    return found
 
 
 def _are_equal(node: Node, other: Node) -> bool:
