@@ -117,7 +117,8 @@ def space_of(node: Node) -> Space:
     factors: tuple[Factor, ...] = ()
     if rule is not None:
         found = _view_factors(sources[0], results[0]) if rule.view else _label_factors(rule, sources, results)
-        factors = tuple(replace(factor, is_batch=_is_batch(node, factor)) for factor in found)
+        batches = _batches(node, len(results))
+        factors = tuple(replace(factor, is_batch=True) if _is_batch(factor, batches) else factor for factor in found)
     return Space(
         tuple(len(flat(dims)) for dims in sources),
         tuple(len(flat(dims)) if there else None for dims, there in zip(results, present, strict=True)),
@@ -199,14 +200,18 @@ def _leading(atoms: tuple[int, ...], size: int) -> tuple[int, ...] | None:
     return None
 
 
-def _is_batch(node: Node, factor: Factor) -> bool:
+def _batches(node: Node, num_results: int) -> tuple[tuple[int, ...], ...]:
+    """The atoms that carry the batch, of each operand and each result."""
     if node.target is operator.getitem:
         source = node.args[0]
         assert isinstance(source, Node)
-        batches = [BATCH[source][int_at(node, 1)] if source in BATCH else ()]
+        read = [BATCH[source][int_at(node, 1)] if source in BATCH else ()]
     else:
-        batches = [BATCH[operand][0] if operand in BATCH else () for operand in operands(node)]
-    batches += BATCH.get(node) or ((),) * len(factor.results)
+        read = [BATCH[operand][0] if operand in BATCH else () for operand in operands(node)]
+    return (*read, *(BATCH.get(node) or ((),) * num_results))
+
+
+def _is_batch(factor: Factor, batches: tuple[tuple[int, ...], ...]) -> bool:
     return any(position in batch for position, batch in zip(factor.operands + factor.results, batches, strict=True))
 
 
