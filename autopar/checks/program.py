@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -24,20 +24,19 @@ from autopar.ir.program import Form, Input, Output, Program, results_of
 from autopar.ir.sharding import shape_of
 
 
-@dataclass(frozen=True)
-class TensorMetadata:
+class TensorMetadata(NamedTuple):
     """All that an op's result depends on besides data, or that it yields: shape, strides, dtype, device."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    device: str
+    device: torch.device
     offset: int = 0
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorMetadata:
-        shape, strides = tuple(int(n) for n in tensor.shape), tuple(int(n) for n in tensor.stride())
-        return TensorMetadata(shape, strides, tensor.dtype, str(tensor.device), int(tensor.storage_offset()))
+        shape, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
+        return TensorMetadata(shape, strides, tensor.dtype, tensor.device, int(tensor.storage_offset()))
 
     def equals(self, other: TensorMetadata, strides: bool) -> bool:
         if (self.shape, self.dtype, self.device) != (other.shape, other.dtype, other.device):
@@ -78,9 +77,13 @@ class Values:
     tensors: dict[TensorMetadata, torch.Tensor] = field(default_factory=dict)
     own: dict[Any, Outcome] = field(default_factory=dict)
 
-    def of(self, node: Node) -> Outcome:
-        """The metadata of the results of `node` (None where one is no tensor), or why it cannot run."""
-        key = (node.target, _key(node.args), _key(node.kwargs), torch.get_default_dtype())
+    def of(self, node: Node, described: dict[Node, Any] | None = None) -> Outcome:
+        """The metadata of the results of `node` (None where one is no tensor), or why it cannot run.
+
+        `described` is what `_key` makes of operands; what it lacks is added.
+        """
+        described = {} if described is None else described
+        key = (node.target, _key(node.args, described), _key(node.kwargs, described), torch.get_default_dtype())
         # A user's own function lives as long as its program: what it yields is for this checker alone.
         known = self.known if isinstance(node.target, OpOverload) else self.own
         found = known.get(key)
@@ -124,18 +127,20 @@ def _mapped(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return make(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, make, value)
 
 
-def _key(value: Any) -> Any:
-    """A hashable stand-in for an argument; nodes count by the metadata of their values."""
+def _key(value: Any, described: dict[Node, Any]) -> Any:
+    """A hashable stand-in for an argument; nodes count by the metadata of their values, which go into `described`."""
     if isinstance(value, Node):
-        return _key(value.meta.get("val"))
+        if value not in described:
+            described[value] = _key(value.meta.get("val"), described)
+        return described[value]
     if isinstance(value, torch.Tensor):
         return TensorMetadata.of(value)
     if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *(_key(item) for item in value))
+        return (type(value).__name__, *[_key(item, described) for item in value])
     if isinstance(value, dict):
-        return tuple((name, _key(item)) for name, item in value.items())
+        return tuple([(name, _key(item, described)) for name, item in value.items()])
     if isinstance(value, slice):
-        return ("slice", _key(value.start), _key(value.stop), _key(value.step))
+        return ("slice", *[_key(item, described) for item in (value.start, value.stop, value.step)])
     # 1, 1.0 and True are equal in Python and different to an op.
     return (type(value), repr(value)) if isinstance(value, (bool, int, float)) else value
 
@@ -201,15 +206,16 @@ def _shape(item: Input | Output, program: Program) -> tuple[int, ...]:
 def _values(program: Program, values: Values) -> Iterator[Violation]:
     # Composite ops of FORWARD choose strides by backend and grad mode, and the joint trace computes them anew.
     strides = program.form is not Form.FORWARD
+    described: dict[Node, Any] = {}  # the metadata of each value, which its readers ask for as well
     for node in program.graph.nodes:
         if node.op != "call_function" or any(operand.op == "get_attr" for operand in node.all_input_nodes):
             continue
-        outcome = values.of(node)
+        outcome = values.of(node, described)
         if isinstance(outcome, str):
             yield Violation("the op does not run on its operands", at(node), got=outcome, fix="adapt its arguments to its operands' shapes")
             continue
-        claimed = tuple(None if result is None else TensorMetadata.of(result) for result in results_of(node))
-        if not _all_equal(outcome, claimed, strides):
+        claimed = _claimed(node, described)
+        if outcome != claimed and not _all_equal(outcome, claimed, strides):
             yield Violation(
                 "the node's value is not what its op computes",
                 at(node),
@@ -217,6 +223,13 @@ def _values(program: Program, values: Values) -> Iterator[Violation]:
                 _describe(claimed, strides),
                 "set meta['val'] from the op and its operands",
             )
+
+
+def _claimed(node: Node, described: dict[Node, Any]) -> tuple[TensorMetadata | None, ...]:
+    found = _key(node, described)
+    if isinstance(found, TensorMetadata):
+        return (found,)
+    return tuple(None if result is None else TensorMetadata.of(result) for result in results_of(node))
 
 
 def _all_equal(first: tuple[TensorMetadata | None, ...], second: tuple[TensorMetadata | None, ...], strides: bool) -> bool:
