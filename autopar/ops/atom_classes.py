@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable
+from collections.abc import Collection
 
 from networkx.utils import UnionFind
 from torch.fx import Graph, Node
 
 from autopar.ir.arguments import int_at, node_at
 from autopar.ir.program import operands
-from autopar.ops.strategies import Factor, factors_of, signature_of
+from autopar.ops.strategies import Factor, Spaces
 
 # (node, which of its results, position among the atoms of that result)
 Atom = tuple[Node, int, int]
 
 
 class AtomClasses:
-    """Atoms that some op splits together."""
+    """Atoms that some op splits together. `spaces` are those of the ops."""
 
     def __init__(self) -> None:
         self._sets = UnionFind()
+        self.spaces = Spaces()
 
     @staticmethod
     def of(graph: Graph, apart: Collection[Node] = ()) -> AtomClasses:
         """The classes in a graph whose nodes have DIMS. Through what is `apart` nothing else is joined."""
         classes = AtomClasses()
-        known: dict[Hashable, tuple[Factor, ...]] = {}
         for node in graph.nodes:
             if node.op == "call_function":
-                sources, signature = read_by(node), signature_of(node)
-                if signature not in known:
-                    known[signature] = factors_of(node)
-                for factor in known[signature]:
+                sources = read_by(node)
+                for factor in classes.spaces.of(node).factors:
                     atoms = [atom for atom in atoms_of(node, factor, sources) if node in apart or atom[0] not in apart]
                     classes.join(*atoms)
         return classes

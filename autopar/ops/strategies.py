@@ -129,6 +129,22 @@ def space_of(node: Node) -> Space:
     )
 
 
+class Spaces:
+    """The spaces of the calls of a graph that nobody changes meanwhile, each derived once for all calls of its signature."""
+
+    def __init__(self) -> None:
+        self._of: dict[Node, Space] = {}
+        self._known: dict[Hashable, Space] = {}
+
+    def of(self, node: Node) -> Space:
+        if node not in self._of:
+            signature = signature_of(node)
+            if signature not in self._known:
+                self._known[signature] = space_of(node)
+            self._of[node] = self._known[signature]
+        return self._of[node]
+
+
 def _passed(node: Node) -> tuple[ReductionKind, ...]:
     """The kinds, other than sums, by which the result that a getitem selects may be unreduced."""
     producer, result = node.args

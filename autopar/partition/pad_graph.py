@@ -20,7 +20,7 @@ from autopar.ops.atom_classes import Atom, AtomClasses, atoms_of, read_by
 from autopar.ops.localise import LocalBuilder
 from autopar.ops.padded_ops import LOOKUPS, can_be_padded, classes_of, inside, keeps_clean, mask, pad, padded_call, unpad, with_atoms
 from autopar.ops.rules.labels import aten, value_of
-from autopar.ops.strategies import Factor, Space, operand_dims, space_of
+from autopar.ops.strategies import Factor, Space, operand_dims
 
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
 
@@ -35,7 +35,7 @@ def padded_program(program: Program, paddings: Mapping[str, Padding], classes: A
 
 def covered(node: Node, classes: AtomClasses) -> tuple[set[Atom], set[Atom]]:
     """The classes of the atoms at `node` that it could split, whole, and of those that it could not."""
-    space = space_of(node)
+    space = classes.spaces.of(node)
     free, blocked = set[Atom](), set[Atom]()
     tensors = [(source, dims) for source, dims in zip(read_by(node), operand_dims(node), strict=True)]
     tensors += [((node, result), dims) for result, dims in enumerate(DIMS[node])]
@@ -128,14 +128,14 @@ class _Rewrite:
             return node.args[0] in self.padded
         if any(root in self.padded_sizes for root in covered(node, self.classes)[1]):
             return False
-        space = space_of(node)
+        space = self.classes.spaces.of(node)
         return all(can_be_masked(node, factor, space) for factor in space.factors if self._is_padded(node, factor))
 
     def _is_padded(self, node: Node, factor: Factor) -> bool:
         return any(self.classes.find(atom) in self.padded_sizes for atom in atoms_of(node, factor, read_by(node)))
 
     def _run_padded(self, node: Node) -> None:
-        space, last = space_of(node), self._last()
+        space, last = self.classes.spaces.of(node), self._last()
         read = tuple(self._operand(node, index, space) for index in range(len(space.operands)))
         padded = tuple(self._padded_dims(node, index, dims) for index, dims in enumerate(DIMS[node]))
         made = padded_call(node, padded, read, self.builder, self.old.mesh)

@@ -16,7 +16,7 @@ from autopar.ir.padding import Padding
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, flat
 from autopar.ops.atom_classes import Atom, AtomClasses
-from autopar.ops.lookup import rule_of
+from autopar.ops.lookup import registered_rule
 from autopar.ops.padded_ops import with_atoms
 from autopar.partition.pad_graph import covered, padded_program
 from autopar.passes.global_.find_atoms import FindAtoms
@@ -145,16 +145,16 @@ def _worth_it(program: Program, classes: AtomClasses, sizes: set[int], least: fl
         if item.kind == "batch":
             for position in range(len(flat(DIMS[node][0]))):
                 found.pop(classes.find((node, 0, position)), None)
-    work: dict[Atom, float] = {}
+    work, total = dict[Atom, float](), 0.0
     for node in program.graph.nodes:
         if node.op == "call_function":
             free, others = covered(node, classes)
-            for root in free if (flops := _flops(node)) else ():
+            total += (flops := _flops(node))
+            for root in free if flops else ():
                 work[root] = work.get(root, 0.0) + flops
             for root in others:
                 found.pop(root, None)
-    enough = least * work_of(program)
-    return {root: size for root, size in found.items() if work.get(root, 0.0) > enough}
+    return {root: size for root, size in found.items() if work.get(root, 0.0) > least * total}
 
 
 def work_of(program: Program) -> float:
@@ -163,7 +163,7 @@ def work_of(program: Program) -> float:
 
 
 def _flops(node: Node) -> float:
-    rule = rule_of(node)
+    rule = registered_rule(node)  # of a contraction; what has none has no FLOPs that count
     return rule.flops if rule is not None else 0.0
 
 
