@@ -30,13 +30,14 @@ def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[set[
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
     containers = [value for _, kept in modules for value in kept.values() if type(value) in _CONTAINERS]
     contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
+    old = {id(container): content for container, content in contents}
     written: set[str] = set()
     try:
         yield written
     finally:
         for path, (attributes, kept) in zip(paths, modules, strict=True):
-            written.update(f"{path}.{name}".lstrip(".") for name in _written(attributes, kept, contents))
-        installed = [_installed(attributes, kept, contents) for attributes, kept in modules] if but_hooks else []
+            written.update(f"{path}.{name}".lstrip(".") for name in _written(attributes, kept, old))
+        installed = [_installed(attributes, kept, old) for attributes, kept in modules] if but_hooks else []
         for container, content in [*modules, *contents]:
             container.clear()
             container.extend(content) if isinstance(container, list) else container.update(content)
@@ -61,12 +62,12 @@ def num_hooks(model: nn.Module) -> int:
     return sum(len(vars(module)[name]) for module in model.modules() for name in _HOOKS)
 
 
-def _written(attributes: dict[str, Any], before: dict[str, Any], contents: list[tuple[Any, Any]]) -> set[str]:
-    """The names that hold another value than before, or a container of other contents; hooks and what torch keeps apart are none.
+def _written(attributes: dict[str, Any], before: dict[str, Any], old: dict[int, Any]) -> set[str]:
+    """The names that hold another value than before, or a container of other contents than the `old` one of its id; hooks and what torch
+    keeps apart are none.
 
     Nor are flags: a forward that has run once may be another one (a lazy initialisation), and is so for good.
     """
-    old = {id(container): content for container, content in contents}
     found = {name for name in {**before, **attributes} if attributes.get(name, old) is not before.get(name, old)}
     found |= {name for name, value in before.items() if id(value) in old and _items(value) != _items(old[id(value)])}
     return {name for name in found if not isinstance(before.get(name), bool)} - set(vars(nn.Module()))
@@ -79,10 +80,9 @@ def _items(container: Any) -> list[int]:
 
 
 def _installed(
-    attributes: dict[str, Any], before: dict[str, Any], contents: list[tuple[Any, Any]]
+    attributes: dict[str, Any], before: dict[str, Any], old: dict[int, Any]
 ) -> tuple[dict[str, dict[int, Any]], dict[str, bool]]:
-    """The hooks that a module got, by the attribute that has them, and its new or changed flags."""
-    old = {id(container): content for container, content in contents}
+    """The hooks that a module got, by the attribute that has them, and its new or changed flags; `old` are contents by a container's id."""
     held = {name: attributes[name] for name in _HOOKS if name in attributes}
     hooks = {name: {key: hook for key, hook in hooks.items() if key not in old.get(id(hooks), {})} for name, hooks in held.items()}
     flags = {name: value for name, value in attributes.items() if isinstance(value, bool) and before.get(name) is not value}
