@@ -118,8 +118,11 @@ class Work:
 
     def holding(self, output: Output) -> frozenset[int]:
         """The stages that read the parameter of a gradient; of another output none."""
-        parameters = (node for item, node in self.program.named_inputs() if (item.kind, item.name) == ("parameter", output.name))
-        return self.reading(next(parameters)) if output.kind == "gradient" else frozenset()
+        return self.reading(self._parameters[output.name]) if output.kind == "gradient" else frozenset()
+
+    @cached_property
+    def _parameters(self) -> dict[str, Node]:
+        return {item.name: node for item, node in self.program.named_inputs() if item.kind == "parameter"}
 
     @cached_property
     def sums(self) -> tuple[Sum, ...]:
@@ -142,7 +145,7 @@ class Work:
         after = {each for call in way for each in (call, *call.all_input_nodes[1:]) if each.op == "call_function"}
         parts = tuple(rules.addends(target, self.stages))
         stages = self.holding(output) or {stage_of(part) for part in parts}
-        return Sum(output, target, parts, tuple(node for node in self.calls if node in after), tuple(sorted(stages)))
+        return Sum(output, target, parts, tuple(sorted(after)), tuple(sorted(stages)))
 
     @cached_property
     def ties(self) -> tuple[Tie, ...]:
