@@ -39,6 +39,8 @@ class DecomposeBatchNorm:
     name: str = "decompose batch norm"
 
     def apply(self, program: Program) -> Program:
+        if not any(node.op == "call_function" and str(node.target) in _LOWERED for node in program.graph.nodes):
+            return program
         program = program.copy()
         for node in list(program.graph.nodes):
             lower = _LOWERED.get(str(node.target)) if node.op == "call_function" else None

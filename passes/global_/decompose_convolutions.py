@@ -28,6 +28,8 @@ class DecomposeConvolutions:
     name: str = "decompose convolutions"
 
     def apply(self, program: Program) -> Program:
+        if not any(node.target in (aten.convolution.default, aten.convolution_backward.default) for node in program.graph.nodes):
+            return program
         program = program.copy()
         for node in list(program.graph.nodes):
             if node.target == aten.convolution.default and isinstance(node.args[2], Node):

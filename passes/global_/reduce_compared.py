@@ -45,6 +45,8 @@ class ReduceCompared:
     name: str = "reduce compared"
 
     def apply(self, program: Program) -> Program:
+        if not any(True for _ in _compared(program)):
+            return program
         program = program.copy()
         for value in dict.fromkeys(_compared(program)):
             with program.graph.inserting_after(value):
