@@ -77,6 +77,7 @@ class _Formulas:
         self.sizes: dict[sympy.Symbol, int] = {}
         self.meanings: dict[sympy.Symbol, str] = {}
         self._symbols: dict[Hashable, sympy.Expr] = {}
+        self._fractions: dict[float, sympy.Expr] = {}
         self._join()
         self._name()
 
@@ -215,12 +216,18 @@ class _Formulas:
                 atoms.setdefault(self._find((tensor, result, place)), (tensor, result, place))
         whole = prod(flat(DIMS[tensor][result])[place] for tensor, result, place in atoms.values())
         product = sympy.Mul(*(self._call(atom, None, f"in {node.name}") for atom in atoms.values()))
-        each, second = sympy.nsimplify(rule.flops / whole, rational=True), operands(node)[1]
+        each, second = self._exact(rule.flops / whole), operands(node)[1]
         lengths = flat(DIMS[second][0])
         if each > _MOST_STEPS and len(lengths) > 1 and each % lengths[-2] == 0:
             # Attention of a sequence to itself runs over its length twice.
             each, product = each / lengths[-2], product * self._call((second, 0, len(lengths) - 2), None, f"in {second.name}")
         return each * product
+
+    def _exact(self, number: float) -> sympy.Expr:
+        """As a fraction. Layers ask for few of them, and sympy takes ten milliseconds for each."""
+        if number not in self._fractions:
+            self._fractions[number] = sympy.nsimplify(number, rational=True)
+        return self._fractions[number]
 
     def _sum(self, terms: Iterable[tuple[str, sympy.Expr]]) -> sympy.Expr:
         """Terms by module; those of repeated layers are counted by L."""
