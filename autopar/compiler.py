@@ -220,7 +220,7 @@ def compile(
                 return compile_call(model, logical, args, kwargs, options, pins, from_first, known)
 
             def memory(compiled: Compiled) -> Memory:
-                return memory_of(compiled, rank_sizes(compiled, backend), *capacity_of(compiled))
+                return memory_of(compiled, rank_sizes(compiled, backend, isinstance(mesh, Mesh)), *capacity_of(compiled))
 
             with outside_fake_modes():  # what we compute ourselves, masks and angles, has values
                 return within_budget(here, compile_by, memory, by_name)

@@ -257,6 +257,7 @@ def choice(size: Size, rank: int, backend: str) -> Step:
 # best beside the axis that ours would choose, `threads` two ranks of one thread beside one process with two, `buckets` ours with itself.
 JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
     "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": partial(ours, "dp")},
+    "zero": {"FSDP2": fsdp, "DDP": ddp, "autopar, zero=3": partial(ours, "dp", zero=3)},
     "tp": {"torch tensor parallel": tensor_parallel, "autopar tp": partial(ours, "tp")},
     "pp": {"torch 1F1B": pipeline, "autopar 1F1B": partial(ours, "pp")},
     "any": {"DDP": ddp, "torch tensor parallel": tensor_parallel, "torch 1F1B": pipeline, "autopar, its choice": choice},

@@ -293,6 +293,11 @@ def num_holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+def num_references(tensor: torch.Tensor) -> int:
+    """How many hold `tensor` itself: Python, once, and whoever in C++."""
+    return tensor._use_count()  # type: ignore[attr-defined]
+
+
 _ALONE = num_holders(torch.empty(1))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -27,26 +27,36 @@ class RankSizes:
     form: Callable[[GraphModule], GraphModule] = lambda module: module
     device: str = "cpu"
     on_processes: bool = True
+    over_gloo: bool = False
     stage_ranks: int = 1
 
     def of(self, schedule: Schedule) -> Sizes:
         optimizer, is_updated = self.budget.optimizer, any(isinstance(each, Update) for each in schedule.instructions)
-        named = [(name, item, schedule.bytes_of(name)) for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True)]
         gathered = self._gathered(schedule)
-        state = sum(optimizer.state_bytes(item, gathered.get(name, size)) for name, item, size in named) if is_updated else 0.0
+        state = self.state_bytes(schedule, schedule.inputs) if is_updated else 0.0
 
         def working_bytes(instruction: Run | Update) -> float:
             if isinstance(instruction, Update):
                 parts = [schedule.bytes_of(name) for name in instruction.parameters if name not in gathered]
                 wholes = ((gathered[name], schedule.bytes_of(name)) for name in instruction.parameters if name in gathered)
-                alone = [gathered_update_bytes(optimizer, whole, self.stage_ranks * part, self.device) for whole, part in wholes]
+                alone = [
+                    gathered_update_bytes(optimizer, whole, self.stage_ranks * part, self.device, self.over_gloo) for whole, part in wholes
+                ]
                 return max(update_bytes(optimizer, parts, self.device), *alone, 0.0)
             found = self.fragment(schedule, instruction)
             return found.temporary_bytes if found is not None else 0.0
 
-        away = sum(optimizer.away_bytes(item, size) for _, item, size in named) if is_updated else 0.0
+        named = zip(schedule.signature.inputs, schedule.inputs, strict=True)
+        away = sum(optimizer.away_bytes(item, schedule.bytes_of(name)) for item, name in named) if is_updated else 0.0
         parked: dict[Memory, float] = {} if optimizer.away is None else {optimizer.away: away}
-        return Sizes(schedule.bytes_of, working_bytes, state, "launch" if self.on_processes else "wait", parked)
+        arrival = "launch" if self.on_processes else "wait"
+        return Sizes(schedule.bytes_of, working_bytes, state, arrival, self.over_gloo, parked)
+
+    def state_bytes(self, schedule: Schedule, names: Collection[str]) -> float:
+        """What the optimizer holds on the device of those of the schedule's inputs that are among `names`."""
+        gathered, named = self._gathered(schedule), zip(schedule.signature.inputs, schedule.inputs, strict=True)
+        sizes = ((item, gathered.get(name, schedule.bytes_of(name))) for item, name in named if name in names)
+        return float(sum(self.budget.optimizer.state_bytes(item, size) for item, size in sizes))
 
     def _gathered(self, schedule: Schedule) -> dict[str, float]:
         """The bytes, whole, of the parameters that updates gather, by buffer."""

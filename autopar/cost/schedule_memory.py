@@ -8,7 +8,10 @@ way is counted where arrivals are those of processes, which keep the memory of e
     all_gather       from the bucket into memory that goes at the WAIT, when results are copied out of it
     reduce_scatter   from memory that goes at the WAIT into the bucket, which its results are views of
 
-What an optimizer holds is not. What a COPY parks, in host memory or in files, is counted apart: it takes none of the device.
+Over gloo tensors of all ranks are there twice, where `Sizes` says so: what gathers arrive in it copies for itself, and what reduce-scatters
+add up arrives beside what is sent. So much more goes at the WAIT.
+
+What an optimizer holds is not counted. What a COPY parks, in host memory or in files, is counted apart: it takes none of the device.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from autopar.ir.schedule import Fragment, Schedule
 
 # Where a tensor may begin in a bucket: what kernels like, and Inductor expects of its inputs.
 BUCKET_ALIGNMENT_BYTES = 64
+_OF_ALL_RANKS = ("all_gather", "reduce_scatter")
 
 
 class MemoryStep(NamedTuple):
@@ -72,12 +76,14 @@ class Sizes:
     held_bytes     what is there all the time and is no buffer: what an optimizer holds
     parked_bytes   likewise, elsewhere than on the device
     arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
+    over_gloo      whether all-gathers and reduce-scatters take the tensors of all ranks twice
     """
 
     buffer_bytes: Callable[[str], float]
     working_bytes: Callable[[Run | Update], float] = lambda run: 0
     held_bytes: float = 0
     arrival: Literal["launch", "wait"] = "wait"
+    over_gloo: bool = False
     parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
 
 
@@ -181,8 +187,9 @@ class _Walk:
             self.work(instruction)
             self.arrive(instruction.versions)
         elif isinstance(instruction, Wait):
+            self.drop_if_there(_second(instruction.target))
             self.land(self.launched.pop(instruction.target, ()))
-            self.unpack(instruction.target)
+            self.drop_if_there(_flight(instruction.target))
         elif isinstance(instruction, Copy):
             self.copy(instruction)
         elif isinstance(instruction, (Launch, Receive)):
@@ -219,6 +226,9 @@ class _Walk:
             return
         for each in instruction.writes:
             self.place(each, self.sizes.buffer_bytes(each), "in flight")
+        if isinstance(instruction, Launch) and self.sizes.over_gloo and instruction.collective in _OF_ALL_RANKS:
+            sizes = [sum(map(self.sizes.buffer_bytes, names)) for names in (instruction.sources, instruction.targets)]
+            self.place(_second(instruction.name), max(sizes), "in flight")
 
     def is_in_place(self, launch: Launch) -> bool:
         """Whether the result takes the place of what is reduced, which nothing reads any more, nor what lies in its memory."""
@@ -266,25 +276,28 @@ class _Walk:
 
     def depart_bucket(self, bucket: Launch) -> None:
         if bucket.collective == "all_gather":
-            self.place(_flight(bucket.name), self.flying_bytes(bucket.sources, bucket.targets), "in flight")
+            self.fly(bucket, bucket.sources, bucket.targets)
             return
         for each in bucket.targets:
             self.share(each, self.memory[_bucket(bucket.name)])
         if bucket.collective == "reduce_scatter":
-            self.place(_flight(bucket.name), self.flying_bytes(bucket.targets, bucket.sources), "in flight")
+            self.fly(bucket, bucket.targets, bucket.sources)
 
-    def flying_bytes(self, parts: Sequence[str], wholes: Sequence[str]) -> float:
-        """Of all ranks' parts, each rank's laid out alike."""
+    def fly(self, bucket: Launch, parts: Sequence[str], wholes: Sequence[str]) -> None:
+        """Memory for all ranks' parts, each rank's laid out alike, until the WAIT."""
         sizes = [sum(map(self.sizes.buffer_bytes, names)) for names in (parts, wholes)]
-        return self.laid_bytes(parts) * (round(sizes[1] / sizes[0]) if sizes[0] else 1)
+        size = self.laid_bytes(parts) * (round(sizes[1] / sizes[0]) if sizes[0] else 1)
+        self.place(_flight(bucket.name), size, "in flight")
+        if self.sizes.over_gloo:
+            self.place(_second(bucket.name), size, "in flight")
 
     def laid_bytes(self, names: Iterable[str]) -> float:
         """Of buffers side by side, each where kernels like it to begin."""
         return sum(BUCKET_ALIGNMENT_BYTES * math.ceil(self.sizes.buffer_bytes(name) / BUCKET_ALIGNMENT_BYTES) for name in names)
 
-    def unpack(self, name: str) -> None:
-        if _flight(name) in self.memory:
-            self.drop(_flight(name))
+    def drop_if_there(self, name: str) -> None:
+        if name in self.memory:
+            self.drop(name)
 
     def compute(self, instruction: Run) -> None:
         fragment = self.schedule.fragments.get(instruction.fragment)
@@ -356,6 +369,11 @@ class _Walk:
 def _bucket(name: str) -> str:
     """A name that no buffer has, for the memory of the bucket that is launched by `name`."""
     return f"bucket {name}"
+
+
+def _second(name: str) -> str:
+    """Likewise, for what is there twice over gloo."""
+    return f"second memory of {name} over gloo"
 
 
 def _flight(name: str) -> str:

@@ -23,10 +23,11 @@ def update_bytes(kind: OptimizerKind, sizes: Sequence[float], device: str = "cpu
     return of_largest * max(sizes, default=0.0) + of_all * sum(sizes)
 
 
-def gathered_update_bytes(kind: OptimizerKind, whole: float, parts: float, device: str = "cpu") -> float:
+def gathered_update_bytes(kind: OptimizerKind, whole: float, parts: float, device: str = "cpu", over_gloo: bool = False) -> float:
     """The most that an update takes that gathers a parameter and its gradient, of `whole` bytes each: the `parts` that all ranks send of
-    one are there while it is put together, and the other then."""
-    return whole + max(parts + whole, whole + update_bytes(kind, [whole], device))
+    one are there while it is put together, and the other then. Gloo copies the parts for itself while it gathers them."""
+    gathering = 2 * parts if over_gloo else parts
+    return whole + max(gathering, parts + whole, whole + update_bytes(kind, [whole], device))
 
 
 @cache

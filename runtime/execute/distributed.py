@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from time import perf_counter
 
@@ -17,13 +18,15 @@ from autopar.ir.schedule import TensorType
 from autopar.runtime._torch import all_gather_flat, reduce_scatter_flat
 from autopar.runtime.execute.buckets import Bucket, BucketMemory, Reserved
 from autopar.runtime.execute.process_groups import Group, ProcessGroups, naming
+from autopar.runtime.execute.settled_work import SettledWork, Work
 
 
 @dataclass(frozen=True)
 class Flight:
-    """One memory under way: `finish` turns what arrived in `arriving` into the results; `source` must live until then."""
+    """One memory that travels once it is told to `start`: `finish` turns what arrived in `arriving` into the results; `source` must live
+    until then."""
 
-    work: dist.Work
+    start: Callable[[], Work]
     arriving: torch.Tensor
     source: torch.Tensor
     finish: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
@@ -36,6 +39,7 @@ class Launched:
     instruction: Launch | Send | Receive
     peers: tuple[int, ...]
     flights: tuple[Flight, ...]
+    works: tuple[Work, ...]
 
 
 class DistributedTransport:
@@ -60,14 +64,26 @@ class DistributedTransport:
             self._groups[axes] = self._process_groups.along(self.mesh, axes), peers
         group, peers = self._groups[axes]
         with naming(self.rank, peers, instruction):
-            if reserved is not None:
-                reserved.bucket.pack(tensors, reserved.places)
-                return Launched(instruction, peers, (_reduce_bucket(group, instruction, reserved.bucket),))
-            if len(tensors) > 1:
-                return Launched(instruction, peers, (_START_BUCKET[instruction.collective](group, instruction, tensors, self._buckets),))
-            if is_spent and instruction.collective == "all_reduce":
-                return Launched(instruction, peers, (_reduce_in_place(group, instruction, _carried(*tensors), *tensors),))
-            return Launched(instruction, peers, (_START[instruction.collective](group, instruction, *tensors),))
+            return self._start(instruction, peers, [self._flight(group, instruction, tensors, is_spent, reserved)])
+
+    def _flight(
+        self, group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], is_spent: bool, reserved: Reserved | None
+    ) -> Flight:
+        if reserved is not None:
+            reserved.bucket.pack(tensors, reserved.places)
+            return _reduce_bucket(group, instruction, reserved.bucket)
+        if len(tensors) > 1:
+            return _BUCKET_FLIGHTS[instruction.collective](group, instruction, tensors, self._buckets)
+        if is_spent and instruction.collective == "all_reduce":
+            return _reduce_in_place(group, instruction, _carried(*tensors), *tensors)
+        return _FLIGHTS[instruction.collective](group, instruction, *tensors)
+
+    def _start(self, instruction: Launch | Send | Receive, peers: tuple[int, ...], flights: Sequence[Flight]) -> Launched:
+        if self._process_groups.are_settled:
+            works: list[Work] = [SettledWork(each.start, each.arriving, each.source) for each in flights]
+        else:
+            works = [each.start() for each in flights]
+        return Launched(instruction, peers, tuple(flights), tuple(works))
 
     def reserve(self, instruction: Launch, layouts: Sequence[TensorType | None]) -> Reserved | None:
         """Of a bucket that is reduced where it lies. One operand alone may lie anywhere."""
@@ -80,18 +96,18 @@ class DistributedTransport:
         flights: list[Flight] = []
         for tensor in tensors:
             carried = _carried(tensor)
-            work = self._transfer(dist.isend, instruction, carried, channel, channel[1])
-            flights.append(Flight(work, carried, carried, _restore(tensor.dtype, tensor.shape)))
-        return Launched(instruction, channel[1:], tuple(flights))
+            start = partial(self._transfer, dist.isend, instruction, carried, channel, channel[1])
+            flights.append(Flight(start, carried, carried, _restore(tensor.dtype, tensor.shape)))
+        return self._start(instruction, channel[1:], flights)
 
     def receive(self, instruction: Receive, layouts: Sequence[TensorType]) -> Launched:
         channel = instruction.channel(self.mesh, self.rank)
         flights: list[Flight] = []
         for shape, dtype in layouts:
             arriving = torch.empty(math.prod(shape), dtype=_carrier(dtype), device=self._process_groups.device)
-            work = self._transfer(dist.irecv, instruction, arriving, channel, channel[0])
-            flights.append(Flight(work, arriving, arriving, _restore(dtype, shape)))
-        return Launched(instruction, channel[:1], tuple(flights))
+            start = partial(self._transfer, dist.irecv, instruction, arriving, channel, channel[0])
+            flights.append(Flight(start, arriving, arriving, _restore(dtype, shape)))
+        return self._start(instruction, channel[:1], flights)
 
     def _transfer(
         self, start: Callable[..., dist.Work | None], instruction: Send | Receive, tensor: torch.Tensor, channel: Channel, peer: int
@@ -101,6 +117,10 @@ class DistributedTransport:
             work = start(tensor, groups.global_ranks[peer], groups.channel(channel))
         assert work is not None
         return work
+
+    def settle(self, is_on: bool) -> None:
+        # Gloo's threads alone let go late; what streams of a device use, its allocator knows.
+        self._process_groups.are_settled = is_on and self._process_groups.device_type == "cpu"
 
     def is_ready(self, handle: Launched) -> bool:
         return True
@@ -122,8 +142,8 @@ class DistributedTransport:
         # The group's timeout bounds each wait.
         begin = perf_counter()
         with naming(self.rank, handle.peers, handle.instruction):
-            for flight in handle.flights:
-                flight.work.wait()
+            for work in handle.works:
+                work.wait()
         self.waited_seconds += perf_counter() - begin
         return tuple(chain.from_iterable(flight.finish(flight.arriving) for flight in handle.flights))
 
@@ -158,6 +178,18 @@ def _from_places(group: Group, finish: Callable[[torch.Tensor], tuple[torch.Tens
     return finish if group.is_sorted else lambda arrived: (finish(arrived)[0][list(group.order)],)
 
 
+def _reduce(memory: torch.Tensor, maximum: bool, group: Group) -> Work:
+    work = dist.all_reduce(memory, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group.group, async_op=True)
+    assert work is not None
+    return work
+
+
+def _exchange(arriving: torch.Tensor, source: torch.Tensor, group: Group) -> Work:
+    work = dist.all_to_all_single(arriving, source, group=group.group, async_op=True)
+    assert work is not None
+    return work
+
+
 def _all_reduce(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     return _reduce_in_place(group, instruction, _carried(tensor).clone(), tensor)
 
@@ -165,34 +197,50 @@ def _all_reduce(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flig
 def _reduce_in_place(group: Group, instruction: Launch, arriving: torch.Tensor, tensor: torch.Tensor) -> Flight:
     """`arriving` is `tensor` as it travels, and the results are put in its place."""
     maximum = instruction.kind == "max" or tensor.dtype == torch.bool
-    work = dist.all_reduce(arriving, dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group.group, async_op=True)
-    assert work is not None
-    return Flight(work, arriving, arriving, _restore(tensor.dtype, tensor.shape))
+    return Flight(partial(_reduce, arriving, maximum, group), arriving, arriving, _restore(tensor.dtype, tensor.shape))
 
 
 def _all_gather(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     source = _carried(tensor)
     arriving = source.new_empty(group.size * source.numel())
-    work = all_gather_flat(arriving, source, group.group)
-    return Flight(work, arriving, source, _from_places(group, _restore(tensor.dtype, (group.size, *tensor.shape))))
+    return Flight(
+        partial(all_gather_flat, arriving, source, group.group),
+        arriving,
+        source,
+        _from_places(group, _restore(tensor.dtype, (group.size, *tensor.shape))),
+    )
 
 
 def _reduce_scatter(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     assert instruction.kind == "sum", instruction
     source = _carried(_to_places(tensor, group))
+    if group.is_gloo:
+        return _swap_and_add(group, source, _restore(tensor.dtype, tensor.shape[1:]))
     arriving = source.new_empty(source.numel() // group.size)
-    return Flight(reduce_scatter_flat(arriving, source, group.group), arriving, source, _restore(tensor.dtype, tensor.shape[1:]))
+    start = partial(reduce_scatter_flat, arriving, source, group.group)
+    return Flight(start, arriving, source, _restore(tensor.dtype, tensor.shape[1:]))
+
+
+def _swap_and_add(
+    group: Group, source: torch.Tensor, finish: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], memory: torch.Tensor | None = None
+) -> Flight:
+    """A reduce-scatter over gloo, whose own is an all-reduce: each rank sends the others their parts, and adds up its own in `memory`."""
+    arriving = torch.empty_like(source)
+    total = source.new_empty(source.numel() // group.size) if memory is None else memory
+
+    def added(arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return finish(torch.sum(arrived.view(group.size, -1), 0, out=total))
+
+    return Flight(partial(_exchange, arriving, source, group), arriving, source, added)
 
 
 def _all_to_all(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     source = _carried(_to_places(tensor, group))
     arriving = torch.empty_like(source)
-    work = dist.all_to_all_single(arriving, source, group=group.group, async_op=True)
-    assert work is not None
-    return Flight(work, arriving, source, _from_places(group, _restore(tensor.dtype, tensor.shape)))
+    return Flight(partial(_exchange, arriving, source, group), arriving, source, _from_places(group, _restore(tensor.dtype, tensor.shape)))
 
 
-_START: dict[str, Callable[[Group, Launch, torch.Tensor], Flight]] = {
+_FLIGHTS: dict[str, Callable[[Group, Launch, torch.Tensor], Flight]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
@@ -206,10 +254,7 @@ def _pack_and_reduce(group: Group, instruction: Launch, tensors: Sequence[torch.
 
 
 def _reduce_bucket(group: Group, instruction: Launch, bucket: Bucket) -> Flight:
-    maximum = dist.ReduceOp.MAX if instruction.kind == "max" else dist.ReduceOp.SUM
-    work = dist.all_reduce(bucket.memory, maximum, group=group.group, async_op=True)
-    assert work is not None
-    return Flight(work, bucket.memory, bucket.memory, bucket.unpacked)
+    return Flight(partial(_reduce, bucket.memory, instruction.kind == "max", group), bucket.memory, bucket.memory, bucket.unpacked)
 
 
 def _gather_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
@@ -222,7 +267,7 @@ def _gather_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Te
         rows = bucket.rows(arrived, group.size)
         return tuple(each.contiguous() if order is None else each[order] for each in rows)
 
-    return Flight(all_gather_flat(arriving, bucket.memory, group.group), arriving, bucket.memory, finish)
+    return Flight(partial(all_gather_flat, arriving, bucket.memory, group.group), arriving, bucket.memory, finish)
 
 
 def _scatter_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
@@ -232,10 +277,12 @@ def _scatter_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.T
     source = bucket.memory.new_zeros(group.size * bucket.memory.numel())
     for rows, tensor in zip(bucket.rows(source, group.size), tensors, strict=True):
         rows.copy_(_to_places(tensor, group))
-    return Flight(reduce_scatter_flat(bucket.memory, source, group.group), bucket.memory, source, bucket.unpacked)
+    if group.is_gloo:
+        return _swap_and_add(group, source, bucket.unpacked, bucket.memory)
+    return Flight(partial(reduce_scatter_flat, bucket.memory, source, group.group), bucket.memory, source, bucket.unpacked)
 
 
-_START_BUCKET: dict[str, Callable[[Group, Launch, Sequence[torch.Tensor], BucketMemory], Flight]] = {
+_BUCKET_FLIGHTS: dict[str, Callable[[Group, Launch, Sequence[torch.Tensor], BucketMemory], Flight]] = {
     "all_reduce": _pack_and_reduce,
     "all_gather": _gather_bucket,
     "reduce_scatter": _scatter_bucket,

@@ -93,11 +93,13 @@ class CompiledFragments:
         return function
 
 
-def rank_sizes(compiled: Compiled, backend: str | Backend, on_processes: bool = True) -> RankSizes:
-    """What schedules do not say of memory, of fragments as `backend` runs them."""
+def rank_sizes(compiled: Compiled, backend: str | Backend, is_virtual: bool, on_processes: bool = True) -> RankSizes:
+    """What schedules do not say of memory, of fragments as `backend` runs them; of virtual ranks, too, as if they were processes."""
     form = simplified if backend == "eager" else _as_it_is
     mesh = compiled.local.mesh
-    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, mesh.size // mesh.size_of(mesh.parts("pp")))
+    over_gloo = not is_virtual and compiled.schedule.device == "cpu"
+    stage_ranks = mesh.size // mesh.size_of(mesh.parts("pp"))
+    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, over_gloo, stage_ranks)
 
 
 def _as_it_is(module: GraphModule) -> GraphModule:

@@ -45,6 +45,7 @@ class Group:
     group: dist.ProcessGroup
     size: int
     order: tuple[int, ...]
+    is_gloo: bool = False
 
     @property
     def is_sorted(self) -> bool:
@@ -70,6 +71,8 @@ class ProcessGroups:
             )
         self.rank = self.global_ranks.index(dist.get_rank())
         self.device_type = device_mesh.device_type
+        # Whether waits last until tensors are let go of, while memory is measured.
+        self.are_settled = False
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
         self._channels: dict[Channel, dist.ProcessGroup] = {}
@@ -146,7 +149,9 @@ class ProcessGroups:
         members = mesh.group(self.rank, axes)
         ranks = sorted(self.global_ranks[member] for member in members)
         order = tuple(ranks.index(self.global_ranks[member]) for member in members)
-        return Group(self._groups[frozenset(members)], len(members), order)
+        group = self._groups[frozenset(members)]
+        is_gloo = self.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+        return Group(group, len(members), order, is_gloo)
 
     def broadcast(self, tensor: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> torch.Tensor:
         """`tensor` of the rank with index `root` along `axes`, on all of them; it is written into. Collective."""

@@ -51,6 +51,10 @@ class Transport(Protocol):
         """Of results that share one memory, by the address where each begins, its bytes: nothing else lies there."""
         ...
 
+    def settle(self, is_on: bool) -> None:
+        """Whether waits last, from now on, until what has run a collective has let go of its tensors: while memory is measured."""
+        ...
+
     def kept(self) -> Iterable[torch.Tensor]:
         """Memory that stays from one call to the next."""
         ...

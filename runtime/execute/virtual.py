@@ -190,6 +190,9 @@ class VirtualTransport:
     def bucket_parts(self) -> Mapping[int, int]:
         return {}  # results of a bucket have memory of their own
 
+    def settle(self, is_on: bool) -> None:
+        pass
+
     def kept(self) -> Iterable[torch.Tensor]:
         return ()
 

@@ -25,7 +25,7 @@ from autopar.runtime.module.outputs import build_output
 from autopar.runtime.train.refusals import updating_schedule
 from autopar.runtime.train.scaler import Scaler, tell_of_scale
 from autopar.runtime.train.trainer import Evaluated
-from autopar.runtime.verify.budget_guard import guard
+from autopar.runtime.verify.budget_guard import State, guard
 from autopar.runtime.verify.non_finite import first_non_finite
 
 
@@ -167,8 +167,9 @@ class ParallelModule(Inspected):
         tensors, places = self.tensors().named, captured.places
         call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, places, program, scale)
         if updates not in captured.ran and math.isfinite(captured.compiled.budget.capacity_bytes):
-            sizes = rank_sizes(captured.compiled, self._backend, on_processes=not world.is_virtual)
-            guard(call, sizes, self._held, device.type, counts_state=world.is_virtual or not self._trainer.has_state)
+            sizes = rank_sizes(captured.compiled, self._backend, world.is_virtual, on_processes=not world.is_virtual)
+            state: State = "held" if self._trainer.has_state else "made" if updates and self._trainer.steps_within(call) else "to come"
+            guard(call, sizes, self._held, device.type, "to come" if world.is_virtual else state)
         captured.ran.add(updates)
         return call, captured
 

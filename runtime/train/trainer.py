@@ -29,7 +29,7 @@ from autopar.runtime.train.placed import WholeParameters, check_places, placed_i
 from autopar.runtime.train.refusals import LOSS, non_finite_text, require_no_gradients, require_no_hooks, require_optimizer, the_loss
 from autopar.runtime.train.scaler import ScaleState, non_finite
 from autopar.runtime.train.state import check_optimizer_state, load_optimizer_state, optimizer_state, placed_like, whole_entries
-from autopar.runtime.train.updates import Updates
+from autopar.runtime.train.updates import Updates, accumulated
 
 logger = logging.getLogger("autopar")
 
@@ -172,6 +172,14 @@ class Trainer:
         """Whether the optimizer steps in this call."""
         return (self._num_calls + 1) % self.options.accumulate == 0
 
+    def _keeps(self, call: Call) -> bool:
+        """Whether gradients are kept for an update of all parameters at once, after the call."""
+        return self.options.agrees_first or not self._has_parts or call.hears_late
+
+    def steps_within(self, call: Call) -> bool:
+        """Whether the UPDATEs of this call step the optimizer, and make the state that it has not."""
+        return self._part is not None and self._is_last and not self._keeps(call)
+
     @property
     def scale(self) -> float:
         """The gradient of the loss that a step starts from."""
@@ -184,13 +192,13 @@ class Trainer:
         assert self._part is not None
         options = self.options
         parameters: Parameters = module.tensors().parameters
-        keeps = options.agrees_first or not self._has_parts or call.hears_late
+        keeps = self._keeps(call)
         if keeps and options.weight_versions is not None:
             raise AutoparError(
                 f"weight_versions={options.weight_versions!r} updates each stage by itself, and hooks of the optimizer's step, or an "
                 "update that depends on other parameters, take all gradients at once: leave one of them out"
             )
-        apply = self._apply_to(parameters) if self._is_last else _accumulated
+        apply = self._apply_to(parameters) if self._is_last else accumulated
         updates = Updates(call, parameters, None if keeps else apply)
         results = call.whole_step(updates.take, updates.renewal)
         updates.commit()
@@ -389,7 +397,3 @@ class Trainer:
 
 def _names(model: nn.Module) -> dict[int, str]:
     return {id(each): name for name, each in model.named_parameters()}
-
-
-def _accumulated(names: Sequence[str]) -> None:
-    """They lie in `parameter.grad`, for later calls to add theirs."""

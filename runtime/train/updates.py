@@ -117,6 +117,10 @@ class Renewed:
         return f"{text[:300]}: ranks {', '.join(map(str, self.missing))} did not bring their gradients"
 
 
+def accumulated(names: Sequence[str]) -> None:
+    """What an UPDATE does between the calls that accumulate gradients: they lie in `parameter.grad`, for later calls to add theirs."""
+
+
 def _parameters_of(schedule: Schedule) -> dict[str, str]:
     """The names of parameters by their buffers."""
     items = zip(schedule.signature.inputs, schedule.inputs, strict=True)

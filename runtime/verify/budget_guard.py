@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 
 from autopar.cost.rank_sizes import RankSizes, with_update
 from autopar.errors import MemoryBudgetError
-from autopar.ir.instructions import Run
+from autopar.ir.instructions import Instruction, Run, Update
 from autopar.ir.schedule import Schedule
 from autopar.ir.units import in_bytes
 from autopar.runtime._torch import AllocatorLog
@@ -20,12 +21,16 @@ from autopar.runtime.verify.tracked_memory import RankTrace, Tracker
 _SCALARS_BYTES = 4096
 
 
-def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor]], device: str, counts_state: bool) -> None:
+# Where the optimizer's state is: among what is held; made by the UPDATEs of the call; or neither, and so counted beforehand.
+State = Literal["held", "made", "to come"]
+
+
+def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor]], device: str, state: State) -> None:
     """Let `call`, which has not run yet, raise `MemoryBudgetError` on all ranks where one takes more than the budget of `sizes`.
 
-    `held` is what is there besides its buffers: parameters, gradients of earlier calls, the state of the optimizer. What that will be is
-    counted beforehand where it `counts_state`: on virtual ranks, whose state is one for all, and where the optimizer is the caller's. A
-    user who looks with a profiler of torch's, of which there can be one, goes unwatched.
+    `held` is what is there besides its buffers: parameters, gradients of earlier calls, the optimizer's `state` where that is held. On
+    virtual ranks it is one for all, and where the optimizer is the caller's nobody sees it: that is "to come". A user who looks with a
+    profiler of torch's, of which there can be one, goes unwatched.
     """
 
     @contextmanager
@@ -36,7 +41,7 @@ def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor
         tracker = Tracker(call, held(), device)
         with tracker:
             yield
-        found = [(rank, *_beyond(trace, call.schedules[rank], sizes, counts_state)) for rank, trace in tracker.traces().items()]
+        found = [(rank, *_most(trace, call.schedules[rank], sizes, state)) for rank, trace in tracker.traces().items()]
         everyone = found if call.world.is_virtual else [each for some in call.world.gather(found) for each in some]
         rank, size, where = max(everyone, key=lambda each: each[1])
         if size > sizes.budget.capacity_bytes + _SCALARS_BYTES:
@@ -49,10 +54,21 @@ def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor
     call.around = watched
 
 
-def _beyond(trace: RankTrace, schedule: Schedule, sizes: RankSizes, counts_state: bool) -> tuple[float, str]:
-    """The most that a rank took, and where."""
-    state = sizes.of(with_update(schedule)).held_bytes if counts_state else 0.0
-    instruction = schedule.instructions[trace.peak_position]
+def _most(trace: RankTrace, schedule: Schedule, sizes: RankSizes, state: State) -> tuple[float, str]:
+    """The most that a rank took, with the state that was not there yet, and where."""
+    missing = 0.0 if state == "held" else sizes.of(with_update(schedule)).held_bytes
+    most, at, known = 0.0, 0, set[str]()
+    for number, instruction in enumerate(schedule.instructions):
+        if isinstance(instruction, Update) and state == "made":
+            missing -= sizes.state_bytes(schedule, {*instruction.parameters} - known)
+            known |= {*instruction.parameters}
+        size = trace.during_bytes.get(number, 0) + missing
+        if size > most:
+            most, at = size, number
+    return most, _named(schedule, schedule.instructions[at], sizes)
+
+
+def _named(schedule: Schedule, instruction: Instruction, sizes: RankSizes) -> str:
     where = str(instruction).split(" (")[0]
     fragment = sizes.fragment(schedule, instruction) if isinstance(instruction, Run) else None
-    return trace.peak_bytes + state, where if fragment is None else f"{where} (most at {fragment.at.op}, {fragment.at.source})"
+    return where if fragment is None else f"{where} (most at {fragment.at.op}, {fragment.at.source})"

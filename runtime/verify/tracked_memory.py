@@ -82,12 +82,18 @@ class Tracker:
         for watch in self._watches:
             watch.state.watch = watch
         self._log.__enter__()
+        self._settle(True)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._settle(False)
         self._log.__exit__(*error)
         for watch in self._watches:
             watch.state.watch = None
+
+    def _settle(self, is_on: bool) -> None:
+        for transport in self._call.transports:
+            transport.settle(is_on)
 
     def traces(self) -> dict[int, RankTrace]:
         """By rank, once it is left."""
@@ -102,7 +108,7 @@ def measured_peaks(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[st
     """By rank of the mesh the most that forward and backward of such a call took, beside what is predicted of them. Collective."""
     compiled = parallel.captured(args, kwargs)[1].compiled
     traces = tracked_step(parallel, args, kwargs)
-    sizes = rank_sizes(compiled, parallel._backend, on_processes=not parallel._world.is_virtual)
+    sizes = rank_sizes(compiled, parallel._backend, parallel._world.is_virtual, on_processes=not parallel._world.is_virtual)
     mine: list[tuple[int, MeasuredPeak]] = []
     for rank, trace in traces.items():
         schedule = compiled.schedule_of(rank)

@@ -45,16 +45,19 @@ OPTIMIZERS: dict[str, Make] = {
 }
 # Bytes with which parameters must be split over dp, and that a rank can do with; more where state is kept whole of split parameters.
 BUDGET, MORE = 76_000, {"Lamb": 112_000, "Lars": 96_000, "Muon": 96_000}
+# More on processes, for what gloo copies for itself; not so much that plans split over tp alone fit.
+GLOO_COPIES, NO_COPIES = 2_000, ("Adafactor",)
 PLACES = {"dp2 tp2": ((2, 2), ("dp", "tp")), "pp2 dp2": ((2, 2), ("pp", "dp")), "budget": ((2, 2), ("dp", "tp"))}
 STEPS = 4
 # Muon multiplies in bfloat16: what is summed in another order differs by its rounding.
 TOLERANCES = {"Muon": 2e-2}
 
 
-def options_for(where: str, name: str) -> dict[str, Any]:
+def options_for(where: str, name: str, spare: int = 0) -> dict[str, Any]:
     """With statistics of whole parameters, and no others, known of those that nobody knows."""
+    spare = 0 if name in NO_COPIES else spare
     known = {"train_step": autopar.TrainStep(update_scope="parameter")} if name in ("Lamb", "Lars", "Sm3") else {}
-    return known | ({"cluster": "8xH100", "memory_budget": MORE.get(name, BUDGET)} if where == "budget" else {})
+    return known | ({"cluster": "8xH100", "memory_budget": MORE.get(name, BUDGET) + spare} if where == "budget" else {})
 
 
 def plain(name: str) -> nn.Module:
@@ -78,11 +81,16 @@ def plain(name: str) -> nn.Module:
     return model
 
 
-def trained(name: str, where: str, mesh: Any, share: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> float | str:
+def trained(name: str, where: str, mesh: Any, share: Callable[[dict[str, Tensor]], dict[str, Tensor]], spare: int = 0) -> float | str:
     """The largest difference of a parameter from those of one device; or what was refused."""
     try:
         parallel = autopar.compile(
-            small_gpt(), mesh, example_inputs=share(batch(0)), backend="eager", optimizer=OPTIMIZERS[name], **options_for(where, name)
+            small_gpt(),
+            mesh,
+            example_inputs=share(batch(0)),
+            backend="eager",
+            optimizer=OPTIMIZERS[name],
+            **options_for(where, name, spare),
         )
         for step in range(STEPS):
             parallel.train_step(**share(batch(step)))
@@ -132,7 +140,7 @@ def trains_on_processes(where: str, names: list[str]) -> dict[str, float | str]:
     def share(values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.chunk(2)[dist.get_rank() // inner % 2] for name, value in values.items()}
 
-    return {name: trained(name, where, init_device_mesh("cpu", sizes, mesh_dim_names=axes), share) for name in names}
+    return {name: trained(name, where, init_device_mesh("cpu", sizes, mesh_dim_names=axes), share, GLOO_COPIES) for name in names}
 
 
 NAMES = list(OPTIMIZERS)

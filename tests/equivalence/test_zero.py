@@ -264,7 +264,8 @@ def held(name: str, level: int) -> dict[str, Any]:
     state = [value for states in optimizers[0].state.values() for value in states.values() if isinstance(value, Tensor)]
     found = {
         "parameters": sum(map(num_bytes, parallel.parameters())),
-        "gradients": sum(map(num_bytes, (parameter.grad for parameter in parallel.parameters()))),
+        # They may lie in buckets, which stay.
+        "gradients": sum(local_of(parameter.grad).nbytes for parameter in parallel.parameters()),
         "optimizer_state": sum(map(num_bytes, state)),
     }
     memory, full = parallel.summary()["memory"], parallel.full_state_dict()

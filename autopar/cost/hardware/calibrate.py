@@ -198,10 +198,17 @@ def _runner(transfer: CommunicationKind, whole: torch.Tensor, part: torch.Tensor
     if transfer == "all_gather":
         gather = _renamed("all_gather_single", "all_gather_into_tensor")
         return lambda: gather(whole, part, group=group)
+    arrived = torch.empty_like(whole)
+    if transfer == "reduce_scatter" and whole.device.type == "cpu":  # as the runtime does: gloo's own is an all-reduce
+
+        def swap_and_add() -> None:
+            dist.all_to_all_single(arrived, whole, group=group)
+            torch.sum(arrived.view(-1, part.numel()), 0, out=part)
+
+        return swap_and_add
     if transfer == "reduce_scatter":
         scatter = _renamed("reduce_scatter_single", "reduce_scatter_tensor")
         return lambda: scatter(part, whole, group=group)
-    arrived = torch.empty_like(whole)
     return lambda: dist.all_to_all_single(arrived, whole, group=group)
 
 

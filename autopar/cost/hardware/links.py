@@ -41,8 +41,7 @@ class Link:
     in_switch     all-reduces added up inside the switch: two steps, every rank sends its bytes once
     wiring        `switch`: a rank's whole bandwidth reaches any peer. `mesh`: every pair has a wire of
                   `bytes_per_second`, so a rank's bandwidth grows with the group. `torus`: each mesh axis has a ring of wires.
-    factors       how many times as long as here the library's own way takes, for single collectives (gloo's reduce-scatter
-                  sends what an all-reduce does)
+    factors       how many times as long as here the library's own way takes, for single collectives
     """
 
     latency_seconds: float

@@ -126,6 +126,19 @@ def test_a_bucket_is_kept_by_processes_and_takes_more_under_way(collective: str,
     typed = Schedule(parse(text), {}, ("a", "b"), ("c", "d"), Signature((), ()), buffers)
     assert peak_bytes_on_processes(typed) == 64 * (shapes[0] // 16 * 2 + taken)
     assert peak_bytes(typed) == 4 * 2 * sum(shapes)
+    by_gloo = schedule_memory(typed, Sizes(typed.bytes_of, arrival="launch", over_gloo=True))
+    copied = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 4}  # what is gathered is copied out when gloo's copy is gone
+    assert by_gloo.peak_bytes == 64 * (shapes[0] // 16 * 2 + taken + copied[collective])
+
+
+@pytest.mark.parametrize(("collective", "shapes"), [("all_gather", (16, 32)), ("reduce_scatter", (32, 16)), ("all_reduce", (16, 16))])
+def test_over_gloo_what_all_ranks_bring_is_there_twice_until_the_wait(collective: str, shapes: tuple[int, int]) -> None:
+    buffers = {name: Buffer(name, ((size,), torch.float32)) for name, size in zip("ab", shapes, strict=True)}
+    instructions = parse(f"LAUNCH {collective} {'copy' if collective == 'all_gather' else 'sum'} dp (a) -> b\nWAIT b\nFREE b")
+    typed = Schedule(instructions, {}, ("a",), (), Signature((), ()), buffers)
+    found = [schedule_memory(typed, Sizes(typed.bytes_of, arrival="launch", over_gloo=each)) for each in (False, True)]
+    assert found[1].peak_bytes - found[0].peak_bytes == (0 if collective == "all_reduce" else 64 * 2)
+    assert found[1].steps[-1].after_bytes == found[0].steps[-1].after_bytes == 64 * shapes[0] // 16
 
 
 def test_parts_of_a_bucket_begin_where_kernels_like_it() -> None:

@@ -47,6 +47,10 @@ def collectives_agree() -> list[str]:
         is_there = result.data_ptr() == spent.data_ptr() or collective != "all_reduce" or dtype == torch.bool
         if not (torch.equal(result, expected) and is_there):
             wrong.append(f"{launch} {dtype}, in the place of its operand: {result.tolist()}")
+    for collective, kind, shape in (("all_gather", "copy", (2, 0, 3)), ("reduce_scatter", "sum", (0, 3))):
+        launch = Launch(collective, kind, ("dp",), ("a",), ("b",))  # type: ignore[arg-type]
+        (nothing,) = transport.wait(transport.launch(launch, [torch.ones(2, 0, 3) if collective == "reduce_scatter" else torch.ones(0, 3)]))
+        assert nothing.shape == shape
     (scalar,) = transport.wait(transport.launch(Launch("all_gather", "copy", ("dp",), ("a",), ("b",)), [torch.tensor(groups.rank)]))
     assert scalar.tolist() == list(mesh.group(groups.rank, ("dp",)))
     return wrong

@@ -28,3 +28,17 @@ def test_a_run_beyond_the_budget_names_the_fragment() -> None:
         parallel.train_step(**case.batch)
     captured.compiled, captured.ran = whole, set()
     assert parallel.train_step(**case.batch).loss.isfinite()
+
+
+def test_only_calls_that_update_make_the_state_that_is_counted() -> None:
+    """The first of two calls that accumulate leaves it all to come."""
+    case = gpt2(1).to(torch.float32)
+    options = {"example_inputs": case.batch, "backend": "eager", "train_step": autopar.TrainStep(accumulate=2)}
+    parallel = autopar.compile(case.model, autopar.virtual_mesh(tp=2), optimizer=torch.optim.AdamW, **options)
+    steps: list[bool] = []
+    for _ in range(2):
+        call, _ = parallel.start((), case.batch, updates=True)
+        parallel._trainer.optimizer(parallel)
+        steps.append(parallel._trainer.steps_within(call))
+        parallel.train_step(**case.batch)
+    assert steps == [False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.ir.instructions import Launch
 from autopar.reports.memory import Memory
+from autopar.runtime._torch import AllocatorLog
+from autopar.runtime.execute.distributed import DistributedTransport
+from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.verify.tracked_memory import Tracker
 from tests.support.models.vision import resnet
 from tests.support.models.zoo import Case, gpt2, llama
@@ -74,6 +79,42 @@ def test_processes_take_what_is_predicted(gloo_ranks: Any, tmp_path: Path) -> No
     """Or a little less: products that are written into a bucket where they are made are counted beside it."""
     for predicted, tracked in gloo_ranks.run(on_a_process, tmp_path):
         assert 0.95 * tracked <= predicted <= 1.10 * tracked
+
+
+def collectives_on_a_process() -> int:
+    """Bytes that the allocator's log has left after many collectives whose tensors are all gone."""
+    groups = ProcessGroups(init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), timeout=60)
+    transport = DistributedTransport(groups, groups.mesh)
+    launches = [Launch("all_reduce", "sum", ("dp",), ("a",), ("b",)), Launch("all_to_all", "copy", ("dp",), ("a",), ("b",))]
+    transport.settle(True)
+    with AllocatorLog() as log:
+        for launch in launches * 100:
+            transport.wait(transport.launch(launch, [torch.ones(4, 256)]))
+    return sum(size for _, size in log.events)
+
+
+def test_what_threads_of_gloo_let_go_of_late_is_not_counted_for_ever(gloo_ranks: Any) -> None:
+    """Without settling, a third of them are."""
+    assert gloo_ranks.run(collectives_on_a_process) == [0, 0, 0, 0]
+
+
+def budgets_on_a_process() -> float:
+    """A first `train_step`, which makes its state, in hardly more than it is said to take."""
+    torch.manual_seed(0)
+    case = gpt2(2).to(torch.float32)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batch = {key: value.chunk(2)[dist.get_rank() // 2] for key, value in case.batch.items()}
+    options = {"example_inputs": batch, "backend": "eager", "optimizer": torch.optim.AdamW, "timeout": 180, "memory_budget": "1 GB"}
+    parallel = autopar.compile(case.model, mesh, **options)
+    predicted = parallel.memory().peak_bytes
+    (captured,) = parallel._captures.values()
+    captured.compiled = replace(captured.compiled, budget=replace(captured.compiled.budget, capacity_bytes=predicted))
+    parallel.train_step(**batch)
+    return predicted
+
+
+def test_state_that_a_first_step_makes_is_counted_once(gloo_ranks: Any) -> None:
+    assert all(predicted > 0 for predicted in gloo_ranks.run(budgets_on_a_process))
 
 
 def a_step_on_a_process(folder: Path) -> list[float]:
