@@ -77,7 +77,8 @@ def signature_of(node: Node) -> Hashable:
     numbers = {operand: number for number, operand in enumerate(dict.fromkeys(reads))}
     literals = repr(_plain((node.args, node.kwargs), numbers))
     values = tuple((DIMS[each], BATCH.get(each), _dtypes(each)) for each in (*numbers, node))
-    return str(node.target), literals, values, tuple(map(is_zero, numbers))
+    passed = _passed(node) if node.target is operator.getitem else ()
+    return str(node.target), literals, values, tuple(map(is_zero, numbers)), passed
 
 
 def _dtypes(node: Node) -> tuple[torch.dtype | None, ...]:

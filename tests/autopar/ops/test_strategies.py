@@ -219,6 +219,20 @@ def test_the_signature_of_a_call_tells_apart_what_its_space_depends_on() -> None
     assert space_of(product()) == space_of(product())
 
 
+def test_the_signature_of_a_selection_tells_how_what_it_selects_is_reduced() -> None:
+    """A logarithm of sums over classes and a part of a tensor, both [4] of three: one may be unreduced, the other may not."""
+    logits = instance(torch.ops.autopar.cross_entropy.default, torch.empty(4, 6), torch.empty(4), torch.empty(6))
+    parts = instance(aten.split.Tensor, torch.empty(12), 4)
+    selected: list[Node] = []
+    for producer in (logits, parts):
+        producer.meta["val"], DIMS[producer] = tuple(torch.empty(4) for _ in range(3)), (((4,),),) * 3
+        node = producer.graph.call_function(operator.getitem, (producer, 0))
+        node.meta["val"], DIMS[node] = torch.empty(4), (((4,),),)
+        selected.append(node)
+    assert [space_of(node) for node in selected][0] != space_of(selected[1])
+    assert signature_of(selected[0]) != signature_of(selected[1])
+
+
 def test_the_signature_of_a_call_tells_zeros_from_other_operands() -> None:
     graph = Graph()
     ids, values = graph.placeholder("ids"), graph.placeholder("values")
