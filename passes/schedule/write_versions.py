@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.errors import PlanError
-from autopar.ir.actions import Action, PipelineSchedule, parse_action
+from autopar.ir.actions import PipelineSchedule, parse_action
 from autopar.ir.instructions import Add, Free, Instruction, Launch, Run, Send, Update, Wait
 from autopar.ir.lifetimes import with_frees
 from autopar.ir.schedule import Buffer, Role, Schedule, Span, Versions
@@ -94,8 +94,8 @@ class _Writer:
                 groups.append([])
             elif position in self.following:
                 groups.append(self.following[position].rest)
-            elif (action := self.inside.get(position)) is not None:
-                groups.append([self._of_microbatch(each, taken[action.microbatch], action.microbatch // every)])
+            elif (microbatch := self.microbatches.get(position)) is not None:
+                groups.append([self._of_microbatch(each, taken[microbatch], microbatch // every)])
             else:
                 groups.append([each])
         before = {0: [*(Add(self._of_version(name, 0), name) for name in self.gradients), *self._copies(0)]}
@@ -109,9 +109,16 @@ class _Writer:
     # ---- what is written anew for each version, and for each update
 
     @cached_property
-    def inside(self) -> dict[int, Action]:
-        """By the position of an instruction the action that it is of."""
-        return {number: parse_action(each.action) for each in self.schedule.spans for number in range(each.begin, each.end)}
+    def microbatches(self) -> dict[int, int]:
+        """By the position of an instruction the microbatch that it is of. What it writes or adds says so; the span that it lies in may be
+        that of another, since work is moved to overlap with communication."""
+        found: dict[int, int] = {}
+        for position, each in enumerate(self.schedule.instructions):
+            names = (each.source,) if isinstance(each, Add) else each.writes
+            for microbatch in (self.table[name].microbatch for name in names if name in self.table):
+                if microbatch is not None:
+                    found[position] = microbatch
+        return found
 
     @cached_property
     def copying(self) -> dict[int, Instruction]:
@@ -132,7 +139,7 @@ class _Writer:
     def sums(self) -> frozenset[str]:
         """What the microbatches add up."""
         instructions = enumerate(self.schedule.instructions)
-        return frozenset(each.target for position, each in instructions if isinstance(each, Add) and position in self.inside)
+        return frozenset(each.target for position, each in instructions if isinstance(each, Add) and position in self.microbatches)
 
     @cached_property
     def following(self) -> dict[int, _Cut]:
@@ -162,6 +169,10 @@ class _Writer:
             if action.kind != "F":
                 last[action.microbatch // every] = span.end
         instructions = self.schedule.instructions
+        for position, microbatch in self.microbatches.items():
+            each = instructions[position]
+            if isinstance(each, Add) and each.target in self.summed:
+                last[microbatch // every] = max(last[microbatch // every], position + 1)
         for update, position in last.items():
             while position < len(instructions) and isinstance(instructions[position], (Send, Free)):
                 position += 1
