@@ -3,6 +3,7 @@
 from autopar.compiler import compile, estimate_memory
 from autopar.cost.hardware.calibrate import calibrate
 from autopar.cost.hardware.cluster import Cluster
+from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import LossScale, TrainStep
 from autopar.errors import (
     ArgumentError,
@@ -62,6 +63,7 @@ __all__ = [
     "NonFiniteError",
     "Offload",
     "OffloadError",
+    "PadTo",
     "ParallelModule",
     "PeerError",
     "Plan",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import outside_fake_modes
+from autopar.cache.compiles import Question
 from autopar.captured import Captures, captured
 from autopar.checks.checker import Checker
 from autopar.cost.hardware.cluster import Cluster
@@ -24,6 +26,7 @@ from autopar.driver.garbage import collection_paused
 from autopar.driver.manager import History, Log, Next, run_passes
 from autopar.driver.optimizers import OptimizerRecipe, gathered_by, refuse_no_host_update, updates_of
 from autopar.driver.options import BatchDims, Options
+from autopar.driver.pad_to import PadTo
 from autopar.driver.progress import progress
 from autopar.driver.train_step import TrainStep
 from autopar.errors import InputError, MeshError, MicrobatchError, PlanError
@@ -58,7 +61,7 @@ from autopar.plans.pins import freedom_of, offload_of, precision_of, without_bat
 from autopar.plans.plan import Offloaded, Pins, Plan
 from autopar.plans.styles import UserPins, without_styles
 from autopar.reports.memory import Memory, capacity_of, memory_of
-from autopar.reports.within_budget import within_budget
+from autopar.reused import Call, CallCompiler
 from autopar.runtime.birth.weights import UserWeights, Weights
 from autopar.runtime.execute.fragments import rank_sizes
 from autopar.runtime.execute.world import World
@@ -94,6 +97,8 @@ def compile(
     recompute: str = "auto",
     offload: str | Offload | None = None,
     weights: UserWeights = None,
+    pad_to: PadTo | None = None,
+    cache: str | os.PathLike[str] | None = None,
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -145,6 +150,9 @@ def compile(
                     files, too
     weights         values for a model on meta: "init", by its own initialisers, the same on any mesh; a path of safetensors files, of
                     which each rank reads its part; "rank0", those of rank 0; see `Weights`
+    pad_to          lengths that batches are padded to, and by what, so that many lengths share a few programs; see `PadTo`
+    cache           a folder for compiled programs, which later processes read if their model does the same, line by line; on processes
+                    rank 0 reads or compiles for all. Whoever may write to it can run code here (pickle): keep it to yourself
 
     Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module`, `MeshError` for a mesh that
     cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that is not one graph,
@@ -213,17 +221,16 @@ def compile(
             # What is captured without gradients says where parameters lie in training, too, and nothing of what that takes.
             is_open = plan is None and torch.is_grad_enabled()
             by_name = here.by_name(logical, by_plan or bool(pins)) if is_open else ()
-            known: Captures = {}
-            from_first = None if isinstance(mesh, Mesh) else parallel.from_first
-
-            def compile_by(options: Options) -> Compiled:
-                return compile_call(model, logical, args, kwargs, options, pins, from_first, known)
 
             def memory(compiled: Compiled) -> Memory:
                 return memory_of(compiled, rank_sizes(compiled, backend, isinstance(mesh, Mesh)), *capacity_of(compiled))
 
-            with outside_fake_modes():  # what we compute ourselves, masks and angles, has values
-                return within_budget(here, compile_by, memory, by_name)
+            def compile_by(call: Call, options: Options, from_first: FromFirst | None, known: Captures) -> Compiled:
+                return compile_call(model, logical, *call, options, pins, from_first, known)
+
+            question = Question(model, args, kwargs, logical, here, pins, backend == "eager")
+            together = (None, None) if isinstance(mesh, Mesh) else (parallel.from_first, parallel.gathered)
+            return CallCompiler(question, compile_by, memory, by_name, *together).compiled(cache)
 
         parallel = ParallelModule(
             model,
@@ -239,6 +246,8 @@ def compile(
             trainer=Trainer(recipe if world is None else None, step_options, away),  # an optimizer is of one module
             weights=Weights.of(weights),
             takes_global=takes_global,
+            pad_to=pad_to,
+            is_cached=cache is not None,
         )
         return parallel
 
@@ -319,7 +328,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
     kernels = next((step.decision.kernels for step in history.graph_steps if isinstance(step.decision, KernelDecision)), {})
     buckets = {**history.decision(GatherAhead).bytes, **history.decision(BucketCollectives).bytes}
-    return Compiled(
+    return Compiled.of(
         forward=history.last(Form.FORWARD),
         program=program,
         local=local,

@@ -67,7 +67,7 @@ def on_a_rank(name: str, axis: str, options: dict[str, Any]) -> Found:
     except MemoryBudgetError as refused:
         return {"refused": str(refused)}
     parallel.train_step(**batch)
-    call, _ = parallel.start((), batch, updates=True)
+    call, *_ = parallel.start((), batch, updates=True)
     tracker = Tracker(call, [*parallel._held(), *batch.values()])
     with tracker:
         parallel._trainer.run(call, parallel, lambda: "")

@@ -24,6 +24,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.passes.schedule.overlap_communication import Overlap, OverlapCommunication
+from autopar.pipeline.schedule_program import ScheduleProgram
 
 WORLD_SIZE = 2
 NUM_MICROBATCHES = 4
@@ -248,13 +250,27 @@ def without_buckets(size: Size, rank: int, backend: str) -> Step:
     return ours("dp", size, rank, backend, plan=replace(planned, buckets=dict.fromkeys(planned.buckets or {}, 0)))
 
 
+def in_order(axis: str, size: Size, rank: int, backend: str, **more: Any) -> Step:
+    """autopar without the passes that move communication: a collective for each tensor, begun and waited for where its result is read."""
+
+    def decide(self: OverlapCommunication, program: ScheduleProgram) -> Overlap:
+        return Overlap(None, reason="left as it is, to be compared with")
+
+    OverlapCommunication.decide = decide  # of this process alone
+    options: dict[str, Any] = {"backend": backend, "cluster": "cpu", **options_of(axis, size), **more}
+    planned = autopar.compile(model_of(size), autopar.virtual_mesh(**{axis: WORLD_SIZE}), example_inputs=batch_of(size), **options).plan
+    assert planned is not None
+    return ours(axis, size, rank, backend, plan=replace(planned, buckets=dict.fromkeys(planned.buckets or {}, 0)))
+
+
 def choice(size: Size, rank: int, backend: str) -> Step:
     """autopar on the axis that its own prices say is the fastest."""
     return ours(min(("dp", "tp", "pp"), key=lambda axis: predicted_seconds(axis, size)), size, rank, backend)
 
 
 # By what they are compared along: each peer, the first of them the one to beat, and ours. `one` is a single process, `any` the peers'
-# best beside the axis that ours would choose, `threads` two ranks of one thread beside one process with two, `buckets` ours with itself.
+# best beside the axis that ours would choose, `threads` two ranks of one thread beside one process with two, `buckets` and the `overlap`s
+# ours with itself.
 JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
     "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": partial(ours, "dp")},
     "zero": {"FSDP2": fsdp, "DDP": ddp, "autopar, zero=3": partial(ours, "dp", zero=3)},
@@ -264,6 +280,9 @@ JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
     "one": {"plain torch": plain, "autopar, one rank": partial(ours, "one")},
     "threads": {"plain torch, 2 threads": plain_on_two_threads, "DDP": ddp, "autopar dp": partial(ours, "dp")},
     "buckets": {"autopar dp, no buckets": without_buckets, "autopar dp": partial(ours, "dp")},
+    "overlap dp": {"zero=3, in order": partial(in_order, "dp", zero=3), "autopar, zero=3": partial(ours, "dp", zero=3)},
+    "overlap tp": {"tp, in order": partial(in_order, "tp"), "autopar tp": partial(ours, "tp")},
+    "overlap pp": {"1F1B, in order": partial(in_order, "pp"), "autopar 1F1B": partial(ours, "pp")},
 }
 
 # The jobs that are one process.

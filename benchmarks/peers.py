@@ -4,6 +4,7 @@
     python -m benchmarks.peers --sizes small --axes dp --backends eager --rounds 15 --json peers.json
     python -m benchmarks.peers --sizes compute --axes threads                  two ranks of one thread beside one process with two
     python -m benchmarks.peers --sizes comm --axes buckets                     time in WAIT with and without buckets
+    python -m benchmarks.peers --sizes comm --axes "overlap dp" "overlap tp" "overlap pp"   and with no communication moved at all
 
 The jobs of one comparison are alive at once, each in processes of its own, and take turns step by step, so that a busy moment of the
 machine hits all of them alike. The first peer runs twice: how far the two are apart is the noise. Each line has the median of the

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "runtime", "kernels")
 MAX_LINES = 400
-PRIVATE_TORCH_FILES = {"autopar/_torch.py", "runtime/_torch.py"}
+PRIVATE_TORCH_FILES = {"autopar/_torch.py", "autopar/cache/_torch.py", "runtime/_torch.py"}
 # Attributes of torch's own objects that its documentation does not name.
 PRIVATE_ATTRIBUTES = {
     "_backward_hooks",
@@ -32,7 +32,10 @@ PRIVATE_ATTRIBUTES = {
     "_schema",
     "_version",
 }
-FRONT_DOOR = {"autopar/captured.py", "autopar/compiler.py", "autopar/flat_mesh.py", "autopar/predictor.py", "autopar/__init__.py"}
+FRONT_DOOR = {
+    *("autopar/captured.py", "autopar/compiler.py", "autopar/flat_mesh.py", "autopar/predictor.py", "autopar/reused.py"),
+    "autopar/__init__.py",
+}
 # Keys of node.meta that torch writes; ours are `Key` objects (autopar/ir/keys.py).
 TORCH_META_KEYS = {
     "val",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -14,8 +14,10 @@ from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
 from autopar.driver.remade import Remade
 from autopar.ir.actions import PipelineSchedule
+from autopar.ir.mesh import Mesh
 from autopar.ir.offload import Offload
-from autopar.ir.program import Form, Program
+from autopar.ir.precision import MixedPrecision
+from autopar.ir.program import Form, Program, Signature
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.holders import holders_of
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -83,31 +85,24 @@ class SchedulePassRun:
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One captured call, compiled. Shared by the runtime, which runs `schedule`, and by inspection, which reads the rest.
+class Forms:
+    """Every form of a program on its way, and what made them: what inspection reads, and no rank runs.
 
     forward   FORWARD, after the forward passes
     program   GLOBAL, every node with its sharding, and its stage where there are stages
     local     LOCAL, one rank's program
     separated LOCAL, each microbatch with its own estimate of what several mix; None where nothing does
-    schedule  what every rank executes
-    plan      the decisions with their reasons
     steps     every pass that ran on a graph, in order; schedule_steps: those on the schedule, after them
     search    the result of the sharding search; None where a plan fixed every decision
     cost      what priced it
     decide_again  `pins -> (program, plan)`: the search with other pins, from the program before them on
     keyed     a FORWARD program of `steps` with its draws keyed as those of `forward` are
-    updating  the schedule of `train_step`, with its updates; None where there is no optimizer, or nothing to update
     stages    where the forward is cut, and what each stage takes; None where one microbatch runs through one stage
-    budget    what a rank may hold, and whose optimizer state is counted
-    offload   what was asked to lie elsewhere than on the device
     """
 
     forward: Program
     program: Program
     local: Program
-    schedule: ScheduleProgram
-    plan: Plan | None = None
     steps: tuple[PassRun, ...] = ()
     search: ShardingDecision | None = None
     cost: CostModel | None = None
@@ -115,15 +110,148 @@ class Compiled:
     separated: Program | None = None
     keyed: Callable[[Program], Program] | None = None
     stages: StageDecision | None = None
-    updating: ScheduleProgram | None = None
     schedule_steps: tuple[SchedulePassRun, ...] = ()
+
+
+@dataclass(frozen=True)
+class CallFacts:
+    """What the runtime knows of a call besides its schedule: all of it can be written to bytes.
+
+    signature, mesh, constants  those of the LOCAL program
+    holders      by parameter the stages that read it; none without a pipeline
+    written      the attributes of modules that forward sets, by path
+    precision    by which the program was cast; `needs_scale`: whether a loss that is not scaled loses gradients
+    """
+
+    signature: Signature
+    mesh: Mesh
+    constants: Mapping[str, torch.Tensor]
+    holders: Mapping[str, tuple[int, ...]]
+    written: tuple[str, ...]
+    precision: MixedPrecision | None
+    needs_scale: bool
+
+    @staticmethod
+    def of(forms: Forms) -> CallFacts:
+        local, forward = forms.local, forms.forward
+        holders = {} if forms.stages is None else holders_of(forms.program)
+        return CallFacts(local.signature, local.mesh, local.constants, holders, forward.written, forward.precision, forward.needs_scale)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One captured call, compiled. Shared by the runtime, which runs `schedule`, and by inspection, which reads its `forms`.
+
+    schedule  what every rank executes
+    facts     what else the runtime reads
+    plan      the decisions with their reasons
+    updating  the schedule of `train_step`, with its updates; None where there is no optimizer, or nothing to update
+    budget    what a rank may hold, and whose optimizer state is counted
+    offload   what was asked to lie elsewhere than on the device
+    make_forms  gives the `forms`, which a process that has read its program makes when somebody asks for them
+    """
+
+    schedule: ScheduleProgram
+    facts: CallFacts
+    make_forms: Callable[[], Forms]
+    plan: Plan | None = None
+    updating: ScheduleProgram | None = None
     budget: MemoryBudget = MemoryBudget()
     offload: Offload | None = None
+
+    @staticmethod
+    def of(
+        forward: Program,
+        program: Program,
+        local: Program,
+        schedule: ScheduleProgram,
+        plan: Plan | None = None,
+        *,
+        updating: ScheduleProgram | None = None,
+        budget: MemoryBudget | None = None,
+        offload: Offload | None = None,
+        **others: Any,
+    ) -> Compiled:
+        """Of forms that are there; `others` are more of `Forms`."""
+        forms = Forms(forward, program, local, **others)
+        return Compiled(schedule, CallFacts.of(forms), lambda: forms, plan, updating, budget or MemoryBudget(), offload)
+
+    @cached_property
+    def forms(self) -> Forms:
+        """Made again where this program was read, which takes seconds."""
+        return self.make_forms()
+
+    def with_forms(self, **changes: Any) -> Compiled:
+        forms = replace(self.forms, **changes)
+        return replace(self, facts=CallFacts.of(forms), make_forms=lambda: forms)
 
     def within(self, budget: MemoryBudget) -> Compiled:
         """The same, of which `budget` was asked for."""
         search = self.search and replace(self.search, limit_bytes=budget.capacity_bytes * self.search.num_places)
-        return replace(self, budget=budget, search=search)
+        return replace(self.with_forms(search=search), budget=budget)
+
+    @property
+    def signature(self) -> Signature:
+        """That of the LOCAL program."""
+        return self.facts.signature
+
+    @property
+    def mesh(self) -> Mesh:
+        """That of the LOCAL program: ranks, and microbatches."""
+        return self.facts.mesh
+
+    @property
+    def constants(self) -> Mapping[str, torch.Tensor]:
+        return self.facts.constants
+
+    @property
+    def holders(self) -> Mapping[str, tuple[int, ...]]:
+        """By parameter the stages that read it; none without a pipeline."""
+        return self.facts.holders
+
+    @property
+    def forward(self) -> Program:
+        return self.forms.forward
+
+    @property
+    def program(self) -> Program:
+        return self.forms.program
+
+    @property
+    def local(self) -> Program:
+        return self.forms.local
+
+    @property
+    def separated(self) -> Program | None:
+        return self.forms.separated
+
+    @property
+    def steps(self) -> tuple[PassRun, ...]:
+        return self.forms.steps
+
+    @property
+    def schedule_steps(self) -> tuple[SchedulePassRun, ...]:
+        return self.forms.schedule_steps
+
+    @property
+    def search(self) -> ShardingDecision | None:
+        return self.forms.search
+
+    @property
+    def cost(self) -> CostModel | None:
+        return self.forms.cost
+
+    @property
+    def decide_again(self) -> DecideAgain | None:
+        return self.forms.decide_again
+
+    @property
+    def keyed(self) -> Callable[[Program], Program] | None:
+        return self.forms.keyed
+
+    @property
+    def stages(self) -> StageDecision | None:
+        return self.forms.stages
 
     @property
     def counted_bytes(self) -> float:
@@ -140,11 +268,6 @@ class Compiled:
     def schedules(self) -> tuple[Schedule, ...]:
         """What ranks execute, by their place on `pp`; one where there is no such axis."""
         return self.schedule.places
-
-    @property
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        """By parameter the stages that read it; none without a pipeline."""
-        return {} if self.stages is None else holders_of(self.program)
 
     @cached_property
     def computes_in_half(self) -> bool:

@@ -33,7 +33,7 @@ from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
 from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.library_checks import library_checks_asserted
-from autopar.frontend.outputs import OutputElement, OutputSpec
+from autopar.frontend.outputs import OutputElement, OutputSpec, flattened
 from autopar.frontend.refusals import (
     backward_hooks_apart,
     inference_mode_refused,
@@ -179,8 +179,24 @@ def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return pytree.tree_map(example, (args, kwargs))
 
 
+def described_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The structure of what `model(*args, **kwargs)` returns, and its flat leaves, of a tensor its shape. Values are not read."""
+    args, kwargs = _distinct_examples(model, args, kwargs)
+    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached():
+        with attributes_kept(model, but_hooks=True), caches_kept_clean(), asserts_assumed():
+            output, _ = _fake_output(model, args, kwargs)
+    leaves, structure = flattened(output)
+    return structure, [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+
 def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int | None) -> OutputSpec:
     """Run the forward on fake tensors to learn what it returns."""
+    output, assigned = _fake_output(model, args, kwargs)
+    return OutputSpec.of(output, assigned, batch_size)
+
+
+def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
+    """What the forward returns on fake tensors, and the buffers for which it sets others."""
     mode = fake_mode()
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else contextlib.nullcontext()
@@ -193,5 +209,4 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         output = as_traced(lambda: torch.func.functional_call(model, fakes, fake_args, fake_kwargs))
     # After the call torch has noted in `fakes` what the model set.
     buffers = {name for name, _ in model.named_buffers()}
-    assigned = tuple(name for name, value in fakes.items() if name in buffers and value is not before[name])
-    return OutputSpec.of(output, assigned, batch_size)
+    return output, tuple(name for name, value in fakes.items() if name in buffers and value is not before[name])

@@ -44,7 +44,7 @@ class OutputSpec:
     @staticmethod
     def of(output: Any, assigned: tuple[str, ...] = (), batch_size: int | None = None) -> OutputSpec:
         """`output` is of fake tensors. With `batch_size`, elements are those alone that have it as their first dim, and the loss."""
-        leaves, structure = _flatten(output)
+        leaves, structure = flattened(output)
         flat = tuple(leaf if _is_constant(leaf) else TENSOR for leaf in leaves)
         if _is_scalar(output):
             return OutputSpec(structure, flat, 0, assigned=assigned)
@@ -63,13 +63,14 @@ class OutputSpec:
         return OutputSpec(structure, flat, index, place, kept or (() if place is None else (place,)), assigned)
 
 
-def _flatten(output: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure. Plain dataclasses are made known to torch: export and the runtime take them apart, too."""
+def flattened(output: Any) -> tuple[list[Any], Any]:
+    """Leaves, in the order in which a program's outputs count them, and structure. Plain dataclasses are made known to torch: export and
+    the runtime take them apart, too."""
     leaves, structure = pytree.tree_flatten(output)
     unknown = {type(leaf) for leaf in leaves if is_dataclass(leaf) and not isinstance(leaf, type)}
     for kind in unknown:
         torch.export.register_dataclass(kind)
-    return _flatten(output) if unknown else (leaves, structure)
+    return flattened(output) if unknown else (leaves, structure)
 
 
 def _is_constant(leaf: Any) -> bool:

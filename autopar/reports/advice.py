@@ -168,14 +168,14 @@ def _budget(at: _Situation) -> Iterator[Advice]:
     search = at.compiled.search
     if search is None or search.solution.seconds_per_byte <= 0:
         return
-    capacity = search.sharding_problem.problem.capacity_bytes
-    if math.isfinite(capacity) and search.solution.seconds:
-        more = 0.1 * capacity
+    asked = at.compiled.budget.asked_bytes  # not what the search was left of it
+    if math.isfinite(asked) and search.solution.seconds:
+        more = 0.1 * asked
         share = min(more * search.solution.seconds_per_byte / search.solution.seconds, 1.0)
         seconds = "" if at.hardware.is_ideal else f", about {in_seconds(more * search.solution.seconds_per_byte)} {search.per}"
         yield Advice(
             max(share, _SOME),
-            f"memory_budget={in_bytes(capacity + more)!r}: a tenth more would save {100 * share:.1f} % of the step{seconds}",
+            f"memory_budget={in_bytes(asked + more)!r}: a tenth more would save {100 * share:.1f} % of the step{seconds}",
         )
 
 

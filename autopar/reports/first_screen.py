@@ -6,6 +6,7 @@ Never more than `MOST_LINES`. Every word of it that is not in a dictionary is ex
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator
 
@@ -18,7 +19,7 @@ from autopar.reports.axes import axis_lines
 from autopar.reports.hardware import Hardware, hardware_of
 from autopar.reports.kinds import AS_GOOD, Kind, kind_lines, kinds
 from autopar.reports.step_parts import ARITHMETIC, COMMUNICATION, STARTS, TRAFFIC, UPDATE, WAITS, StepParts, step_parts, where_time_goes
-from autopar.reports.summary import flops, memory, replicated
+from autopar.reports.summary import computed_in, flops, memory, replicated
 from autopar.reports.zero import zero_lines
 
 MOST_LINES = 40
@@ -104,7 +105,7 @@ def _parameters_title(found: list[Kind], hardware: Hardware, prices: bool) -> st
 
 
 def _legend(found: list[Kind]) -> Iterator[str]:
-    words = " ".join(each.how for each in found)
+    words = " ".join(f"{each.how} {each.others}" for each in found)
     told = [
         text
         for word, text in (
@@ -116,11 +117,14 @@ def _legend(found: list[Kind]) -> Iterator[str]:
     ]
     if told:
         yield f"  ({'; '.join(told)})"
+    if within := re.search(r"within each \d+", words):
+        yield f"  ({within[0]}: pieces of that size lie side by side, and each is cut for itself)"
 
 
 def _step(compiled: Compiled, hardware: Hardware, parts: StepParts, shares_process: bool) -> Iterator[str]:
     program = compiled.program
-    yield f"a step takes about {in_seconds(parts.total)} on {hardware.words}"
+    dtypes = computed_in(program)
+    yield f"a step{f' in {dtypes}' if dtypes else ''} takes about {in_seconds(parts.total)} on {hardware.words}"
     yield "  " + ", ".join(f"{100 * share:.0f} % {name}{_number(parts, name)}" for name, share in parts.shown())
     limit, share = parts.largest
     yield f"  what limits it: {limit}, {100 * share:.0f} % ({_LIMITS[limit]})"
@@ -132,7 +136,9 @@ def _step(compiled: Compiled, hardware: Hardware, parts: StepParts, shares_proce
     held = memory(program, hardware.cost, compiled.order)
     each = ", ".join(f"{name.replace('_', ' ')} {in_bytes(size)}" for name, size in held.items() if size)
     whose = "a rank" if compiled.order.num_ranks < 2 else "the fullest rank"
-    yield f"  {whose} holds {in_bytes(sum(held.values()))}: {each}{_budget(compiled)}"
+    yield f"  {whose} holds {in_bytes(sum(held.values()))}: {each}"
+    if math.isfinite(asked := compiled.budget.asked_bytes):
+        yield f"  with what ops take meanwhile that is within memory_budget, {in_bytes(asked)}"
     if hardware.is_ideal:
         yield "  decided for an ideal cluster, whose links are free: whatever can be split is"
     elif compiled.search is not None and compiled.search.solution.is_timed_out:
@@ -141,9 +147,3 @@ def _step(compiled: Compiled, hardware: Hardware, parts: StepParts, shares_proce
 
 def _number(parts: StepParts, name: str) -> str:
     return f" ({parts.num_starts})" if name == STARTS else ""
-
-
-def _budget(compiled: Compiled) -> str:
-    search = compiled.search
-    capacity = search.budget_bytes if search is not None else float("inf")
-    return f"; memory_budget {in_bytes(capacity)}" if capacity < float("inf") else ""

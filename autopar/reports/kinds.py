@@ -82,7 +82,8 @@ def _how(item: Input, node: Node, program: Program) -> str:
     if not words:
         who = "every rank" if len(set(program.order.stages)) < 2 else "every rank of its stage"
         return f"whole on {who}{'' if item.requires_grad else ', frozen'}"
-    return ", ".join(_way(dim, axes, word, program) for dim, axes, word in words)
+    within = _within(SHARDING[node][0], node)
+    return ", ".join(_way(dim, axes, word, program) + within[dim] for dim, axes, word in words)
 
 
 def _way(dim: int, axes: str, word: str, program: Program) -> str:
@@ -118,11 +119,21 @@ def _could_be_in_parts(program: Program) -> bool:
 
 def _dims(sharding: Sharding, node: Node) -> str:
     """`dim 0 over tp`."""
-    splits, found = iter(sharding.splits), list[str]()
+    splits, found, within = iter(sharding.splits), list[str](), _within(sharding, node)
     for index, dim in enumerate(DIMS[node][0]):
         axes = dict.fromkeys(parent(axis) for _ in dim for axis in next(splits))
-        found += [f"dim {index} over {'·'.join(axes)}"] if axes else []
+        found += [f"dim {index} over {'·'.join(axes)}{within[index]}"] if axes else []
     return ", ".join(found) or "whole"
+
+
+def _within(sharding: Sharding, node: Node) -> list[str]:
+    """Of each dim of `node`, where not the whole of it is cut into as many pieces as there are ranks, but each piece of a size is: the
+    queries, keys and values that lie in one matrix, ` within each 768`."""
+    splits, found = iter(sharding.splits), list[str]()
+    for dim in DIMS[node][0]:
+        first = next((index for index, split in enumerate([next(splits) for _ in dim]) if split), 0)
+        found.append(f" within each {math.prod(dim[first:])}" if math.prod(dim[:first]) > 1 else "")
+    return found
 
 
 def _joined(found: list[Kind]) -> list[Kind]:

@@ -76,6 +76,16 @@ def flops(program: Program) -> tuple[float, float]:
     return original, executed
 
 
+def computed_in(program: Program) -> str:
+    """The dtypes that a tenth of the contractions' arithmetic or more is in, the most first: "bfloat16 and float32"; "" without any."""
+    by_dtype: dict[str, float] = {}
+    for node in contractions(program):
+        dtype = next((str(value.dtype).removeprefix("torch.") for value in results_of(node) if value is not None), "")
+        by_dtype[dtype] = by_dtype.get(dtype, 0.0) + flops_of(node)
+    total = sum(by_dtype.values())
+    return " and ".join(sorted((name for name, each in by_dtype.items() if each >= 0.1 * total), key=lambda name: -by_dtype[name]))
+
+
 def flops_of(node: Node) -> float:
     """FLOPs of `node` on its logical shapes; 0 for what is no contraction."""
     rule = rule_of(node)

@@ -67,21 +67,22 @@ def agreed(world: Gathering, make: Callable[[], T], what: str) -> T:
     return made
 
 
-def from_first(world: Gathering, make: Callable[[], str]) -> str:
+def from_first(world: Gathering, make: Callable[[], T]) -> T:
     """What `make` gives on rank 0, on every rank; it is called there alone. Collective. Raises rank 0's error on all ranks."""
-    text, error = "", None
+    made: T | None = None
+    error = None
     if 0 in world.ranks:
         try:
-            text = make()
+            made = make()
         except Exception as caught:  # whatever it is, the others wait for this rank's answer
             error = caught
-    found: Sequence[tuple[str, AutoparError | None]] = world.gather((text, error and _from_first(error)), "the plan of rank 0")
-    text, told = found[0]
+    found: Sequence[tuple[T, AutoparError | None]] = world.gather((made, error and _from_first(error)), "the plan of rank 0")
+    value, told = found[0]
     if error is not None:
         raise error
     if told is not None:
         raise told
-    return text
+    return value
 
 
 def _from_first(error: Exception) -> AutoparError:

@@ -55,8 +55,8 @@ class Call:
         program: ScheduleProgram | None = None,
         scale: float = 1.0,
     ) -> None:
-        self.mesh, self.constants = compiled.local.mesh, compiled.local.constants
-        self.signature = compiled.local.signature
+        self.mesh, self.constants = compiled.mesh, compiled.constants
+        self.signature = compiled.signature
         self.world, self._fragments, self._tensors = world, fragments, tensors
         self._batch, self.key, self._device = batch, key, device
         self._shapes: dict[str, torch.Size] = {}

@@ -96,7 +96,7 @@ class CompiledFragments:
 def rank_sizes(compiled: Compiled, backend: str | Backend, is_virtual: bool, on_processes: bool = True) -> RankSizes:
     """What schedules do not say of memory, of fragments as `backend` runs them; of virtual ranks, too, as if they were processes."""
     form = simplified if backend == "eager" else _as_it_is
-    mesh = compiled.local.mesh
+    mesh = compiled.mesh
     over_gloo = not is_virtual and compiled.schedule.device == "cpu"
     stage_ranks = mesh.size // mesh.size_of(mesh.parts("pp"))
     return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, over_gloo, stage_ranks)

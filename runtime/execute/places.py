@@ -48,12 +48,12 @@ class Places:
     @cached_property
     def parameters(self) -> tuple[tuple[Input, tuple[InputPlace, ...]], ...]:
         """The parameters that these ranks are given, with their buffers."""
-        return tuple((item, self.of_input(item)) for item in self.compiled.local.signature.inputs_of("parameter"))
+        return tuple((item, self.of_input(item)) for item in self.compiled.signature.inputs_of("parameter"))
 
     def of_input(self, item: Input) -> tuple[InputPlace, ...]:
         key = item.kind, item.name
         if key not in self._inputs:
-            each = self.compiled.local.mesh.num_microbatches
+            each = self.compiled.mesh.num_microbatches
             self._inputs[key] = tuple(
                 InputPlace(rank * each + schedule.microbatch_of(name), rank, name)
                 for rank, schedule in self.schedules.items()
@@ -68,7 +68,7 @@ class Places:
         return self._found[key]
 
     def _find(self, item: Output) -> ResultPlace:
-        mesh = self.compiled.local.mesh
+        mesh = self.compiled.mesh
         number = next(len(names) for schedule in self.compiled.schedules if (names := buffers_of(item, schedule)))
         one_stage = mesh.without("pp") if number > 1 else mesh.without("pp", MICROBATCHES)
         found: list[tuple[int, int, str]] = []

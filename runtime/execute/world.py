@@ -215,23 +215,23 @@ class DistributedWorld:
                     f"ranks 0 and {rank} compiled different programs ({fingerprints[0][:12]} and {fingerprint[:12]}): "
                     "model, inputs' shapes, options and versions must be equal on all ranks"
                 )
-        mesh = self._refined = compiled.local.mesh.ranks
+        mesh = self._refined = compiled.mesh.ranks
         self.recorder = recorder_of(answers[0][1], mesh, self.rank, self.groups.global_ranks)
         launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
-        tangents = [_dp_axes_beside(item, mesh) for item in compiled.local.signature.inputs_of("tangent")]
+        tangents = [_dp_axes_beside(item, mesh) for item in compiled.signature.inputs_of("tangent")]
         axes_sets = [step.axes for step in launches] + tangents + [mesh.parts("pp"), mesh.without("pp").names]
-        axes_sets += [mesh.parts("dp")] if any(item.shares for item in compiled.local.signature.inputs) else []
+        axes_sets += [mesh.parts("dp")] if any(item.shares for item in compiled.signature.inputs) else []
         self.groups.create(mesh, [axes for axes in axes_sets if axes])
         self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
 
     def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
         if values is None:
             check_equal_models(model, self.gather)
-        mesh = compiled.local.mesh.ranks
+        mesh = compiled.mesh.ranks
         stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))
         with self.groups.naming_all("the groups of the refined mesh"):
             self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
-        self.placements = all_placements(model, compiled.local.signature, stage)
+        self.placements = all_placements(model, compiled.signature, stage)
         self.holders = _holders(self.placements, compiled)
         held = {name for name, stages in self.holders.items() if self.stage in stages}
         with self.groups.naming_all("the groups of the parameters' mesh"):

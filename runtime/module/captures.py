@@ -7,16 +7,19 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.driver.compiled import Compiled
+from autopar._torch import outside_fake_modes
+from autopar.driver.compiled import TENSOR, Compiled
 from autopar.driver.options import BatchDims
+from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
+from autopar.frontend.capture import described_output
 from autopar.graph.autocast import Autocast
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement
@@ -28,7 +31,16 @@ from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World
 from autopar.runtime.module.guard import ModelGuard
-from autopar.runtime.module.inputs import CallInputs, agree_on_call, batch_dims_of, check_inputs, check_values, global_call, shares_to_pad
+from autopar.runtime.module.inputs import (
+    CallInputs,
+    agree_on_call,
+    batch_dims_of,
+    check_inputs,
+    check_values,
+    global_call,
+    shares_to_pad,
+)
+from autopar.runtime.module.lengths import CutOutputs, Described, at_length, padded
 from autopar.runtime.module.names import NamesOfModel, check_names
 from autopar.runtime.module.parameters import same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
@@ -36,6 +48,7 @@ from autopar.runtime.module.signature import check_arguments
 from autopar.runtime.train.scaler import Scaler
 from autopar.runtime.train.trainer import Trainer
 
+T = TypeVar("T")
 logger = logging.getLogger("autopar")
 
 MAX_QUIET_CAPTURES = 8
@@ -59,6 +72,8 @@ _PRIVATE_NAMES = (
     "_trainer",
     "_scaler",
     "_weights",
+    "_pad_to",
+    "_is_cached",
 )
 
 Capture = Callable[..., Compiled]
@@ -89,16 +104,28 @@ class Captured:
     is_told_of_scale: bool = False
     # Which of its schedules, plain and updating, ran: the first run of each is watched where there is a budget.
     ran: set[bool] = field(default_factory=set[bool])
+    # Where calls are padded.
+    cut_outputs: CutOutputs = field(default_factory=CutOutputs)
 
     @cached_property
     def trainable(self) -> frozenset[str]:
         """The parameters that get gradients."""
-        return frozenset(item.name for item in self.compiled.local.signature.outputs_of("gradient"))
+        return frozenset(item.name for item in self.compiled.signature.outputs_of("gradient"))
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether tensors besides the loss come out."""
+        return bool(self.compiled.signature.outputs_of("output"))
+
+    @property
+    def may_tell_length(self) -> bool:
+        """Whether what comes out may depend on the length of the batch: tensors besides the loss, or numbers."""
+        return self.has_outputs or any(leaf is not TENSOR and leaf is not None for leaf in self.compiled.signature.leaves)
 
     @property
     def draws(self) -> bool:
         """Whether a call draws random numbers."""
-        return bool(self.compiled.local.signature.inputs_of("random_key"))
+        return bool(self.compiled.signature.inputs_of("random_key"))
 
 
 class CapturingModule(NamesOfModel):
@@ -125,6 +152,8 @@ class CapturingModule(NamesOfModel):
         trainer: Trainer | None = None,
         weights: Weights | None = None,
         takes_global: bool = False,
+        pad_to: PadTo | None = None,
+        is_cached: bool = False,
     ) -> None:
         super().__init__()
         check_names(model, type(self), (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
@@ -141,7 +170,7 @@ class CapturingModule(NamesOfModel):
         self._tensors: ModelTensors | None = None
         self._trainer = trainer or Trainer(None, TrainStep())
         self._scaler: Scaler | None = None
-        self._weights, self._takes_global = weights, takes_global
+        self._weights, self._takes_global, self._pad_to, self._is_cached = weights, takes_global, pad_to, is_cached
         # The latest call's inputs, of the global batch.
         self._given: CallInputs | None = None
         self._trainer.bind(model)
@@ -166,8 +195,23 @@ class CapturingModule(NamesOfModel):
         return inputs, self._captures[key]
 
     def call_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
-        """What this process computes with of a call's inputs: its share, where they are of the global batch."""
-        inputs = CallInputs.of(args, kwargs)
+        """What this process computes with of a call's inputs: its share, where they are of the global batch, and padded, where lengths
+        are. Collective then."""
+        if not self._captures:
+            self._agree_on_options()
+        inputs = self._share(CallInputs.of(args, kwargs))
+        return inputs if self._pad_to is None else padded(inputs, self._pad_to, self._batch_dims, self.mesh, self._world)
+
+    def _agree_on_options(self) -> None:
+        """Those by which ranks exchange what they do not without them. Collective. Raises `InputError` on all ranks."""
+        mine = f"pad_to={self._pad_to}", f"{'a' if self._is_cached else 'no'} cache="
+        everyone = self._world.gather(mine, "a comparison of the ranks' calls")
+        for rank, theirs in enumerate(everyone):
+            for first, other in zip(everyone[0], theirs, strict=True):
+                if other != first:
+                    raise InputError(f"rank 0 has {first}, and rank {rank} has {other}: give autopar.compile the same on all ranks")
+
+    def _share(self, inputs: CallInputs) -> CallInputs:
         if not self._takes_global or not isinstance(self._world, DistributedWorld):
             return inputs
         try:
@@ -176,6 +220,29 @@ class CapturingModule(NamesOfModel):
             return inputs  # refused where all ranks hear of it
         self._given, parts = inputs, self.mesh.parts("dp")
         return inputs.share(dims, self.mesh.index(self._world.rank, parts), self.mesh.size_of(parts))
+
+    def learn_lengths(self, inputs: CallInputs, captured: Captured) -> None:
+        """How outputs are cut, before anything runs that they come of. Raises `InputError` where they cannot be, on all ranks."""
+        lengths = inputs.lengths
+        if lengths is None or not captured.may_tell_length:
+            return
+
+        def describe(length: int) -> Described:
+            return described_output(self._model, *at_length(lengths, length, *inputs.call(of_a_sample)))
+
+        def of_a_sample(index: int, tensor: torch.Tensor) -> torch.Tensor:
+            """Of a rank without samples: few models run on none."""
+            dim = captured.batch_dims.get(index)
+            if dim is None or tensor.shape[dim]:
+                return tensor
+            return tensor.new_zeros([1 if each == dim else size for each, size in enumerate(tensor.shape)])
+
+        with global_parameters(self._model), outside_fake_modes():
+            captured.cut_outputs.learn(lengths, describe)
+
+    def cut(self, tensors: Mapping[str, torch.Tensor], inputs: CallInputs, captured: Captured) -> Mapping[str, torch.Tensor]:
+        """Results by flat index, of the batch's own length where it was padded."""
+        return tensors if inputs.lengths is None else captured.cut_outputs.cut(tensors, inputs.lengths.own)
 
     def tensors(self) -> ModelTensors:
         """As the guard saw them at this call; walking the modules takes milliseconds."""
@@ -232,23 +299,27 @@ class CapturingModule(NamesOfModel):
         with telling(self._world, "a comparison of the ranks' programs"), global_parameters(self._model, on_meta=values is not None):
             compiled = self._capture(args, kwargs, pins=dict(self._placements) or None, shares=shares)
         self._world.prepare(compiled)
-        placements = placements_of(compiled.local.signature, compiled.local.mesh.ranks)
+        placements = placements_of(compiled.signature, compiled.mesh.ranks)
         if not self._captures:
             self._world.place(self._model, compiled, values)
-            placements = all_placements(self._model, compiled.local.signature, compiled.local.mesh.ranks)
+            placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)
         elif not self._world.is_virtual:
             self._check_placements(placements)
         holders = compiled.holders
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements
-        self._guard.captured(compiled.forward.written)
-        if compiled.updating is not None and compiled.forward.needs_scale:
+        self._guard.captured(compiled.facts.written)
+        if compiled.updating is not None and compiled.facts.needs_scale:
             self._trainer.scale_by_default()
         return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), Places(compiled, self._world.ranks), dims)
 
-    def from_first(self, make: Callable[[], str]) -> str:
+    def from_first(self, make: Callable[[], T]) -> T:
         """What `make` gives on rank 0, on every rank; it is called there alone. Collective."""
         return from_first(self._world, make)
+
+    def gathered(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`; errors say `what` it is. Collective."""
+        return self._world.gather(value, what)
 
     def _announce(self, inputs: CallInputs) -> None:
         number = len(self._captures) + 1
@@ -260,7 +331,8 @@ class CapturingModule(NamesOfModel):
         changed = f"; the model changed: {changes}" if changes else ""
         logger.info("recapturing: no program fits this call (%s; %s%s); this is capture %d", shapes, mode, changed, number)
         if number > MAX_QUIET_CAPTURES:
-            why = "each new shape compiles anew; pad batches to a few shapes"
+            fewer = "pad_to=autopar.PadTo(...) pads batches to a few lengths" if self._pad_to is None else "give pad_to= fewer lengths"
+            why = f"each new shape compiles anew; {fewer}"
             why = f"each change of the model compiles anew; the latest: {changes}" if changes else why
             warnings.warn(f"{number} captures of one model: {why}", stacklevel=5)
 

@@ -18,14 +18,28 @@ from autopar.runtime._torch import flatten, flatten_with_names, has_values, is_f
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Of a call whose `inputs`, by flat index, are padded in `dim`: how long they were on this rank, on the ranks of the shortest batch and
+    of the longest, and how long they are."""
+
+    dim: int
+    inputs: tuple[int, ...]
+    own: int
+    shortest: int
+    longest: int
+    padded: int
+
+
+@dataclass(frozen=True)
 class CallInputs:
     """The flat leaves of `(args, kwargs)`, keyword arguments sorted by name, with the names that a user would use. The batch dims by flat
-    index are known where these are a share of what was given."""
+    index are known where these are a share of what was given, and `lengths` where they are padded."""
 
     names: tuple[str, ...]
     leaves: tuple[Any, ...]
     structure: Any
     dims: Mapping[int, int] | None = None
+    lengths: Lengths | None = None
 
     @staticmethod
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
@@ -104,10 +118,16 @@ def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
         raise InputError(f"batch_dims names {unknown[0]!r}, which is no input of this call; its inputs are {', '.join(inputs.names)}")
     found: dict[int, int] = {}
     for index, name, tensor in tensors:
-        dim = next((dim for given, dim in batch_dims.items() if _covers(given, name)), None)
+        given = innermost(batch_dims, name)
+        dim = None if given is None else batch_dims[given]
         if dim is not None:
             found[index] = dim % tensor.ndim
     return found
+
+
+def innermost(given: Iterable[str], name: str) -> str | None:
+    """Which of the names `given` stands for an input: its own `name`, else that of the innermost argument that it is nested in."""
+    return max((each for each in given if _covers(each, name)), key=len, default=None)
 
 
 def _covers(given: str, name: str) -> bool:

@@ -54,6 +54,7 @@ class ParallelModule(Inspected):
     backend     "eager", the name of any torch.compile backend, or such a backend itself
     batch_dims  see `autopar.runtime.module.inputs.batch_dims_of`
     timeout     seconds that a real rank waits for its peers; None keeps torch's default
+    pad_to      see `PadTo`
     num_microbatches  to a multiple of which every rank's share of the batch is padded; None where the capture chooses it
     world       that of the module of which this is a copy
     for_copy    makes the parallel module of a deep copy of the model, in the same world; without it copies are refused
@@ -73,14 +74,14 @@ class ParallelModule(Inspected):
 
     def _plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluated:
         """The output, its tensors by flat index, and which of them gradients come back through."""
-        call, captured = self.start(args, kwargs)
+        call, captured, inputs = self.start(args, kwargs)
         if call.has_backward and captured.trainable and torch.is_grad_enabled():
             parameters = self.tensors().parameters
             tensors = differentiate(call, {name: parameter for name, parameter in parameters.items() if name in captured.trainable})
         else:
             with torch.no_grad():
                 tensors = call.forward()
-        signature = captured.compiled.local.signature
+        signature, tensors = captured.compiled.signature, self.cut(tensors, inputs, captured)
         return build_output(signature, tensors), tensors, [item.name for item in signature.inputs_of("tangent")]
 
     @property
@@ -129,14 +130,15 @@ class ParallelModule(Inspected):
         with torch.enable_grad():
             if self._trainer.takes_closure:
                 return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)
-            call, captured = self.start(args, kwargs, updates=True)
+            call, captured, inputs = self.start(args, kwargs, updates=True)
         self._trainer.prepare(self)
         scale = self._trainer.scale
 
         def trace() -> str:
             return first_non_finite(self, args, kwargs, captured, call.key, scale)
 
-        return build_output(captured.compiled.local.signature, self._trainer.run(call, self, trace))
+        tensors = self.cut(self._trainer.run(call, self, trace), inputs, captured)
+        return build_output(captured.compiled.signature, tensors)
 
     def scaler(self, options: LossScale | None = None) -> Scaler:
         """Scales the loss of a plain loop, in a pipeline, too; see `Scaler`. It scales what calls of this module make from now on."""
@@ -147,12 +149,13 @@ class ParallelModule(Inspected):
         """Capture and compile for such a call and place the parameters, without running it. Inputs as in a call."""
         return self.captured(args, kwargs)[1].compiled
 
-    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool = False) -> tuple[Call, Captured]:
+    def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool = False) -> tuple[Call, Captured, CallInputs]:
         """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`.
 
         One that `updates` is run by `train_step`.
         """
         inputs, captured = self.captured(args, kwargs, runs=True)
+        self.learn_lengths(inputs, captured)
         self._before_run(inputs, captured)
         if not updates and self._scaler is None and captured.trainable and not captured.is_told_of_scale:
             captured.is_told_of_scale = tell_of_scale(captured.compiled)
@@ -168,10 +171,15 @@ class ParallelModule(Inspected):
         call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, places, program, scale)
         if updates not in captured.ran and math.isfinite(captured.compiled.budget.capacity_bytes):
             sizes = rank_sizes(captured.compiled, self._backend, world.is_virtual, on_processes=not world.is_virtual)
-            state: State = "held" if self._trainer.has_state else "made" if updates and self._trainer.steps_within(call) else "to come"
-            guard(call, sizes, self._held, device.type, "to come" if world.is_virtual else state)
+            guard(call, sizes, self._held, device.type, lambda: self._state(call, updates))
         captured.ran.add(updates)
-        return call, captured
+        return call, captured, inputs
+
+    def _state(self, call: Call, updates: bool) -> State:
+        """Where the optimizer's state is when `call` begins to run."""
+        if self._world.is_virtual:
+            return "to come"
+        return "held" if self._trainer.has_state else "made" if updates and self._trainer.steps_within(call) else "to come"
 
     def _held(self) -> list[torch.Tensor]:
         """What is there between calls: parameters, buffers, gradients, and the state of the optimizer of `train_step`."""

@@ -46,7 +46,7 @@ def require_no_gradients(parameters: Named) -> None:
 
 def updating_schedule(compiled: Compiled) -> ScheduleProgram:
     """What a step runs. Raises `AutoparError` for a call that no step can be made of."""
-    the_loss(tuple((item.name, item.shape) for item in compiled.local.signature.inputs_of("tangent")))
+    the_loss(tuple((item.name, item.shape) for item in compiled.signature.inputs_of("tangent")))
     if compiled.updating is None:
         raise AutoparError("train_step has nothing to update: no parameter that requires a gradient is used by this call")
     return compiled.updating

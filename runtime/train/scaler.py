@@ -65,7 +65,7 @@ def non_finite(gradients: Mapping[str, torch.Tensor], world: World) -> list[str]
 
 def tell_of_scale(compiled: Compiled) -> bool:
     """Say of a call in a plain loop that nobody scales its loss, where precision= needs that; whether it was said."""
-    precision = compiled.forward.precision
+    precision = compiled.facts.precision
     if precision is None or not precision.needs_scale:
         return False
     logger.warning(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal
 
 import torch
@@ -25,23 +26,26 @@ _SCALARS_BYTES = 4096
 State = Literal["held", "made", "to come"]
 
 
-def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor]], device: str, state: State) -> None:
+def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor]], device: str, state: Callable[[], State]) -> None:
     """Let `call`, which has not run yet, raise `MemoryBudgetError` on all ranks where one takes more than the budget of `sizes`.
 
     `held` is what is there besides its buffers: parameters, gradients of earlier calls, the optimizer's `state` where that is held. On
-    virtual ranks it is one for all, and where the optimizer is the caller's nobody sees it: that is "to come". A user who looks with a
-    profiler of torch's, of which there can be one, goes unwatched.
+    virtual ranks it is one for all, and where the optimizer is the caller's nobody sees it: that is "to come". Both are asked when the
+    call begins to run: the optimizer may be made until then, and some make their state at once. A user who looks with a profiler of
+    torch's, of which there can be one, goes unwatched.
     """
+    at_first = cache(state)  # the second half makes state, which is none that was there
 
     @contextmanager
     def watched() -> Generator[None]:
         if AllocatorLog.is_taken() or any(state.watch is not None for state in call.states.values()):
             yield
             return
+        begin = at_first()
         tracker = Tracker(call, held(), device)
         with tracker:
             yield
-        found = [(rank, *_most(trace, call.schedules[rank], sizes, state)) for rank, trace in tracker.traces().items()]
+        found = [(rank, *_most(trace, call.schedules[rank], sizes, begin)) for rank, trace in tracker.traces().items()]
         everyone = found if call.world.is_virtual else [each for some in call.world.gather(found) for each in some]
         rank, size, where = max(everyone, key=lambda each: each[1])
         if size > sizes.budget.capacity_bytes + _SCALARS_BYTES:

@@ -141,7 +141,7 @@ def case_of(model: nn.Module, inputs: CallInputs, key: int, tangents: Mapping[st
 
     first_names = {id(value): name for name, value in model.named_parameters()}
     return Case(
-        state={name: own(value) for name, value in _named(model).items()},
+        state={name: own(value) for name, value in named_values(model).items()},
         leaves=[own(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs.leaves],
         first_names={name: first_names[id(value)] for name, value in model.named_parameters(remove_duplicate=False)},
         key=key,
@@ -216,7 +216,7 @@ class _Forms:
         self.limits = self.limits.beside(together, errors.loss, errors.gradients)
 
     def _original(self, model: nn.Module, inputs: CallInputs) -> Results:
-        values = {id(value): self.case.state[name] for name, value in _named(model).items()}
+        values = {id(value): self.case.state[name] for name, value in named_values(model).items()}
         copied = copy_model(model, values, promoted=self.promoted)
         args, kwargs = inputs.call(lambda index, tensor: self.case.leaves[index].clone())
         # In plain ops: torch's fused attention gives wrong gradients in rows that an added mask of numbers masks wholly.
@@ -369,17 +369,16 @@ def _lowering(compiled: Compiled) -> str:
     return " or ".join(step.name for step in made[: last + 1]) or "lower"
 
 
-def _named(model: nn.Module) -> Mapping[str, torch.Tensor]:
+def named_values(model: nn.Module) -> Mapping[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
 
 def promote_compiled(compiled: Compiled) -> Compiled:
     """Every program that runs, promoted; `steps` stay as they were."""
-    return replace(
-        compiled,
+    forms = compiled.with_forms(
         forward=promote(compiled.forward),
         program=promote(compiled.program),
         local=promote(compiled.local),
         separated=compiled.separated and promote(compiled.separated),
-        schedule=promote_schedule(compiled.schedule),
     )
+    return replace(forms, schedule=promote_schedule(compiled.schedule))

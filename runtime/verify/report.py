@@ -39,6 +39,31 @@ class Difference:
 
 
 @dataclass(frozen=True)
+class PaddingChange:
+    """How far the model is, on a batch of length `own` that is made `padded` long, from itself on the batch: the largest error, and of
+    what it is."""
+
+    own: int
+    padded: int
+    error: float
+    of: str
+
+    @property
+    def worst(self) -> float:
+        """The error; NaN as infinity."""
+        return _known(self.error)
+
+    def lines(self, is_within: bool) -> list[str]:
+        what = f"the batch is padded from length {self.own} to {self.padded}, and the model "
+        if is_within:
+            return [f"  ({what}gives the same for both: worst error {self.error:.3g}; other errors are on the padded batch)"]
+        return [
+            f"  {what}GIVES ANOTHER {self.of} for it, off by {self.error:.3g}: a mask, or labels that the loss ignores,",
+            "  must keep what is padded out of it; check the values of pad_to=, or leave it out",
+        ]
+
+
+@dataclass(frozen=True)
 class Report:
     """Errors are the largest over all programs between the reference and the module's own run; truthy when all are within `tolerance`.
 
@@ -54,6 +79,7 @@ class Report:
     gradient_limits  of those that it takes farther by themselves, what each may be off
     cast_error       in a lower dtype the largest error of the reference against the original in float64; judged by `cast_tolerance`
     cast_loss_error  that of its loss and outputs, judged by `tolerance`
+    padding          of a batch that `pad_to` made longer, what that changes; None of others. The other errors are on the longer batch
     """
 
     loss_error: float
@@ -73,12 +99,13 @@ class Report:
     cast_error: float | None = None
     cast_tolerance: float = math.inf
     cast_loss_error: float = 0.0
+    padding: PaddingChange | None = None
 
     def __bool__(self) -> bool:
         rest = replace(self, gradient_errors={}).worst
         allowed = max(self.tolerance, self.gradient_tolerance)
         are_within = rest <= self.tolerance and gradients_within(self.gradient_errors, allowed, self.gradient_limits)
-        return self.first_difference is None and are_within and self.are_casts_within
+        return self.first_difference is None and are_within and self.are_casts_within and self.is_padding_within
 
     @property
     def are_casts_within(self) -> bool:
@@ -86,6 +113,11 @@ class Report:
         return self.cast_error is None or (
             _known(self.cast_error) <= self.cast_tolerance and _known(self.cast_loss_error) <= self.tolerance
         )
+
+    @property
+    def is_padding_within(self) -> bool:
+        """Whether the model gives for the padded batch what it gives for the batch."""
+        return self.padding is None or self.padding.worst <= max(self.tolerance, self.gradient_tolerance)
 
     @property
     def worst(self) -> float:
@@ -101,12 +133,7 @@ class Report:
         lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
         if self.gradient_tolerance > self.tolerance:
             lines[0] += f", {self.gradient_tolerance:.3g} for gradients"
-        if self.is_random:
-            lines.append(
-                "  (it draws random numbers, keyed by position, not eager's: compared with the program as it was captured, on one device)"
-            )
-        elif self.reference == "forward program":
-            lines.append("  (compared with the program as it was captured, with its casts and nothing else rewritten, on one device)")
+        lines += self._about_reference()
         if self.cast_error is not None:
             eps = torch.finfo(self.narrowest).eps
             lines.append(
@@ -123,12 +150,23 @@ class Report:
         if self.own_statistics_error is not None:
             lines.append('  each microbatch takes its own statistics, as microbatch_statistics="own" accepts: another computation')
             lines.append(f"  against the program that does so: worst error {self.own_statistics_error:.3g}")
+        if self.padding is not None:
+            lines += self.padding.lines(self.is_padding_within)
         if self.first_difference is not None:
             lines.append(f"  first difference: {self.first_difference}")
         lines.append(f"  loss: {self.loss_error:.3g}")
         for title, table in (("gradient", self.gradient_errors), ("buffer", self.buffer_errors), ("between replicas", self.replica_errors)):
             lines += _worst_five(title, table)
         return "\n".join(lines)
+
+    def _about_reference(self) -> list[str]:
+        if self.is_random:
+            return [
+                "  (it draws random numbers, keyed by position, not eager's: compared with the program as it was captured, on one device)"
+            ]
+        if self.reference == "forward program":
+            return ["  (compared with the program as it was captured, with its casts and nothing else rewritten, on one device)"]
+        return []
 
 
 def _worst_five(title: str, table: Mapping[str, float]) -> list[str]:

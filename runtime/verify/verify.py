@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,18 +16,22 @@ from autopar.ir.mesh import Mesh, parent
 from autopar.ir.padding import unpadded
 from autopar.ir.program import Input
 from autopar.ir.sharding import Sharding
+from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.random_key import random_key
 from autopar.runtime.execute.shares import share_of
 from autopar.runtime.execute.world import Parts, RankParts
+from autopar.runtime.module.captures import Captured
 from autopar.runtime.module.inputs import CallInputs
+from autopar.runtime.module.lengths import at_length
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.compare_values import difference_at
+from autopar.runtime.verify.padding import Arguments, padding_change
 from autopar.runtime.verify.reference_run import Case, Results, assembled, run_local, run_separated
-from autopar.runtime.verify.report import Difference, Report, error_of
+from autopar.runtime.verify.report import Difference, PaddingChange, Report, error_of
 
 
 def verify(
@@ -46,7 +51,33 @@ def verify(
     model = parallel._model if world.is_virtual else whole_model(parallel)
     args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs, captured.batch_dims)
     run = _OwnRun(parallel, inputs, captured.fragments, promote)
-    return verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
+    padding = _padding_change(parallel, inputs, captured, model, (args, kwargs), promote)
+    report = verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
+    return replace(report, padding=padding)
+
+
+def _padding_change(
+    parallel: ModuleState, inputs: CallInputs, captured: Captured, model: nn.Module, call: Arguments, promote: bool
+) -> PaddingChange | None:
+    """What padding changes of the global batch, or where ranks have batches of several lengths, of the share where it changes most.
+    Collective."""
+    lengths, signature = inputs.lengths, captured.compiled.forward.signature
+    if lengths is None or lengths.shortest == lengths.padded:
+        return None
+    if lengths.shortest == lengths.longest:
+        own = at_length(lengths, lengths.own, *call)
+        return padding_change(model, signature, own, call, (lengths.own, lengths.padded), promote)
+
+    def of_share() -> PaddingChange | None:
+        sizes = [tensor.shape[captured.batch_dims[index]] for index, _, tensor in inputs.tensors if index in captured.batch_dims]
+        if 0 in sizes or lengths.own in (0, lengths.padded):
+            return None
+        own = at_length(lengths, lengths.own, *inputs.call())
+        return padding_change(model, signature, own, inputs.call(), (lengths.own, lengths.padded), promote)
+
+    found = agreed(parallel._world, of_share, "what padding changes")
+    everyone: list[PaddingChange | None] = parallel._world.gather(found, "what padding changes")
+    return max((each for each in everyone if each is not None), key=lambda each: each.worst, default=None)
 
 
 def whole_model(parallel: ModuleState) -> nn.Module:
@@ -89,7 +120,7 @@ class _OwnRun:
         buffers = {name: tensor.clone() for name, tensor in self.tensors.items()}
         call = Call(compiled, fragments, self.world, buffers, self.leaves, case.key, self.device, scale=_scale(compiled, case))
         self._run(call, compiled, case)
-        signature = compiled.local.signature
+        signature = compiled.signature
         results = [self._everyones(call.held(item)) for item in signature.outputs]
         misplaced = self._first(self._misplaced(call, compiled, case))
         if agrees(assembled(signature, results, case)) and misplaced is None:
@@ -101,9 +132,9 @@ class _OwnRun:
         if not call.has_backward:
             return
         tangents = {}
-        for item in compiled.local.signature.inputs_of("tangent"):
+        for item in compiled.signature.inputs_of("tangent"):
             whole = unpadded(case.value(item, compiled.local), item.padding)
-            tangents[item.name] = whole.to(self.device) if self.world.is_virtual else self._share(whole, item, compiled.local.mesh)
+            tangents[item.name] = whole.to(self.device) if self.world.is_virtual else self._share(whole, item, compiled.mesh)
         call.backward(tangents)
 
     def _share(self, tangent: torch.Tensor, item: Input, mesh: Mesh) -> torch.Tensor:
@@ -126,7 +157,7 @@ class _OwnRun:
 
     def _misplaced(self, call: Call, compiled: Compiled, case: Case) -> Difference | None:
         """The first input of which a rank holds something else than its part: a stale parameter, a wrong slice."""
-        mesh = compiled.local.mesh
+        mesh = compiled.mesh
         for rank, state in call.states.items():
             schedule = compiled.schedule_of(rank)
             for item, name in zip(schedule.signature.inputs, schedule.inputs, strict=True):
@@ -159,7 +190,7 @@ class _OwnRun:
             state.buffers = _Kept()
         self._run(call, compiled, case)
         found: list[Difference] = []
-        each = compiled.local.mesh.num_microbatches
+        each = compiled.mesh.num_microbatches
 
         def observe(node: Node, values: Sequence[Any]) -> None:
             for rank, state in call.states.items():
@@ -185,7 +216,7 @@ class _OwnRun:
 
 def _scale(compiled: Compiled, case: Case) -> float:
     """The gradient of the loss."""
-    losses = compiled.local.signature.outputs_of("loss")
+    losses = compiled.signature.outputs_of("loss")
     return float(case.tangents[losses[0].name]) if losses and losses[0].name in case.tangents else 1.0
 
 

@@ -81,7 +81,7 @@ def test_as_many_microbatches_are_alive_as_the_order_says(schedule: str, num_ran
     order = generate(schedule, num_ranks, NUMBER)
     stage_of = stages_of(parallel.compiled)
     placement = next(step.decision.placement for step in parallel.compiled.steps if step.name == "place stages")
-    call, _ = parallel.start((), case.batch)
+    call, *_ = parallel.start((), case.batch)
     call._fill_parameters()
     call._fill([item for item in call.signature.inputs if item.kind != "parameter"])
     watched = []

@@ -122,6 +122,6 @@ def compiled(result: Planned) -> Compiled:
     """What `explain` reads; nothing is lowered."""
     schedule = Schedule((), {}, (), (), result.program.signature)
     plan = Plan.of(result.program, result.decision)
-    return Compiled(
+    return Compiled.of(
         result.program, result.program, result.program, whole(result.program.mesh, schedule), plan, search=result.decision, cost=result.cost
     )

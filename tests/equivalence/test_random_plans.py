@@ -107,7 +107,7 @@ def in_pipeline(name: str, seed: int) -> ParallelModule:
     captured = replace(forward_program(case.model, batch, in_time), order=order)
     schedule = run_passes(captured, chosen, (Checker(), history))
     programs = (history.program(kind) for kind in (KeyRandom, PlaceStages, Lower))
-    compiled = Compiled(*programs, schedule, steps=history.graph_steps)
+    compiled = Compiled.of(*programs, schedule, steps=history.graph_steps)
     return ParallelModule(
         case.model, mesh, capture=lambda args, kwargs, pins=None, shares=None: compiled, backend="eager", num_microbatches=NUMBER
     )

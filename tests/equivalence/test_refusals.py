@@ -182,7 +182,7 @@ def test_new_shapes_are_captured_again_and_said_and_the_ninth_capture_warns(capl
         module(**batch(4))
     said = [record.getMessage() for record in caplog.records if "recapturing" in record.getMessage()]
     assert len(said) == 7 and "x [4, 6] float32, y [4, 6] float32; training=True, grad=True); this is capture 2" in said[0]
-    with pytest.warns(UserWarning, match="9 captures of one model: each new shape compiles anew; pad batches to a few shapes"):
+    with pytest.warns(UserWarning, match="9 captures of one model: each new shape compiles anew; pad_to=autopar.PadTo"):
         module(**batch(18))
 
 

@@ -53,7 +53,7 @@ def test_a_step_holds_what_is_predicted(axes: dict[str, int], saved: float) -> N
     parallel = autopar.compile(model, autopar.virtual_mesh(**axes), example_inputs=(x,), backend="eager", optimizer=torch.optim.SGD)
     compiled = parallel.compiled
     assert compiled.updating is not None
-    call, _ = parallel.start((), {"x": x}, updates=True)
+    call, *_ = parallel.start((), {"x": x}, updates=True)
     held = watched(call)
     assert parallel.optimizer is not None
     parallel._trainer.run(call, parallel, lambda: "")
@@ -86,10 +86,10 @@ def test_what_a_step_saves_are_the_gradients_that_need_not_live_together(axes: d
     mesh = autopar.virtual_mesh(**axes)
     parallel = autopar.compile(Heavy(), mesh, example_inputs=(x,), backend="eager", optimizer=torch.optim.SGD, num_microbatches=1)
     assert parallel.compiled.updating is not None
-    loop, _ = parallel.start((), {"x": x})
+    loop, *_ = parallel.start((), {"x": x})
     with torch.no_grad():
         plain = measured(loop).peak_bytes
-    call, _ = parallel.start((), {"x": x}, updates=True)
+    call, *_ = parallel.start((), {"x": x}, updates=True)
     held = watched(call)
     assert parallel.optimizer is not None
     parallel._trainer.run(call, parallel, lambda: "")
@@ -116,7 +116,7 @@ def test_gradients_that_are_held_low_take_half(axes: dict[str, int]) -> None:
             precision=autopar.MixedPrecision(grad=grad),
             train_step=autopar.TrainStep(clip_grad_norm=1.0),
         )
-        call, _ = parallel.start((), {"x": x}, updates=True)
+        call, *_ = parallel.start((), {"x": x}, updates=True)
         held = watched(call)
         assert parallel.optimizer is not None and parallel.compiled.updating is not None
         parallel._trainer.run(call, parallel, lambda: "")

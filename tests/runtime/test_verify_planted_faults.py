@@ -6,7 +6,7 @@ Those that the check names before anything runs are in `tests/autopar/test_plant
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -132,7 +132,7 @@ def test_verify_names_faults_in_the_local_program(tiny: Compiled, plant: Callabl
     program = tiny.local.copy()
     name = plant(program)
     revalue(program)
-    report = verified(replace(tiny, local=program))
+    report = verified(tiny.with_forms(local=program))
     assert not report and report.first_difference is not None
     assert (report.first_difference.node, report.first_difference.made_by) == (name, "lower"), str(report)
     assert "compiled.py:" in report.first_difference.source
@@ -162,7 +162,7 @@ def test_verify_names_classes_whose_parts_are_joined_wrongly(instead: Any) -> No
     name = _origin(node)
     node.target = instead
     revalue(program)
-    reports = [verify_compiled(model, each, (), batch, promote=True, key=1) for each in (fused, replace(fused, local=program))]
+    reports = [verify_compiled(model, each, (), batch, promote=True, key=1) for each in (fused, fused.with_forms(local=program))]
     assert reports[0] and not reports[1] and reports[1].first_difference is not None
     assert (reports[1].first_difference.node, reports[1].first_difference.made_by) == (name, "lower"), str(reports[1])
 
@@ -177,7 +177,7 @@ def test_verify_compares_replicas(tiny: Compiled) -> None:
     launch = operands(completed)[0]
     assert launch.target is all_reduce, launch
     completed.replace_all_uses_with(operands(launch)[0])
-    report = verified(replace(tiny, local=program))
+    report = verified(tiny.with_forms(local=program))
     assert not report and report.replica_errors["gradient norm.weight"] > 1e-3
     assert set(name for name, error in report.replica_errors.items() if error) == {"gradient norm.weight"}
 

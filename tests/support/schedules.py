@@ -168,7 +168,7 @@ def mlp_compiled(mesh: Mesh, training: bool = True) -> Compiled:
         backward=mlp_backward,
     )
     program = Program(Graph(), mesh, signature, Form.LOCAL)
-    return Compiled(program, program, program, whole(mesh, schedule))
+    return Compiled.of(program, program, program, whole(mesh, schedule))
 
 
 def parallel_mlp(mesh: Mesh, **options: Any) -> tuple[ParallelModule, Mlp]:

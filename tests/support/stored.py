@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar._torch import FakeTensorMode, OpOverload, fake_mode, is_fake
+from autopar._torch import FakeTensorMode, OpOverload
 from autopar.driver import compiled
+from autopar.driver.pickled import Pickler, Unpickler
 from autopar.ir import keys
 from autopar.ir.program import Program
 
@@ -35,7 +35,6 @@ FOLDER = "AUTOPAR_TEST_CAPTURES"
 _RECORDS = ("val", "stack_trace", "nn_module_stack", "seq_nr", "custom", "ac_graph_id", "partitioner_tag", "is_gradient_acc")
 # Fields of a program that the joint trace hands on, and those that are described apart.
 _APART = ("graph", "constants", "mesh", "freedom", "order")
-_KEYS = {key.name: key for key in vars(keys).values() if isinstance(key, keys.Key)}
 
 
 # What `repr` gives of an object that means nothing to another process.
@@ -110,48 +109,33 @@ def _shape(value: torch.Tensor) -> str:
 # ---- pickles
 
 
-class _Pickler(pickle.Pickler):
+class _Pickler(Pickler):
     """Writes several values one after another; nodes that were numbered go by their number."""
 
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self.numbers: dict[Node, int] = {}
-        self.storages: dict[StorageWeakRef, int] = {}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Node):
-            return None
+            return super().persistent_id(value)
         if value not in self.numbers:
             raise CannotBeStored(f"{value} is of another graph")
         return self.numbers[value]
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, OpOverload):
-            return _op, (str(value),)
-        elif isinstance(value, keys.Key):
-            return _key, (value.name,)
-        elif value is compiled.TENSOR:
+        if value is compiled.TENSOR:
             return _tensor_leaf, ()
-        elif isinstance(value, (torch.memory_format, torch.layout)):  # torch gives them names that pickle does not find
-            return _of_torch, (str(value).removeprefix("torch."),)
-        elif isinstance(value, torch.Tensor) and is_fake(value):
-            return _fake, self._fake(value)
-        elif isinstance(value, (Graph, FakeTensorMode)):
+        if isinstance(value, (Graph, FakeTensorMode)):
             raise CannotBeStored(repr(type(value)))
-        return NotImplemented
-
-    def _fake(self, value: torch.Tensor) -> tuple[Any, ...]:
-        storage = value.untyped_storage()
-        number = self.storages.setdefault(StorageWeakRef(storage), len(self.storages))
-        place = tuple(value.shape), value.stride(), value.storage_offset()
-        return number, storage.nbytes(), *place, value.dtype, value.device, value.requires_grad
+        return super().reducer_override(value)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     nodes: list[Node]
 
-    def persistent_load(self, pid: Any) -> Node:
-        return self.nodes[pid]
+    def persistent_load(self, pid: Any) -> Any:
+        return self.nodes[pid] if isinstance(pid, int) else super().persistent_load(pid)
 
 
 def dumped(program: Program) -> bytes:
@@ -169,8 +153,7 @@ def dumped(program: Program) -> bytes:
 
 def loaded(content: bytes) -> Program:
     """The program that `dumped` gave as `content`, its fake tensors in a mode of their own."""
-    _fakes.mode, _fakes.storages = fake_mode(), {}
-    unpickler, graph = _Unpickler(io.BytesIO(content)), Graph()
+    unpickler, graph = _Unpickler(content), Graph()
     unpickler.nodes = []
     for _ in range(unpickler.load()):
         op, name, target, args, kwargs, records = unpickler.load()
@@ -180,42 +163,6 @@ def loaded(content: bytes) -> Program:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, for the structures of outputs
         return Program(graph=graph, **unpickler.load())
-
-
-class _Fakes:
-    """What the fake tensors of a program that is being loaded share."""
-
-    mode: FakeTensorMode
-    storages: dict[int, torch.Tensor]
-
-
-_fakes = _Fakes()
-
-
-def _fake(
-    number: int, num_bytes: int, size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device, requires_grad: bool
-) -> torch.Tensor:
-    with _fakes.mode, torch.no_grad():
-        if number not in _fakes.storages:
-            _fakes.storages[number] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        bytes_ = _fakes.storages[number]
-        found = torch.empty(0, dtype=dtype, device=device).set_(bytes_.untyped_storage(), offset, size, stride)
-    return found.requires_grad_(requires_grad)
-
-
-def _op(name: str) -> Any:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _of_torch(name: str) -> Any:
-    return getattr(torch, name)
-
-
-def _key(name: str) -> keys.Key[Any]:
-    return _KEYS[name]
 
 
 def _tensor_leaf() -> Any:

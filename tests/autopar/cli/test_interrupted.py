@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 # It says so on standard error when it has come to a place, and waits there.
 WAITING = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 import autopar.foresight.search as search
 import autopar.predictor as predictor
 from autopar.cli.main import main

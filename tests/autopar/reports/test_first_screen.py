@@ -54,6 +54,7 @@ def test_a_transformer_on_free_links() -> None:
         r"tp=2  splits all arithmetic \(92 % by weights, else by positions\), \d+ of \d+ parameters", text
     )
     assert re.search(r"transformer\.h\.\*\.mlp\.c_fc\.weight +\[32, 128@tp\] +columns over tp +× 2", text)
+    assert "columns over tp within each 32" in text  # queries, keys and values in one matrix
     # Its product is split along the tokens: the weight only lies in parts.
     assert re.search(r"transformer\.h\.\*\.attn\.c_proj\.weight +\[32@tp, 32\] +in parts over tp", text)
     assert re.search(r"what limits it: communication, \d\d %", text)
@@ -95,9 +96,17 @@ def test_zero_a_budget_and_precision_are_said() -> None:
     case = zoo.llama(1).to(torch.float32)
     text = compiled(case.model, {"dp": 2}, case.batch, zero=3, precision="bf16").explain()
     assert_is_readable(text)
-    assert "zero=3" in text and "bfloat16" in text and "over dp" in text
+    assert "zero=3" in text and "a step in bfloat16" in text and "over dp" in text
     text = compiled(case.model, {"dp": 2}, case.batch, memory_budget="1MB").explain()
-    assert "; memory_budget 1.0 MB" in text
+    assert "within memory_budget, 1.0 MB" in text
+
+
+def test_a_tenth_more_is_more_than_was_asked_for() -> None:
+    """Of which the search is left less than all: fragments take something within themselves, too."""
+    case, known = zoo.gpt2(2).to(torch.float32), {"cluster": "8xH100", "optimizer": "adamw"}
+    budget = int(0.7 * compiled(case.model, {"dp": 4}, case.batch, **known).memory().peak_bytes)
+    text = compiled(case.model, {"dp": 4}, case.batch, memory_budget=budget, **known).explain()
+    assert f"memory_budget='{1.1e-3 * budget:.1f} kB': a tenth more would save" in text
 
 
 def test_details_are_there_on_request() -> None:
@@ -128,7 +137,7 @@ def test_seconds_are_said_by_the_calibration_of_this_machine(monkeypatch: pytest
     keep(slow, "cpu")
     text = parallel.explain()
     assert "this machine, as autopar.calibrate() measured it" in text and "what limits it: arithmetic" in text
-    assert before.split("a step takes")[0] == text.split("a step takes")[0]  # what is decided stays
+    assert before.split("a step in")[0] == text.split("a step in")[0]  # what is decided stays
     kept_path("cpu").write_text("name: broken")
     assert "by cpu.yaml" in parallel.explain()
 

@@ -127,7 +127,7 @@ def compiled(changed: Program | None = None, search: Search | None = None) -> Co
     relu = earlier.node("relu_default")
     relu.target = aten.gelu.default
     steps = (PassRun(1, "find atoms", 0.1, earlier), PassRun(2, "choose shardings", 0.2, given))
-    return Compiled(
+    return Compiled.of(
         given,
         given,
         replace(given, form=Form.LOCAL),

@@ -103,7 +103,7 @@ def test_what_pins_do_not_touch_does_not_change(make: Callable[[], ParallelModul
 
 def test_a_program_that_nobody_searched_is_refused(parallel: ParallelModule) -> None:
     with pytest.raises(AutoparError, match="not made by autopar.compile"):
-        what_if(replace(parallel.compiled, decide_again=None), {})
+        what_if(parallel.compiled.with_forms(decide_again=None), {})
 
 
 @pytest.mark.parametrize("options", [{"pp": 2}, {"pp": 1}])

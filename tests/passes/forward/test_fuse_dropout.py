@@ -132,7 +132,7 @@ def parallel(name: str, mesh: Mesh, seed: int | None = None) -> ParallelModule:
     batch = dict(sorted(case.batch.items()))  # as a call has them
     schedule = run_passes(forward_program(case.model, batch, mesh), passes, (Checker(), history))
     programs = (history.program(kind) for kind in (KeyRandom, InsertReshards, Lower))
-    compiled = Compiled(*programs, schedule, steps=history.graph_steps)
+    compiled = Compiled.of(*programs, schedule, steps=history.graph_steps)
     return ParallelModule(case.model, mesh, capture=lambda args, kwargs, pins=None, shares=None: compiled, backend="eager")
 
 

@@ -34,7 +34,7 @@ class Counting(nn.Module):
 
 def compiled(mesh: Mesh, schedule: Schedule, signature: Signature) -> Compiled:
     program = Program(Graph(), mesh, signature, Form.LOCAL, {"offset": torch.tensor([10.0, 20.0])})
-    return Compiled(program, program, program, whole(program.mesh, schedule))
+    return Compiled.of(program, program, program, whole(program.mesh, schedule))
 
 
 def counting(mesh: Mesh) -> ParallelModule:

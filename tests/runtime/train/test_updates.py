@@ -15,7 +15,7 @@ from tests.support.models.trained import SmallGpt, batch, small_gpt
 def test_each_parameter_is_applied_once_when_its_last_rank_has_come() -> None:
     model, reference = small_gpt(), small_gpt()
     parallel = autopar.compile(model, autopar.virtual_mesh(pp=2), example_inputs=batch(0), backend="eager", optimizer=torch.optim.SGD)
-    call, _ = parallel.start((), batch(0), updates=True)
+    call, *_ = parallel.start((), batch(0), updates=True)
     applied, taken = list[str](), list[tuple[int, str]]()
 
     def apply(names: Sequence[str]) -> None:
@@ -41,7 +41,7 @@ def test_what_is_kept_is_added_to_what_is_there() -> None:
     parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=batch(0), backend="eager", optimizer=torch.optim.SGD)
     for each in model.parameters():
         each.grad = torch.ones_like(each)
-    call, _ = parallel.start((), batch(0), updates=True)
+    call, *_ = parallel.start((), batch(0), updates=True)
     updates = Updates(call, dict(model.named_parameters()), None)
     with torch.no_grad():
         call.whole_step(updates.take)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.cost.memory import MemoryBudget
@@ -37,8 +40,27 @@ def test_only_calls_that_update_make_the_state_that_is_counted() -> None:
     parallel = autopar.compile(case.model, autopar.virtual_mesh(tp=2), optimizer=torch.optim.AdamW, **options)
     steps: list[bool] = []
     for _ in range(2):
-        call, _ = parallel.start((), case.batch, updates=True)
+        call, *_ = parallel.start((), case.batch, updates=True)
         parallel._trainer.optimizer(parallel)
         steps.append(parallel._trainer.steps_within(call))
         parallel.train_step(**case.batch)
     assert steps == [False, True]
+
+
+def steps_within_what_is_predicted(name: str) -> float:
+    """The loss of a second step under a budget of what a first is predicted to take, and one in a hundred."""
+    case = gpt2(1).to(torch.float32)
+
+    def compiled(budget: str | int) -> Any:
+        options = {"example_inputs": case.batch, "backend": "eager", "optimizer": getattr(torch.optim, name), "memory_budget": budget}
+        return autopar.compile(copy.deepcopy(case.model), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), **options)
+
+    parallel = compiled(int(1.01 * compiled("1 GB").memory().peak_bytes))
+    parallel.train_step(**case.batch)
+    return float(parallel.train_step(**case.batch).loss)
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "AdamW"])
+def test_state_counts_once(gloo_ranks: Any, name: str) -> None:
+    """Adagrad makes it when it is made itself, within the first step; AdamW when it updates."""
+    assert all(loss < 10 for loss in gloo_ranks.run(steps_within_what_is_predicted, name))

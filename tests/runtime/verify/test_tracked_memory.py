@@ -125,7 +125,7 @@ def a_step_on_a_process(folder: Path) -> list[float]:
     batch = {key: value.chunk(2)[dist.get_rank() // 2] for key, value in case.batch.items()}
     parallel = autopar.compile(case.model, mesh, example_inputs=batch, backend="eager", optimizer=torch.optim.AdamW, timeout=180)
     parallel.train_step(**batch)
-    call, _ = parallel.start((), batch, updates=True)
+    call, *_ = parallel.start((), batch, updates=True)
     tracker = Tracker(call, [*parallel._held(), *batch.values()])
     with tracker:
         parallel._trainer.run(call, parallel, lambda: "")

@@ -75,7 +75,7 @@ def compile_tiny(dropout: float = 0.0, faulty: Any = None, after: type | None = 
         passes += [each, faulty] if after is not None and isinstance(each, after) else [each]
     schedule = run_passes(number_sites(capture(model(dropout), (), dict(batch()), MESH)), passes, [history])
     last = {step.program.form: step.program for step in history.graph_steps}
-    return Compiled(last[Form.FORWARD], last[Form.GLOBAL], last[Form.LOCAL], schedule, steps=history.graph_steps, keyed=key_captured)
+    return Compiled.of(last[Form.FORWARD], last[Form.GLOBAL], last[Form.LOCAL], schedule, steps=history.graph_steps, keyed=key_captured)
 
 
 def verified(compiled: Compiled, dropout: float = 0.0) -> Report:
