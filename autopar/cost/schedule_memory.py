@@ -74,7 +74,8 @@ class Sizes:
     buffer_bytes   of a buffer with memory of its own, where no fragment says it
     working_bytes  what a RUN or an UPDATE needs besides its buffers while it runs
     held_bytes     what is there all the time and is no buffer: what an optimizer holds
-    parked_bytes   likewise, elsewhere than on the device
+    given_bytes    likewise, what the caller passes: a call has copies, so that the caller may write into it meanwhile
+    parked_bytes   what an optimizer holds elsewhere than on the device
     arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
     over_gloo      whether all-gathers and reduce-scatters take the tensors of all ranks twice
     """
@@ -82,6 +83,7 @@ class Sizes:
     buffer_bytes: Callable[[str], float]
     working_bytes: Callable[[Run | Update], float] = lambda run: 0
     held_bytes: float = 0
+    given_bytes: float = 0
     arrival: Literal["launch", "wait"] = "wait"
     over_gloo: bool = False
     parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
@@ -92,10 +94,10 @@ def peak_bytes(schedule: Schedule) -> int:
     return int(schedule_memory(schedule).peak_bytes)
 
 
-def peak_bytes_on_processes(schedule: Schedule) -> int:
+def peak_bytes_on_processes(schedule: Schedule, over_gloo: bool = False) -> int:
     """Likewise of a schedule without its FREEs yet, on a process of its own."""
     groups = with_frees(schedule.instructions, {*schedule.inputs, *schedule.outputs})
-    return int(schedule_memory(schedule, Sizes(schedule.bytes_of, arrival="launch"), groups).peak_bytes)
+    return int(schedule_memory(schedule, Sizes(schedule.bytes_of, arrival="launch", over_gloo=over_gloo), groups).peak_bytes)
 
 
 def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iterable[Sequence[Instruction]] | None = None) -> RankMemory:
@@ -125,7 +127,7 @@ def held_at(schedule: Schedule, sizes: Sizes, position: int) -> tuple[Held, ...]
         if memory not in walk.parked:
             names.setdefault(memory, []).append(name)
     found = (Held(walk.kind_of[memory], walk.bytes_of[memory], tuple(each)) for memory, each in names.items())
-    return (Held("optimizer", sizes.held_bytes, ()), *found)
+    return (Held("optimizer", sizes.held_bytes, ()), Held("inputs", sizes.given_bytes, ()), *found)
 
 
 @dataclass
@@ -154,10 +156,10 @@ class _Walk:
     is_changed: bool = False
 
     def run(self, groups: Iterable[Sequence[Instruction]]) -> RankMemory:
-        self.bytes = self.sizes.held_bytes
+        self.bytes = self.sizes.held_bytes + self.sizes.given_bytes
         self.parked_bytes |= self.sizes.parked_bytes
         self.most_parked |= {where: size for where, size in self.sizes.parked_bytes.items() if size}
-        self.kinds["optimizer"] = self.bytes
+        self.kinds |= {"optimizer": self.sizes.held_bytes, "inputs": self.sizes.given_bytes}
         for name in self.schedule.inputs:
             self.place(name, self.sizes.buffer_bytes(name))
         if self.sizes.arrival == "launch":
