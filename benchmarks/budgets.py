@@ -60,7 +60,8 @@ def on_a_rank(name: str, axis: str, options: dict[str, Any]) -> Found:
     torch.manual_seed(0)
     case = MODELS[name](NUM_LAYERS).to(torch.float32)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(axis,))
-    batch = {key: value.chunk(2)[dist.get_rank()] if axis == "dp" else value for key, value in case.batch.items()}
+    # A share of its own: a view would count as all that it looks at.
+    batch = {key: value.chunk(2)[dist.get_rank()].clone() if axis == "dp" else value for key, value in case.batch.items()}
     try:
         parallel = autopar.compile(
             case.model, mesh, example_inputs=batch, backend="eager", cluster="8xH100", optimizer=torch.optim.AdamW, timeout=60, **options

@@ -27,7 +27,8 @@ logger = logging.getLogger("autopar")
 
 # So often the search is asked at most.
 _TRIES = 5
-# Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds is a budget to name.
+# Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds fits, or is named as a
+# budget.
 _PROBES = (1.02, 1.2, 1.5)
 
 
@@ -90,7 +91,7 @@ class _Attempts:
 
     def searched(self) -> Compiled | None:
         """What fits of what the search finds, asked for less each time."""
-        budget, is_found = self.options.budget, False
+        budget, is_found, least = self.options.budget, False, None
         # Bytes held back from those who decide; with so many a plan was found that takes too much, with so many none.
         reserved, too_few, too_many = 0.0, 0.0, budget.capacity_bytes
         for _ in range(_TRIES):
@@ -98,11 +99,14 @@ class _Attempts:
             try:
                 compiled, memory = self._tried(replace(self.options, budget=budget.reserving(reserved), limit=budget))
             except MemoryBudgetError as error:
+                least = error.least_bytes if error.least_bytes is not None else least
                 if not is_found:
                     self.refused = error  # it says what conflicts
-                    self._probe(error.least_bytes)
-                    return None
-                too_many = reserved
+                    break
+                # Nor is anything found with less than no plan takes less than.
+                wanted = too_many = min(reserved, math.inf if least is None else budget.asked_bytes - least)
+                if too_many <= too_few:
+                    break
             else:
                 is_found = True
                 if memory.fits:
@@ -112,21 +116,20 @@ class _Attempts:
                 # What was counted may be less than what was left: the next to be found must count less than that.
                 wanted = budget.capacity_bytes - min(budget.capacity_bytes - reserved, compiled.counted_bytes) - memory.margin_bytes
             reserved = wanted if wanted < too_many else (too_few + too_many) / 2
-        return None
+        return self._probed(least)
 
-    def _probe(self, least_bytes: float | None) -> None:
-        """Look for a plan that takes little more than no plan takes less than."""
-        if least_bytes is None:
-            return
+    def _probed(self, least_bytes: float | None) -> Compiled | None:
+        """A plan that takes little more than no plan takes less than, by the search's count, if the whole step fits. What such a plan takes
+        is offered to those who ask for too little, so that it must be found for whoever asks for more than that."""
         budget = self.options.budget
-        for factor in _PROBES:
-            more = budget.reserving(budget.asked_bytes - factor * least_bytes)
+        for factor in _PROBES if least_bytes is not None else ():
+            asked = budget.reserving(budget.asked_bytes - factor * least_bytes)
             try:
-                compiled = self.compile_by(replace(self.options, budget=more))
+                compiled = self.compile_by(replace(self.options, budget=asked, limit=budget)).within(budget)
             except MemoryBudgetError:
                 continue
-            self._counted(compiled.within(budget))
-            return
+            return compiled if self._counted(compiled).fits else None
+        return None
 
     def one_of(self, by_name: Sequence[Options]) -> Compiled | None:
         """The first that fits; of levels of ZeRO each holds no less than the one before."""

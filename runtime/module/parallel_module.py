@@ -171,7 +171,7 @@ class ParallelModule(Inspected):
         call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, places, program, scale)
         if updates not in captured.ran and math.isfinite(captured.compiled.budget.capacity_bytes):
             sizes = rank_sizes(captured.compiled, self._backend, on_processes=not world.is_virtual)
-            guard(call, sizes, lambda: self._held(inputs), device.type, lambda: self._state(call, updates))
+            guard(call, sizes, self._held, device.type, lambda: self._state(call, updates))
         captured.ran.add(updates)
         return call, captured, inputs
 
@@ -181,12 +181,10 @@ class ParallelModule(Inspected):
             return "to come"
         return "held" if self._trainer.has_state else "made" if updates and self._trainer.steps_within(call) else "to come"
 
-    def _held(self, inputs: CallInputs | None = None) -> list[torch.Tensor]:
-        """What is there between calls: parameters, buffers, gradients, and the state of the optimizer of `train_step`; on a process also
-        what is passed to a call."""
+    def _held(self) -> list[torch.Tensor]:
+        """What is there between calls: parameters, buffers, gradients, and the state of the optimizer of `train_step`."""
         tensors = list(self.tensors().named.values())
-        given = [] if inputs is None or self._world.is_virtual else [each for each in inputs.leaves if isinstance(each, torch.Tensor)]
-        return [*tensors, *(each.grad for each in tensors if each.grad is not None), *self._trainer.state_tensors(), *given]
+        return [*tensors, *(each.grad for each in tensors if each.grad is not None), *self._trainer.state_tensors()]
 
     def _before_run(self, inputs: CallInputs, captured: Captured) -> None:
         if self.seed is None:
