@@ -52,7 +52,8 @@ class RankSizes:
         parked: dict[Memory, float] = {} if optimizer.away is None else {optimizer.away: away}
         given = self.given_bytes if self.on_processes else 0.0
         arrival = "launch" if self.on_processes else "wait"
-        return Sizes(schedule.bytes_of, working_bytes, state, given, arrival, self.budget.over_gloo, parked)
+        taken = self._taken_bytes(schedule) if self.on_processes else 0.0
+        return Sizes(schedule.bytes_of, working_bytes, state, given, taken, arrival, self.budget.over_gloo, parked)
 
     def state_bytes(self, schedule: Schedule, names: Collection[str]) -> float:
         """What the optimizer holds on the device of those of the schedule's inputs that are among `names`."""
@@ -65,6 +66,10 @@ class RankSizes:
         named = zip(schedule.signature.inputs, schedule.inputs, strict=True)
         chosen = ((name, item) for item, name in named if self.on_processes and self.budget.optimizer.is_gathered(item))
         return {name: float(math.prod(item.shape) * item.dtype.itemsize) for name, item in chosen}
+
+    def _taken_bytes(self, schedule: Schedule) -> float:
+        taken = (buffers for (kind, _), buffers in schedule.left.items() if kind in ("loss", "output"))
+        return float(sum(schedule.bytes_of(name) for buffers in taken for name in buffers))
 
     def fragment(self, schedule: Schedule, instruction: Run) -> FragmentMemory | None:
         known = schedule.fragments.get(instruction.fragment)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 from autopar.cost.buffer_kinds import Kind, kinds_of
 from autopar.cost.fragment_places import places_of
 from autopar.ir.actions import parse_action
-from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Memory, Receive, Run, Update, Wait
+from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Memory, Pause, Receive, Run, Update, Wait
 from autopar.ir.lifetimes import touched, with_frees
 from autopar.ir.schedule import Fragment, Schedule
 
@@ -75,6 +75,7 @@ class Sizes:
     working_bytes  what a RUN or an UPDATE needs besides its buffers while it runs
     held_bytes     what is there all the time and is no buffer: what an optimizer holds
     given_bytes    likewise, what the caller passes: a call has copies, so that the caller may write into it meanwhile
+    taken_bytes    results as the caller gets them at PAUSE, copies for the same reason
     parked_bytes   what an optimizer holds elsewhere than on the device
     arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
     over_gloo      whether all-gathers and reduce-scatters take the tensors of all ranks twice
@@ -84,6 +85,7 @@ class Sizes:
     working_bytes: Callable[[Run | Update], float] = lambda run: 0
     held_bytes: float = 0
     given_bytes: float = 0
+    taken_bytes: float = 0
     arrival: Literal["launch", "wait"] = "wait"
     over_gloo: bool = False
     parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
@@ -194,6 +196,8 @@ class _Walk:
             self.drop_if_there(_flight(instruction.target))
         elif isinstance(instruction, Copy):
             self.copy(instruction)
+        elif isinstance(instruction, Pause) and self.sizes.taken_bytes:
+            self.place("results, as the caller gets them", self.sizes.taken_bytes)
         elif isinstance(instruction, (Launch, Receive)):
             self.depart(instruction)
 

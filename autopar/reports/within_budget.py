@@ -93,7 +93,7 @@ class _Attempts:
         """What fits of what the search finds, asked for less each time."""
         budget, is_found, least = self.options.budget, False, None
         # Bytes held back from those who decide; with so many a plan was found that takes too much, with so many none.
-        reserved, too_few, too_many = 0.0, 0.0, budget.capacity_bytes
+        reserved, too_few, too_many, before = 0.0, 0.0, budget.capacity_bytes, math.inf
         for _ in range(_TRIES):
             wanted = too_many
             try:
@@ -115,6 +115,9 @@ class _Attempts:
                 too_few = reserved
                 # What was counted may be less than what was left: the next to be found must count less than that.
                 wanted = budget.capacity_bytes - min(budget.capacity_bytes - reserved, compiled.counted_bytes) - memory.margin_bytes
+                if memory.peak_bytes >= before:  # so much less changed nothing
+                    wanted = too_many
+                before = memory.peak_bytes
             reserved = wanted if wanted < too_many else (too_few + too_many) / 2
         return self._probed(least)
 
