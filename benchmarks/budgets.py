@@ -5,8 +5,8 @@
 
 For each model and mesh all levels of ZeRO and modes of recomputation are asked for by name (AdamW, float32, one layer). Budgets are
 multiples of the smallest of their predicted peaks: half of it cannot be kept, and must be refused with a budget that is enough, which is
-then asked for; 1.10 times must be accepted, and no tracked peak may be above its budget. On processes all that the allocator gives out is tracked; on virtual
-ranks forward and backward, fragment by fragment, beside the state as it will be.
+then asked for; 1.10 times must be accepted, and no tracked peak may be above its budget. On processes all that the allocator gives out is
+tracked; on virtual ranks forward and backward, fragment by fragment, beside the state as it will be.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def rows(ranks: GlooRanks | None, name: str, axis: str) -> Iterator[tuple[bool, 
         again = within(enough)
         peak = again.get("tracked", math.inf)
         is_enough = max(peak, again.get("predicted", math.inf)) <= enough
-        yield share < 1 and is_enough, f"{line} refused: {enough / 1e3:.1f} kB are offered | {peak / 1e3:.1f} | {peak / enough:.3f} of that |"
+        yield (
+            share < 1 and is_enough,
+            f"{line} refused: {enough / 1e3:.1f} kB are offered | {peak / 1e3:.1f} | {peak / enough:.3f} of that |",
+        )
 
 
 def main() -> None:

@@ -41,7 +41,8 @@ class RankSizes:
                 parts = [schedule.bytes_of(name) for name in instruction.parameters if name not in gathered]
                 wholes = ((gathered[name], schedule.bytes_of(name)) for name in instruction.parameters if name in gathered)
                 alone = [
-                    gathered_update_bytes(optimizer, whole, self.stage_ranks * part, self.device, self.budget.over_gloo) for whole, part in wholes
+                    gathered_update_bytes(optimizer, whole, self.stage_ranks * part, self.device, self.budget.over_gloo)
+                    for whole, part in wholes
                 ]
                 return max(update_bytes(optimizer, parts, self.device), *alone, 0.0)
             found = self.fragment(schedule, instruction)

@@ -182,8 +182,7 @@ class _Walk:
         if isinstance(instruction, Run):
             self.compute(instruction)
         elif isinstance(instruction, Free):
-            for name in instruction.buffers:
-                self.drop(name)
+            self.drop_all(instruction.buffers)
         elif isinstance(instruction, Add):
             if instruction.target not in self.memory:
                 self.place(instruction.target, self.sizes.buffer_bytes(instruction.source))
@@ -300,6 +299,10 @@ class _Walk:
     def laid_bytes(self, names: Iterable[str]) -> float:
         """Of buffers side by side, each where kernels like it to begin."""
         return sum(BUCKET_ALIGNMENT_BYTES * math.ceil(self.sizes.buffer_bytes(name) / BUCKET_ALIGNMENT_BYTES) for name in names)
+
+    def drop_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.drop(name)
 
     def drop_if_there(self, name: str) -> None:
         if name in self.memory:

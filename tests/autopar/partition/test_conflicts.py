@@ -73,7 +73,7 @@ class Table(nn.Module):
 
 
 def test_of_a_pipeline_it_is_told_what_one_rank_is_asked_for() -> None:
-    """Its stages share the program; microbatches, of which it has some, are no axis that could split more, nor is `dp`, which is not there."""
+    """Its stages share the program; microbatches are no axis that could split more, nor is `dp`, which is not there."""
     ids = torch.arange(8 * 6).view(8, 6)
     with pytest.raises(MemoryBudgetError) as caught:
         autopar.compile(Table(), virtual_mesh(pp=2), example_inputs=(ids,), backend="eager", memory_budget=5_000)
