@@ -217,13 +217,15 @@ def compile(
             shares: UnequalShares | None = None,
         ) -> Compiled:
             # A model may move before a call.
-            here = replace(options, shares=shares, device=_device_type(model) if isinstance(mesh, Mesh) else mesh.device_type)
+            device = _device_type(model) if isinstance(mesh, Mesh) else mesh.device_type
+            budget = replace(options.budget, over_gloo=options.is_real and device == "cpu")
+            here = replace(options, shares=shares, device=device, budget=budget)
             # What is captured without gradients says where parameters lie in training, too, and nothing of what that takes.
             is_open = plan is None and torch.is_grad_enabled()
             by_name = here.by_name(logical, by_plan or bool(pins)) if is_open else ()
 
             def memory(compiled: Compiled) -> Memory:
-                return memory_of(compiled, rank_sizes(compiled, backend, isinstance(mesh, Mesh)), *capacity_of(compiled))
+                return memory_of(compiled, rank_sizes(compiled, backend), *capacity_of(compiled))
 
             def compile_by(call: Call, options: Options, from_first: FromFirst | None, known: Captures) -> Compiled:
                 return compile_call(model, logical, *call, options, pins, from_first, known)

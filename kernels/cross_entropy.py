@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.registration import (
+    INSIDE,
     Classes,
     OpTraits,
     ReductionKind,
@@ -226,3 +227,31 @@ torch.library.register_autograd("autopar::cross_entropy", _differentiate, setup_
 
 cross_entropy = torch.ops.autopar.cross_entropy.default
 cross_entropy_backward = torch.ops.autopar.cross_entropy_backward.default
+
+
+def _inside(logits: Tensor, labels: Tensor, classes: Tensor) -> int:
+    """The index; of a block of rows the exponentials, greatest scores, and itself in another dtype."""
+    exact, columns = accumulation_dtype(logits), logits.shape[-1]
+    block = next((each.stop for each in _blocks(labels.numel(), columns)), 0)
+    block = min(block, labels.numel()) * exact.itemsize
+    return labels.nbytes + block * (columns * (1 if logits.dtype == exact else 2) + 1)
+
+
+def _inside_backward(
+    grad_log_sum_exp: Tensor | None,
+    grad_picked: Tensor | None,
+    grad_total: Tensor | None,
+    logits: Tensor,
+    labels: Tensor,
+    classes: Tensor,
+    log_sum_exp: Tensor,
+) -> int:
+    """The index and where it is none, what arrives there, rows that are dead; a block in another dtype."""
+    exact, columns = accumulation_dtype(logits), logits.shape[-1]
+    block = next((each.stop for each in _blocks(labels.numel(), columns)), 0)
+    block = 0 if logits.dtype == exact else min(block, labels.numel()) * columns * exact.itemsize
+    picked = 0 if grad_picked is None else labels.numel() * exact.itemsize
+    return labels.nbytes + picked + (0 if grad_log_sum_exp is None else labels.numel()) + block
+
+
+INSIDE[cross_entropy], INSIDE[cross_entropy_backward] = _inside, _inside_backward

@@ -82,6 +82,8 @@ OURS: dict[str, OpTraits] = {}
 # By op: what it runs on CPU and CUDA. For callers who know that their tensors have values, and that no gradient is wanted: dispatch through
 # `torch.ops` takes 20 µs a call, as long as a small op.
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
+# By op whose implementation looks at values: the bytes that it takes on a CPU beside operands and results, of its arguments.
+INSIDE: dict[Any, Callable[..., int]] = {}
 
 
 def register_op(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], traits: OpTraits) -> None:

@@ -116,11 +116,13 @@ class MemoryBudget:
     """Bytes that a rank may hold; infinite where nobody set a limit.
 
     `reserved_bytes` of what was asked for are left out of `capacity_bytes`: what passes that decide do not count, and a step takes.
+    Where ranks are processes that speak `over_gloo`, some collectives take their memory twice.
     """
 
     capacity_bytes: float = float("inf")
     optimizer: OptimizerKind = field(default_factory=OptimizerKind)
     reserved_bytes: float = 0.0
+    over_gloo: bool = False
 
     @property
     def is_finite(self) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from autopar.kernels.registration import INSIDE
+
 aten = torch.ops.aten
 
 
@@ -60,5 +62,7 @@ _INSIDE: dict[Any, Callable[[tuple[Any, ...]], int]] = {
 
 def temporary_bytes(op: Any, args: tuple[Any, ...]) -> int:
     """Of a call of `op`; 0 of one that is not known to take any, and off a CPU."""
+    if op in INSIDE:
+        return INSIDE[op](*args) if next(each for each in args if each is not None).device.type == "cpu" else 0
     found = _INSIDE.get(op)
     return 0 if found is None or args[0].device.type != "cpu" else found(args)

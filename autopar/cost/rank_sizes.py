@@ -20,15 +20,16 @@ from autopar.ir.schedule import Schedule
 class RankSizes:
     """What schedules do not say of memory: fragments by their graphs, in the form in which they run, updates by their optimizer.
 
-    A parameter that an update gathers has its parts on `stage_ranks` ranks.
+    A parameter that an update gathers has its parts on `stage_ranks` ranks. On processes the caller's own tensors, of which a call has
+    copies, take `given_bytes`.
     """
 
     budget: MemoryBudget
     form: Callable[[GraphModule], GraphModule] = lambda module: module
     device: str = "cpu"
     on_processes: bool = True
-    over_gloo: bool = False
     stage_ranks: int = 1
+    given_bytes: float = 0.0
 
     def of(self, schedule: Schedule) -> Sizes:
         optimizer, is_updated = self.budget.optimizer, any(isinstance(each, Update) for each in schedule.instructions)
@@ -40,7 +41,8 @@ class RankSizes:
                 parts = [schedule.bytes_of(name) for name in instruction.parameters if name not in gathered]
                 wholes = ((gathered[name], schedule.bytes_of(name)) for name in instruction.parameters if name in gathered)
                 alone = [
-                    gathered_update_bytes(optimizer, whole, self.stage_ranks * part, self.device, self.over_gloo) for whole, part in wholes
+                    gathered_update_bytes(optimizer, whole, self.stage_ranks * part, self.device, self.budget.over_gloo)
+                    for whole, part in wholes
                 ]
                 return max(update_bytes(optimizer, parts, self.device), *alone, 0.0)
             found = self.fragment(schedule, instruction)
@@ -49,8 +51,10 @@ class RankSizes:
         named = zip(schedule.signature.inputs, schedule.inputs, strict=True)
         away = sum(optimizer.away_bytes(item, schedule.bytes_of(name)) for item, name in named) if is_updated else 0.0
         parked: dict[Memory, float] = {} if optimizer.away is None else {optimizer.away: away}
+        given = self.given_bytes if self.on_processes else 0.0
         arrival = "launch" if self.on_processes else "wait"
-        return Sizes(schedule.bytes_of, working_bytes, state, arrival, self.over_gloo, parked)
+        taken = self._taken_bytes(schedule) if self.on_processes else 0.0
+        return Sizes(schedule.bytes_of, working_bytes, state, given, taken, arrival, self.budget.over_gloo, parked)
 
     def state_bytes(self, schedule: Schedule, names: Collection[str]) -> float:
         """What the optimizer holds on the device of those of the schedule's inputs that are among `names`."""
@@ -63,6 +67,10 @@ class RankSizes:
         named = zip(schedule.signature.inputs, schedule.inputs, strict=True)
         chosen = ((name, item) for item, name in named if self.on_processes and self.budget.optimizer.is_gathered(item))
         return {name: float(math.prod(item.shape) * item.dtype.itemsize) for name, item in chosen}
+
+    def _taken_bytes(self, schedule: Schedule) -> float:
+        taken = (buffers for (kind, _), buffers in schedule.left.items() if kind in ("loss", "output"))
+        return float(sum(schedule.bytes_of(name) for buffers in taken for name in buffers))
 
     def fragment(self, schedule: Schedule, instruction: Run) -> FragmentMemory | None:
         known = schedule.fragments.get(instruction.fragment)

@@ -22,12 +22,15 @@ class ScheduleBudget:
         """Whether `schedules`, which have no FREEs yet, fit in. Nothing is walked through where there is no limit."""
         if self._budget.capacity_bytes == math.inf:
             return True
-        return all(peak_bytes_on_processes(each) <= limit for each, limit in zip(schedules, self._limits, strict=True))
+        return all(self._peak_bytes(each) <= limit for each, limit in zip(schedules, self._limits, strict=True))
 
     @cached_property
     def _limits(self) -> tuple[float, ...]:
         free = (self._budget.capacity_bytes - self._state_bytes(each) for each in self._schedules)
-        return tuple(max(limit, peak_bytes_on_processes(each)) for limit, each in zip(free, self._schedules, strict=True))
+        return tuple(max(limit, self._peak_bytes(each)) for limit, each in zip(free, self._schedules, strict=True))
+
+    def _peak_bytes(self, schedule: Schedule) -> int:
+        return peak_bytes_on_processes(schedule, self._budget.over_gloo)
 
     def _state_bytes(self, schedule: Schedule) -> float:
         named = zip(schedule.signature.inputs, schedule.inputs, strict=True)

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 from autopar.cost.buffer_kinds import Kind, kinds_of
 from autopar.cost.fragment_places import places_of
 from autopar.ir.actions import parse_action
-from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Memory, Receive, Run, Update, Wait
+from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Memory, Pause, Receive, Run, Update, Wait
 from autopar.ir.lifetimes import touched, with_frees
 from autopar.ir.schedule import Fragment, Schedule
 
@@ -74,7 +74,9 @@ class Sizes:
     buffer_bytes   of a buffer with memory of its own, where no fragment says it
     working_bytes  what a RUN or an UPDATE needs besides its buffers while it runs
     held_bytes     what is there all the time and is no buffer: what an optimizer holds
-    parked_bytes   likewise, elsewhere than on the device
+    given_bytes    likewise, what the caller passes: a call has copies, so that the caller may write into it meanwhile
+    taken_bytes    results as the caller gets them at PAUSE, copies for the same reason
+    parked_bytes   what an optimizer holds elsewhere than on the device
     arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
     over_gloo      whether all-gathers and reduce-scatters take the tensors of all ranks twice
     """
@@ -82,6 +84,8 @@ class Sizes:
     buffer_bytes: Callable[[str], float]
     working_bytes: Callable[[Run | Update], float] = lambda run: 0
     held_bytes: float = 0
+    given_bytes: float = 0
+    taken_bytes: float = 0
     arrival: Literal["launch", "wait"] = "wait"
     over_gloo: bool = False
     parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
@@ -92,10 +96,10 @@ def peak_bytes(schedule: Schedule) -> int:
     return int(schedule_memory(schedule).peak_bytes)
 
 
-def peak_bytes_on_processes(schedule: Schedule) -> int:
+def peak_bytes_on_processes(schedule: Schedule, over_gloo: bool = False) -> int:
     """Likewise of a schedule without its FREEs yet, on a process of its own."""
     groups = with_frees(schedule.instructions, {*schedule.inputs, *schedule.outputs})
-    return int(schedule_memory(schedule, Sizes(schedule.bytes_of, arrival="launch"), groups).peak_bytes)
+    return int(schedule_memory(schedule, Sizes(schedule.bytes_of, arrival="launch", over_gloo=over_gloo), groups).peak_bytes)
 
 
 def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iterable[Sequence[Instruction]] | None = None) -> RankMemory:
@@ -125,7 +129,7 @@ def held_at(schedule: Schedule, sizes: Sizes, position: int) -> tuple[Held, ...]
         if memory not in walk.parked:
             names.setdefault(memory, []).append(name)
     found = (Held(walk.kind_of[memory], walk.bytes_of[memory], tuple(each)) for memory, each in names.items())
-    return (Held("optimizer", sizes.held_bytes, ()), *found)
+    return (Held("optimizer", sizes.held_bytes, ()), Held("inputs", sizes.given_bytes, ()), *found)
 
 
 @dataclass
@@ -154,10 +158,10 @@ class _Walk:
     is_changed: bool = False
 
     def run(self, groups: Iterable[Sequence[Instruction]]) -> RankMemory:
-        self.bytes = self.sizes.held_bytes
+        self.bytes = self.sizes.held_bytes + self.sizes.given_bytes
         self.parked_bytes |= self.sizes.parked_bytes
         self.most_parked |= {where: size for where, size in self.sizes.parked_bytes.items() if size}
-        self.kinds["optimizer"] = self.bytes
+        self.kinds |= {"optimizer": self.sizes.held_bytes, "inputs": self.sizes.given_bytes}
         for name in self.schedule.inputs:
             self.place(name, self.sizes.buffer_bytes(name))
         if self.sizes.arrival == "launch":
@@ -178,8 +182,7 @@ class _Walk:
         if isinstance(instruction, Run):
             self.compute(instruction)
         elif isinstance(instruction, Free):
-            for name in instruction.buffers:
-                self.drop(name)
+            self.drop_all(instruction.buffers)
         elif isinstance(instruction, Add):
             if instruction.target not in self.memory:
                 self.place(instruction.target, self.sizes.buffer_bytes(instruction.source))
@@ -192,6 +195,8 @@ class _Walk:
             self.drop_if_there(_flight(instruction.target))
         elif isinstance(instruction, Copy):
             self.copy(instruction)
+        elif isinstance(instruction, Pause) and self.sizes.taken_bytes:
+            self.place("results, as the caller gets them", self.sizes.taken_bytes)
         elif isinstance(instruction, (Launch, Receive)):
             self.depart(instruction)
 
@@ -294,6 +299,10 @@ class _Walk:
     def laid_bytes(self, names: Iterable[str]) -> float:
         """Of buffers side by side, each where kernels like it to begin."""
         return sum(BUCKET_ALIGNMENT_BYTES * math.ceil(self.sizes.buffer_bytes(name) / BUCKET_ALIGNMENT_BYTES) for name in names)
+
+    def drop_all(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.drop(name)
 
     def drop_if_there(self, name: str) -> None:
         if name in self.memory:

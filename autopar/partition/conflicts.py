@@ -29,13 +29,15 @@ _MARGIN = 1.001
 
 @dataclass(frozen=True)
 class Situation:
-    """What was asked: the program, what is pinned (by node name, with the reasons by parameter name), and the budget."""
+    """What was asked: the program, what is pinned (by node name, with the reasons by parameter name), and the budget, which is that of
+    `num_ranks` together: the stages of a pipeline share what the program holds."""
 
     program: Program
     cost: CostModel
     pinned: Mapping[str, Strategy]
     budget: MemoryBudget
     reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    num_ranks: int = 1
 
     def problem(self) -> ShardingProblem:
         return ShardingProblem.of(self.program, self.cost, self.pinned, self.budget)
@@ -46,18 +48,23 @@ class Situation:
         held = sum(min(each.held_bytes for each in node.candidates) for node in nodes)
         return held + max(min(each.working_bytes for each in node.candidates) for node in nodes)
 
+    def in_words(self, num_bytes: float) -> str:
+        """A rank's part of what all hold together."""
+        return in_bytes(num_bytes / self.num_ranks)
+
 
 def conflict(situation: Situation, price: Price) -> MemoryBudgetError:
     """The error for a budget into which nothing fits."""
     again = ", where the backward computes layers again" if any(node in REPEATABLE for node in situation.program.graph.nodes) else ""
-    limit = f"memory_budget={in_bytes(situation.budget.asked_bytes)}"
+    limit = f"memory_budget={situation.in_words(situation.budget.asked_bytes)}"
     least = situation.least_bytes()
-    lines = [f"no plan fits into {limit}: at the least a rank needs {in_bytes(least)}{again}"]
+    each = f", where all {situation.num_ranks} stages need as much" if situation.num_ranks > 1 else ""
+    lines = [f"no plan fits into {limit}: at the least a rank needs {situation.in_words(least)}{again}{each}"]
     lines += [f"  {line}" for line in _parts(situation)]
     lines += ["what conflicts:", *(f"  {demand}" for demand in _conflicting(situation)), "ways out, and what a step then takes:"]
     ways = sorted(_ways_out(situation, price))
     lines += [f"  {in_seconds(seconds):>9}  {way}" for seconds, way in ways] or ["  none that keeps the mesh: use more ranks"]
-    return MemoryBudgetError("\n".join(lines), least)
+    return MemoryBudgetError("\n".join(lines), least / situation.num_ranks)
 
 
 def _parts(situation: Situation) -> Iterator[str]:
@@ -75,9 +82,9 @@ def _parts(situation: Situation) -> Iterator[str]:
     for part, size in least.items():
         note = f", with gradients and {optimizer.num_copies} copies for {optimizer.name}" if part == "parameters" else ""
         if size:
-            yield f"{in_bytes(size):>10}  {part}{note}"
+            yield f"{situation.in_words(size):>10}  {part}{note}"
     working = min(each.working_bytes for each in widest.candidates)
-    yield f"{in_bytes(working):>10}  operands and results of {widest.name}, while it runs"
+    yield f"{situation.in_words(working):>10}  operands and results of {widest.name}, while it runs"
 
 
 def _conflicting(situation: Situation) -> list[str]:
@@ -97,7 +104,7 @@ def _conflicting(situation: Situation) -> list[str]:
         why = f"{pattern_of(name)} {situation.reasons.get(name, 'fixed')}"
         rows.add(held, strategies.index(pinned) if pinned is not None else None, why)
     working = max(min(each.working_bytes for each in node.candidates) for node in free.problem.nodes)
-    return rows.irreducible(working, f"memory_budget={in_bytes(situation.budget.capacity_bytes)}")
+    return rows.irreducible(working, f"memory_budget={situation.in_words(situation.budget.capacity_bytes)}")
 
 
 class _Rows:
@@ -150,7 +157,7 @@ def _ways_out(situation: Situation, price: Price) -> Iterator[tuple[float, str]]
 def _changes(situation: Situation) -> Iterator[tuple[Situation, str]]:
     program, budget = situation.program, situation.budget
     larger = replace(budget, capacity_bytes=_MARGIN * situation.least_bytes())
-    yield replace(situation, budget=larger), f"memory_budget={in_bytes(larger.capacity_bytes)}"
+    yield replace(situation, budget=larger), f"memory_budget={situation.in_words(larger.capacity_bytes)}"
     by_user = {node.name for item, node in program.named_inputs() if "user" in situation.reasons.get(item.name, "")}
     by_user |= {node.name for node in program.graph.nodes if node.target is pinned and node.name in situation.pinned}
     if by_user:
@@ -160,14 +167,15 @@ def _changes(situation: Situation) -> Iterator[tuple[Situation, str]]:
     if budget.optimizer.num_copies > sgd.num_copies:
         yield replace(situation, budget=replace(budget, optimizer=sgd)), 'optimizer="sgd": no state'
     freedom = program.freedom
-    if not freedom.shards_parameters:
+    axes = tuple(dict.fromkeys(parent(axis) for axis in program.mesh.ranks.names))  # microbatches are none to split anything over
+    batch = tuple(axis for axis in freedom.batch if axis in axes)
+    if batch and not freedom.shards_parameters:
         parts = program.copy(freedom=replace(freedom, shards_parameters=True))
-        yield replace(situation, program=parts), f"let {', '.join(freedom.batch)} split parameters (fully sharded)"
-    others = tuple(dict.fromkeys(parent(axis) for axis in program.mesh.names))
-    unused = tuple(axis for axis in others if axis not in (*freedom.batch, *freedom.flexible, "pp"))
+        yield replace(situation, program=parts), f"let {', '.join(batch)} split parameters (fully sharded)"
+    unused = tuple(axis for axis in axes if axis not in (*freedom.batch, *freedom.flexible, "pp"))
     if unused:
         open_batch = Freedom(freedom.batch, (*freedom.flexible, *unused), True)
         yield (
             replace(situation, program=program.copy(freedom=open_batch)),
-            f'pins={{"batch": {[*freedom.batch, *freedom.flexible, *unused]}}}: the batch over these axes, too',
+            f'pins={{"batch": {[*batch, *freedom.flexible, *unused]}}}: the batch over these axes, too',
         )

@@ -24,6 +24,8 @@ from autopar.ir.units import in_bytes
 from autopar.reports.memory_picture import picture
 
 KINDS: tuple[Kind, ...] = ("parameters", "optimizer", "gradients", "activations", "temporaries", "in flight", "buckets", "inputs")
+# What is held and is no buffer.
+_UNNAMED = {"optimizer": "state of the optimizer", "inputs": "the caller's batch, of which a call has copies"}
 _SHOWN_ITEMS = 8
 _SHOWN_PLACES = 8
 _SHOWN_MEASURED = 4
@@ -209,7 +211,7 @@ def _held(schedule: Schedule, sizes: RankSizes, position: int, sources: Mapping[
             source = sources.get(value, Source())
             yield MemoryItem(held.kind, _op(value.rstrip("_0123456789"), source), source, 1, held.bytes)
         elif held.bytes:
-            yield MemoryItem(held.kind, "state of the optimizer" if held.kind == "optimizer" else first, Source(), 1, held.bytes)
+            yield MemoryItem(held.kind, _UNNAMED.get(held.kind, first), Source(), 1, held.bytes)
 
 
 def _op(op: str, source: Source) -> str:

@@ -27,7 +27,8 @@ logger = logging.getLogger("autopar")
 
 # So often the search is asked at most.
 _TRIES = 5
-# Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds is a budget to name.
+# Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds fits, or is named as a
+# budget.
 _PROBES = (1.02, 1.2, 1.5)
 
 
@@ -50,19 +51,20 @@ def within_budget(
 
 @dataclass
 class _Attempts:
-    """`least` is the memory of what takes least of all that was found and does not fit, `refused` the search's own word where it found
-    nothing at all."""
+    """`least` is the memory of what takes least of all that was found and does not fit, `sure` of what is found under any budget that is
+    large enough, and so may be offered, `refused` the search's own word where it found nothing at all."""
 
     options: Options
     compile_by: Callable[[Options], Compiled]
     memory_of: Callable[[Compiled], Memory]
     least: Memory | None = None
+    sure: Memory | None = None
     refused: MemoryBudgetError | None = None
 
     def whole(self, options: Options) -> Compiled | None:
         """What is made of `options`, if the whole step fits."""
         compiled, memory = self._tried(options)
-        return compiled if memory.fits else None
+        return compiled if self._surely(memory).fits else None
 
     def _tried(self, options: Options) -> tuple[Compiled, Memory]:
         """What is moved off the device is decided by an estimate that leaves out how a backend runs fragments: what it took too much is
@@ -88,21 +90,30 @@ class _Attempts:
             self.least = memory
         return memory
 
+    def _surely(self, memory: Memory) -> Memory:
+        """That of a plan which does not depend on the budget, unless values are moved off the device, as many as it takes."""
+        if not memory.fits and not self.options.moves_activations and (self.sure is None or memory.peak_bytes < self.sure.peak_bytes):
+            self.sure = memory
+        return memory
+
     def searched(self) -> Compiled | None:
         """What fits of what the search finds, asked for less each time."""
-        budget, is_found = self.options.budget, False
+        budget, is_found, least = self.options.budget, False, None
         # Bytes held back from those who decide; with so many a plan was found that takes too much, with so many none.
         reserved, too_few, too_many = 0.0, 0.0, budget.capacity_bytes
-        for _ in range(_TRIES):
+        for number in range(_TRIES):
             wanted = too_many
             try:
                 compiled, memory = self._tried(replace(self.options, budget=budget.reserving(reserved), limit=budget))
             except MemoryBudgetError as error:
+                least = error.least_bytes if error.least_bytes is not None else least
                 if not is_found:
                     self.refused = error  # it says what conflicts
-                    self._probe(error.least_bytes)
-                    return None
-                too_many = reserved
+                    break
+                # Nor is anything found with less than no plan takes less than.
+                wanted = too_many = min(reserved, math.inf if least is None else budget.asked_bytes - least)
+                if too_many <= too_few:
+                    break
             else:
                 is_found = True
                 if memory.fits:
@@ -111,22 +122,25 @@ class _Attempts:
                 too_few = reserved
                 # What was counted may be less than what was left: the next to be found must count less than that.
                 wanted = budget.capacity_bytes - min(budget.capacity_bytes - reserved, compiled.counted_bytes) - memory.margin_bytes
-            reserved = wanted if wanted < too_many else (too_few + too_many) / 2
-        return None
+            is_last = number == _TRIES - 2 and least is None  # what no plan takes less than is to be known in the end
+            reserved = wanted if wanted < too_many and not is_last else (too_few + too_many) / 2
+        return self._probed(least)
 
-    def _probe(self, least_bytes: float | None) -> None:
-        """Look for a plan that takes little more than no plan takes less than."""
+    def _probed(self, least_bytes: float | None) -> Compiled | None:
+        """A plan that takes little more than no plan takes less than, by the search's count, if the whole step fits. What such a plan takes
+        is offered to those who ask for too little, so that it must be found for whoever asks for more than that."""
         if least_bytes is None:
-            return
+            return None
         budget = self.options.budget
         for factor in _PROBES:
-            more = budget.reserving(budget.asked_bytes - factor * least_bytes)
+            asked = budget.reserving(budget.asked_bytes - factor * least_bytes)
             try:
-                compiled = self.compile_by(replace(self.options, budget=more))
+                compiled = self.compile_by(replace(self.options, budget=asked, limit=budget)).within(budget)
             except MemoryBudgetError:
                 continue
-            self._counted(compiled.within(budget))
-            return
+            memory = self._surely(self._counted(compiled))
+            return compiled if memory.fits else None
+        return None
 
     def one_of(self, by_name: Sequence[Options]) -> Compiled | None:
         """The first that fits; of levels of ZeRO each holds no less than the one before."""
@@ -135,7 +149,7 @@ class _Attempts:
                 compiled, memory = self._tried(options)
             except PlanError:  # pins have it otherwise
                 continue
-            if memory.fits:
+            if self._surely(memory).fits:
                 logger.info("no search met memory_budget; zero= and recompute= by name do: %s, %s", options.freedom.zero, options.recompute)
                 return compiled
             if any(each.kinds.get("parameters", 0.0) + each.kinds.get("optimizer", 0.0) > memory.capacity_bytes for each in memory.places):
@@ -144,12 +158,13 @@ class _Attempts:
 
     def refusal(self) -> MemoryBudgetError:
         # The search knows nothing of what is moved off the device: what it takes then says more than its word.
-        if self.refused is None or (self.least is not None and self.options.moves_activations):
-            assert self.least is not None
-            return refusal(self.least, self.options.offload)
-        if self.least is None:
+        found = self.sure or self.least
+        if self.refused is None or (found is not None and self.options.moves_activations):
+            assert found is not None
+            return refusal(found, self.options.offload)
+        if found is None:
             return self.refused
-        peak = self.least.peak_bytes
+        peak = found.peak_bytes
         return MemoryBudgetError(f"{self.refused}\nthe least that was found takes {in_bytes(peak)}: memory_budget={in_bytes_up(peak)!r}")
 
 

@@ -74,7 +74,7 @@ class ChooseShardings:
         pinned, reasons = self._pinned(program)
         # The stages of a pipeline share what the graph holds; each is held to the budget when they are placed.
         budget = self.budget.times(program.order.num_ranks)
-        asked = Situation(program, CostModel(self.cluster, program.mesh), pinned, budget, reasons)
+        asked = Situation(program, CostModel(self.cluster, program.mesh), pinned, budget, reasons, program.order.num_ranks)
         made = asked.problem()
         try:
             solution = self._search(made)

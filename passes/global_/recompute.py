@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
@@ -23,6 +25,15 @@ _REASONS = {
     "full": "full: each layer is computed again from what it reads",
     "selective": "selective: in each layer all but what contractions and attentions make",
 }
+
+
+class WrittenRecompute(TypedDict):
+    """`RecomputeDecision` as JSON: calls by `node_keys`; None for bytes that nobody counted."""
+
+    nodes: list[str]
+    reason: str
+    fits: bool
+    peak_bytes: float | None
 
 
 @dataclass(frozen=True)
@@ -72,12 +83,14 @@ class Recompute:
 
     def written(self, program: Program, decision: RecomputeDecision) -> dict[str, Json]:
         keys = {node.name: key for node, key in node_keys(program, with_reshards=True).items()}
-        return {"nodes": sorted(keys[name] for name in decision.nodes), "reason": decision.reason}
+        # The numbers, too: what is tried next under a budget follows from them, on all ranks alike.
+        counted = {"fits": decision.fits, "peak_bytes": None if math.isinf(decision.peak_bytes) else decision.peak_bytes}
+        return {"nodes": sorted(keys[name] for name in decision.nodes), "reason": decision.reason, **counted}
 
-    def read(self, program: Program, value: dict[str, Json]) -> RecomputeDecision:
-        wanted = set(value["nodes"]) if isinstance(value["nodes"], list) else set()
+    def read(self, program: Program, value: WrittenRecompute) -> RecomputeDecision:
+        wanted, peak = set(value["nodes"]), value["peak_bytes"]
         names = frozenset(node.name for node, key in node_keys(program, with_reshards=True).items() if key in wanted)
-        return RecomputeDecision(names, str(value["reason"]))
+        return RecomputeDecision(names, value["reason"], value["fits"], math.inf if peak is None else peak)
 
 
 def recomputed_keys(before: Program, after: Program) -> tuple[str, ...]:

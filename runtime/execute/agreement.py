@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from autopar.errors import AutoparError, PeerError, PlanError
+from autopar.errors import AutoparError, PeerError
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def from_first(world: Gathering, make: Callable[[], T]) -> T:
 def _from_first(error: Exception) -> AutoparError:
     """What other ranks raise for an error of rank 0: of the same class where it is one of ours, with what else it holds."""
     if not isinstance(error, AutoparError):
-        return PlanError(f"rank 0 failed: {type(error).__name__}: {error}")
+        return AutoparError(f"rank 0 failed: {type(error).__name__}: {error}")  # no plan of another kind is tried then
     told = copy.copy(error)
     told.args = (f"rank 0 found no plan: {error}",)
     return told

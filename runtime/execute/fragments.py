@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from autopar.cost.model import is_view
 from autopar.cost.rank_sizes import RankSizes
 from autopar.driver.compiled import Compiled
 from autopar.driver.progress import progress
+from autopar.ir.program import Input
 from autopar.ir.schedule import Fragment
 from autopar.runtime._torch import Backend, backend_named
 from autopar.runtime.execute.eager_function import EagerFunction, simplified
@@ -93,13 +95,19 @@ class CompiledFragments:
         return function
 
 
-def rank_sizes(compiled: Compiled, backend: str | Backend, is_virtual: bool, on_processes: bool = True) -> RankSizes:
+def rank_sizes(compiled: Compiled, backend: str | Backend, on_processes: bool = True) -> RankSizes:
     """What schedules do not say of memory, of fragments as `backend` runs them; of virtual ranks, too, as if they were processes."""
     form = simplified if backend == "eager" else _as_it_is
     mesh = compiled.mesh
-    over_gloo = not is_virtual and compiled.schedule.device == "cpu"
     stage_ranks = mesh.size // mesh.size_of(mesh.parts("pp"))
-    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, over_gloo, stage_ranks)
+    given = sum(_given_bytes(item, mesh.size_of(mesh.parts("dp"))) for item in compiled.signature.inputs_of("batch"))
+    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, stage_ranks, given)
+
+
+def _given_bytes(item: Input, num_shares: int) -> float:
+    """What a process is passed of a batch input: all, or its share of the samples."""
+    share = max(item.shares) / sum(item.shares) if item.shares else 1.0 if item.batch_dim is None else 1 / num_shares
+    return share * math.prod(item.shape) * item.dtype.itemsize
 
 
 def _as_it_is(module: GraphModule) -> GraphModule:

@@ -211,8 +211,8 @@ class DistributedWorld:
         fingerprints = [fingerprint for fingerprint, _ in answers]
         for rank, fingerprint in enumerate(fingerprints):
             if fingerprint != fingerprints[0]:
-                raise ScheduleError(
-                    f"ranks 0 and {rank} compiled different programs ({fingerprints[0][:12]} and {fingerprint[:12]}): "
+                raise ScheduleError(  # one that still compiles answers something else
+                    f"ranks 0 and {rank} compiled different programs ({str(fingerprints[0])[:12]} and {str(fingerprint)[:12]}): "
                     "model, inputs' shapes, options and versions must be equal on all ranks"
                 )
         mesh = self._refined = compiled.mesh.ranks

@@ -86,6 +86,15 @@ def test_what_a_schedule_does_not_say_is_given() -> None:
     assert [step[:3] for step in schedule_memory(schedule, sizes, groups).steps] == [(0, 103, 103), (1, 115, 100)]
 
 
+def test_what_a_caller_passes_is_there_all_the_time_and_what_it_gets_from_pause_on() -> None:
+    schedule = replace(schedule_of("RUN action (x) -> (y)\nPAUSE\nRUN action (y) -> (z)\nFREE y"), inputs=(), fragments={})
+    sizes = Sizes({"y": 3, "z": 5}.__getitem__, given_bytes=100, taken_bytes=20)
+    found = schedule_memory(schedule, sizes)
+    assert found.held_bytes == 100
+    assert [step[:3] for step in found.steps] == [(0, 103, 103), (1, 123, 123), (2, 128, 128), (3, 128, 125)]
+    assert found.steps[2].kinds["inputs"] == 100 and found.steps[2].kinds["activations"] == 28
+
+
 def test_a_microbatch_lives_while_a_value_of_it_is_saved() -> None:
     text = "RUN copy (x) -> (a)\nRUN copy (x) -> (b)\nRUN copy (x) -> (c)\nRUN copy (x) -> (d)\n"
     text += "RUN copy (a) -> (e)\nRUN copy (b) -> (f)\nFREE a\nFREE b c d\nRUN copy (c) -> (g)"

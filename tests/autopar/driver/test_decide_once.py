@@ -22,6 +22,7 @@ from autopar.errors import PlanError
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import Source
 from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.ir.offload import Offload
 from autopar.ir.padding import Padding
 from autopar.ir.program import Program
 from autopar.partition.whole_batch import MicrobatchDecision, Mixing
@@ -32,10 +33,14 @@ from autopar.passes.global_.choose_order import ChooseOrder
 from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.pad_atoms import PadAtoms, PaddingDecision
 from autopar.passes.global_.place_stages import PlaceStages
+from autopar.passes.global_.recompute import Recompute
 from autopar.passes.global_.refine_mesh import RefineMesh
+from autopar.passes.schedule.offload_activations import OffloadActivations
 from autopar.pipeline.schedules import generate
+from autopar.pipeline.stays import Trips
 from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Plan
+from autopar.recompute.decision import RecomputeDecision
 from autopar.runtime.execute.agreement import from_first
 from tests.support.captures import compiled
 from tests.support.models.zoo import ZOO
@@ -109,6 +114,9 @@ MIXED = (Mixing("sqrt", "aten.sqrt", "a sum over the batch", Source("m.py", 3, "
         (ChooseMicrobatches(), MicrobatchDecision(2, 4, MIXED)),
         (ChooseOrder(True, Cluster.ideal()), replace(generate("zb-v", 2, 3), name="my own")),
         (PlaceStages(Cluster.ideal()), None),
+        (Recompute(), RecomputeDecision(reason="as much as the budget takes", fits=False, peak_bytes=12345.0)),
+        (Recompute(), RecomputeDecision()),
+        (OffloadActivations(Offload(activations="host"), Cluster.ideal()), Trips("host", ((), ()), ("all", "none"), False)),
     ],
 )
 def test_a_decision_is_read_as_it_was_written(chosen: Any, decision: object, program: Program) -> None:

@@ -60,3 +60,24 @@ def test_what_fits_is_no_refusal() -> None:
     )
     assert parallel.verify(torch.randn(8, WIDTH), promote=True)
     assert parallel.summary()["search"]["held_bytes"] <= 2.0 * PARAMETERS
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(96, WIDTH)
+        self.head = nn.Linear(WIDTH, 96)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.table(ids)).flatten(0, 1), ids.flatten())
+
+
+def test_of_a_pipeline_it_is_told_what_one_rank_is_asked_for() -> None:
+    """Its stages share the program; microbatches are no axis that could split more, nor is `dp`, which is not there."""
+    ids = torch.arange(8 * 6).view(8, 6)
+    with pytest.raises(MemoryBudgetError) as caught:
+        autopar.compile(Table(), virtual_mesh(pp=2), example_inputs=(ids,), backend="eager", memory_budget=5_000)
+    text, ways = str(caught.value).split("ways out, and what a step then takes:")
+    assert text.startswith("no plan fits into memory_budget=5.0 kB: at the least a rank needs 59.6 kB, where all 2 stages need as much")
+    assert "37.4 kB  parameters, with gradients and 2 copies for adam" in text
+    assert "memory_budget=59.6 kB" in ways and "mb" not in ways and "dp" not in ways

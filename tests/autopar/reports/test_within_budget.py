@@ -129,6 +129,38 @@ def test_what_the_search_itself_refuses_is_its_own_error() -> None:
         compiled_with(100, {200: 300})
 
 
+def refusing(budget: float, finds: dict[float, float], least: float) -> tuple[float, list[float]]:
+    """What is found of what a search gives with so much, or more, of which it knows that no plan takes less than `least`."""
+    asked: list[float] = []
+
+    def compile_by(options: Options) -> Any:
+        asked.append(options.budget.capacity_bytes)
+        peak = next((peak for given, peak in finds.items() if asked[-1] >= given), None)
+        if peak is None:
+            raise MemoryBudgetError("the search says what conflicts", least)
+        return SimpleNamespace(peak=peak, counted_bytes=math.inf, within=lambda _: SimpleNamespace(peak=peak, counted_bytes=math.inf))
+
+    def memory(found: Any) -> Memory:
+        return Memory((PlaceMemory(0, (0,), (), found.peak, "RUN f7", {}, ()),), budget)
+
+    return within_budget(Options(Cluster.ideal(), budget=MemoryBudget(budget)), compile_by, memory).peak, asked  # type: ignore[attr-defined]
+
+
+def test_what_is_offered_to_some_is_found_for_those_who_ask_for_more() -> None:
+    """The search counts more than a step takes: with less than 200 it finds nothing, with 204 a step of 150."""
+    finds = {400.0: 500.0, 300.0: 380.0, 200.0: 150.0}
+    with pytest.raises(MemoryBudgetError, match="memory_budget='150 B'"):
+        refusing(100, finds, least=200)
+    for budget in (150, 160, 204, 300, 370):
+        assert refusing(budget, finds, least=200)[0] == 150, budget
+
+
+def test_less_than_no_plan_takes_less_than_is_not_asked_for() -> None:
+    """Where 300 are allowed and 200 are the least, what is tried between is what may be found."""
+    found, asked = refusing(300, {280.0: 600.0, 200.0: 290.0}, least=200)
+    assert found == 290 and all(each >= 200 for each in asked[2:]), asked
+
+
 def test_the_budget_that_a_refusal_names_is_enough() -> None:
     """Also where nothing could do with what was asked for, and the search knows no more than a bound."""
     case = gpt2(1).to(torch.float32)

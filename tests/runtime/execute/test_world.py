@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.errors import MicrobatchError, PlanError
+from autopar.errors import AutoparError, MicrobatchError, PlanError
 from autopar.runtime.execute.agreement import from_first
 from autopar.runtime.execute.process_groups import ProcessGroups
 
@@ -33,8 +33,9 @@ def test_any_failure_of_rank_0_reaches_the_other_ranks() -> None:
 
     with pytest.raises(ZeroDivisionError):
         from_first(OneOfTwo(0, brought), fail)  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match="rank 0 failed: ZeroDivisionError: a solver's bug"):
+    with pytest.raises(AutoparError, match="rank 0 failed: ZeroDivisionError: a solver's bug") as caught:
         from_first(OneOfTwo(1, brought), fail)  # type: ignore[arg-type]
+    assert not isinstance(caught.value, PlanError), "rank 0 is gone: who tried another plan would wait for it"
 
 
 def test_a_refusal_of_rank_0_is_of_its_kind_on_the_other_ranks() -> None:
