@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,7 +18,9 @@ from autopar.ir.program import Program
 from autopar.pipeline.priced import call_seconds, value_bytes
 from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import VIEWS, is_forward, reduces
-from autopar.recompute.min_cut import Cut, KeptValue
+from autopar.recompute.min_cut import KeptValue
+from autopar.recompute.timeline import Again, BackwardCall, ForwardCall, Timeline
+from autopar.recompute.walk import Trace
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,20 @@ class Layer:
         is_partial = any(each.unreduced for each in SHARDING[node])
         return math.inf if is_partial or not hasattr(node.meta["val"], "dtype") else value_bytes(node, self.cost)
 
+    def timeline(self, trace: Trace, sizes: Mapping[Node, float]) -> Timeline:
+        """With the calls of the layer, and the bytes of values, of the program that keeps all."""
+        places = {node: place for place, node in enumerate(self.nodes)}
+        own = frozenset(places[node] for node in self.calls if node in places)
+
+        def known(nodes: Sequence[Node]) -> tuple[int, ...]:
+            return tuple(places[node] for node in nodes if node in places)
+
+        backward = tuple(BackwardCall(known(each.values), each.before_bytes, each.during_bytes) for each in trace.backward)
+        forward = tuple(
+            ForwardCall(each.during_bytes, tuple(place for place in known(each.values) if place in own)) for each in trace.forward
+        )
+        return Timeline(self.values, tuple(sizes.get(node, 0.0) for node in self.nodes), own, backward, forward)
+
     @cached_property
     def kind(self) -> Hashable:
         """Equal for layers of which the same is worth keeping: what they read of others, as the first one does, does not count."""
@@ -71,7 +87,7 @@ class Layer:
         )
         return self.stage, lies, inside
 
-    def names(self, chosen: Cut) -> frozenset[str]:
+    def names(self, chosen: Again) -> frozenset[str]:
         """The calls that are computed again, by name, changes of sharding and views apart."""
         return frozenset(self.nodes[number].name for number in chosen)
 
