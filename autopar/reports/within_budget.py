@@ -128,11 +128,21 @@ class _Attempts:
             self._counted(compiled.within(budget))
             return
 
+    def _fitted(self, options: Options) -> tuple[Compiled, Memory]:
+        """What a step takes beyond what recomputation counts is left out of what that may fill."""
+        for _ in range(_TRIES):
+            compiled, memory = self._tried(options)
+            fit = options.fit
+            if memory.fits or fit is None or not compiled.recomputes_within or fit.capacity_bytes <= -memory.margin_bytes:
+                break
+            options = replace(options, fit=fit.reserving(fit.reserved_bytes - memory.margin_bytes))
+        return compiled, memory
+
     def one_of(self, by_name: Sequence[Options]) -> Compiled | None:
         """The first that fits; of levels of ZeRO each holds no less than the one before."""
         for options in by_name:
             try:
-                compiled, memory = self._tried(options)
+                compiled, memory = self._fitted(options)
             except PlanError:  # pins have it otherwise
                 continue
             if memory.fits:
