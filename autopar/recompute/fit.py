@@ -325,7 +325,7 @@ class Fit:
         ]
         for stage, layer in last.items():
             walked = self.walks(frozenset())[stage]
-            is_last = next(reversed(walked.layers), "") == layer.name
+            is_last = [*walked.layers][-1:] == [layer.name]
             gone = [(column, -size) for column, size in kept_columns[self._kinds[layer]]] if is_last else []
             self._add_row(model, [*total, *gone], room - (walked.turn_bytes if is_last else 0.0))
         solver = model.solver(0.0, _SECONDS)

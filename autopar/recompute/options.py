@@ -58,7 +58,7 @@ def _search(timeline: Timeline, found: dict[Again, LayerMemory]) -> None:
     """Price the neighbours of the best, until there are none or enough is priced."""
     seen = set[Again]()
     while len(found) < _MOST_PRICED:
-        around = [again for again, _ in _best(list(found.items())) if again not in seen][:_MOST_PRICED // 20]
+        around = [again for again, _ in _best(list(found.items())) if again not in seen][: _MOST_PRICED // 20]
         if not around:
             return
         for again in around:

@@ -56,9 +56,12 @@ class StageMemory:
 
 
 class TracedCall(NamedTuple):
-    """A call of a segment, where all is kept. Of the backward: the values of the forward that it reads, and bytes of what the backward made
-    for the segment, before the call and while it runs. Of the forward: the segment's values that nothing behind it in the forward reads, and
-    bytes while it runs besides what the segments before it keep."""
+    """A call of a segment, where all is kept.
+
+    Of the backward: the values of the forward that it reads, and bytes of what the backward made for the segment, before the call and
+    while it runs. Of the forward: the values that nothing behind it in the forward reads, and bytes while it runs besides what the
+    segments before it keep.
+    """
 
     values: tuple[Node, ...]
     before_bytes: float

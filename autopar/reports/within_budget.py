@@ -130,12 +130,14 @@ class _Attempts:
 
     def _fitted(self, options: Options) -> tuple[Compiled, Memory]:
         """What a step takes beyond what recomputation counts is left out of what that may fill."""
-        for _ in range(_TRIES):
-            compiled, memory = self._tried(options)
-            fit = options.fit
-            if memory.fits or fit is None or not compiled.recomputes_within or fit.capacity_bytes <= -memory.margin_bytes:
+        compiled, memory = self._tried(options)
+        for _ in range(_TRIES if options.fit is not None else 0):
+            assert options.fit is not None
+            fit = options.fit.reserving(options.fit.reserved_bytes - memory.margin_bytes)
+            if memory.fits or fit.capacity_bytes <= 0 or not compiled.recomputes_within:
                 break
-            options = replace(options, fit=fit.reserving(fit.reserved_bytes - memory.margin_bytes))
+            options = replace(options, fit=fit)
+            compiled, memory = self._tried(options)
         return compiled, memory
 
     def one_of(self, by_name: Sequence[Options]) -> Compiled | None:
