@@ -118,7 +118,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         CopyToStages(),  # the last that adds calls
         # SCHEDULE: what every rank executes
         OrderActions(options.device),  # whole actions, and what stages send
-        WriteActions(options.recompute_budget.is_finite),  # each as its fragments and collectives
+        WriteActions(options.frees_early),  # each as its fragments and collectives
         ReduceGradients(),  # after the last backward of a stage
         ExchangeTies(),  # needs the sums of all stages
         HandOut(),  # needs all results

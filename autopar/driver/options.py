@@ -104,6 +104,12 @@ class Options:
         return self.fit or self.budget
 
     @property
+    def frees_early(self) -> bool:
+        """Whether memory is so short that the backward is cut for it: there is a budget, or somebody asked to compute again."""
+        is_planned = self.plan is not None and bool(self.plan.recomputed)
+        return self.recompute_budget.is_finite or self.recompute in ("full", "selective") or (is_planned and self.recompute != "none")
+
+    @property
     def is_order_free(self) -> bool:
         """Whether the order of a pipeline is to be found by cost."""
         return self.schedule == "auto"

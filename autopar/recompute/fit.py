@@ -37,7 +37,7 @@ from autopar.recompute.decision import RecomputeDecision
 from autopar.recompute.layer_values import Layer, layers_of
 from autopar.recompute.min_cut import add_layer
 from autopar.recompute.options import options_of
-from autopar.recompute.walk import LayerMemory, StageMemory, traces, walk
+from autopar.recompute.walk import LayerMemory, StageMemory, trace, walk
 
 # Of the first integer program; of each that follows half as long as of the one before.
 _SECONDS = 2.5
@@ -210,13 +210,12 @@ class Fit:
     def _options(self) -> dict[int, list[tuple[Names, LayerMemory]]]:
         """By kind of layer what may be computed again of its first one, and, by the same places, of the others; see `_names`."""
         work = Work(self.program)
-        known = {stage: traces(work, self.cost, stage) for stage in {layer.stage for layer in self._layers}}
+        known = {stage: trace(work, self.cost, stage) for stage in {layer.stage for layer in self._layers}}
         most = max(_FEWEST_OPTIONS, _MOST_OPTIONS // len(self._layers))
         found: dict[int, list[tuple[Names, LayerMemory]]] = {}
         for kind, layer in self._first.items():
-            by_segment, sizes = known[layer.stage]
-            if layer.name in by_segment:
-                options = options_of(layer.timeline(by_segment[layer.name], sizes), most)
+            if layer.name in known[layer.stage].segments:
+                options = options_of(layer.timeline(known[layer.stage]), most)
                 found[kind] = [(layer.names(again), memory) for again, memory in options]
             else:
                 found[kind] = [(frozenset(), LayerMemory())]

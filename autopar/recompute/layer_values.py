@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,7 +20,7 @@ from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import VIEWS, is_forward, reduces
 from autopar.recompute.min_cut import KeptValue
 from autopar.recompute.timeline import Again, BackwardCall, ForwardCall, Timeline
-from autopar.recompute.walk import Trace
+from autopar.recompute.walk import StageTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,19 +61,24 @@ class Layer:
         is_partial = any(each.unreduced for each in SHARDING[node])
         return math.inf if is_partial or not hasattr(node.meta["val"], "dtype") else value_bytes(node, self.cost)
 
-    def timeline(self, trace: Trace, sizes: Mapping[Node, float]) -> Timeline:
-        """With the calls of the layer, and the bytes of values, of the program that keeps all."""
-        places = {node: place for place, node in enumerate(self.nodes)}
+    def timeline(self, stage: StageTrace) -> Timeline:
+        """With what its calls do in the program that keeps all."""
+        places, trace = {node: place for place, node in enumerate(self.nodes)}, stage.segments[self.name]
         own = frozenset(places[node] for node in self.calls if node in places)
+        # Parts of a value lie in its memory.
+        inside: dict[Node, list[int]] = {}
+        for node, place in places.items():
+            inside.setdefault(stage.homes.get(node, node), []).append(place)
 
         def known(nodes: Sequence[Node]) -> tuple[int, ...]:
-            return tuple(places[node] for node in nodes if node in places)
+            return tuple(place for node in nodes for place in inside.get(node, ()))
 
         backward = tuple(BackwardCall(known(each.values), each.before_bytes, each.during_bytes) for each in trace.backward)
         forward = tuple(
             ForwardCall(each.during_bytes, tuple(place for place in known(each.values) if place in own)) for each in trace.forward
         )
-        return Timeline(self.values, tuple(sizes.get(node, 0.0) for node in self.nodes), own, backward, forward)
+        sizes = tuple(stage.sizes.get(node, 0.0) for node in self.nodes)
+        return Timeline(self.values, sizes, own, backward, forward, tuple(tuple(each) for each in inside.values() if len(each) > 1))
 
     @cached_property
     def kind(self) -> Hashable:

@@ -45,13 +45,15 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`copy_bytes` are what a copy of each value takes, `own` those that the segment makes, in order; what others make is kept by them."""
+    """`copy_bytes` are what a copy of each value takes, `own` those that the segment makes, in order; what others make is kept by them.
+    `together` are values that lie in one memory."""
 
     values: Sequence[KeptValue] = field(repr=False)
     copy_bytes: Sequence[float] = field(repr=False)
     own: frozenset[int] = field(repr=False)
     backward: Sequence[BackwardCall] = field(repr=False)
     forward: Sequence[ForwardCall] = field(repr=False)
+    together: Sequence[Sequence[int]] = field(default=(), repr=False)
 
     def memory(self, again: Again) -> LayerMemory:
         """Where the values numbered in `again` are computed once more."""
@@ -102,13 +104,16 @@ class Timeline:
 
     @cached_property
     def decisions(self) -> tuple[Again, ...]:
-        """The values that the backward reads and that may be computed again; those that one op gives are decided about together."""
-        found: dict[tuple[int, ...], set[int]] = {}
+        """The values that the backward reads and that may be computed again; those that one op gives, and those that lie in one memory, are
+        decided about together."""
+        first = {number: each[0] for each in self.together for number in each}
+        found: dict[tuple[int, bool], set[int]] = {}
         for number in sorted(self.own):
             each = self.values[number]
             if each.is_wanted and each.seconds < math.inf:
-                is_result = len(each.reads) == 1 and self.values[each.reads[0]].bytes == math.inf
-                found.setdefault((each.reads[0],) if is_result else (-1, number), set()).add(number)
+                is_result = len(each.reads) == 1 and self.copy_bytes[each.reads[0]] == 0 and self.values[each.reads[0]].bytes == math.inf
+                key = (each.reads[0], True) if is_result else (first.get(number, number), False)
+                found.setdefault(key, set()).add(number)
         return tuple(frozenset(each) for each in found.values())
 
     def closed(self, chosen: Iterable[int]) -> Again | None:

@@ -74,10 +74,17 @@ class Trace:
     backward: tuple[TracedCall, ...]
 
 
-def traces(work: Work, cost: CostModel, stage: int) -> tuple[Mapping[str, Trace], Mapping[Node, float]]:
-    """The calls of each segment of a stage, and the bytes of each value's memory."""
+class StageTrace(NamedTuple):
+    """The calls of each segment, the bytes of each memory by the node that makes it, and by node the one in whose memory it lies."""
+
+    segments: Mapping[str, Trace]
+    sizes: Mapping[Node, float]
+    homes: Mapping[Node, Node]
+
+
+def trace(work: Work, cost: CostModel, stage: int) -> StageTrace:
     found = _Walk(work, cost, stage, _calls(work, stage))
-    return found.traces(), {node: each.bytes for node, each in found.values.items()}
+    return StageTrace(found.traces(), {node: each.bytes for node, each in found.values.items()}, found.homes)
 
 
 def walk(work: Work, cost: CostModel, stage: int) -> StageMemory:
