@@ -94,13 +94,13 @@ class Fit:
         """What is chosen within the budget, anew as long as that turns out to be more; where nothing is, what takes least."""
         capacity = self.capacity_bytes
         for number in range(_TRIES):
-            picks = self._solved(capacity, _SECONDS / 2**number)
-            is_least = picks is None
-            picks = self._solved(None, _SECONDS / 2**number) if picks is None else picks
+            seconds = _SECONDS / 2**number
+            picks, is_least = self._solved(capacity, seconds), False
+            if picks is None:
+                picks, is_least = self._least(seconds), True
             if picks is None:
                 return
-            chosen = frozenset[str]().union(*(self._names(layer, pick) for layer, pick in zip(self._layers, picks, strict=True)), already)
-            yield chosen
+            yield (chosen := self._chosen(picks) | already)
             over = self.peak_bytes(chosen) - self.capacity_bytes
             if over <= 0:
                 return
@@ -108,6 +108,30 @@ class Fit:
                 if is_least:
                     return
                 capacity -= over
+
+    def _chosen(self, picks: Sequence[int]) -> Names:
+        return frozenset[str]().union(*(self._names(layer, pick) for layer, pick in zip(self._layers, picks, strict=True)))
+
+    def _least(self, seconds: float) -> list[int] | None:
+        """At the least peak, as far as that is known, the least time: the program may take less than is thought."""
+        picks = self._solved(None, seconds)
+        return picks and (self._solved((1 + _TOLERANCE) * self._thought_peak(picks), seconds) or picks)
+
+    def _thought_peak(self, picks: Sequence[int]) -> float:
+        """The largest of what the rows of the integer program add up."""
+        memories = [self._memory(self._kinds[layer], pick) for layer, pick in zip(self._layers, picks, strict=True)]
+        peak = 0.0
+        for rank in range(self.program.order.num_ranks):
+            stages = self._stages_of(rank)
+            mine = [(layer, memory) for layer, memory in zip(self._layers, memories, strict=True) if layer.stage in stages]
+            kept = sum(self._live[layer.stage] * memory.kept_bytes for layer, memory in mine)
+            fixed = self._held(rank) + self._undecided(rank)
+            for stage in stages:
+                here = kept
+                for layer, memory in reversed([each for each in mine if each[0].stage == stage]):
+                    here -= memory.kept_bytes
+                    peak = max(peak, fixed + here + memory.own_bytes + self._unchanged(layer).gradients_bytes)
+        return peak
 
     def _learn(self, chosen: Names, picks: Sequence[int]) -> bool:
         """What `picks` come to in the program as it is written with them; whether that was not known."""
@@ -197,9 +221,12 @@ class Fit:
 
     @cached_property
     def _kinds(self) -> dict[Layer, int]:
-        """The layers in order, with a number that is equal for those of one kind: kinds are long, and are looked up by the thousand."""
+        """The layers in order, with a number that is equal for those of one kind that need the same where all is kept: the last one may
+        have other gradients beside it. Kinds are long, and are looked up by the thousand."""
         numbers: dict[Hashable, int] = {}
-        return {layer: numbers.setdefault(layer.kind, len(numbers)) for layer in self._layers}
+        unchanged = {layer: self._unchanged(layer) for layer in self._layers}
+        kinds = {layer: (layer.kind, each.kept_bytes, each.own_bytes) for layer, each in unchanged.items()}
+        return {layer: numbers.setdefault(kind, len(numbers)) for layer, kind in kinds.items()}
 
     @cached_property
     def _first(self) -> dict[int, Layer]:

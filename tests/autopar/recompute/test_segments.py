@@ -65,4 +65,4 @@ def test_copies_stand_in_the_segment_that_reads_them() -> None:
     names = list(dict.fromkeys(segments(program).values()))
     again = computed_again(program, within(program, segments(program)))
     found = segments_of_backward(backward(again), names)
-    assert order(found.values()) == names[::-1]
+    assert order(found[node] for node in backward(again)) == names[::-1]
