@@ -34,6 +34,7 @@ from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import computed_again
 from autopar.recompute.choices import Groups, within
 from autopar.recompute.decision import RecomputeDecision
+from autopar.recompute.inside import InsideBytes
 from autopar.recompute.layer_values import Layer, layers_of
 from autopar.recompute.min_cut import add_layer
 from autopar.recompute.options import options_of
@@ -65,6 +66,9 @@ class Fit:
     # What was found of an option, by kind and number, and how much more the options of a kind came to than was thought.
     _found: dict[tuple[int, int], LayerMemory] = field(default_factory=dict[tuple[int, int], LayerMemory])
     _more: dict[int, LayerMemory] = field(default_factory=dict[int, LayerMemory])
+
+    def __post_init__(self) -> None:
+        self._inside = InsideBytes(self.cost)
 
     # ---- the whole
 
@@ -185,7 +189,7 @@ class Fit:
     def walks(self, chosen: Names) -> tuple[StageMemory, ...]:
         if chosen not in self._walks:
             work = Work(computed_again(self.program, chosen) if chosen else self.program)
-            self._walks[chosen] = tuple(walk(work, self.cost, stage) for stage in range(self.program.order.num_stages))
+            self._walks[chosen] = tuple(walk(work, self.cost, stage, self._inside) for stage in range(self.program.order.num_stages))
         return self._walks[chosen]
 
     def _rank_peak(self, rank: int, memories: Sequence[StageMemory]) -> float:
@@ -237,7 +241,7 @@ class Fit:
     def _options(self) -> dict[int, list[tuple[Names, LayerMemory]]]:
         """By kind of layer what may be computed again of its first one, and, by the same places, of the others; see `_names`."""
         work = Work(self.program)
-        known = {stage: trace(work, self.cost, stage) for stage in {layer.stage for layer in self._layers}}
+        known = {stage: trace(work, self.cost, stage, self._inside) for stage in {layer.stage for layer in self._layers}}
         most = max(_FEWEST_OPTIONS, _MOST_OPTIONS // len(self._layers))
         found: dict[int, list[tuple[Names, LayerMemory]]] = {}
         for kind, layer in self._first.items():

@@ -78,7 +78,9 @@ class Layer:
             ForwardCall(each.during_bytes, tuple(place for place in known(each.values) if place in own)) for each in trace.forward
         )
         sizes = tuple(stage.sizes.get(node, 0.0) for node in self.nodes)
-        return Timeline(self.values, sizes, own, backward, forward, tuple(tuple(each) for each in inside.values() if len(each) > 1))
+        together = tuple(tuple(each) for each in inside.values() if len(each) > 1)
+        within = {places[node]: size for node, size in stage.inside.items() if size and node in places}
+        return Timeline(self.values, sizes, own, backward, forward, together, within)
 
     @cached_property
     def kind(self) -> Hashable:

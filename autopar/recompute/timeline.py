@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,8 +45,8 @@ class ForwardCall:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`copy_bytes` are what a copy of each value takes, `own` those that the segment makes, in order; what others make is kept by them.
-    `together` are values that lie in one memory."""
+    """`copy_bytes` are what a copy of each value takes, `inside` what making it takes besides, `own` those that the segment makes, in
+    order; what others make is kept by them. `together` are values that lie in one memory."""
 
     values: Sequence[KeptValue] = field(repr=False)
     copy_bytes: Sequence[float] = field(repr=False)
@@ -54,6 +54,7 @@ class Timeline:
     backward: Sequence[BackwardCall] = field(repr=False)
     forward: Sequence[ForwardCall] = field(repr=False)
     together: Sequence[Sequence[int]] = field(default=(), repr=False)
+    inside: Mapping[int, float] = field(default_factory=dict[int, float], repr=False)
 
     def memory(self, again: Again) -> LayerMemory:
         """Where the values numbered in `again` are computed once more."""
@@ -73,7 +74,7 @@ class Timeline:
             for copy in self._copies(call.reads, again, born):
                 last |= dict.fromkeys(self.values[copy].reads, len(made))
                 born[copy] = last[copy] = len(made)
-                made.append(call.before_bytes)
+                made.append(call.before_bytes + self.inside.get(copy, 0.0))
             last |= dict.fromkeys(call.reads, len(made))
             made.append(call.during_bytes)
         change = [0.0] * (len(made) + 1)

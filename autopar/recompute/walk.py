@@ -1,8 +1,9 @@
 """What a rank holds while it runs one microbatch of a stage, call by call, read off a GLOBAL program.
 
 Values count by the memory that they lie in, from the call that makes them to the last that reads them: views take none, nor does a product
-that only what is added to it reads. Parameters and the optimizer's state are there all the time and are counted apart, and so are
-gradients that are summed, over microbatches or ranks; others count from the call that makes them.
+that only what is added to it reads. What ops take within themselves counts while they run. Parameters and the optimizer's state are there
+all the time and are counted apart, and so are gradients that are summed, over microbatches or ranks; others count from the call that makes
+them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar.ir.markers import MARKERS
 from autopar.pipeline.priced import call_seconds, value_bytes
 from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import reduces
+from autopar.recompute.inside import InsideBytes
 from autopar.recompute.segments import segments, segments_of_backward
 
 aten = torch.ops.aten
@@ -75,21 +77,25 @@ class Trace:
 
 
 class StageTrace(NamedTuple):
-    """The calls of each segment, the bytes of each memory by the node that makes it, and by node the one in whose memory it lies."""
+    """The calls of each segment, the bytes of each memory by the node that makes it, by node the one in whose memory it lies, and what
+    each call takes within itself."""
 
     segments: Mapping[str, Trace]
     sizes: Mapping[Node, float]
     homes: Mapping[Node, Node]
+    inside: Mapping[Node, float]
 
 
-def trace(work: Work, cost: CostModel, stage: int) -> StageTrace:
-    found = _Walk(work, cost, stage, _calls(work, stage))
-    return StageTrace(found.traces(), {node: each.bytes for node, each in found.values.items()}, found.homes)
+def trace(work: Work, cost: CostModel, stage: int, inside: InsideBytes) -> StageTrace:
+    """What `walk` counts, call by call."""
+    found = _Walk(work, cost, stage, _calls(work, stage), inside)
+    sizes = {node: each.bytes for node, each in found.values.items()}
+    return StageTrace(found.traces(), sizes, found.homes, dict(zip(found.calls, found.inside_of, strict=True)))
 
 
-def walk(work: Work, cost: CostModel, stage: int) -> StageMemory:
+def walk(work: Work, cost: CostModel, stage: int, inside: InsideBytes) -> StageMemory:
     """One microbatch through `stage`, forward and backward."""
-    return _Walk(work, cost, stage, _calls(work, stage)).memory()
+    return _Walk(work, cost, stage, _calls(work, stage), inside).memory()
 
 
 def _calls(work: Work, stage: int) -> list[Node]:
@@ -102,6 +108,7 @@ class _Walk:
     cost: CostModel
     stage: int
     calls: Sequence[Node]
+    inside: InsideBytes
 
     def __post_init__(self) -> None:
         phases = [self.work.stages[node][self.stage] for node in self.calls]
@@ -114,6 +121,7 @@ class _Walk:
         self.runs_in = [made_in.get(node) or backward.get(node, "") for node in self.calls]
         by_name = {node.name: segment for node, segment in made_in.items()}
         self.counts_to = [by_name.get(RECOMPUTED.get(node) or "", here) for node, here in zip(self.calls, self.runs_in, strict=True)]
+        self.inside_of = [self.inside.of(node) for node in self.calls]
         self.gradients = set[Node]()
         # By node that in whose memory it lies; by call the memories that it reads.
         self.homes, self.reads = dict[Node, Node](), list[dict[Node, None]]()
@@ -128,7 +136,7 @@ class _Walk:
 
     def memory(self) -> StageMemory:
         own, before, others = dict.fromkeys(self.names, 0.0), dict.fromkeys(self.names, 0.0), self.others
-        live, of_gradients = self._live(self.values.values()), self._gradients_of_others()
+        live, of_gradients = self._live_with_inside(self.values.values()), self._gradients_of_others()
         for segment, held, others_gradients in zip(self.runs_in, live, of_gradients, strict=True):
             if segment in own:
                 own[segment] = max(own[segment], held - others[segment] - others_gradients)
@@ -143,9 +151,9 @@ class _Walk:
 
     def traces(self) -> Mapping[str, Trace]:
         found: dict[str, tuple[list[TracedCall], list[TracedCall]]] = {name: ([], []) for name in self.names}
-        live = self._live(self.values.values())
+        live = self._live_with_inside(self.values.values())
         made = [each for each in self.values.values() if each.born >= self.turn]
-        during, of_gradients = self._live(made), self._gradients_of_others()
+        during, of_gradients = self._live_with_inside(made), self._gradients_of_others()
         born, over = defaultdict[int, float](float), defaultdict[int, list[Node]](list)
         for each in made:
             born[each.born] += each.bytes
@@ -159,7 +167,8 @@ class _Walk:
                 forward.append(TracedCall(tuple(over[place]), held - self.others.get(segment, 0.0), held - self.others.get(segment, 0.0)))
             else:
                 own = during[place] - others
-                backward.append(TracedCall(tuple(self.reads[place]), own - born[place], own))
+                before = own - born[place] - self.inside_of[place]
+                backward.append(TracedCall(tuple(self.reads[place]), before, own))
         return {name: Trace(tuple(forward), tuple(backward)) for name, (forward, backward) in found.items()}
 
     def _gradients_of_others(self) -> list[float]:
@@ -176,6 +185,9 @@ class _Walk:
         made = [each for node, each in self.values.items() if each.born >= self.turn and node not in RECOMPUTED]
         live = zip(self.runs_in[self.turn :], self._live(made)[self.turn :], strict=True)
         return max((held for segment, held in live if segment == self.names[-1]), default=0.0) if self.names else 0.0
+
+    def _live_with_inside(self, values: Iterable[_Value]) -> list[float]:
+        return [sum(each) for each in zip(self._live(values), self.inside_of, strict=True)]
 
     def _live(self, values: Iterable[_Value]) -> list[float]:
         """Bytes while each call runs, what it makes included."""

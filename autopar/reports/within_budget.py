@@ -27,6 +27,8 @@ logger = logging.getLogger("autopar")
 
 # So often the search is asked at most.
 _TRIES = 5
+# And recomputation alone so often anew.
+_FITS = 2
 # Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds is a budget to name.
 _PROBES = (1.02, 1.2, 1.5)
 
@@ -131,7 +133,7 @@ class _Attempts:
     def _fitted(self, options: Options) -> tuple[Compiled, Memory]:
         """What a step takes beyond what recomputation counts is left out of what that may fill."""
         compiled, memory = self._tried(options)
-        for _ in range(_TRIES if options.fit is not None else 0):
+        for _ in range(_FITS if options.fit is not None else 0):
             assert options.fit is not None
             fit = options.fit.reserving(options.fit.reserved_bytes - memory.margin_bytes)
             if memory.fits or fit.capacity_bytes <= 0 or not compiled.recomputes_within:

@@ -14,6 +14,7 @@ from autopar.ir.program import Program
 from autopar.pipeline.stage_work import Work
 from autopar.recompute.choices import layers, within
 from autopar.recompute.fit import Fit
+from autopar.recompute.inside import InsideBytes
 from autopar.recompute.layer_values import layers_of
 from autopar.recompute.segments import segments
 from autopar.recompute.walk import trace
@@ -71,7 +72,7 @@ def all_sets(kind: str) -> list[tuple[float, float]]:
     program, free = placed(kind)
     work, groups = Work(program), dict(free.groups)
     found = layers_of(work, free.cost, groups, dict.fromkeys(groups, 0), within(program, groups))
-    stage = trace(work, free.cost, 0)
+    stage = trace(work, free.cost, 0, InsideBytes(free.cost))
     choices = []
     for layer in found:
         timeline = layer.timeline(stage)

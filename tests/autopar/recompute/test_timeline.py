@@ -12,6 +12,7 @@ from autopar.ir.program import Program
 from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import computed_again
 from autopar.recompute.choices import within
+from autopar.recompute.inside import InsideBytes
 from autopar.recompute.layer_values import Layer, layers_of
 from autopar.recompute.min_cut import KeptValue
 from autopar.recompute.segments import segments
@@ -34,14 +35,14 @@ def gpt2() -> tuple[Program, CostModel, tuple[Layer, ...]]:
 def test_it_is_what_the_written_program_comes_to(place: int) -> None:
     program, cost, layers = gpt2()
     layer = layers[place]
-    timeline, draw = layer.timeline(trace(Work(program), cost, 0)), random.Random(place)
+    timeline, draw = layer.timeline(trace(Work(program), cost, 0, InsideBytes(cost))), random.Random(place)
     assert timeline.decisions
     for _ in range(5):
         chosen = [each for each in timeline.decisions if draw.random() < 0.5]
         again = timeline.closed(number for each in chosen for number in each)
         assert again is not None
         thought = timeline.memory(again)
-        found = walk(Work(computed_again(program, layer.names(again))), cost, 0).layers[layer.name]
+        found = walk(Work(computed_again(program, layer.names(again))), cost, 0, InsideBytes(cost)).layers[layer.name]
         assert thought.kept_bytes == found.kept_bytes and thought.own_bytes == found.own_bytes
         assert thought.seconds == pytest.approx(found.seconds, rel=1e-2)  # views are copied besides
 
