@@ -110,14 +110,15 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
         PlaceStages(cluster, budget, held, plan),  # needs shardings: what a stage costs follows from them
         ChooseOrder(options.is_order_free, cluster, budget),  # needs what the stages cost
-        Recompute(options.recompute, cluster, budget, plan.recomputed if plan is not None else ()),  # after all that plans know calls by
+        # After all that plans know calls by.
+        Recompute(options.recompute, cluster, options.recompute_budget, plan.recomputed if plan is not None else ()),
         # LOCAL
         Lower(),
         SeparateMicrobatches(own),  # needs local shapes, and collectives as nodes
         CopyToStages(),  # the last that adds calls
         # SCHEDULE: what every rank executes
         OrderActions(options.device),  # whole actions, and what stages send
-        WriteActions(),  # each as its fragments and collectives
+        WriteActions(options.frees_early),  # each as its fragments and collectives
         ReduceGradients(),  # after the last backward of a stage
         ExchangeTies(),  # needs the sums of all stages
         HandOut(),  # needs all results

@@ -260,6 +260,11 @@ class Compiled:
         return next((each.peak_bytes for each in decisions if isinstance(each, RecomputeDecision)), math.inf)
 
     @property
+    def recomputes_within(self) -> bool:
+        """Whether what is computed again was chosen to fit into a budget, and thought to."""
+        return any(isinstance(step.decision, RecomputeDecision) and step.decision.is_chosen for step in self.steps)
+
+    @property
     def order(self) -> PipelineSchedule:
         """Which stage runs which microbatch when."""
         return self.schedule.order

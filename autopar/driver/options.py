@@ -45,7 +45,8 @@ class Options:
     `device` is the type of device that the model is on, `is_real` tells processes from virtual ranks, `mixing` is what turned out to mix
     microbatches in an earlier try, `updates` when `train_step` updates
     parameters, `shares` are those of ranks that pass unequal ones of the batch, `limit` is what the whole step may take where the search
-    is asked for less than that, or for anything. Raises `AutoparError` for a value that an option does not have.
+    is asked for less than that, or for anything, `fit` what recomputation alone is to fit the step into where the search is asked for
+    nothing. Raises `AutoparError` for a value that an option does not have.
     """
 
     cluster: Cluster
@@ -71,6 +72,7 @@ class Options:
     versions: WeightVersions | None = None
     offload: Offload | None = None
     limit: MemoryBudget | None = None
+    fit: MemoryBudget | None = None
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
@@ -83,20 +85,29 @@ class Options:
         return self.offload is not None and self.offload.activations is not None
 
     def by_name(self, mesh: Mesh, is_placed: bool) -> tuple[Options, ...]:
-        """Without a budget, what `zero=` and `recompute=` may say of `mesh` where the user left that open: first what keeps all that it
-        may, then the others, those that take least as a rule first. Where parameters lie is fixed if it `is_placed`."""
+        """What `zero=` and `recompute=` may say of `mesh` where the user left that open, without a budget for the search: first what keeps
+        all that it may; then, by level of ZeRO from the highest, what is computed again so that the step fits, and all that may be. Where
+        parameters lie is fixed if it `is_placed`."""
         is_free = self.freedom.shards_parameters and self.freedom.zero is None and not is_placed
         levels = (3, 2, 1, 0) if mesh.size_of(mesh.parts("dp")) > 1 else (0,)
-        modes = ("full", "selective", "auto") if self.recompute == "auto" else (self.recompute,)
+        modes = ("auto", "full") if self.recompute == "auto" else (self.recompute,)
         freedoms = [
             replace(self.freedom, shards_parameters=level > 0, zero=ZeRO(level) if level else None) for level in (levels if is_free else ())
         ] or [self.freedom]
-        *others, first = (
-            replace(self, freedom=freedom, recompute=mode, budget=replace(self.budget, capacity_bytes=math.inf), limit=self.budget)
-            for freedom in freedoms
-            for mode in modes
-        )
-        return first, *others
+        unbound = replace(self, budget=replace(self.budget, capacity_bytes=math.inf), limit=self.budget)
+        first = replace(unbound, freedom=freedoms[-1])
+        return first, *(replace(unbound, freedom=freedom, recompute=mode, fit=self.budget) for freedom in freedoms for mode in modes)
+
+    @property
+    def recompute_budget(self) -> MemoryBudget:
+        """What recomputation is to fit the step into."""
+        return self.fit or self.budget
+
+    @property
+    def frees_early(self) -> bool:
+        """Whether memory is so short that the backward is cut for it: there is a budget, or somebody asked to compute again."""
+        is_planned = self.plan is not None and bool(self.plan.recomputed)
+        return self.recompute_budget.is_finite or self.recompute in ("full", "selective") or (is_planned and self.recompute != "none")
 
     @property
     def is_order_free(self) -> bool:

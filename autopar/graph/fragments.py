@@ -1,7 +1,8 @@
 """From calls of a LOCAL graph to instructions: compute between two cuts is a fragment, collectives are instructions.
 
-The walk keeps the graph's order. It cuts where a call needs a collective that is still under way, and where the
-model's repeated block changes (so that eighty equal layers give one fragment).
+The walk keeps the graph's order. It cuts where a call needs a collective that is still under way, where the
+model's repeated block changes (so that eighty equal layers give one fragment), and, where memory is short, where much of it is read for the
+last time (`autopar.graph.early_frees`).
 A collective is launched at the first cut after its operand is computed and waited for just before its first use:
 
     RUN f0 (x, w) -> (partial)
@@ -24,6 +25,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import schema_of
+from autopar.graph.early_frees import last_reads
 from autopar.graph.late_readers import late_readers
 from autopar.graph.launch_operands import made_of_inputs
 from autopar.ir.arguments import arguments, node_at
@@ -40,11 +42,12 @@ class FragmentCutter:
     """Cuts sections of one LOCAL program into instructions; equal fragments of all sections are one.
 
     `device` is the type of device that fragments create tensors on ("cuda": the current one). Instructions name buffers as the graph
-    does; see `buffer_of`.
+    does; see `buffer_of`. With `frees_early` the backward is cut where it has read much for the last time.
     """
 
-    def __init__(self, device: str, fragments: Mapping[str, Fragment]) -> None:
+    def __init__(self, device: str, fragments: Mapping[str, Fragment], frees_early: bool = False) -> None:
         self.device = torch.device(device)
+        self.frees_early = frees_early
         self.fragments = dict(fragments)
         self._named = {fragment.structure: name for name, fragment in fragments.items()}
 
@@ -59,7 +62,8 @@ class FragmentCutter:
     def section_without_late(self, nodes: Iterable[Node], under_way: set[Node]) -> tuple[tuple[Instruction, ...], tuple[Node, ...]]:
         """Likewise but for what only the caller reads of what collectives bring: these nodes are returned, and are not computed."""
         nodes = list(nodes)
-        section, late = _Section(self, under_way, made_of_inputs(nodes)), late_readers(nodes, under_way)
+        ends = last_reads(nodes) if self.frees_early and nodes else {}
+        section, late = _Section(self, under_way, made_of_inputs(nodes), ends), late_readers(nodes, under_way)
         for node in nodes:
             if node not in late:
                 section.visit(node)
@@ -99,6 +103,7 @@ class _Section:
     cutter: FragmentCutter
     under_way: set[Node]
     apart: frozenset[Node]
+    ends: Mapping[Node, Sequence[Node]] = field(default_factory=dict[Node, Sequence[Node]])
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     current: list[Node] = field(default_factory=list[Node])
     launches: list[Node] = field(default_factory=list[Node])
@@ -120,6 +125,8 @@ class _Section:
             self.current.append(node)
             # What an op with several results gives is named at once, lest a cut part the names from the op.
             self.current += [user for user in node.users if user.target is operator.getitem]
+            if any(memory not in self.current for memory in self.ends.get(node, ())):
+                self.cut()
 
     def at_once(self, nodes: Sequence[Node]) -> None:
         """Behind all that they wait for; there are no collectives among `nodes`."""

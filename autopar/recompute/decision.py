@@ -17,5 +17,10 @@ class RecomputeDecision:
     fits: bool = True
     peak_bytes: float = math.inf
 
+    @property
+    def is_chosen(self) -> bool:
+        """Whether somebody counted, and found that it fits."""
+        return self.fits and self.peak_bytes < math.inf
+
     def __str__(self) -> str:
         return self.reason or "all that the backward reads is kept"

@@ -1,14 +1,15 @@
 """The cheapest values to compute again so that a step fits into the memory budget.
 
-    for each kind of layer     what to compute again at each price of memory (`min_cut`), and all of it
-    for each of these          what a layer then keeps, what it needs while it is computed, what it takes: by writing the program, in which
-                               layers of a kind take turns, and walking through it (`walk`)
-    for each layer             one of these, at the least added time, so that at no layer there is more than the budget: an integer program
+    for each kind of segment   the sets of values of which none is better than another in time, in what is kept and in what is needed
+                               (`options`), by what the segment would then do (`timeline`)
+    for each segment           one of these, at the least added time, so that at none there is more than the budget: an integer program
 
-    held + what other stages of the rank keep + what earlier layers keep + what this one needs ≤ budget
+    held + what other stages of the rank keep + gradients of later segments + what earlier ones keep + what this one needs ≤ budget
 
-What is chosen is walked through once more as a whole; where that comes to more, the budget is lowered by the difference and all is chosen
-anew. The lower bound asks of all layers together no more than that what they keep fits, and lets each be cut in fractions.
+A segment is a layer, or what stands before, between or behind layers (`segments`): the head and the loss are decided about as a layer is.
+What is chosen is written and walked through as a whole (`walk`); where that comes to more, what was found of its segments takes the place
+of what was thought, and all is chosen anew. The lower bound asks of all segments together no more than that what they keep fits, and lets
+each be cut in fractions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -31,11 +32,13 @@ from autopar.pipeline.order import live_microbatches
 from autopar.pipeline.priced import price_pipeline
 from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import computed_again
-from autopar.recompute.choices import Groups, is_contraction, within
+from autopar.recompute.choices import Groups, within
 from autopar.recompute.decision import RecomputeDecision
+from autopar.recompute.inside import InsideBytes
 from autopar.recompute.layer_values import Layer, layers_of
-from autopar.recompute.min_cut import add_layer, cuts
-from autopar.recompute.walk import REST, LayerMemory, StageMemory, walk
+from autopar.recompute.min_cut import add_layer
+from autopar.recompute.options import options_of
+from autopar.recompute.walk import LayerMemory, StageMemory, trace, walk
 
 # Of the first integer program; of each that follows half as long as of the one before.
 _SECONDS = 2.5
@@ -43,8 +46,8 @@ _TRIES = 4
 _TYPICAL = 1e4
 # HiGHS' word for it.
 _FEASIBLE = 2
-# Up to so many values each call is decided by itself as well; so many calls are walked through to price what layers may do.
-_FEW_VALUES, _MOST_WALKED = 1500, 8000
+# Options of all segments together, and of each at the least.
+_MOST_OPTIONS, _FEWEST_OPTIONS = 1500, 24
 # So close to the least is close enough: prices are not that exact.
 _TOLERANCE = 1e-4
 
@@ -53,13 +56,19 @@ Names = frozenset[str]
 
 @dataclass
 class Fit:
-    """What may be computed again of `program` by `groups` (layers, or all as one), within `budget` a rank."""
+    """What may be computed again of `program` by `groups` (segments, or all as one), within `budget` a rank."""
 
     program: Program
     cost: CostModel
     groups: Groups
     budget: MemoryBudget
     _walks: dict[Names, tuple[StageMemory, ...]] = field(default_factory=dict[Names, tuple[StageMemory, ...]])
+    # What was found of an option, by kind and number, and how much more the options of a kind came to than was thought.
+    _found: dict[tuple[int, int], LayerMemory] = field(default_factory=dict[tuple[int, int], LayerMemory])
+    _more: dict[int, LayerMemory] = field(default_factory=dict[int, LayerMemory])
+
+    def __post_init__(self) -> None:
+        self._inside = InsideBytes(self.cost)
 
     # ---- the whole
 
@@ -72,8 +81,9 @@ class Fit:
         at_first = self.peak_bytes(already)
         if at_first <= self.capacity_bytes or not self._layers:
             return RecomputeDecision(already, reason, at_first <= self.capacity_bytes, at_first)
-        ways = [self._chosen, self._chosen_call_by_call] if self._num_values <= _FEW_VALUES else [self._chosen]
-        found = [each for way in ways for each in self._tried(way, already)]
+        found = list(self._tried(already))
+        if all(self.peak_bytes(each) > self.capacity_bytes for each in found):
+            found.append(within(self.program, self.groups) | already)
         fitting = [each for each in found if self.peak_bytes(each) <= self.capacity_bytes]
         if fitting:
             chosen = min(fitting, key=self.seconds)
@@ -84,18 +94,73 @@ class Fit:
         wanted = f"{in_bytes(peak)} are the least that was found, of {in_bytes(at_first)}; the budget is {self._limit}"
         return RecomputeDecision(chosen, f"as little memory as computing layers again comes to: {wanted}", False, peak)
 
-    def _tried(self, choose: Callable[[float, float], Names | None], already: Names) -> Iterator[Names]:
-        """What `choose` comes to within the budget, lowered as long as that turns out to be more."""
+    def _tried(self, already: Names) -> Iterator[Names]:
+        """What is chosen within the budget, anew as long as that turns out to be more; where nothing is, what takes least."""
         capacity = self.capacity_bytes
         for number in range(_TRIES):
-            found = choose(capacity, _SECONDS / 2**number)
-            if found is None:
+            seconds = _SECONDS / 2**number
+            picks, is_least = self._solved(capacity, seconds), False
+            if picks is None:
+                picks, is_least = self._least(seconds), True
+            if picks is None:
                 return
-            yield found | already
-            over = self.peak_bytes(found | already) - self.capacity_bytes
+            yield (chosen := self._chosen(picks) | already)
+            over = self.peak_bytes(chosen) - self.capacity_bytes
             if over <= 0:
                 return
-            capacity -= over
+            if not self._learn(chosen, picks):
+                if is_least:
+                    return
+                capacity -= over
+
+    def _chosen(self, picks: Sequence[int]) -> Names:
+        return frozenset[str]().union(*(self._names(layer, pick) for layer, pick in zip(self._layers, picks, strict=True)))
+
+    def _least(self, seconds: float) -> list[int] | None:
+        """At the least peak, as far as that is known, the least time: the program may take less than is thought."""
+        picks = self._solved(None, seconds)
+        return picks and (self._solved((1 + _TOLERANCE) * self._thought_peak(picks), seconds) or picks)
+
+    def _thought_peak(self, picks: Sequence[int]) -> float:
+        """The largest of what the rows of the integer program add up."""
+        memories = [self._memory(self._kinds[layer], pick) for layer, pick in zip(self._layers, picks, strict=True)]
+        peak = 0.0
+        for rank in range(self.program.order.num_ranks):
+            stages = self._stages_of(rank)
+            mine = [(layer, memory) for layer, memory in zip(self._layers, memories, strict=True) if layer.stage in stages]
+            kept = sum(self._live[layer.stage] * memory.kept_bytes for layer, memory in mine)
+            fixed = self._held(rank) + self._undecided(rank)
+            for stage in stages:
+                here = kept
+                for layer, memory in reversed([each for each in mine if each[0].stage == stage]):
+                    here -= memory.kept_bytes
+                    peak = max(peak, fixed + here + memory.own_bytes + self._unchanged(layer).gradients_bytes)
+        return peak
+
+    def _learn(self, chosen: Names, picks: Sequence[int]) -> bool:
+        """What `picks` come to in the program as it is written with them; whether that was not known."""
+        walks, is_new = self.walks(chosen), False
+        for layer, pick in zip(self._layers, picks, strict=True):
+            kind = self._kinds[layer]
+            found = walks[layer.stage].layers.get(layer.name, LayerMemory())
+            thought = self._found.get((kind, pick)) or self._options[kind][pick][1]
+            largest = _largest(found, thought) if (kind, pick) in self._found else found
+            if largest.kept_bytes > thought.kept_bytes or largest.own_bytes > thought.own_bytes or (kind, pick) not in self._found:
+                is_new = is_new or largest.kept_bytes > thought.kept_bytes or largest.own_bytes > thought.own_bytes
+                self._found[kind, pick] = largest
+                first = self._options[kind][pick][1]
+                more = LayerMemory(max(largest.kept_bytes - first.kept_bytes, 0.0), max(largest.own_bytes - first.own_bytes, 0.0))
+                self._more[kind] = _largest(self._more.get(kind, LayerMemory()), more)
+        return is_new
+
+    def _memory(self, kind: int, option: int) -> LayerMemory:
+        """What is known of an option: found, or thought, with what others of its kind came to besides."""
+        if (kind, option) in self._found:
+            return self._found[kind, option]
+        thought, more = self._options[kind][option][1], self._more.get(kind)
+        if more is None or option == 0:
+            return thought
+        return replace(thought, kept_bytes=thought.kept_bytes + more.kept_bytes, own_bytes=thought.own_bytes + more.own_bytes)
 
     def _reason(self, chosen: Names, before: float, after: float) -> str:
         seconds, bound = self.seconds(chosen), self.lower_bound_seconds()
@@ -124,7 +189,7 @@ class Fit:
     def walks(self, chosen: Names) -> tuple[StageMemory, ...]:
         if chosen not in self._walks:
             work = Work(computed_again(self.program, chosen) if chosen else self.program)
-            self._walks[chosen] = tuple(walk(work, self.cost, stage) for stage in range(self.program.order.num_stages))
+            self._walks[chosen] = tuple(walk(work, self.cost, stage, self._inside) for stage in range(self.program.order.num_stages))
         return self._walks[chosen]
 
     def _rank_peak(self, rank: int, memories: Sequence[StageMemory]) -> float:
@@ -142,7 +207,9 @@ class Fit:
         return [stage for stage, home in enumerate(self.program.order.stages) if home == rank]
 
     def _held(self, rank: int) -> float:
-        return sum(self._held_bytes[stage] for stage in self._stages_of(rank))
+        """Gradients are left out that count from where they are made."""
+        first = self.walks(frozenset())
+        return sum(self._held_bytes[stage] - first[stage].gradients_bytes for stage in self._stages_of(rank))
 
     @cached_property
     def _held_bytes(self) -> tuple[float, ...]:
@@ -158,9 +225,12 @@ class Fit:
 
     @cached_property
     def _kinds(self) -> dict[Layer, int]:
-        """The layers in order, with a number that is equal for those of one kind: kinds are long, and are looked up by the thousand."""
+        """The layers in order, with a number that is equal for those of one kind that need the same where all is kept: the last one may
+        have other gradients beside it. Kinds are long, and are looked up by the thousand."""
         numbers: dict[Hashable, int] = {}
-        return {layer: numbers.setdefault(layer.kind, len(numbers)) for layer in self._layers}
+        unchanged = {layer: self._unchanged(layer) for layer in self._layers}
+        kinds = {layer: (layer.kind, each.kept_bytes, each.own_bytes) for layer, each in unchanged.items()}
+        return {layer: numbers.setdefault(kind, len(numbers)) for layer, kind in kinds.items()}
 
     @cached_property
     def _first(self) -> dict[int, Layer]:
@@ -168,115 +238,93 @@ class Fit:
         return {kind: layer for layer, kind in reversed(self._kinds.items())}
 
     @cached_property
-    def _options(self) -> dict[int, list[Names]]:
+    def _options(self) -> dict[int, list[tuple[Names, LayerMemory]]]:
         """By kind of layer what may be computed again of its first one, and, by the same places, of the others; see `_names`."""
-        found: dict[int, list[Names]] = {}
-        for layer in self._layers:
-            if self._kinds[layer] not in found:
-                all_cuts = [layer.names(each) for each in cuts(layer.values)]
-                own = frozenset(node.name for node in layer.calls if node.name in layer.allowed)
-                products = frozenset(node.name for node in layer.calls if is_contraction(node))
-                found[self._kinds[layer]] = list(dict.fromkeys([*all_cuts, own - products, own]))
+        work = Work(self.program)
+        known = {stage: trace(work, self.cost, stage, self._inside) for stage in {layer.stage for layer in self._layers}}
+        most = max(_FEWEST_OPTIONS, _MOST_OPTIONS // len(self._layers))
+        found: dict[int, list[tuple[Names, LayerMemory]]] = {}
+        for kind, layer in self._first.items():
+            if layer.name in known[layer.stage].segments:
+                options = options_of(layer.timeline(known[layer.stage]), most)
+                found[kind] = [(layer.names(again), memory) for again, memory in options]
+            else:
+                found[kind] = [(frozenset(), LayerMemory())]
         return found
-
-    @cached_property
-    def _priced(self) -> list[list[tuple[Names, LayerMemory]]]:
-        """By layer each option with what it comes to."""
-        members: dict[int, list[Layer]] = defaultdict(list)
-        for layer in self._layers:
-            members[self._kinds[layer]].append(layer)
-        memories: dict[tuple[int, int], LayerMemory] = {}
-        turns = max(-(-len(self._options[kind]) // len(each)) for kind, each in members.items())
-        turns = min(turns, max(1, _MOST_WALKED // self.program.num_nodes))
-        for turn in range(turns):
-            taken = [
-                (layer, (turn * len(each) + number) % len(self._options[kind]))
-                for kind, each in members.items()
-                for number, layer in enumerate(each)
-            ]
-            chosen = frozenset[str]().union(*(self._names(layer, option) for layer, option in taken))
-            walks = self.walks(chosen)
-            for layer, option in taken:
-                memories.setdefault((self._kinds[layer], option), walks[layer.stage].layers.get(layer.name, LayerMemory(0.0, 0.0, 0.0)))
-        for kind, (layer, *_) in members.items():
-            for option in range(len(self._options[kind])):
-                if (kind, option) not in memories:
-                    memories[kind, option] = self._estimated(layer, option, max(each.own_bytes for each in memories.values()))
-        return [
-            [(self._names(layer, option), memories[kind, option]) for option in range(len(self._options[kind]))]
-            for layer, kind in self._kinds.items()
-        ]
-
-    def _estimated(self, layer: Layer, option: int, own_bytes: float) -> LayerMemory:
-        """Of a layer that has had no turn: by the values of the minimum cut."""
-        names = self._names(layer, option)
-        again = {number for number, node in enumerate(layer.nodes) if node.name in names}
-        read = {each for number in again for each in layer.values[number].reads} - again
-        kept = {number for number, each in enumerate(layer.values) if each.is_wanted} - again | read
-        sizes = [layer.values[number].bytes for number in kept if layer.values[number].bytes < math.inf]
-        return LayerMemory(sum(sizes), own_bytes, sum(layer.values[number].seconds for number in again))
 
     def _names(self, layer: Layer, option: int) -> Names:
         """The calls of `layer` that stand where an option of its kind has calls of the first layer of that kind."""
         kind = self._kinds[layer]
         first = self._first[kind]
-        names = self._options[kind][option]
+        names, _ = self._options[kind][option]
         if first is layer:
             return names
         return frozenset(other.name for one, other in zip(first.calls, layer.calls, strict=True) if one.name in names)
 
     # ---- one option for each layer
 
-    def _chosen(self, capacity: float, seconds: float) -> Names:
-        """At the least time within `capacity`, as far as is known after so many `seconds`; where there is nothing, what keeps least."""
-        found = self._solved(capacity, seconds)
-        if found is None:
-            found = [min(range(len(each)), key=lambda option, each=each: each[option][1].kept_bytes) for each in self._priced]
-        return frozenset[str]().union(*(options[pick][0] for options, pick in zip(self._priced, found, strict=True)))
-
-    def _solved(self, capacity: float, seconds: float) -> list[int] | None:
-        priced, offsets = self._priced, [0]
-        for options in priced:
-            offsets.append(offsets[-1] + len(options))
-        total = max(sum(max(memory.seconds for _, memory in options) for options in priced), 1e-12)
+    def _solved(self, capacity: float | None, seconds: float) -> list[int] | None:
+        """At the least time within `capacity`, or of the least peak where that is None, as far as is known after so many `seconds`."""
+        offsets, priced = [0], list[list[LayerMemory]]()
+        for layer in self._layers:
+            kind = self._kinds[layer]
+            priced.append([self._memory(kind, option) for option in range(len(self._options[kind]))])
+            offsets.append(offsets[-1] + len(priced[-1]))
+        total = max(sum(max(memory.seconds for memory in options) for options in priced), 1e-12)
         model = IntegerProgram(_TYPICAL / total, offsets, offsets[-1])
         for options in priced:
-            model.costs += [model.scale * memory.seconds for _, memory in options]
+            model.costs += [model.scale * memory.seconds * (1.0 if capacity is not None else 1e-3) for memory in options]
         for first, last in zip(offsets, offsets[1:], strict=False):
             model.row(1.0, 1.0, [(column, 1.0) for column in range(first, last)])
-        rest = self.walks(frozenset())
+        # The peak, in terms of what is there where all is kept.
+        peak = None if capacity is not None else (model.column(_TYPICAL), self.peak_bytes(frozenset()))
         for rank in range(self.program.order.num_ranks):
-            self._add_rank(model, rank, rest, capacity)
+            self._add_rank(model, rank, priced, capacity or 0.0, peak)
         solver = model.solver(_TOLERANCE, seconds)
         solver.run()
         values = np.asarray(solver.getSolution().col_value)
-        if len(values) != offsets[-1] or not model.is_integral(values) or solver.getInfo().primal_solution_status != _FEASIBLE:
+        if len(values) < offsets[-1] or not model.is_integral(values) or solver.getInfo().primal_solution_status != _FEASIBLE:
             return None
         return model.picks(values)
 
-    def _add_rank(self, model: IntegerProgram, rank: int, rest: Sequence[StageMemory], capacity: float) -> None:
-        stages = self._stages_of(rank)
-        columns = dict(zip(range(len(self._layers)), model.offsets, strict=False))
-        others: list[tuple[int, float]] = []
-        fixed = self._held(rank)
-        for stage in stages:
-            fixed += self._live[stage] * rest[stage].layers[REST].kept_bytes
-            for number, layer in enumerate(self._layers):
-                if layer.stage == stage:
-                    others += self._entries(number, columns[number], lambda memory, stage=stage: self._live[stage] * memory.kept_bytes)
-        for stage in stages:
-            # Where the rest is computed everything is kept; at a layer what it and the ones behind it keep is not, of one microbatch.
-            self._add_row(model, others, capacity - fixed - rest[stage].layers[REST].own_bytes)
-            mine = [number for number, layer in enumerate(self._layers) if layer.stage == stage]
-            for place, number in enumerate(mine):
-                behind = [
-                    entry for later in mine[place:] for entry in self._entries(later, columns[later], lambda memory: -memory.kept_bytes)
-                ]
-                own = self._entries(number, columns[number], lambda memory: memory.own_bytes)
-                self._add_row(model, [*others, *behind, *own], capacity - fixed)
+    def _add_rank(
+        self, model: IntegerProgram, rank: int, priced: list[list[LayerMemory]], capacity: float, peak: tuple[int, float] | None
+    ) -> None:
+        """That no segment's memory is above `capacity`, or above the `peak` that a column stands for."""
 
-    def _entries(self, number: int, first: int, size: Callable[[LayerMemory], float]) -> list[tuple[int, float]]:
-        return [(first + option, size(memory)) for option, (_, memory) in enumerate(self._priced[number])]
+        def entries(number: int, size: Callable[[LayerMemory], float]) -> list[tuple[int, float]]:
+            return [(model.offsets[number] + option, size(memory)) for option, memory in enumerate(priced[number])]
+
+        stages, above = self._stages_of(rank), [] if peak is None else [(peak[0], -peak[1])]
+        mine = {stage: [number for number, layer in enumerate(self._layers) if layer.stage == stage] for stage in stages}
+        others = [
+            entry
+            for stage in stages
+            for number in mine[stage]
+            for entry in entries(number, lambda memory, stage=stage: self._live[stage] * memory.kept_bytes)
+        ]
+        fixed = self._held(rank) + self._undecided(rank)
+        for stage in stages:
+            # At a segment what it and the ones behind it keep is not there, of one microbatch.
+            for place, number in enumerate(mine[stage]):
+                behind = [entry for later in mine[stage][place:] for entry in entries(later, lambda memory: -memory.kept_bytes)]
+                own = entries(number, lambda memory: memory.own_bytes)
+                gradients = self._unchanged(self._layers[number]).gradients_bytes
+                self._add_row(model, [*others, *behind, *own, *above], capacity - fixed - gradients)
+
+    def _undecided(self, rank: int) -> float:
+        """What segments keep of which nothing may be computed again: what stages share."""
+        decided = {(layer.stage, layer.name) for layer in self._layers}
+        return sum(
+            self._live[stage] * memory.kept_bytes
+            for stage in self._stages_of(rank)
+            for name, memory in self.walks(frozenset())[stage].layers.items()
+            if (stage, name) not in decided
+        )
+
+    def _unchanged(self, layer: Layer) -> LayerMemory:
+        """What a layer comes to where all is kept."""
+        return self.walks(frozenset())[layer.stage].layers.get(layer.name, LayerMemory())
 
     def _add_row(self, model: IntegerProgram, entries: Sequence[tuple[int, float]], room: float) -> None:
         model.row(-math.inf, room / self.capacity_bytes, [(column, entry / self.capacity_bytes) for column, entry in entries])
@@ -288,56 +336,33 @@ class Fit:
         return max(self._bound(rank) for rank in range(self.program.order.num_ranks)) * self.program.mesh.num_microbatches
 
     def _bound(self, rank: int) -> float:
-        first, counts = dict[int, Layer](), defaultdict[int, int](int)
+        """All that segments keep fits in where the backward of a stage begins, beside what that makes, but for the last one's own."""
+        counts, first, last = defaultdict[int, int](int), dict[int, Layer](), dict[int, Layer]()
         for layer in self._layers:
             if layer.stage in self._stages_of(rank):
                 counts[self._kinds[layer]] += 1
                 first.setdefault(self._kinds[layer], layer)
+                last[layer.stage] = layer
         model = IntegerProgram(1.0, [0], 0)
-        self._add_layers(model, rank, [(layer, counts[kind]) for kind, layer in first.items()], self.capacity_bytes)
+        kept_columns: dict[int, list[tuple[int, float]]] = {}
+        typical = sum(each.seconds for layer in self._layers for each in layer.values if each.seconds < math.inf) or 1.0
+        for kind, layer in first.items():
+            columns = add_layer(model, layer.values, _TYPICAL / typical * counts[kind], lambda each: 0.0)
+            kept_columns[kind] = [(kept, each.bytes) for each, (_, kept) in zip(layer.values, columns, strict=True) if kept is not None]
+        room = self.capacity_bytes - self._held(rank) - self._undecided(rank)
+        total = [
+            (column, counts[kind] * self._live[layer.stage] * size) for kind, layer in first.items() for column, size in kept_columns[kind]
+        ]
+        for stage, layer in last.items():
+            walked = self.walks(frozenset())[stage]
+            is_last = [*walked.layers][-1:] == [layer.name]
+            gone = [(column, -size) for column, size in kept_columns[self._kinds[layer]]] if is_last else []
+            self._add_row(model, [*total, *gone], room - (walked.turn_bytes if is_last else 0.0))
         solver = model.solver(0.0, _SECONDS)
         solver.run()
         is_solved = solver.getInfo().primal_solution_status == _FEASIBLE
-        return float(solver.getInfo().objective_function_value) / _TYPICAL * self._typical if is_solved else 0.0
+        return float(solver.getInfo().objective_function_value) / _TYPICAL * typical if is_solved else 0.0
 
-    def _chosen_call_by_call(self, capacity: float, seconds: float) -> Names | None:
-        """Likewise with each call of each layer decided by itself, as in Checkmate (arXiv:1910.02653), and what layers need besides what
-        they keep left out of account. None where nothing fits."""
-        found = set[str]()
-        for rank in range(self.program.order.num_ranks):
-            layers = [(layer, 1) for layer in self._layers if layer.stage in self._stages_of(rank)]
-            model = IntegerProgram(1.0, [0], 0)
-            columns = self._add_layers(model, rank, layers, capacity)
-            model.num_binary = len(model.costs)
-            solver = model.solver(_TOLERANCE, seconds)
-            solver.run()
-            if solver.getInfo().primal_solution_status != _FEASIBLE:
-                return None
-            values = np.asarray(solver.getSolution().col_value)
-            for (layer, _), pairs in zip(layers, columns, strict=True):
-                found |= layer.names(frozenset(n for n, (again, _) in enumerate(pairs) if again is not None and values[again] > 0.5))
-        return frozenset(found)
 
-    def _add_layers(
-        self, model: IntegerProgram, rank: int, layers: Sequence[tuple[Layer, int]], capacity: float
-    ) -> list[list[tuple[int | None, int | None]]]:
-        """Columns and rows of layers, each of which stands for so many, and that what all keep fits in where the backward begins."""
-        stages, rest, memory = self._stages_of(rank), self.walks(frozenset()), list[tuple[int, float]]()
-        found: list[list[tuple[int | None, int | None]]] = []
-        for layer, count in layers:
-            found.append(add_layer(model, layer.values, _TYPICAL / self._typical * count, lambda each: 0.0))
-            for each, (_, kept) in zip(layer.values, found[-1], strict=True):
-                if kept is not None:
-                    memory.append((kept, count * self._live[layer.stage] * each.bytes))
-        room = capacity - self._held(rank) - sum(self._live[stage] * rest[stage].layers[REST].kept_bytes for stage in stages)
-        self._add_row(model, memory, room - max(rest[stage].layers[REST].own_bytes for stage in stages))
-        return found
-
-    @cached_property
-    def _typical(self) -> float:
-        """Seconds of computing all again."""
-        return sum(each.seconds for layer in self._layers for each in layer.values if each.seconds < math.inf) or 1.0
-
-    @cached_property
-    def _num_values(self) -> int:
-        return sum(len(layer.values) for layer in self._layers)
+def _largest(one: LayerMemory, other: LayerMemory) -> LayerMemory:
+    return replace(one, kept_bytes=max(one.kept_bytes, other.kept_bytes), own_bytes=max(one.own_bytes, other.own_bytes))

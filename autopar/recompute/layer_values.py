@@ -18,7 +18,9 @@ from autopar.ir.program import Program
 from autopar.pipeline.priced import call_seconds, value_bytes
 from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import VIEWS, is_forward, reduces
-from autopar.recompute.min_cut import Cut, KeptValue
+from autopar.recompute.min_cut import KeptValue
+from autopar.recompute.timeline import Again, BackwardCall, ForwardCall, Timeline
+from autopar.recompute.walk import StageTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +61,27 @@ class Layer:
         is_partial = any(each.unreduced for each in SHARDING[node])
         return math.inf if is_partial or not hasattr(node.meta["val"], "dtype") else value_bytes(node, self.cost)
 
+    def timeline(self, stage: StageTrace) -> Timeline:
+        """With what its calls do in the program that keeps all."""
+        places, trace = {node: place for place, node in enumerate(self.nodes)}, stage.segments[self.name]
+        own = frozenset(places[node] for node in self.calls if node in places)
+        # Parts of a value lie in its memory.
+        inside: dict[Node, list[int]] = {}
+        for node, place in places.items():
+            inside.setdefault(stage.homes.get(node, node), []).append(place)
+
+        def known(nodes: Sequence[Node]) -> tuple[int, ...]:
+            return tuple(place for node in nodes for place in inside.get(node, ()))
+
+        backward = tuple(BackwardCall(known(each.values), each.before_bytes, each.during_bytes) for each in trace.backward)
+        forward = tuple(
+            ForwardCall(each.during_bytes, tuple(place for place in known(each.values) if place in own)) for each in trace.forward
+        )
+        sizes = tuple(stage.sizes.get(node, 0.0) for node in self.nodes)
+        together = tuple(tuple(each) for each in inside.values() if len(each) > 1)
+        within = {places[node]: size for node, size in stage.inside.items() if size and node in places}
+        return Timeline(self.values, sizes, own, backward, forward, together, within)
+
     @cached_property
     def kind(self) -> Hashable:
         """Equal for layers of which the same is worth keeping: what they read of others, as the first one does, does not count."""
@@ -71,7 +94,7 @@ class Layer:
         )
         return self.stage, lies, inside
 
-    def names(self, chosen: Cut) -> frozenset[str]:
+    def names(self, chosen: Again) -> frozenset[str]:
         """The calls that are computed again, by name, changes of sharding and views apart."""
         return frozenset(self.nodes[number].name for number in chosen)
 

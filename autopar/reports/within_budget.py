@@ -27,6 +27,8 @@ logger = logging.getLogger("autopar")
 
 # So often the search is asked at most.
 _TRIES = 5
+# And recomputation alone so often anew.
+_FITS = 2
 # Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds fits, or is named as a
 # budget.
 _PROBES = (1.02, 1.2, 1.5)
@@ -142,14 +144,26 @@ class _Attempts:
             return compiled if memory.fits else None
         return None
 
+    def _fitted(self, options: Options) -> tuple[Compiled, Memory]:
+        """What a step takes beyond what recomputation counts is left out of what that may fill."""
+        compiled, memory = self._tried(options)
+        for _ in range(_FITS if options.fit is not None else 0):
+            assert options.fit is not None
+            fit = options.fit.reserving(options.fit.reserved_bytes - memory.margin_bytes)
+            if memory.fits or fit.capacity_bytes <= 0 or not compiled.recomputes_within:
+                break
+            options = replace(options, fit=fit)
+            compiled, memory = self._tried(options)
+        return compiled, memory
+
     def one_of(self, by_name: Sequence[Options]) -> Compiled | None:
         """The first that fits; of levels of ZeRO each holds no less than the one before."""
         for options in by_name:
             try:
-                compiled, memory = self._tried(options)
+                compiled, memory = self._fitted(options)
             except PlanError:  # pins have it otherwise
                 continue
-            if self._surely(memory).fits:
+            if (memory if options.fit is not None else self._surely(memory)).fits:  # what is fitted depends on the budget
                 logger.info("no search met memory_budget; zero= and recompute= by name do: %s, %s", options.freedom.zero, options.recompute)
                 return compiled
             if any(each.kinds.get("parameters", 0.0) + each.kinds.get("optimizer", 0.0) > memory.capacity_bytes for each in memory.places):

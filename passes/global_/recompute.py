@@ -19,6 +19,7 @@ from autopar.recompute.again import computed_again
 from autopar.recompute.choices import REGION, fixed, layers, named
 from autopar.recompute.decision import RecomputeDecision
 from autopar.recompute.fit import Fit
+from autopar.recompute.segments import segments
 
 logger = logging.getLogger("autopar")
 _REASONS = {
@@ -76,7 +77,7 @@ class Recompute:
         if not self.budget.is_finite or not program.signature.outputs_of("gradient"):
             return RecomputeDecision(asked, reason)
         cost = CostModel(self.cluster, program.mesh, self.budget.optimizer)
-        return Fit(program, cost, layers(program), self.budget).decide(asked, reason)
+        return Fit(program, cost, segments(program), self.budget).decide(asked, reason)
 
     def apply(self, program: Program, decision: RecomputeDecision) -> Program:
         return computed_again(program, decision.nodes) if decision.nodes else program

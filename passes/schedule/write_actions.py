@@ -32,17 +32,20 @@ class WriteActions:
 
     Every rank has all inputs: which of them it reads is known when all is written.
 
+    frees_early  cut the backward where it has read much for the last time, so that it is freed there
+
     Reads: a `ScheduleProgram` of actions. Writes: fragments, collectives, sums, the buffers of transfers, spans, inputs.
     Ensures: no action is left but the reductions of gradients; nothing is under way at the end of a rank.
     """
 
+    frees_early: bool = False
     name: str = "write actions"
 
     def apply(self, program: ScheduleProgram) -> ScheduleProgram:
         assert program.cut is not None, "a grid has no values"
         # The buffers of whole actions are gone with these.
         names = BufferNames(program.cut, program.order.num_microbatches)
-        cutter = FragmentCutter(program.device, program.fragments)
+        cutter = FragmentCutter(program.device, program.fragments, self.frees_early)
         transfers = _Transfers(program)
         places = [_Writer(program, place, names, cutter, transfers).schedule() for place in range(len(program.places))]
         actions = {name: each for name, each in program.actions.items() if isinstance(each, Reduction)}

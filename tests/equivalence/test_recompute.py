@@ -158,23 +158,30 @@ def peak_of(mode: str, num_layers: int = 2) -> float:
     return priced(mode, num_layers).memory().peak_bytes
 
 
+@cache
+def peak_of_what_keeps_all(num_layers: int = 2) -> float:
+    """Where a budget has the backward free early."""
+    options = {"cluster": "8xh100", "optimizer": "adam", "recompute": "none", "num_layers": num_layers}
+    return prepared("gpt2", memory_budget=0.99 * peak_of("none", num_layers), **options)[0].memory().peak_bytes
+
+
 @pytest.mark.parametrize("share", [0.4, pytest.param(0.05, marks=pytest.mark.slow), pytest.param(0.8, marks=pytest.mark.slow)])
 def test_within_a_budget_the_cheapest_set_is_computed_again(share: float) -> None:
     """At `share` of the way from computing all layers again to keeping all."""
-    budget = (1 - share) * peak_of("full") + share * peak_of("none")
+    budget = (1 - share) * peak_of("full") + share * peak_of_what_keeps_all()
     parallel, batch = prepared("gpt2", cluster="8xh100", memory_budget=budget, optimizer="adam")
     assert parallel.verify(promote=True, **batch)
     found, full = parallel.summary()["recompute"], priced("full").summary()["recompute"]
     assert found is not None and full is not None
     assert 0 < found["seconds"] < full["seconds"] and found["saved_bytes"] > full["saved_bytes"]
-    assert found["reason"].startswith(f"for the budget of {in_bytes(budget)}") and "above a bound" in found["reason"]
+    assert found["reason"].startswith(f"for the budget of {in_bytes(budget)}") and "bound" in found["reason"].split("(")[1]
 
 
 def test_copies_that_are_there_all_step_are_no_reason_to_keep_less() -> None:
     """Of ZeRO's levels 1 and 2: read again they take nothing, and no choice adds less time than the bound says."""
     case = zoo.llama(2).to(torch.float32)
     whole = sum(each.nbytes for each in case.model.parameters())
-    parallel = compiled(case.model, {"dp": 2, "tp": 2}, case.batch, cluster="8xh100", memory_budget=5.2 * whole, optimizer="adamw")
+    parallel = compiled(case.model, {"dp": 2, "tp": 2}, case.batch, cluster="8xh100", memory_budget=4.4 * whole, optimizer="adamw")
     assert any(node.target is held for node in parallel.compiled.program.graph.nodes)
     found = parallel.summary()["recompute"]
     assert found is not None
@@ -183,14 +190,32 @@ def test_copies_that_are_there_all_step_are_no_reason_to_keep_less() -> None:
 
 def test_a_budget_that_only_recomputation_meets_is_met() -> None:
     """Where the search refuses all that keeps everything."""
-    least = peak_of("full", num_layers=1)
-    options = {"num_layers": 1, "cluster": "8xh100", "optimizer": "adam"}
+    least = peak_of("full")
+    options = {"cluster": "8xh100", "optimizer": "adam"}
     with pytest.raises(MemoryBudgetError):
         prepared("gpt2", recompute="none", memory_budget=1.1 * least, **options)
     parallel, batch = prepared("gpt2", memory_budget=1.1 * least, **options)
     assert parallel.verify(promote=True, **batch)
     with pytest.raises(MemoryBudgetError, match="no plan"):
-        prepared("gpt2", memory_budget=0.9 * least, **options)
+        prepared("gpt2", memory_budget=0.5 * least, **options)
+
+
+@pytest.mark.parametrize(
+    ("pp", "tp", "share"),
+    [(1, 1, 1.15), (2, 1, 0.95), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 2, 1.15), (2, 2, 0.95)])],
+)
+def test_about_what_all_layers_again_need_is_met(pp: int, tp: int, share: float) -> None:
+    """The search, which counts gradients and saved values as if all were there at once, may refuse that."""
+    options = {"cluster": "8xh100", "optimizer": "sgd"} | ({"num_microbatches": 2} if pp > 1 else {})
+    full, _ = prepared("gpt2", pp, tp, recompute="full", **options)
+    parallel, batch = prepared("gpt2", pp, tp, memory_budget=share * full.memory().peak_bytes, **options)
+    assert parallel.memory().fits
+    report = parallel.verify(promote=True, **batch)
+    assert report and report.worst <= 1e-9, str(report)
+    found, whole = parallel.summary()["recompute"], full.summary()["recompute"]
+    assert found is not None and whole is not None and found["reason"].startswith("for the budget")
+    if pp == 1:
+        assert found["seconds"] < 0.5 * whole["seconds"]
 
 
 def on_a_rank(mode: str) -> dict[str, Any]:

@@ -81,20 +81,22 @@ def test_a_budget_that_does_not_bind_changes_nothing() -> None:
 
 
 def test_what_no_search_finds_may_be_asked_for_by_name() -> None:
-    """Levels of ZeRO from the highest, of each first what takes least, as long as what is held all the time leaves room."""
+    """Levels of ZeRO from the highest, of each first what is computed again so that it fits, as long as what is held leaves room."""
     options, asked = Options(Cluster.ideal(), budget=MemoryBudget(100)), list[tuple[int, str]]()
 
     def compile_by(options: Options) -> Any:
         if options.budget.is_finite:
             raise MemoryBudgetError("the search says what conflicts")
         asked.append((options.freedom.zero.level if options.freedom.zero is not None else 0, options.recompute))
-        return SimpleNamespace(within=lambda budget: asked[-1])
+        level, mode = asked[-1]
+        found = SimpleNamespace(level=level, mode=mode, recomputes_within=False, within=lambda budget: found)
+        return found
 
     def memory(takes: dict[int, tuple[float, float]]) -> Callable[[Any], Memory]:
         """By level what is held, and what is taken."""
 
-        def counted(found: tuple[int, str]) -> Memory:
-            held, more = takes[found[0]]
+        def counted(found: Any) -> Memory:
+            held, more = takes[found.level]
             place = PlaceMemory(0, (0,), (), held + more, "RUN f7", {"parameters": held, "activations": more}, ())
             return Memory((place,), 100, limit="memory_budget=100 B")
 
@@ -102,13 +104,33 @@ def test_what_no_search_finds_may_be_asked_for_by_name() -> None:
 
     by_name = replace(options, freedom=Freedom(shards_parameters=True)).by_name(virtual_mesh(dp=2), is_placed=False)
     found = within_budget(options, compile_by, memory({3: (40, 70), 2: (50, 40), 0: (90, 90)}), by_name)
-    assert found == (2, "full") and asked == [(0, "auto"), (3, "full"), (3, "selective"), (3, "auto"), (2, "full")]
+    assert (found.level, found.mode) == (2, "auto")  # type: ignore[attr-defined]
+    assert asked == [(0, "auto"), (3, "auto"), (3, "full"), (2, "auto")]
     asked.clear()
     with pytest.raises(
         MemoryBudgetError, match="the search says what conflicts\nthe least that was found takes 170 B: memory_budget='170 B'"
     ):
         within_budget(options, compile_by, memory({3: (140, 30), 0: (280, 90)}), by_name)
-    assert asked == [(0, "auto"), (3, "full")]
+    assert asked == [(0, "auto"), (3, "auto")]
+
+
+def test_what_recomputation_does_not_count_is_left_out_of_what_it_fills() -> None:
+    """Where the search refuses, a step that was fitted to 100 and takes 112 is fitted to 88."""
+    options, asked = Options(Cluster.ideal(), budget=MemoryBudget(100)), list[float]()
+
+    def compile_by(options: Options) -> Any:
+        if options.budget.is_finite:
+            raise MemoryBudgetError("the search says what conflicts")
+        asked.append(options.recompute_budget.capacity_bytes)
+        taken = 200 if asked[-1] == math.inf else asked[-1] + 12
+        found = SimpleNamespace(taken=taken, recomputes_within=True, within=lambda budget: found)
+        return found
+
+    def memory(found: Any) -> Memory:
+        return Memory((PlaceMemory(0, (0,), (), found.taken, "RUN f7", {}, ()),), 100, limit="memory_budget=100 B")
+
+    found = within_budget(options, compile_by, memory, options.by_name(virtual_mesh(tp=2), is_placed=False))
+    assert found.taken == 100 and asked == [math.inf, 100, 88]  # type: ignore[attr-defined]
 
 
 def test_without_a_budget_nothing_is_counted() -> None:
