@@ -18,6 +18,7 @@ from torch.fx.graph import CodeGen
 from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
 from autopar.errors import CaptureError
 from autopar.graph.emit import Emitter
+from autopar.graph.late_code import code_written_late
 from autopar.graph.overwrites import memory_of, sources_of, writers_of, written_by
 from autopar.ir.arguments import arguments
 from autopar.ir.keys import PHASE, SOURCE
@@ -48,7 +49,8 @@ def trace_joint(program: Program, training: bool) -> Program:
     assert program.form is Form.FORWARD
     program = _with_own_memory(program) if training else program
     mode = fake_mode_of(program.placeholders[0].meta["val"])
-    graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
+    with code_written_late():
+        graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
     graph.set_codegen(CodeGen())
     for target in _CHECKS:
         for node in graph.find_nodes(op="call_function", target=target):
