@@ -16,13 +16,14 @@ from autopar.cache.trace import traced
 from autopar.driver.options import Options
 from autopar.errors import AutoparError, CaptureError, InputError
 from autopar.frontend.capture import capture
-from autopar.frontend.exported import WRAPPED
 from autopar.frontend.layer_runs import few_layers, longest_run
 from autopar.graph.autocast import Autocast
-from autopar.graph.layer_instances import NotRepeatedError, with_all_layers
+from autopar.graph.layer_instances import with_all_layers
+from autopar.graph.layers import NotRepeatedError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.program import Program
+from autopar.ir.source import WRAPPED
 from autopar.passes.forward.key_random import number_sites
 from autopar.pipeline.order import chosen_schedule, pipeline_order
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of

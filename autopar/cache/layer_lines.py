@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.cache.trace import Trace
-from autopar.graph.layer_instances import SHOWN, LayerRun
+from autopar.graph.layers import SHOWN, LayerRun
 
 _MEMORY = re.compile(r"%(\d+)(?=\+)")
 # How far autograd has counted, in front of the lines on the stack: it follows from the ops.

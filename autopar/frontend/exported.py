@@ -34,10 +34,8 @@ from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
-from autopar.ir.source import set_sources, source_of
+from autopar.ir.source import WRAPPED, set_sources, source_of
 
-# The attribute under which capture wraps the user's model.
-WRAPPED = "model."
 _KINDS: dict[ExportedKind, InputKind] = {
     ExportedKind.PARAMETER: "parameter",
     ExportedKind.BUFFER: "buffer",

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from autopar.graph.layer_instances import SHOWN, LayerRun
+from autopar.graph.layers import LEAST, SHOWN, LayerRun
 
-# Below, tracing all layers takes no longer than to find out that they are alike.
-LEAST = 2 * SHOWN
 
 
 def longest_run(model: nn.Module) -> LayerRun | None:

@@ -1,273 +1,256 @@
-"""Programs of models with many equal layers, written out from a program with few of them.
+"""Programs of models with many equal layers, from traces of a few of these, and the few layers of such a program.
 
-    head  layer 0  layer 1  layer 2  layer 3  tail                    what was traced
+    head  layer 0  layer 1  layer 2  layer 3                    tail   what is traced
     head  layer 0  layer 1  layer 2  layer 3 … layer 78  layer 79  tail   what is made of it
 
-Layers 1, 2 and 3 have to be alike, call by call: the op, its literals, its value, the line of code, and for each operand which call of the
-same layer or of the one before it makes it, or which value that all layers read. Names of calls are counted on as a trace counts them.
+What a trace of all layers would give is made: names of calls are counted on, records of modules renamed, autograd's numbers as well.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import Graph, Node
 
-from autopar.ir.keys import EXACT, SOURCE
-from autopar.ir.program import Input, Program, operands
+from autopar.graph.layers import BACKWARD, FORWARD, SHOWN, LayerRun, Layers, NotRepeatedError, Place, Ways, counted, name_steps
+from autopar.ir.keys import SOURCE
+from autopar.ir.program import Form, Input, Output, Program, operands
 
-# As many layers are traced: of the first and the last neighbours differ, and two between them can be compared.
-SHOWN = 4
-_FIRST, _LAST = 0, SHOWN - 1
-_ALIKE = (1, 2, 3)
-_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
-
-
-class NotRepeatedError(Exception):
-    """Layers are not alike; the text says where."""
-
-
-@dataclass(frozen=True)
-class LayerRun:
-    """The layers of an `nn.ModuleList`: `number` of them under `path`, "model.layers"."""
-
-    path: str
-    number: int
-
-    def layer_of(self, name: str) -> int | None:
-        """The layer that a module or a parameter belongs to: 2 for "model.layers.2.mlp"."""
-        if not name.startswith(f"{self.path}."):
-            return None
-        number = name[len(self.path) + 1 :].partition(".")[0]
-        return int(number) if number.isdigit() else None
-
-    def renamed(self, name: str, layer: object) -> str:
-        """`name` with the number of its layer replaced; as it is where it belongs to none."""
-        found = self.layer_of(name)
-        return name if found is None else f"{self.path}.{layer}{name[len(f'{self.path}.{found}') :]}"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """A node of a layer: which, among the calls of the layer (`kind` "") or its parameters and buffers (`kind` is the name)."""
-
-    kind: str
-    layer: int
-    position: int
-
-    def at(self, layer: int) -> _Place:
-        return replace(self, layer=layer)
-
-
-# How a call reads an operand: one that all layers read, or a place, its layer counted from the reader's.
-_Way = Node | _Place
+_LAST = SHOWN - 1
+# The layers that are compared, in the order in which they run; what is repeated is put in front of the last of these.
+_ALIKE = {FORWARD: (1, 2, 3), BACKWARD: (2, 1)}
+_REPEATED = {FORWARD: 3, BACKWARD: 2}
+Item = TypeVar("Item", Input, Output)
 
 
 def with_all_layers(program: Program, run: LayerRun, prefix: str = "") -> Program:
-    """The FORWARD `program`, which has the first `SHOWN` layers of `run`, with all of them.
+    """`program`, of the first `SHOWN` layers of `run`, with all of them: FORWARD, or GLOBAL as it was traced.
 
-    `prefix` is what stands before the user's paths in torch's records of modules. Raises `NotRepeatedError`.
+    `prefix` stands before the user's paths in torch's records of modules. Raises `NotRepeatedError`.
     """
     return _Instances(program, run, prefix).made()
 
 
-@dataclass
+def with_few_layers(program: Program, run: LayerRun) -> Program:
+    """The FORWARD `program`, of all layers, with the first `SHOWN` of them. Raises `NotRepeatedError` where layers are not alike."""
+    layers = Layers(program, run, run.number)
+    layers.ways(FORWARD, range(1, run.number))
+    ends = {place.at(_LAST): node for node, place in layers.places.items() if place.layer == run.number - 1}
+    shown = {place: node for node, place in layers.places.items() if place.layer == _LAST}
+    stands_for = {ends[place]: node for place, node in shown.items()}
+    graph, mapping = Graph(), dict[Node, Node]()
+    for node in program.graph.nodes:
+        place = layers.places.get(node)
+        if place is not None and place.layer >= SHOWN:
+            continue
+        for each in operands(node) if place is None else ():
+            if each in layers.places and 0 < layers.places[each].layer < run.number - 1:
+                raise NotRepeatedError(f"{node} reads {each}, of a layer")
+        _copy(graph, node, node.name, lambda each: mapping[stands_for.get(each, each)], mapping)
+    inputs = tuple(item for item, node in program.named_inputs() if node in mapping)
+    return replace(program, graph=graph, signature=replace(program.signature, inputs=inputs))
+
+
+def _copy(graph: Graph, node: Node, name: str, operand: Callable[[Node], Node], mapping: dict[Node, Node]) -> Node:
+    if node.op == "output":
+        new = graph.output(torch.fx.map_arg(node.args[0], operand))
+    else:
+        new = graph.create_node(node.op, node.target, None, None, name, node.type)
+        new.args, new.kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
+        mapping[node] = new
+    new.meta.update(node.meta)
+    return new
+
+
 class _Instances:
-    program: Program
-    run: LayerRun
-    prefix: str
-    places: dict[Node, _Place] = field(default_factory=dict)
-    graph: Graph = field(default_factory=Graph)
-    mapping: dict[Node, Node] = field(default_factory=dict)  # of what is there once
-    made_at: dict[_Place, Node] = field(default_factory=dict)
+    def __init__(self, program: Program, run: LayerRun, prefix: str) -> None:
+        self.program, self.run, self.prefix = program, run, prefix
+        self.layers = Layers(program, run, SHOWN)
+        self.places = self.layers.places
+        self.ways = {kind: self.layers.ways(kind, _ALIKE[kind]) for kind in self.layers.calls}
+        self.steps = {kind: name_steps([calls[layer] for layer in _ALIKE[kind]]) for kind, calls in self.layers.calls.items()}
+        self.numbers = _Numbers(self.layers) if program.form is Form.GLOBAL else None
+        self.graph = Graph()
+        self.mapping: dict[Node, Node] = {}  # the last that was made of each
+        self.made_at: dict[Place, Node] = {}
+        self.names: dict[Node, str] = {}
 
     def made(self) -> Program:
-        calls = self._placed()
-        ways = self._ways(calls)
-        steps = self._name_steps(calls)
+        run, hidden = self.run, self.run.num_hidden
         self._refuse_readers()
-        last, hidden = self.run.number - 1, self.run.number - SHOWN
-        names = dict[Node, str]()
-        inputs = list(self._inputs(names))
-        is_behind = False
+        inputs = self._expanded(list(self.program.named_inputs()), self._placeholder)
+        behind: list[tuple[dict[str, int], int]] = []  # what names are counted on by
         for node in self.program.graph.nodes:
             place = self.places.get(node)
-            if node.op == "placeholder":
+            kind = place.kind if place is not None and node.op == "call_function" else ""
+            if node.op in ("placeholder", "output"):
                 continue
-            if place is not None and place.layer == _LAST:
+            if place is not None and kind and place.layer == _REPEATED[kind]:
                 if place.position == 0:
-                    for number in range(hidden):
-                        self._layer(calls[_LAST], ways, _LAST + number, lambda name, number=number: _counted(name, steps, number), names)
-                    self._layer(calls[_LAST], ways, last, lambda name: _counted(name, steps, hidden), names)
-                    is_behind = True
+                    last = run.number - 1
+                    for number, layer in enumerate(range(_LAST, last + 1) if kind == FORWARD else range(last - 1, _LAST - 2, -1)):
+                        self._layer(kind, layer, [*behind, (self.steps[kind], number)])
+                    behind.append((self.steps[kind], hidden))
                 continue
-            if node.op == "output":
-                new = self.graph.output(torch.fx.map_arg(node.args[0], self._one))
-                new.meta.update(node.meta)
-                continue
-            new = self._call(node, self._one, names, _counted(node.name, steps, hidden if is_behind else 0))
-            if place is not None:
-                self.made_at[place] = new
-        if len(set(names.values())) < len(names):
-            raise NotRepeatedError("two calls would have one name")
-        for node, name in names.items():
-            node.name = name
-        signature = replace(self.program.signature, inputs=tuple(inputs))
+            self._once(node, place, counted(node.name, *behind))
+        outputs = self._expanded(list(self.program.named_outputs()), lambda item, node, layer: (item, self._result(node, layer)))
+        self.graph.output(tuple(node for _, node in outputs)).meta.update(self.program.graph.output_node().meta)
+        self._name()
+        signature = replace(self.program.signature, inputs=tuple(item for item, _ in inputs), outputs=tuple(item for item, _ in outputs))
         return replace(self.program, graph=self.graph, signature=signature).copy()
 
-    def _one(self, node: Node) -> Node:
-        return self.mapping[node]
-
-    def _placed(self) -> tuple[list[Node], ...]:
-        """The calls of each layer, in order; they and the tensors of layers have `places` then."""
-        for item, node in self.program.named_inputs():
-            layer = self.run.layer_of(item.name) if item.kind in ("parameter", "buffer") else None
-            if layer is not None:
-                self.places[node] = _Place(f"{item.kind} {self.run.renamed(item.name, '*')}", layer, 0)
-        nodes = [node for node in self.program.graph.nodes if node.op == "call_function"]
-        layers = [self.run.layer_of(SOURCE[node].module) if node in SOURCE else None for node in nodes]
-        found: list[list[Node]] = []
-        end = 0
-        for layer in range(SHOWN):
-            own = [index for index, each in enumerate(layers) if each == layer]
-            if not own or (layer and own[0] != end) or any(each not in (layer, None) for each in layers[own[0] : own[-1] + 1]):
-                raise NotRepeatedError(f"the calls of layer {layer} do not follow those of the layer before it")
-            end = own[-1] + 1
-            found.append(nodes[own[0] : end])
-            self.places |= {node: _Place("", layer, position) for position, node in enumerate(found[-1])}
-        if any(each is not None and each >= SHOWN for each in layers):
-            raise NotRepeatedError("there are more layers than were to be shown")
-        return tuple(found)
-
-    def _ways(self, calls: tuple[list[Node], ...]) -> list[tuple[_Way, ...]]:
-        """How each call of a layer reads its operands, the same in all layers that are compared."""
-        if len({len(calls[layer]) for layer in _ALIKE}) > 1:
-            raise NotRepeatedError("layers have unequal numbers of calls")
-        found: list[tuple[_Way, ...]] = []
-        for alike in zip(*(calls[layer] for layer in _ALIKE), strict=True):
-            if len({self._description(node) for node in alike}) > 1:
-                raise NotRepeatedError(f"{alike[0]} and {alike[-1]} differ")
-            ways = [self._common(read) for read in zip(*(self._possible(node) for node in alike), strict=True)]
-            found.append(tuple(ways))
-        return found
-
-    def _possible(self, node: Node) -> list[set[_Way]]:
-        """By operand what its place may be to the reader: that of the layer before, or the first layer's, which all read."""
-        layer = self.places[node].layer
-        found: list[set[_Way]] = []
-        for each in operands(node):
-            place = self.places.get(each)
-            shared: set[_Way] = {each} if place is None or place.layer == _FIRST else set()
-            found.append(shared if place is None else shared | {place.at(place.layer - layer)})
-        return found
-
-    def _common(self, possible: tuple[set[_Way], ...]) -> _Way:
-        found = set.intersection(*possible)
-        if len(found) != 1:
-            raise NotRepeatedError(f"layers read {possible[0]} and {possible[-1]}")
-        return found.pop()
-
-    def _description(self, node: Node) -> object:
-        literals = repr(torch.fx.map_arg((node.args, node.kwargs), lambda _: "%"))
-        value, source = node.meta.get("val"), SOURCE.get(node)
-        if not isinstance(value, torch.Tensor):
-            value_is: object = repr(value)
-        else:
-            value_is = (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device, value.requires_grad)
-        where = source and (source.file, source.line, self.run.renamed(source.module, "*"))
-        region = node.meta.get("ac_graph_id")
-        if region is not None:
-            raise NotRepeatedError("regions under a checkpoint are numbered")
-        return node.target, literals, value_is, where, EXACT.get(node)
-
-    def _name_steps(self, calls: tuple[list[Node], ...]) -> dict[str, int]:
-        """By how much the numbers of names rise from layer to layer, by what is in front of the number."""
-        found: dict[str, int] = {}
-        for alike in zip(*(calls[layer] for layer in _ALIKE), strict=True):
-            (words, first), (_, second), (_, third) = pairs = [_split(node.name) for node in alike]
-            if len({each for each, _ in pairs}) > 1 or third - second != second - first or found.setdefault(words, second - first) != second - first:
-                raise NotRepeatedError(f"{alike[0]}, {alike[1]} and {alike[2]} are not numbered on")
-        return found
+    def _name(self) -> None:
+        if len(set(self.names.values())) < len(self.names):
+            raise NotRepeatedError("two calls would have one name")
+        for node, name in self.names.items():
+            node.name = name
 
     def _refuse_readers(self) -> None:
-        """Only the next layer reads what a layer makes, but for the first and the last; only it has its tensors."""
+        """What stands around the layers reads the first and the last alone; so does what is not compared."""
         for node in self.program.graph.nodes:
-            for each in operands(node) if node not in self.places else ():
-                if each in self.places and _FIRST < self.places[each].layer < _LAST:
-                    raise NotRepeatedError(f"{node} reads {each}, of a layer")
-        if any(item.kind == "buffer" and self.run.layer_of(item.name) is not None for item in self.program.signature.outputs):
-            raise NotRepeatedError("layers write buffers")
-
-    def _inputs(self, names: dict[Node, str]) -> Iterator[Input]:
-        """Placeholders and the inputs that they are: those of layers that were not shown stand in front of the last one's."""
-        pairs = list(self.program.named_inputs())
-        kept: list[tuple[Input, Node]] = []
-        for index, (item, node) in enumerate(pairs):
             place = self.places.get(node)
-            if place is None or place.layer != _LAST:
-                yield self._input(item, node, item.name, place, names)
+            if node.op != "call_function" or (place is not None and place.layer in _ALIKE.get(place.kind, ())):
                 continue
-            kept.append((item, node))
-            following = pairs[index + 1] if index + 1 < len(pairs) else None
-            if following is not None and (there := self.places.get(following[1])) and there.layer == _LAST and following[0].kind == item.kind:
-                continue
-            for layer in range(_LAST, self.run.number):
-                for each, template in kept:
-                    yield self._input(each, template, self.run.renamed(each.name, layer), self.places[template].at(layer), names)
-            kept.clear()
+            read = [self.places[each].layer for each in operands(node) if each in self.places]
+            allowed = {None: (0, _LAST), 0: (0, 1), _LAST: (0, _LAST - 1, _LAST)}[None if place is None else place.layer]
+            if any(layer not in allowed for layer in read):
+                raise NotRepeatedError(f"{node} reads of layers {read}")
 
-    def _input(self, item: Input, node: Node, name: str, place: _Place | None, names: dict[Node, str]) -> Input:
-        before, after = (re.sub(r"\W", "_", each) for each in (item.name, name))
-        if name != item.name and before not in node.name:
-            raise NotRepeatedError(f"{node} is not named after {item.name}")
-        called = node.name.replace(before, after)
-        new = self.graph.placeholder(called)
-        new.target = called
-        new.meta.update(node.meta)
-        names[new] = called
-        if place is not None:
-            self.made_at[place] = new
-        if place is None or place.layer == (self.run.number - 1 if self.places[node].layer == _LAST else place.layer):
-            self.mapping[node] = new
-        return replace(item, name=name)
-
-    def _layer(self, calls: list[Node], ways: list[tuple[_Way, ...]], layer: int, name: Callable[[str], str], names: dict[Node, str]) -> None:
-        for node, reads in zip(calls, ways, strict=True):
+    def _layer(self, kind: str, layer: int, behind: Sequence[tuple[dict[str, int], int]]) -> None:
+        template = _REPEATED[kind]
+        ways: Ways = self.ways[kind]
+        for node, reads in zip(self.layers.calls[kind][template], ways, strict=True):
             found = iter([self.mapping[way] if isinstance(way, Node) else self.made_at[way.at(layer + way.layer)] for way in reads])
-            new = self._call(node, lambda _, found=found: next(found), names, name(node.name))
-            self.made_at[self.places[node].at(layer)] = new
-            if node in SOURCE:
-                SOURCE[new] = replace(SOURCE[node], module=self.run.renamed(SOURCE[node].module, layer))
-            stack = node.meta.get("nn_module_stack")
-            if stack:
-                new.meta["nn_module_stack"] = {key: (self._path(path, layer), kind) for key, (path, kind) in stack.items()}
+            new = self._call(node, counted(node.name, *behind), lambda _, found=found: next(found))
+            self._become(new, node, layer)
+
+    def _once(self, node: Node, place: Place | None, name: str) -> None:
+        """What is not repeated. In the backward the last layer is such, and reads what the forward of the layer before it made."""
+
+        def operand(each: Node) -> Node:
+            there = self.places.get(each)
+            if place is not None and place.layer == _LAST and there is not None and there.layer == _LAST - 1:
+                return self.made_at[there.at(self.run.number - 2)]
+            return self.mapping[each]
+
+        new = self._call(node, name, operand)
+        if place is not None:
+            self._become(new, node, place.layer if place.layer < _LAST else self.run.number - 1)
+        elif self.numbers is not None:
+            self.numbers.count(new, node, 0, self.run.num_hidden)
+
+    def _call(self, node: Node, name: str, operand: Callable[[Node], Node]) -> Node:
+        new = _copy(self.graph, node, name, operand, self.mapping)
+        self.names[new] = name
+        return new
+
+    def _become(self, new: Node, node: Node, layer: int) -> None:
+        """`new`, a copy of `node`, is a call of `layer`."""
+        place = self.places[node]
+        self.made_at[place.at(layer)] = new
+        if self.numbers is not None:
+            self.numbers.count(new, node, layer - place.layer, self.run.num_hidden)
+        if node in SOURCE:
+            SOURCE[new] = replace(SOURCE[node], module=self.run.renamed(SOURCE[node].module, layer))
+        for record in ("nn_module_stack", "fwd_nn_module_stack"):
+            if stack := node.meta.get(record):
+                new.meta[record] = {key: (self._path(path, layer), kind) for key, (path, kind) in stack.items()}
 
     def _path(self, path: str, layer: int) -> str:
         return self.prefix + self.run.renamed(path.removeprefix(self.prefix), layer) if path.startswith(self.prefix) else path
 
-    def _call(self, node: Node, operand: Callable[[Node], Node], names: dict[Node, str], name: str) -> Node:
-        new = self.graph.create_node(node.op, node.target, None, None, name, node.type)
-        new.args, new.kwargs = torch.fx.map_arg((node.args, node.kwargs), operand)
+    def _expanded(self, pairs: list[tuple[Item, Node]], make: Callable[[Item, Node, int | None], tuple[Item, Node]]) -> list[tuple[Item, Node]]:
+        """Inputs or outputs for all layers: those that are not shown stand between the third and the last, as both stand."""
+        found: list[tuple[Item, Node]] = []
+        groups = _groups(pairs, self.run)
+        for index, (layer, group) in enumerate(groups):
+            if layer is None or layer < _LAST:
+                found += [make(item, node, layer) for item, node in group]
+                continue
+            before = groups[index - 1]
+            if before[0] != _LAST - 1 or [self._anonymous(item) for item, _ in before[1]] != [self._anonymous(item) for item, _ in group]:
+                raise NotRepeatedError("the tensors of layers differ, or are in another order")
+            for number in range(_LAST, self.run.number):
+                is_end = number == self.run.number - 1
+                for item, node in group if is_end else before[1]:
+                    found.append(make(replace(item, name=self.run.renamed(item.name, number)), node, number))
+        return found
+
+    def _anonymous(self, item: Any) -> Any:
+        return replace(item, name=self.run.renamed(item.name, "*"))
+
+    def _placeholder(self, item: Input, node: Node, layer: int | None) -> tuple[Input, Node]:
+        place = self.places.get(node)
+        name = node.name
+        if place is not None and layer is not None and layer != place.layer:
+            before, after = (re.sub(r"\W", "_", self.run.renamed(item.name, each)) for each in (place.layer, layer))
+            if before not in name:
+                raise NotRepeatedError(f"{node} is not named after {item.name}")
+            name = name.replace(before, after)
+        new = self.graph.placeholder(name)
+        new.target = name
         new.meta.update(node.meta)
-        self.mapping[node], names[new] = new, name
-        return new
+        self.names[new] = name
+        if place is not None and layer is not None:
+            self.made_at[place.at(layer)] = new
+        if layer is None or place is None or layer in (place.layer, self.run.number - 1):
+            self.mapping[node] = new
+        return item, new
+
+    def _result(self, node: Node, layer: int | None) -> Node:
+        """What is handed out in place of `node`, for a `layer` where that is its gradient."""
+        place = self.places.get(node)
+        if place is None or place.layer == _LAST:
+            return self.mapping[node]
+        if layer is None and place.layer == 0:
+            return self.mapping[node]
+        if layer is None or place.kind != BACKWARD:
+            raise NotRepeatedError(f"{node}, of a layer, is handed out")
+        return self.made_at[place.at(layer)]
 
 
-def _split(name: str) -> tuple[str, int]:
-    """The words and the number of a name; 0 where it has none."""
-    found = _NUMBERED.fullmatch(name)
-    assert found is not None
-    return found[1], int(found[2] or 0)
+def _groups(pairs: list[tuple[Item, Node]], run: LayerRun) -> list[tuple[int | None, list[tuple[Item, Node]]]]:
+    """Neighbours of one kind and one layer together."""
+    found: list[tuple[int | None, list[tuple[Item, Node]]]] = []
+    before: object = None
+    for item, node in pairs:
+        layer = run.layer_of(item.name) if item.kind in ("parameter", "buffer", "gradient") else None
+        if found and (item.kind, layer) == before:
+            found[-1][1].append((item, node))
+        else:
+            found.append((layer, [(item, node)]))
+        before = item.kind, layer
+    return found
 
 
-def _counted(name: str, steps: dict[str, int], layers: int) -> str:
-    """The name that a call has behind so many layers more."""
-    words, number = _split(name)
-    number += steps.get(words, 0) * layers
-    return f"{words}_{number}" if number else words
+class _Numbers:
+    """Autograd's numbers of calls, by which a backward call is known to be that of a forward one: each layer counts on by `step`.
 
+    `first` is the first one of the last layer; `own` are calls that count on. Others, adds of gradients, bear the number of some other call.
+    """
 
+    def __init__(self, layers: Layers) -> None:
+        steps, self.own = set[int](), set[Node]()
+        for kind, calls in layers.calls.items():
+            for alike in zip(*(calls[layer] for layer in sorted(_ALIKE[kind])), strict=True):
+                numbers = [node.meta.get("seq_nr") for node in alike]
+                if None in numbers:
+                    raise NotRepeatedError(f"{alike[0]} has no number of autograd's")
+                found = {after - before for before, after in zip(numbers, numbers[1:], strict=False)}
+                steps |= found - {0}
+                self.own.update(alike if found != {0} else ())
+        if len(steps) != 1:
+            raise NotRepeatedError(f"autograd counts on by {steps}")
+        self.step = steps.pop()
+        self.first = min(node.meta["seq_nr"] for node in layers.calls[FORWARD][_LAST] if node in self.own)
+
+    def count(self, new: Node, node: Node, num_layers: int, num_hidden: int) -> None:
+        """Give `new`, made of `node` for a layer so many further, its number, where so many layers more stand before the last."""
+        if node in self.own:
+            new.meta["seq_nr"] += self.step * num_layers
+        elif new.meta.get("seq_nr", -1) >= self.first:
+            new.meta["seq_nr"] += self.step * num_hidden
