@@ -10,7 +10,6 @@ from torch import nn
 from autopar.graph.layers import LEAST, SHOWN, LayerRun
 
 
-
 def longest_run(model: nn.Module) -> LayerRun | None:
     """The longest `nn.ModuleList` of layers of one class; None where none has `LEAST`."""
     runs = [LayerRun(path, len(row)) for path, row in model.named_modules() if type(row) is nn.ModuleList and _is_run(row)]

@@ -43,10 +43,10 @@ def _recompile_late(module: Any) -> None:
 
 @contextmanager
 def code_written_late() -> Generator[None]:
-    """While this is entered, graph modules write their code when they are called or asked for it; afterwards, too, those that were made here."""
+    """While this is entered, graph modules write their code when they are called or asked for it; those made here do so for good."""
     before = GraphModule.recompile
     GraphModule.recompile = _recompile_late  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        GraphModule.recompile = before  # type: ignore[method-assign]
+        GraphModule.recompile = before

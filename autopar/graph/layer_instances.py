@@ -25,6 +25,7 @@ _LAST = SHOWN - 1
 _ALIKE = {FORWARD: (1, 2, 3), BACKWARD: (2, 1)}
 _REPEATED = {FORWARD: 3, BACKWARD: 2}
 Item = TypeVar("Item", Input, Output)
+Pair = tuple[Item, Node]
 
 
 def with_all_layers(program: Program, run: LayerRun, prefix: str = "") -> Program:
@@ -163,9 +164,9 @@ class _Instances:
     def _path(self, path: str, layer: int) -> str:
         return self.prefix + self.run.renamed(path.removeprefix(self.prefix), layer) if path.startswith(self.prefix) else path
 
-    def _expanded(self, pairs: list[tuple[Item, Node]], make: Callable[[Item, Node, int | None], tuple[Item, Node]]) -> list[tuple[Item, Node]]:
+    def _expanded(self, pairs: list[Pair[Item]], make: Callable[[Item, Node, int | None], Pair[Item]]) -> list[Pair[Item]]:
         """Inputs or outputs for all layers: those that are not shown stand between the third and the last, as both stand."""
-        found: list[tuple[Item, Node]] = []
+        found: list[Pair[Item]] = []
         groups = _groups(pairs, self.run)
         for index, (layer, group) in enumerate(groups):
             if layer is None or layer < _LAST:
@@ -213,9 +214,9 @@ class _Instances:
         return self.made_at[place.at(layer)]
 
 
-def _groups(pairs: list[tuple[Item, Node]], run: LayerRun) -> list[tuple[int | None, list[tuple[Item, Node]]]]:
+def _groups(pairs: list[Pair[Item]], run: LayerRun) -> list[tuple[int | None, list[Pair[Item]]]]:
     """Neighbours of one kind and one layer together."""
-    found: list[tuple[int | None, list[tuple[Item, Node]]]] = []
+    found: list[tuple[int | None, list[Pair[Item]]]] = []
     before: object = None
     for item, node in pairs:
         layer = run.layer_of(item.name) if item.kind in ("parameter", "buffer", "gradient") else None
@@ -230,7 +231,7 @@ def _groups(pairs: list[tuple[Item, Node]], run: LayerRun) -> list[tuple[int | N
 class _Numbers:
     """Autograd's numbers of calls, by which a backward call is known to be that of a forward one: each layer counts on by `step`.
 
-    `first` is the first one of the last layer; `own` are calls that count on. Others, adds of gradients, bear the number of some other call.
+    `first` is the first one of the last layer; `own` are calls that count on. Adds of gradients bear the number of some other call.
     """
 
     def __init__(self, layers: Layers) -> None:
