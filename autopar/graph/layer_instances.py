@@ -39,7 +39,7 @@ def with_all_layers(program: Program, run: LayerRun, prefix: str = "") -> Progra
 def with_few_layers(program: Program, run: LayerRun) -> Program:
     """The FORWARD `program`, of all layers, with the first `SHOWN` of them. Raises `NotRepeatedError` where layers are not alike."""
     layers = Layers(program, run, run.number)
-    layers.ways(FORWARD, range(1, run.number))
+    layers.ways(FORWARD, range(1, run.number), range(1, run.number))
     ends = {place.at(_LAST): node for node, place in layers.places.items() if place.layer == run.number - 1}
     shown = {place: node for node, place in layers.places.items() if place.layer == _LAST}
     stands_for = {ends[place]: node for place, node in shown.items()}
@@ -72,9 +72,11 @@ class _Instances:
         self.program, self.run, self.prefix = program, run, prefix
         self.layers = Layers(program, run, SHOWN)
         self.places = self.layers.places
-        self.ways = {kind: self.layers.ways(kind, _ALIKE[kind]) for kind in self.layers.calls}
+        # In a FORWARD program the second layer may read the first in ways of its own: that has more calls where it makes what all read.
+        is_traced = program.form is Form.GLOBAL
+        self.ways = {kind: self.layers.ways(kind, _ALIKE[kind], _ALIKE[kind] if is_traced else (2, 3)) for kind in self.layers.calls}
         self.steps = {kind: name_steps([calls[layer] for layer in _ALIKE[kind]]) for kind, calls in self.layers.calls.items()}
-        self.numbers = _Numbers(self.layers) if program.form is Form.GLOBAL else None
+        self.numbers = _Numbers(self.layers) if is_traced else None
         self.graph = Graph()
         self.mapping: dict[Node, Node] = {}  # the last that was made of each
         self.made_at: dict[Place, Node] = {}
@@ -186,16 +188,15 @@ class _Instances:
 
     def _placeholder(self, item: Input, node: Node, layer: int | None) -> tuple[Input, Node]:
         place = self.places.get(node)
-        name = node.name
-        if place is not None and layer is not None and layer != place.layer:
-            before, after = (re.sub(r"\W", "_", self.run.renamed(item.name, each)) for each in (place.layer, layer))
-            if before not in name:
-                raise NotRepeatedError(f"{node} is not named after {item.name}")
-            name = name.replace(before, after)
-        new = self.graph.placeholder(name)
-        new.target = name
+        if place is None or layer in (None, place.layer):
+            new = self.graph.placeholder(node.name)
+        else:
+            template = replace(item, name=self.run.renamed(item.name, place.layer))
+            if _placeholder_of(template, Graph()).name != node.name:
+                raise NotRepeatedError(f"{node} is not named after {template.name}")
+            new = _placeholder_of(item, self.graph)
+        new.target = self.names[new] = new.name
         new.meta.update(node.meta)
-        self.names[new] = name
         if place is not None and layer is not None:
             self.made_at[place.at(layer)] = new
         if layer is None or place is None or layer in (place.layer, self.run.number - 1):
@@ -212,6 +213,11 @@ class _Instances:
         if layer is None or place.kind != BACKWARD:
             raise NotRepeatedError(f"{node}, of a layer, is handed out")
         return self.made_at[place.at(layer)]
+
+
+def _placeholder_of(item: Input, graph: Graph) -> Node:
+    """A placeholder that is named as capture names that of a parameter or buffer."""
+    return graph.placeholder(re.sub(r"\W", "_", f"{item.kind[0]}_{item.name}"))
 
 
 def _groups(pairs: list[Pair[Item]], run: LayerRun) -> list[tuple[int | None, list[Pair[Item]]]]:

@@ -125,8 +125,11 @@ class Layers:
             if those:
                 yield kind, [nodes[first : last + 1] for _, first, last in sorted(those)]
 
-    def ways(self, kind: str, layers: Sequence[int]) -> Ways:
-        """How each call of a layer reads its operands, the same in all `layers`. Raises `NotRepeatedError`."""
+    def ways(self, kind: str, layers: Sequence[int], readers: Sequence[int]) -> Ways:
+        """How each call of a layer reads its operands, the same in all `readers`, some of the `layers`, whose calls are the same.
+
+        Raises `NotRepeatedError`.
+        """
         calls = [self.calls[kind][layer] for layer in layers]
         if len({len(each) for each in calls}) > 1:
             raise NotRepeatedError("layers have unequal numbers of calls")
@@ -134,7 +137,8 @@ class Layers:
         for alike in zip(*calls, strict=True):
             if len({self._description(node) for node in alike}) > 1:
                 raise NotRepeatedError(f"{alike[0]} is not as the same call of another layer")
-            found.append(tuple(self._common(alike[0], read) for read in zip(*map(self._possible, alike), strict=True)))
+            possible = [self._possible(node) for node, layer in zip(alike, layers, strict=True) if layer in readers]
+            found.append(tuple(self._common(alike[0], read) for read in zip(*possible, strict=True)))
         return found
 
     def _possible(self, node: Node) -> list[set[Way]]:
