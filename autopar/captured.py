@@ -14,7 +14,7 @@ from autopar.cache.describe import NotKnown
 from autopar.cache.layer_lines import does_the_same
 from autopar.cache.trace import traced
 from autopar.driver.options import Options
-from autopar.errors import AutoparError, CaptureError, InputError
+from autopar.errors import AutoparError, InputError
 from autopar.frontend.capture import capture
 from autopar.frontend.layer_runs import few_layers, longest_run
 from autopar.graph.autocast import Autocast
@@ -91,7 +91,7 @@ def _captured(
         if not few.is_done_by(program):
             raise NotRepeatedError("what was captured does other ops than the model on fake tensors")
         return with_all_layers(program, run, WRAPPED)
-    except (NotKnown, NotRepeatedError, CaptureError) as why:
+    except (NotKnown, NotRepeatedError, AutoparError) as why:
         logger.info("all of %s are captured one by one: %s", run.path, why)
     return capture(model, args, kwargs, mesh, outputs, dims)
 

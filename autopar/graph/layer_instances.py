@@ -250,10 +250,10 @@ class _Numbers:
                 found = {after - before for before, after in zip(numbers, numbers[1:], strict=False)}
                 steps |= found - {0}
                 self.own.update(alike if found != {0} else ())
-        if len(steps) != 1:
+        if len(steps) > 1:
             raise NotRepeatedError(f"autograd counts on by {steps}")
-        self.step = steps.pop()
-        self.first = min(node.meta["seq_nr"] for node in layers.calls[FORWARD][_LAST] if node in self.own)
+        self.step = steps.pop() if steps else 0  # without gradients it does not count
+        self.first = min((node.meta["seq_nr"] for node in layers.calls[FORWARD][_LAST] if node in self.own), default=0)
 
     def count(self, new: Node, node: Node, num_layers: int, num_hidden: int) -> None:
         """Give `new`, made of `node` for a layer so many further, its number, where so many layers more stand before the last."""
