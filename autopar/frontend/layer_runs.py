@@ -23,7 +23,7 @@ def _is_run(row: nn.ModuleList) -> bool:
 @contextmanager
 def few_layers(model: nn.Module, run: LayerRun) -> Generator[None]:
     """While this is entered, `model` has the first `SHOWN` layers of `run` alone."""
-    layers = model.get_submodule(run.path)._modules
+    layers = vars(model.get_submodule(run.path))["_modules"]
     all_layers = dict(layers)
     for name in list(layers)[SHOWN:]:
         del layers[name]
