@@ -264,4 +264,7 @@ class _Reader:
         found.conditions.append(f"the mask is {shape}, entry by entry")
         found.is_causal = found.is_causal or is_causal
         found.window = min(filter(None, (found.window, window)), default=0)
-        found.may_be_empty |= not bool(attended(rows, keys, found.is_causal, found.window, torch.device("cpu")).any(-1).all())
+        flags = rows, keys, found.is_causal, found.window
+        found.may_be_empty |= self.constants.once(
+            ("may be empty", *flags), lambda: not bool(attended(*flags, torch.device("cpu")).any(-1).all())
+        )
