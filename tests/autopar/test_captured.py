@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autopar
 import autopar.captured
 from autopar import CaptureError, virtual_mesh
 from autopar.frontend.capture import capture
@@ -164,3 +165,10 @@ def test_what_capture_refuses_it_refuses_still() -> None:
     with pytest.raises(CaptureError):
         by_layers(model, {"x": torch.zeros(2, 4)})
     assert len(model.layers) == LAYERS
+
+
+def test_what_runs_is_exact(said: Callable[[], str]) -> None:
+    case = ZOO["llama"](num_layers=LAYERS)
+    parallel = autopar.compile(case.model, virtual_mesh(pp=2, tp=2), example_inputs=dict(case.batch), backend="eager")
+    assert not said()
+    assert parallel.verify(**case.batch)
