@@ -33,7 +33,7 @@ def violations(program: Program, values: Values | None = None, origin: Program |
         return found
     if program.form is Form.LOCAL:
         return found + check_local(program, origin)
-    return found + check_shardings(program)
+    return found + check_shardings(program, None if values is None else values.spaces)
 
 
 def check(program: Program, title: str = "check", values: Values | None = None, origin: Program | None = None) -> None:

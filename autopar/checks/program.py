@@ -8,7 +8,7 @@ the atoms of a value multiply to its shape
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from autopar.ir.keys import DIMS
 from autopar.ir.printing import short_dtype
 from autopar.ir.program import Form, Input, Output, Program, results_of
 from autopar.ir.sharding import shape_of
+from autopar.ops.strategies import Space
 
 
 class TensorMetadata(NamedTuple):
@@ -69,13 +70,14 @@ class Values:
     """What ops yield for operands of given metadata; equal calls (80 equal layers, the next pass, the next compile) run once.
 
     A call is known by its op, its literals, the metadata of its operands and the default dtype, on which alone it depends: so all
-    checkers share what is known.
+    checkers share what is known. `spaces` are their iteration spaces, by signature.
     """
 
     known: dict[Any, Outcome] = field(default_factory=lambda: _known)
     mode: FakeTensorMode = field(default_factory=fake_mode)
     tensors: dict[TensorMetadata, torch.Tensor] = field(default_factory=dict)
     own: dict[Any, Outcome] = field(default_factory=dict)
+    spaces: dict[Hashable, Space] = field(default_factory=dict)
 
     def of(self, node: Node, described: dict[Node, Any] | None = None) -> Outcome:
         """The metadata of the results of `node` (None where one is no tensor), or why it cannot run.

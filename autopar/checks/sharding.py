@@ -10,7 +10,7 @@ a gradient is sharded as its parameter; a buffer's new value as the buffer; the 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import cache
 
 from torch.fx import Node
@@ -26,11 +26,15 @@ from autopar.ir.program import Program, operands
 from autopar.ir.reshard import reachable
 from autopar.ir.sharding import Dims, Sharding, Strategy, flat
 from autopar.ops.atoms import operand_result
-from autopar.ops.strategies import Space, space_of, strategies_in
+from autopar.ops.strategies import Space, signature_of, space_of, strategies_in
 
 
-def check_shardings(program: Program) -> list[Violation]:
-    """Every violation of the invariants above; none before shardings are decided."""
+def check_shardings(program: Program, spaces: dict[Hashable, Space] | None = None) -> list[Violation]:
+    """Every violation of the invariants above; none before shardings are decided.
+
+    `spaces` are those of calls by their signatures, for equal layers and for the next check; what it lacks is added.
+    """
+    spaces = {} if spaces is None else spaces
     sharded = [node for node in program.graph.nodes if node in SHARDING]
     if not sharded:
         return []
@@ -38,7 +42,7 @@ def check_shardings(program: Program) -> list[Violation]:
     for node in sharded:
         found += _legal(node, program)
         if node in STRATEGY:
-            found += _strategy(node, STRATEGY[node], program)
+            found += _strategy(node, STRATEGY[node], program, spaces)
         if is_reshard(node):
             found += _reshard(node)
         elif node.target is operator.getitem:
@@ -91,8 +95,16 @@ def _is_derivable(node: Node) -> bool:
     return node.op == "call_function" and all(each in BATCH and each in DIMS for each in (node, *operands(node)))
 
 
-def _strategy(node: Node, strategy: Strategy, program: Program) -> Iterator[Violation]:
-    if _is_derivable(node) and (strategy.operands, strategy.results) not in _allowed(space_of(node), program.mesh, program.freedom):
+def _space(node: Node, known: dict[Hashable, Space]) -> Space:
+    signature = signature_of(node)
+    if signature not in known:
+        known[signature] = space_of(node)
+    return known[signature]
+
+
+def _strategy(node: Node, strategy: Strategy, program: Program, spaces: dict[Hashable, Space]) -> Iterator[Violation]:
+    ways = (strategy.operands, strategy.results)
+    if _is_derivable(node) and ways not in _allowed(_space(node, spaces), program.mesh, program.freedom):
         fix = "choose among strategies_of(node), or correct the op's rule"
         yield Violation("the op's rule does not allow its strategy", at(node), got=str(strategy), fix=fix)
     if strategy.results != SHARDING[node]:

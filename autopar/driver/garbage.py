@@ -50,5 +50,5 @@ class Pile:
     def collect(self) -> None:
         """Where collections are paused, and as many containers came as half of those alive."""
         number = gc.get_count()[0]
-        if not gc.isenabled() and number > max(SMALL_PILE, self.alive // 2):
+        if not gc.isenabled() and number > max(SMALL_PILE, self.alive):
             self.alive += number - gc.collect()

@@ -44,6 +44,7 @@ from autopar.frontend.refusals import (
 from autopar.frontend.traced import as_traced
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
+from autopar.graph.late_code import code_written_late
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 
@@ -114,6 +115,7 @@ def _exported(
     with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked(), parameters_not_copied():
         with (
             checkpoints_called(),
+            code_written_late(),
             explained(model),
             caches_kept_clean(),
             exports_let_go(),

@@ -34,10 +34,8 @@ from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
-from autopar.ir.source import set_sources, source_of
+from autopar.ir.source import WRAPPED, set_sources, source_of
 
-# The attribute under which capture wraps the user's model.
-_PREFIX = "model."
 _KINDS: dict[ExportedKind, InputKind] = {
     ExportedKind.PARAMETER: "parameter",
     ExportedKind.BUFFER: "buffer",
@@ -84,7 +82,7 @@ def forward_program(
     program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None), reduce=reduce)
     try:
         set_fake_values(program, copies.regions)
-        set_sources(program.graph, _PREFIX)
+        set_sources(program.graph, WRAPPED)
     finally:  # also where it fails: for this reason, mostly, which is then the one to tell
         refuse_mixed_dtypes(program, {mapping[node]: node.name for item, node in inputs if item.kind == "batch"})
     _refuse_sparse(program.graph)
@@ -114,7 +112,7 @@ def _identity(spec: InputSpec, users: list[str]) -> tuple[InputKind, str]:
     if kind == "batch":
         return kind, str(users.index(spec.arg.name))
     name = spec.target or ""
-    return kind, name if kind == "constant" else name.removeprefix(_PREFIX)
+    return kind, name if kind == "constant" else name.removeprefix(WRAPPED)
 
 
 def _placeholder(graph: Graph, item: Input) -> Node:
@@ -230,7 +228,7 @@ def _region_source(module: GraphModule, args: list[Any]) -> Source:
     """Where the first call of a region stands."""
     bodies = [getattr(module, str(argument.target)) for argument in args if isinstance(argument, Node) and argument.op == "get_attr"]
     calls = [node for body in bodies for node in body.graph.nodes if node.meta.get("stack_trace")]
-    return source_of(calls[0], _PREFIX) if calls else Source()
+    return source_of(calls[0], WRAPPED) if calls else Source()
 
 
 def _copy_outputs(
@@ -247,7 +245,7 @@ def _copy_outputs(
             value = node.meta["val"]
             place = position if mutation or kept is None else kept[position]
             kind = "buffer" if mutation else "loss" if place == loss_index else "output"
-            name = (entry.target or "").removeprefix(_PREFIX) if mutation else str(place)
+            name = (entry.target or "").removeprefix(WRAPPED) if mutation else str(place)
             outputs.append(Output(kind, name, tuple(value.shape), value.dtype, not mutation and value.is_floating_point()))
             nodes.append(mapping[node])
         position += not mutation

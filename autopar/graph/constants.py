@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -36,9 +37,16 @@ class Constants:
         self._values: dict[Node, torch.Tensor | None] = {
             node: promote_tensor(program.constants[item.name]) if item.kind == "constant" else None for item, node in program.named_inputs()
         }
+        self._found: dict[Hashable, Any] = {}
         # When which of their readers reads is not asked: nothing is known of memory that is written.
         self._written = {memory_of(written_by(writer)) for writer in writers_of(program.graph)}
         self._values |= {node: None for node in self._written if node in self._values}
+
+    def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
+        """What `find` finds out about known values, which `key` says; it is asked once."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
 
     def value(self, node: Node) -> torch.Tensor | None:
         """The node's value; None where it is not known, or too large to look at."""

@@ -14,6 +14,8 @@ from torch.fx import Graph, Node
 
 from autopar.ir.keys import SOURCE, Source
 
+# The attribute under which capture wraps the user's model: what paths of modules begin with in torch's records.
+WRAPPED = "model."
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n\s*(?P<code>.*)')
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

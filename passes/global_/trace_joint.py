@@ -6,6 +6,7 @@ a node that only the backward needs (a transposed weight) is put there, so that 
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,13 +19,17 @@ from torch.fx.graph import CodeGen
 from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
 from autopar.errors import CaptureError
 from autopar.graph.emit import Emitter
+from autopar.graph.late_code import code_written_late
+from autopar.graph.layer_instances import with_all_layers, with_few_layers
+from autopar.graph.layers import NotRepeatedError, run_of
 from autopar.graph.overwrites import memory_of, sources_of, writers_of, written_by
 from autopar.ir.arguments import arguments
 from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.program import Form, Input, Output, Program
-from autopar.ir.source import set_sources
+from autopar.ir.source import WRAPPED, set_sources
 
 aten = torch.ops.aten
+logger = logging.getLogger("autopar")
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,26 @@ class TraceJoint:
 def trace_joint(program: Program, training: bool) -> Program:
     assert program.form is Form.FORWARD
     program = _with_own_memory(program) if training else program
+    joint = _traced_by_layers(program, training) or _traced(program, training)
+    _order_by_phase(joint)
+    return _with_ways_back(joint, program) if len(joint.signature.inputs_of("tangent")) > 1 else joint
+
+
+def _traced_by_layers(program: Program, training: bool) -> Program | None:
+    """Of many equal layers a few are traced, and what that gives is written out for all; None where there are none."""
+    run = run_of(program)
+    try:
+        return run and with_all_layers(_traced(with_few_layers(program, run), training), run, WRAPPED)
+    except NotRepeatedError as why:
+        logger.info("all layers are traced: %s", why)
+        return None
+
+
+def _traced(program: Program, training: bool) -> Program:
+    """The joint graph in the order in which it was traced."""
     mode = fake_mode_of(program.placeholders[0].meta["val"])
-    graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
+    with code_written_late():
+        graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
     graph.set_codegen(CodeGen())
     for target in _CHECKS:
         for node in graph.find_nodes(op="call_function", target=target):
@@ -60,8 +83,8 @@ def trace_joint(program: Program, training: bool) -> Program:
     results = arguments(graph.output_node())[0]
     pairs = [(_output(d, program), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]
     graph.output_node().args = (tuple(node for _, node in pairs),)
-    set_sources(graph, "model.")
-    joint = Program(
+    set_sources(graph, WRAPPED)
+    return Program(
         graph,
         program.mesh,
         replace(program.signature, inputs=inputs, outputs=tuple(output for output, _ in pairs)),
@@ -73,8 +96,6 @@ def trace_joint(program: Program, training: bool) -> Program:
         precision=program.precision,
         reduce=program.reduce,
     )
-    _order_by_phase(joint)
-    return _with_ways_back(joint, program) if len(joint.signature.inputs_of("tangent")) > 1 else joint
 
 
 def _fakes(program: Program, mode: FakeTensorMode, training: bool) -> list[torch.Tensor]:

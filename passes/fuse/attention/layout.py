@@ -118,9 +118,13 @@ class Placed:
 
     def known_along(self, value: torch.Tensor, wanted: Layout, labels: Labels) -> torch.Tensor:
         """`value`, which is this one computed ahead, in the same way."""
-        for op, argument in _views_between(value.shape, self.layout, broadcast_layout(self.layout, wanted, labels), labels):
+        for op, argument in self.views_along(wanted, labels):
             value = op(value, argument)
         return value
+
+    def views_along(self, wanted: Layout, labels: Labels) -> list[ViewCall]:
+        """What brings the value so that it broadcasts to what lies as `wanted`."""
+        return _views_between(tensor_of(self.node).shape, self.layout, broadcast_layout(self.layout, wanted, labels), labels)
 
 
 @dataclass(frozen=True)

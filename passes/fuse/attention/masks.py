@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch.fx import Node
@@ -192,14 +193,24 @@ class _Reader:
 
     def _is_flag(self, mask: Scaled | Filled, found: Masks, flags: bool) -> bool:
         """Whether `mask` says nothing, or what a flag says that `found` then has."""
+        if self.constants.value(mask.node) is None:
+            return False
+        views = tuple((op, tuple(argument)) for op, argument in mask.views_along(self.wanted, self.labels))
+        sizes = tuple(self.labels.size(dim) for dim in self.wanted)
+        how = mask.scale if isinstance(mask, Scaled) else mask.attends
+        said = (mask.node, type(mask), how, views, sizes, self.is_only, self.has_sink, found.is_causal, flags)
+        # All layers read one mask, and to look at every entry of it takes long.
+        position = self.constants.once(("flag", *said), lambda: self._says(mask, found.is_causal, flags))
+        if isinstance(position, tuple):
+            self._set(found, *position)
+        return position is not None
+
+    def _says(self, mask: Scaled | Filled, is_causal: bool, flags: bool) -> tuple[bool, int] | Literal["nothing"] | None:
+        """The (causal, window) that says what `mask` says; None where no flag does."""
         attends = self._added_attended(mask) if isinstance(mask, Scaled) else self._attended(mask)
         if attends is None or bool(attends.all()):
-            return attends is not None
-        position = self._positions(attends, found.is_causal) if flags else None
-        if position is None:
-            return False
-        self._set(found, *position)
-        return True
+            return None if attends is None else "nothing"
+        return self._positions(attends, is_causal) if flags else None
 
     def _value(self, mask: Placed) -> torch.Tensor | None:
         """A known mask that broadcasts to the op's scores."""
@@ -253,4 +264,7 @@ class _Reader:
         found.conditions.append(f"the mask is {shape}, entry by entry")
         found.is_causal = found.is_causal or is_causal
         found.window = min(filter(None, (found.window, window)), default=0)
-        found.may_be_empty |= not bool(attended(rows, keys, found.is_causal, found.window, torch.device("cpu")).any(-1).all())
+        flags = rows, keys, found.is_causal, found.window
+        found.may_be_empty |= self.constants.once(
+            ("may be empty", *flags), lambda: not bool(attended(*flags, torch.device("cpu")).any(-1).all())
+        )
