@@ -23,7 +23,7 @@ from autopar.ir.instructions import Copy, Launch, Wait
 from autopar.ir.mesh import MICROBATCHES, parent
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
-from autopar.pipeline.fragment_prices import fragment_seconds
+from autopar.pipeline.fragment_prices import on_paper
 from autopar.pipeline.report import StepOnPaper
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.schedules import generate
@@ -153,7 +153,7 @@ def _of_saved(content: Any, options: argparse.Namespace) -> tuple[Values, Simula
     )
     compiled = parallel.compiled
     cost = CostModel(cluster, compiled.local.mesh, compiled.budget.optimizer)
-    simulation = simulate(compiled.schedule, fragment_seconds(compiled.schedule, cost))
+    simulation = on_paper(compiled.schedule, cost)
     update = StepOnPaper(compiled.program, cost, compiled.order).update_seconds
     seconds = _seconds(compiled.schedule, simulation) | {"update": update}
     held = [memory_values(each.kinds, each.peak_bytes) for each in parallel.memory().places]

@@ -1,4 +1,4 @@
-"""What the instructions of a program that is written out take: a clock for passes on the schedule."""
+"""What the instructions of a program that is written out take: a clock for passes on the schedule, and the step by that clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from autopar.cost.model import CostModel
 from autopar.ir.instructions import Collective, Copy, Launch, Run, Send
 from autopar.ir.mesh import MICROBATCHES
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.simulate import Seconds
+from autopar.pipeline.simulate import Seconds, Simulation, simulate
+
+
+def on_paper(program: ScheduleProgram, cost: CostModel, has_memory: bool = True) -> Simulation:
+    """A step of `program` at the prices of `cost`, slowed down by communication as far as its links say."""
+
+    @cache
+    def busy_of(axes: tuple[str, ...]) -> float:
+        across = tuple(axis for axis in axes if axis != MICROBATCHES)
+        return cost.cluster.link(cost.mesh.ranks, across).busy if across else 0.0
+
+    return simulate(program, fragment_seconds(program, cost), has_memory=has_memory, busy_of=busy_of)
 
 
 def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:

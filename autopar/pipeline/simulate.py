@@ -27,6 +27,10 @@ from autopar.pipeline.schedule_program import ScheduleProgram
 Seconds = Callable[[Run | Send | Launch | Copy], float]
 # Which link the collectives over some axes take.
 LinkOf = Callable[[tuple[str, ...]], str]
+# The share of their time that collectives over some axes take from what a rank computes meanwhile (`Link.busy`).
+BusyOf = Callable[[tuple[str, ...]], float]
+# What computes is left at least this share of the device.
+_LEAST_LEFT = 0.1
 # So much of each end of the critical path is printed.
 _SHOWN = 12
 
@@ -120,19 +124,23 @@ class Simulation:
 
 
 def simulate(
-    pipeline: PipelineSchedule | ScheduleProgram, prices: PipelineCost | Seconds, link_of: LinkOf = ",".join, has_memory: bool = True
+    pipeline: PipelineSchedule | ScheduleProgram,
+    prices: PipelineCost | Seconds,
+    link_of: LinkOf = ",".join,
+    has_memory: bool = True,
+    busy_of: BusyOf = lambda axes: 0.0,
 ) -> Simulation:
     """Run `pipeline` on paper: a grid at the prices of its stages, a program that is written out at those of its instructions
     (`autopar.pipeline.fragment_prices`). Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why.
 
-    One collective at a time goes over each link; by default each set of axes has a link of its own. Without `has_memory` nothing is said of
-    memory."""
+    One collective at a time goes over each link; by default each set of axes has a link of its own. While one is under way, fragments are
+    slowed down by its share of the device, `busy_of` its axes. Without `has_memory` nothing is said of memory."""
     if isinstance(prices, PipelineCost):
         program = expand(pipeline, tuple(prices.edges)) if isinstance(pipeline, PipelineSchedule) else pipeline
         run, memory = _Run(program, grid_seconds(program, prices)), grid_memory(program, prices)
     else:
         program = expand(pipeline) if isinstance(pipeline, PipelineSchedule) else pipeline
-        run = _Run(program, prices, link_of)
+        run = _Run(program, prices, link_of, busy_of)
         memory = tuple(schedule_memory(each) if has_memory else RankMemory((), 0.0) for each in program.places)
     run.finish()
     return Simulation(tuple(run.events), memory, tuple(map(tuple, run.ended)))
@@ -166,6 +174,7 @@ class _Run:
     program: ScheduleProgram
     seconds: Seconds
     link_of: LinkOf = ",".join
+    busy_of: BusyOf = lambda axes: 0.0
     events: list[Event] = field(default_factory=list[Event])
     # Of each channel: launches of sends, launches of receives, ends of transfers; the k-th belong together.
     sends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
@@ -177,6 +186,8 @@ class _Run:
     # By rank and collective or copy, and by rank and link the last one's, when it is over.
     collectives: dict[tuple[int, str], _Stamp] = field(default_factory=dict[tuple[int, str], _Stamp])
     streams: dict[tuple[int, str], _Stamp] = field(default_factory=dict[tuple[int, str], _Stamp])
+    # By rank the collectives that take a share of its device: begin, end, share.
+    busy: dict[int, list[tuple[float, float, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         self.rows = [schedule.instructions for schedule in self.program.places]
@@ -213,10 +224,22 @@ class _Run:
     def compute(self, rank: int, each: Run) -> None:
         """Actions run one after another; a reduction runs beside them, after those before it."""
         if not isinstance(self.program.action_of(each), Reduction):
-            self.now[rank] = self.event(rank, "compute", each.fragment, self.now[rank], self.seconds(each))
+            seconds = self.slowed(rank, self.now[rank].seconds, self.seconds(each))
+            self.now[rank] = self.event(rank, "compute", each.fragment, self.now[rank], seconds)
         elif seconds := self.seconds(each):
             begin = _later(self.now[rank], self.reduced[rank])
             self.reduced[rank] = self.event(rank, "reduce", each.fragment, begin, seconds)
+
+    def slowed(self, rank: int, begin: float, seconds: float) -> float:
+        """What `seconds` of the whole device become from `begin` on, beside collectives under way, all of which are known by then."""
+        flights = self.busy[rank] = [each for each in self.busy[rank] if each[1] > begin]
+        now, left = begin, seconds
+        for until in sorted({moment for each in flights for moment in each[:2] if moment > begin}):
+            rate = max(1 - sum(share for start, end, share in flights if start <= now < end), _LEAST_LEFT)
+            if left <= rate * (until - now):
+                return now + left / rate - begin
+            now, left = until, left - rate * (until - now)
+        return now + left - begin
 
     def launch(self, rank: int, each: Send | Receive) -> None:
         is_send = isinstance(each, Send)
@@ -232,6 +255,9 @@ class _Run:
         if "pp" in each.axes:
             raise ScheduleError(f"{each}: a collective along pp has ranks that do not launch it together, and is not simulated")
         self.fly(rank, each, ",".join(each.axes), self.link_of(each.axes))
+        if share := self.busy_of(each.axes):
+            event = self.events[-1]
+            self.busy[rank].append((event.start_seconds, event.end_seconds, share))
 
     def fly(self, rank: int, each: Launch | Copy, stream: str, link: str) -> None:
         begin = _later(self.now[rank], self.streams.get((rank, link), _Stamp()))

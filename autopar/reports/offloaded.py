@@ -14,8 +14,7 @@ from autopar.driver.compiled import Compiled
 from autopar.ir.instructions import Copy
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.exposure import predicted_exposure
-from autopar.pipeline.fragment_prices import fragment_seconds
-from autopar.pipeline.simulate import simulate
+from autopar.pipeline.fragment_prices import fragment_seconds, on_paper
 from autopar.pipeline.stays import Trips
 
 
@@ -35,6 +34,6 @@ def offload_lines(compiled: Compiled, cost: CostModel) -> Iterator[str]:
     copies = [[each for each in schedule.instructions if isinstance(each, Copy)] for schedule in compiled.schedules]
     if any(copies):
         seconds = fragment_seconds(compiled.schedule, cost)
-        waits = predicted_exposure(compiled.schedule, simulate(compiled.schedule, seconds, has_memory=False)).copy_seconds
+        waits = predicted_exposure(compiled.schedule, on_paper(compiled.schedule, cost, has_memory=False)).copy_seconds
         most = max(sum(map(seconds, each)) for each in copies)
         yield f"copies take {in_seconds(most)} of a step on paper, and a rank waits {in_seconds(waits)} for them"

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 
 from autopar.errors import AutoparError
-from autopar.ir.instructions import Launch, Pause, Run, Send, Wait
+from autopar.ir.instructions import Launch, Pause, Run, Wait
 from autopar.ir.schedule import Schedule
 from autopar.ir.units import in_seconds
 from autopar.ops.lookup import registered_rule
 from autopar.pipeline.exposure import Exposure, Interval, events, exposure, predicted_exposure
-from autopar.pipeline.fragment_prices import fragment_seconds
+from autopar.pipeline.fragment_prices import fragment_seconds, on_paper
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.pipeline.simulate import Event, Seconds, Simulation, simulate
+from autopar.pipeline.simulate import Event, Seconds, Simulation
 from autopar.pipeline.trace import write_trace
 from autopar.runtime.execute.call import Call
 from autopar.runtime.module.module_state import ModuleState
@@ -105,7 +105,7 @@ class Profile:
     @cached_property
     def classes(self) -> dict[str, tuple[float, float]]:
         """By class of instruction its seconds in a step on all ranks, measured and on paper: fragments with contractions and others,
-        collectives by kind and axes, sends. Of communication only what some rank was kept waiting for, since only then is its end known."""
+        collectives by kind and axes: of these only what the ranks waited for, since only then is their end known."""
         if self.seconds is None:
             return {}
         found: dict[str, tuple[float, float]] = {}
@@ -121,8 +121,7 @@ class Profile:
                 if isinstance(instruction, Run):
                     add(self._class(instruction.fragment), each, self.seconds(instruction))
         for launch, seconds in () if self.is_virtual else self._flights():
-            kind = f"{launch.collective} {','.join(launch.axes)}" if isinstance(launch, Launch) else "send"
-            add(kind, seconds, self.seconds(launch))
+            add(f"{launch.collective} {','.join(launch.axes)}", seconds, self.seconds(launch))
         return found
 
     def _class(self, name: str) -> str:
@@ -130,18 +129,24 @@ class Profile:
         rules = (registered_rule(node) for node in nodes if node.op == "call_function")
         return "contractions" if any(rule is not None and rule.flops for rule in rules) else "other compute"
 
-    def _flights(self) -> Iterator[tuple[Launch | Send, float]]:
-        """Collectives of the median step that kept all ranks of a place waiting, and what they took from the last launch on."""
+    def _flights(self) -> Iterator[tuple[Launch, float]]:
+        """Collectives of the median step and what they took, from the last rank's launch on, or from the end of the one before over the
+        same axes: of those that all ranks of a place waited for during most of that time, since when another ended is not known."""
         for place, schedule in enumerate(self.program.places):
-            rows = [row for rank, row in self.median.items() if self.program.place_of(rank) == place]
+            rows = [{each.number: each for each in row} for rank, row in self.median.items() if self.program.place_of(rank) == place]
             launched = {each.name: number for number, each in enumerate(schedule.instructions) if isinstance(each, Launch)}
-            at = [{each.number: each for each in row} for row in rows]
+            over: dict[tuple[str, ...], int] = {}
             for number, each in enumerate(schedule.instructions):
-                if isinstance(each, Wait) and each.target in launched and all(row[number].seconds > _BLOCKED_SECONDS for row in at):
-                    begin = launched[each.target]
-                    launch = schedule.instructions[begin]
-                    assert isinstance(launch, Launch)
-                    yield launch, min(row[number].end - row[begin].begin for row in at)
+                if not isinstance(each, Wait) or each.target not in launched:
+                    continue
+                begin = launched[each.target]
+                launch = schedule.instructions[begin]
+                assert isinstance(launch, Launch)
+                before = over.get(launch.axes, begin)
+                seconds = min(row[number].end - max(row[begin].begin, row[before].end if before > begin else 0.0) for row in rows)
+                if all(row[number].seconds > max(_BLOCKED_SECONDS, seconds / 2) for row in rows):
+                    yield launch, seconds
+                over[launch.axes] = number
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -159,13 +164,13 @@ class Profile:
         lines = [f"measured step: {in_seconds(measured.step_seconds)}, the median of {len(self.steps)}; {about}"]
         if predicted is not None:
             lines.append(f"on paper:      {in_seconds(predicted.step_seconds)}; {predicted}")
-        lines.append("slowest fragments, seconds of a step on one rank (on paper)")
+        lines.append("slowest fragments, seconds of a step on one rank (on paper, where nothing else runs)")
         for each in self.fragments[:_SHOWN]:
             lines.append(
                 f"  {each.name:6} ×{each.number:<4} {in_seconds(each.seconds):>8} ({in_seconds(each.predicted_seconds)})  {each.what}"
             )
         if self.classes:
-            lines.append("measured beside the cost model, all ranks together")
+            lines.append("measured beside the cost model, all ranks together; compute on paper as if no communication ran beside it")
         for kind, (one, other) in sorted(self.classes.items(), key=lambda item: -item[1][0]):
             error = f"{other / one - 1:+.0%}" if one else ""
             lines.append(f"  {kind:24} {in_seconds(one):>8}   on paper {in_seconds(other):>8}   {error}")
@@ -184,7 +189,7 @@ def profile(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
     if compiled.cost is None:
         return Profile(compiled.schedule, tuple(rows), call.world.is_virtual)
     seconds = fragment_seconds(compiled.schedule, compiled.cost)
-    return Profile(compiled.schedule, tuple(rows), call.world.is_virtual, seconds, simulate(compiled.schedule, seconds))
+    return Profile(compiled.schedule, tuple(rows), call.world.is_virtual, seconds, on_paper(compiled.schedule, compiled.cost))
 
 
 def _measured(call: Call) -> dict[int, tuple[Interval, ...]]:

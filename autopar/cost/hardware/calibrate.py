@@ -6,11 +6,12 @@ collective together. Rank 0's numbers are everyone's.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost.hardware.cluster import Cluster, Device, built_in_for
+from autopar.cost.hardware.device_fit import fit_rates, run_trials
 from autopar.cost.hardware.kept import keep
 from autopar.cost.hardware.link_fit import Sample, fit_link
 from autopar.cost.hardware.links import CommunicationKind
@@ -43,7 +45,10 @@ class _Sizes:
 
 
 _ON_CPU = _Sizes(
-    (256, 512, 1024), 64 << 20, ((4 << 10, 8), (64 << 10, 8), (1 << 20, 4), (8 << 20, 1)), (torch.bfloat16, torch.float32, torch.float64)
+    (256, 512, 1024),
+    64 << 20,
+    ((4 << 10, 1), (64 << 10, 1), (256 << 10, 1), (1 << 20, 1), (8 << 20, 1), (32 << 20, 1)),
+    (torch.bfloat16, torch.float32, torch.float64),
 )
 _ON_CUDA = _Sizes(
     (2048, 4096, 8192),
@@ -55,6 +60,11 @@ _ON_CUDA = _Sizes(
 _LONG_SECONDS = 0.1
 _NUM_LAUNCHES = 1000
 _TINY = 8
+# Between two collectives a CPU does this square product so often, as long as the threads of the library take to fall asleep, and writes so
+# many bytes, so that what is sent is in no cache.
+_BETWEEN, _TIMES, _WRITTEN = 512, 4, 16 << 20
+# What runs beside a collective is so much longer than it, by what one of so many products takes.
+_LONGER, _TRIED = 2.0, 20
 
 
 def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
@@ -73,7 +83,8 @@ def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
     hosts = _hosts()
     measured = _measure_device(device, sizes, ranks_on_host=hosts.count(socket.gethostname()))
     samples = {name: _measure_links(group, device, sizes, measured.launch_seconds) for name, group in axes.items()}
-    cluster = cluster_of(measured, samples, Mesh.of(mesh) if mesh is not None else None, hosts)
+    busy = {name: _measure_busy(group, device, sizes) for name, group in axes.items()}
+    cluster = cluster_of(measured, samples, Mesh.of(mesh) if mesh is not None else None, hosts, busy)
     cluster = _from_first(cluster, device)
     if not _is_distributed() or dist.get_rank() == 0:
         keep(cluster, device.type)
@@ -123,8 +134,14 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _start_together(device: torch.device) -> None:
+    """All ranks; on a CPU some products later, as a collective follows compute in a program and finds no thread awake for it."""
     if _is_distributed():
         dist.all_reduce(torch.zeros(1, device=device))
+    if device.type == "cpu":
+        square = torch.ones(_BETWEEN, _BETWEEN)
+        for _ in range(_TIMES):
+            square.mm(square)
+        torch.ones(_WRITTEN, dtype=torch.uint8)
     _synchronise(device)
 
 
@@ -152,12 +169,17 @@ def _measure_device(device: torch.device, sizes: _Sizes, ranks_on_host: int) -> 
     source = torch.empty(sizes.copy_bytes, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     bandwidth = 2 * sizes.copy_bytes / _seconds(lambda: target.copy_(source), device, 1)
-    flops = tuple((str(dtype).removeprefix("torch."), _matmul_flops(device, dtype, sizes.matmul)) for dtype in sizes.dtypes)
+    flops = {dtype: _matmul_flops(device, dtype, sizes.matmul) for dtype in sizes.dtypes}
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), float(torch.cuda.get_device_properties(device).total_memory)
     else:
         name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_on_host
-    return Device(name, flops, memory, bandwidth, launch, f"{_MEASURED}, {ranks_on_host} rank(s) on a host, torch {torch.__version__}")
+        rates = fit_rates(run_trials(torch.float32, device))
+        if rates is not None:
+            flops = {dtype: rate * rates.flops / flops[torch.float32] for dtype, rate in flops.items()}
+            bandwidth, launch = rates.memory_bandwidth, rates.launch_seconds
+    named = tuple((str(dtype).removeprefix("torch."), rate) for dtype, rate in flops.items())
+    return Device(name, named, memory, bandwidth, launch, f"{_MEASURED}, {ranks_on_host} rank(s) on a host, torch {torch.__version__}")
 
 
 def _matmul_flops(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> float:
@@ -186,6 +208,29 @@ def _measure_links(group: Any, device: torch.device, sizes: _Sizes, launch_secon
             # The launch is priced apart.
             samples.append(Sample(transfer, num_ranks, *sizes_bytes, max(seconds - launch_seconds, seconds / 10)))
     return samples
+
+
+def _measure_busy(group: Any, device: torch.device, sizes: _Sizes) -> float:
+    """By how much of its time an all-reduce makes products slower that run meanwhile, which take longer than it."""
+    whole = torch.zeros(sizes.messages[-1][0] // torch.float32.itemsize, device=device)
+    square = torch.ones(sizes.matmul[0], sizes.matmul[0], device=device)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            square.mm(square)
+
+    def both(times: int) -> None:
+        work = dist.all_reduce(whole, group=group, async_op=True)
+        multiply(times)
+        assert work is not None
+        work.wait()
+
+    alone = _seconds(_runner("all_reduce", whole, whole, group), device, 1, together=True)
+    one = _seconds(lambda: multiply(_TRIED), device, 1, together=True) / _TRIED
+    counts = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, math.ceil(_LONGER * alone / one))
+    products = _seconds(lambda: multiply(max(counts)), device, 1, together=True)
+    return min(max((_seconds(lambda: both(max(counts)), device, 1, together=True) - products) / alone, 0.0), 1.0)
 
 
 def _local_bytes(transfer: CommunicationKind, whole: float, part: float) -> tuple[float, float]:
@@ -217,11 +262,14 @@ def _renamed(new: str, old: str) -> Callable[..., Any]:
     return getattr(dist, new if hasattr(dist, new) else old)
 
 
-def cluster_of(device: Device, samples: dict[str, list[Sample]], mesh: Mesh | None, hosts: list[str]) -> Cluster:
+def cluster_of(
+    device: Device, samples: dict[str, list[Sample]], mesh: Mesh | None, hosts: list[str], busy: Mapping[str, float] | None = None
+) -> Cluster:
     """What the samples of each axis say: a link for each, one for the axes within a node, one for those that leave it.
 
-    `hosts` is where each rank is.
+    `hosts` is where each rank is, `busy` the share of the device that collectives along an axis take.
     """
+    busy = busy or {}
     ranks_per_node = min(Counter(hosts).values())
     built_in = built_in_for(device.name) or Cluster.named("cpu" if device.name == "cpu" else "a100")
     note = f"not measured: as in the built-in cluster {built_in.name}"
@@ -232,15 +280,20 @@ def cluster_of(device: Device, samples: dict[str, list[Sample]], mesh: Mesh | No
     within = [sample for name, each in samples.items() if routes[name].num_nodes == 1 for sample in each]
     between = [name for name in samples if routes[name].num_nodes > 1]
     is_nccl = device.name != "cpu"
-    along = tuple((name, fit_link(each, f"{_MEASURED} along {name}", is_nccl)) for name, each in samples.items())
+    along = tuple(
+        (name, replace(fit_link(each, f"{_MEASURED} along {name}", is_nccl), busy=busy.get(name, 0.0))) for name, each in samples.items()
+    )
     inner = fit_link(within, f"{_MEASURED} within a node", is_nccl) if within else bare.inner
+    inner = replace(inner, busy=max((busy[name] for name in busy if name not in between), default=inner.busy))
     outer = bare.outer
     if between:
         fitted = fit_link([sample for name in between for sample in samples[name]], f"{_MEASURED} between nodes", is_nccl)
         # Of a group with several ranks on a node each has an adapter of its own.
         share = min(routes[name].ranks_on_node for name in between)
         small = fitted.small and replace(fitted.small, bytes_per_second=fitted.small.bytes_per_second / share)
-        outer = replace(fitted, bytes_per_second=fitted.bytes_per_second / share, small=small)
+        outer = replace(
+            fitted, bytes_per_second=fitted.bytes_per_second / share, small=small, busy=max(busy.get(name, 0.0) for name in between)
+        )
     return replace(bare, inner=inner, outer=outer, links=along if mesh is not None else ())
 
 

@@ -202,6 +202,7 @@ def _link(content: dict[str, Any]) -> Link:
         protocols["in_switch"],
         content.get("wiring", "switch"),
         tuple(content.get("factors", {}).items()),
+        content.get("busy", 0.0),
     )
 
 
@@ -211,6 +212,7 @@ def _slowest(links: list[Link]) -> Link:
         slowest,
         latency_seconds=max(link.latency_seconds for link in links),
         call_seconds=max(link.call_seconds for link in links),
+        busy=max(link.busy for link in links),
     )
 
 

@@ -25,11 +25,12 @@ class ClusterError(AutoparError):
 
 @dataclass(frozen=True)
 class Number:
-    """A number of `unit`; of none where that is empty."""
+    """A number of `unit`; of none where that is empty. A share is at most 1."""
 
     unit: str
     required: bool = True
     may_be_zero: bool = False
+    is_share: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ _LINK = _PROTOCOL | {
     "in_switch": Section(_PROTOCOL, required=False),
     "wiring": Text(required=False, choices=WIRINGS),
     "factors": Table(Number(""), COMMUNICATION_KINDS, required=False),
+    "busy": Number("", required=False, may_be_zero=True, is_share=True),
     "source": Text(required=False),
 }
 _DEVICE = {
@@ -206,6 +208,8 @@ class _Reader:
             return self.blame(node, path, str(error))
         if value < 0 or (value == 0 and not wanted.may_be_zero):
             return self.blame(node, path, f"must be {'at least' if wanted.may_be_zero else 'more than'} 0, got {node.value!r}")
+        if wanted.is_share and value > 1:
+            return self.blame(node, path, f"is a share and at most 1, got {node.value!r}")
         return value
 
     def _count(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> int | None:

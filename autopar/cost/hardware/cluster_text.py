@@ -47,6 +47,8 @@ def _link_lines(name: str, link: Link, indent: str) -> list[str]:
         fields["wiring"] = link.wiring
     if link.factors:
         fields["factors"] = f"{{{', '.join(f'{transfer}: {factor!r}' for transfer, factor in link.factors)}}}"
+    if link.busy:
+        fields["busy"] = repr(link.busy)
     if link.source:
         fields["source"] = _quoted(link.source)
     return [f"{indent}{_quoted(name)}:", *(f"{indent}  {key}: {value}" for key, value in fields.items())]
@@ -71,7 +73,7 @@ def table_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer:
     size = format_quantity(device.memory_bytes, BYTES, _DIGITS)
     speed = format_quantity(device.memory_bandwidth, BYTES_PER_SECOND, _DIGITS)
     links = [("within a node", inner), ("between nodes", outer), *((f"along {axis}", link) for axis, link in axes)]
-    rows = [("link", "per step", "bandwidth", "per call", "small messages", "in the switch", "wiring", "slower by")]
+    rows = [("link", "per step", "bandwidth", "per call", "small messages", "in the switch", "wiring", "slower by", "slows compute")]
     rows += [(place, *_cells(link)) for place, link in links]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -92,6 +94,7 @@ def _cells(link: Link) -> tuple[str, ...]:
         *(_protocol_cell(protocol) for protocol in (link.small, link.in_switch)),
         link.wiring,
         ", ".join(f"{transfer} {factor:.2g}" for transfer, factor in link.factors) or "-",
+        f"{link.busy:.2g}" if link.busy else "-",
     )
 
 

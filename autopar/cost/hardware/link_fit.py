@@ -120,7 +120,7 @@ def _solve(small: Sequence[Sample], bulk: Sequence[Sample], source: str) -> Link
     rows = [(1, sample.steps, sample.sent, 0, 0) for sample in bulk] + [(1, 0, 0, sample.steps, sample.sent) for sample in small]
     seconds = np.array([sample.seconds for sample in (*bulk, *small)])
     matrix = np.array(rows, dtype=float)[:, : 5 if small else 3]
-    solution = _least_ratios(matrix, seconds, needed=(2, 4) if small else (2,))
+    solution = least_ratios(matrix, seconds, needed=(2, 4) if small else (2,))
     if solution is None:
         largest = max(bulk, key=lambda sample: sample.sent)
         return None if small else Link(0.0, largest.sent / largest.seconds, source)
@@ -133,7 +133,7 @@ def _solve(small: Sequence[Sample], bulk: Sequence[Sample], source: str) -> Link
     return Link(latency, 1 / inverse, source, call, protocol)
 
 
-def _least_ratios(matrix: np.ndarray, seconds: np.ndarray, needed: tuple[int, ...]) -> np.ndarray | None:
+def least_ratios(matrix: np.ndarray, seconds: np.ndarray, needed: tuple[int, ...]) -> np.ndarray | None:
     """Twice too long counts as much as half as long: errors are divided by the mean of what is measured and what is said."""
     weights, solution = 1 / seconds, None
     for _ in range(_ROUNDS):
@@ -167,5 +167,5 @@ def _fit_switch(samples: Sequence[Sample], ring: Link) -> Protocol | None:
     usable = [sample for sample in samples if sample.error(ring) > 0 and sample.seconds > ring.call_seconds]
     seconds = np.array([sample.seconds for sample in usable])
     matrix = np.array([(2, sample.num_input_bytes) for sample in usable], dtype=float)
-    solution = _least_ratios(matrix, seconds - ring.call_seconds, needed=(1,)) if usable else None
+    solution = least_ratios(matrix, seconds - ring.call_seconds, needed=(1,)) if usable else None
     return None if solution is None else Protocol(float(solution[0]), 1 / float(solution[1]))

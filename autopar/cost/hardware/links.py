@@ -42,6 +42,8 @@ class Link:
     wiring        `switch`: a rank's whole bandwidth reaches any peer. `mesh`: every pair has a wire of
                   `bytes_per_second`, so a rank's bandwidth grows with the group. `torus`: each mesh axis has a ring of wires.
     factors       how many times as long as here the library's own way takes, for single collectives
+    busy          the share of a collective's time that it takes from what the rank computes meanwhile: 0 where another engine moves the
+                  bytes, towards 1 where the same core does
     """
 
     latency_seconds: float
@@ -52,6 +54,7 @@ class Link:
     in_switch: Protocol | None = None
     wiring: Wiring = "switch"
     factors: tuple[tuple[CommunicationKind, float], ...] = ()
+    busy: float = 0.0
 
     @property
     def bulk(self) -> Protocol:

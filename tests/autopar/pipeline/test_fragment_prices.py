@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch import nn
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.ir.instructions import Launch, Run, Send, Wait
-from autopar.pipeline.fragment_prices import fragment_seconds
+from autopar.pipeline.fragment_prices import fragment_seconds, on_paper
 from autopar.pipeline.report import StepOnPaper
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import simulate
@@ -51,6 +53,17 @@ def test_a_step_takes_its_fragments_and_what_of_its_collectives_is_exposed() -> 
     ]
     assert slow.step_seconds == pytest.approx(compute + sum(waited)) and sum(waited) > 0.9
     assert priced(1.0) <= compute + sum(map(seconds, launches))
+
+
+def test_communication_that_the_same_core_does_slows_a_step_down() -> None:
+    found = parallel({"dp": 2}).compiled
+    cluster = Cluster.named("8xh100")
+
+    def of(busy: float) -> float:
+        slow = replace(cluster, inner=replace(cluster.inner, latency_seconds=1e-3, busy=busy))
+        return on_paper(found.schedule, CostModel(slow, found.local.mesh)).step_seconds
+
+    assert of(0.0) < of(0.5) < of(0.9)
 
 
 def test_fragments_split_over_ranks_take_less() -> None:

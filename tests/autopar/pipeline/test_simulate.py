@@ -125,7 +125,7 @@ def test_a_schedule_that_never_ends_is_refused() -> None:
 TAKES = {"f": 1.0, "g": 1.0, "h": 1.0, "all_reduce": 2.5, "t": 4.0}
 
 
-def written(*texts: str, axes: tuple[tuple[str, int], ...] = (("dp", 2),)) -> Simulation:
+def written(*texts: str, axes: tuple[tuple[str, int], ...] = (("dp", 2),), busy: float = 0.0) -> Simulation:
     names = dict.fromkeys("xyabcdrst", ((2,), torch.float32))
     schedules = [retyped(schedule_of(text, "x"), names) for text in texts]
     fragments = {name: fragment(name, lambda x: (x + 1,)) for name in "fgh"}
@@ -138,7 +138,7 @@ def written(*texts: str, axes: tuple[tuple[str, int], ...] = (("dp", 2),)) -> Si
     def seconds(each: Run | Send | Launch) -> float:
         return TAKES[each.fragment if isinstance(each, Run) else each.transfer if isinstance(each, Send) else each.collective]
 
-    return simulate(program, seconds)
+    return simulate(program, seconds, busy_of=lambda axes: busy)
 
 
 def test_a_collective_is_hidden_by_what_runs_until_its_wait() -> None:
@@ -148,6 +148,16 @@ def test_a_collective_is_hidden_by_what_runs_until_its_wait() -> None:
     assert hidden.step_seconds == 4.5 and hidden.instruction_seconds == ((1.0, 1.0, 2.0, 3.0, 3.5, 4.5),), "half a second is exposed"
     assert hidden.busy_seconds == (4.0,) and [event.stream for event in hidden.events] == ["compute", "dp", *["compute"] * 3]
     assert [event.name for event in hidden.critical_path] == ["f", "r", "h"]
+
+
+def test_what_computes_beside_a_collective_is_left_the_rest_of_the_device() -> None:
+    text = "RUN f (x) -> (a)\nLAUNCH all_reduce sum dp (a) -> r\nRUN g (a) -> (c)\nRUN g (c) -> (d)\nWAIT r\nRUN h (r) -> (b)"
+    assert written(text, busy=0.5).instruction_seconds == ((1.0, 1.0, 3.0, 4.25, 4.25, 5.25),), "half as fast until 3.5"
+    both = "LAUNCH all_reduce sum dp (x) -> a\nLAUNCH all_reduce sum tp (x) -> b\nRUN g (x) -> (c)\nWAIT a\nWAIT b"
+    found = written(both, axes=(("dp", 2), ("tp", 2)), busy=0.8)
+    assert found.instruction_seconds == ((0.0, 0.0, pytest.approx(3.25), pytest.approx(3.25), pytest.approx(3.25)),), (
+        "a tenth is left at least"
+    )
 
 
 def test_collectives_over_the_same_axes_follow_each_other_and_others_do_not_wait() -> None:

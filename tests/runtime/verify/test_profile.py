@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar.errors import AutoparError
+from autopar.ir.mesh import Mesh
+from autopar.pipeline.exposure import Interval
 from autopar.runtime.verify.profile import Profile
+from tests.support.schedules import schedule_of, whole
 
 
 class Net(torch.nn.Module):
@@ -67,6 +71,22 @@ def test_less_than_one_step_is_refused() -> None:
     parallel = autopar.compile(Net(), autopar.virtual_mesh(dp=1), backend="eager")
     with pytest.raises(AutoparError, match=r"profile\(steps=0\): at least one step is measured"):
         parallel.profile(BATCH, steps=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "ends", "took"),
+    [
+        ("LAUNCH all_reduce sum dp (x) -> a\nWAIT a", (1.0, 5.0), 5.0),
+        ("LAUNCH all_reduce sum dp (x) -> a\nRUN f (x) -> (y)\nWAIT a", (1.0, 20.0, 21.0), None),
+        ("LAUNCH all_reduce sum dp (x) -> a\nLAUNCH all_reduce sum dp (x) -> b\nWAIT a\nWAIT b", (1.0, 2.0, 5.0, 9.0), 5.0 + 4.0),
+    ],
+)
+def test_a_collective_counts_from_its_launch_or_the_end_of_the_one_before(text: str, ends: tuple[float, ...], took: float | None) -> None:
+    """One that was over before its wait began is of unknown length and left out."""
+    program = whole(Mesh((("dp", 1),)), schedule_of(text, "x", f=lambda x: x + 1))
+    row = tuple(Interval(number, begin, end) for number, (begin, end) in enumerate(pairwise((0.0, *ends))))
+    found = Profile(program, ({0: row},), is_virtual=False, seconds=lambda each: 1.0).classes
+    assert found.get("all_reduce dp", (None,))[0] == took
 
 
 def profiles_a_pipeline() -> tuple[str, float, float, dict[str, tuple[float, float]]]:

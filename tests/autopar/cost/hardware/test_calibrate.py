@@ -96,6 +96,7 @@ def test_ranks_measure_their_links_and_agree(gloo_ranks: Any, tmp_path: Path) ->
     ]
     assert cluster.inner.source == "measured by autopar.cost.hardware.calibrate within a node"
     assert cluster.outer.source.startswith("not measured")
+    assert all(0 <= link.busy <= 1 for _, link in cluster.links) and cluster.inner.busy == max(link.busy for _, link in cluster.links)
     prices = CostModel(cluster, virtual_mesh(dp=2, tp=2))
     for axes in (("dp",), ("tp",), ("dp", "tp")):
         few, many = (prices.collective("all_reduce", axes, size, size).seconds for size in (1 << 10, 1 << 28))

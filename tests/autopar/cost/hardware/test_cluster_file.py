@@ -18,7 +18,7 @@ ranks_per_node: 8
 inner: {latency: 2.7 us, bandwidth: 361 GB/s, small: {latency: 1 us, bandwidth: {value: 100 GB/s, source: guessed}}}
 outer: {latency: 0, bandwidth: 400 Gb/s, source: the invoice, call: 30 us}
 axes:
-  tp: {latency: 1 us, bandwidth: 1 GB/s, wiring: mesh, factors: {all_to_all: 1.5}}
+  tp: {latency: 1 us, bandwidth: 1 GB/s, wiring: mesh, factors: {all_to_all: 1.5}, busy: 0.7}
 """
 
 
@@ -29,7 +29,7 @@ def test_numbers_come_in_si_units_and_sources_with_the_number_that_they_are_of()
     assert content["inner"]["small"] == {"latency": 1e-6, "bandwidth": 1e11}
     assert content["inner"]["source"] == "small.bandwidth: guessed"
     assert content["outer"] == {"latency": 0.0, "bandwidth": 5e10, "source": "the invoice", "call": 3e-5}
-    assert content["axes"]["tp"]["factors"] == {"all_to_all": 1.5}
+    assert content["axes"]["tp"]["factors"] == {"all_to_all": 1.5} and content["axes"]["tp"]["busy"] == 0.7
 
 
 def test_every_mistake_is_reported_at_once_with_its_place() -> None:
@@ -79,6 +79,7 @@ outer: 10 GB/s
         (GOOD.replace("{value: 3.35 TB/s, source: measured}", "{source: measured}"), "device.memory_bandwidth.value is missing"),
         (GOOD.replace("  tp: {", "  [tp]: {"), "a key must be a plain name"),
         (GOOD.replace("all_to_all: 1.5", "all2all: 1.5"), "axes.tp.factors.all2all is not known here; did you mean 'all_to_all'?"),
+        (GOOD.replace("busy: 0.7", "busy: 70"), "axes.tp.busy is a share and at most 1, got '70'"),
     ],
 )
 def test_single_mistakes(text: str, problem: str) -> None:

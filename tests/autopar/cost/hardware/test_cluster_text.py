@@ -13,7 +13,7 @@ CLUSTER = Cluster(
     Link(3.4e-6, 365.2e9, call_seconds=26e-6, small=Protocol(6e-7, 260e9), in_switch=Protocol(25e-6, 270e9)),
     Link(14e-6, 47.7e9, factors=(("all_to_all", 1.5),)),
     8,
-    (("tp", Link(1e-6, 1e9, wiring="mesh")),),
+    (("tp", Link(1e-6, 1e9, wiring="mesh", busy=0.7)),),
 )
 
 
@@ -23,10 +23,10 @@ def test_a_cluster_prints_as_a_table_with_units() -> None:
         "  matmul  bfloat16 795 TFLOP/s, float32 67 TFLOP/s",
         "  memory  80 GB at 3.35 TB/s",
         "  launch  4 us",
-        "  link           per step  bandwidth  per call  small messages    in the switch    wiring  slower by",
-        "  within a node  3.4 us    365 GB/s   26 us     600 ns, 260 GB/s  25 us, 270 GB/s  switch  -",
-        "  between nodes  14 us     47.7 GB/s  0 s       -                 -                switch  all_to_all 1.5",
-        "  along tp       1 us      1 GB/s     0 s       -                 -                mesh    -",
+        "  link           per step  bandwidth  per call  small messages    in the switch    wiring  slower by       slows compute",
+        "  within a node  3.4 us    365 GB/s   26 us     600 ns, 260 GB/s  25 us, 270 GB/s  switch  -               -",
+        "  between nodes  14 us     47.7 GB/s  0 s       -                 -                switch  all_to_all 1.5  -",
+        "  along tp       1 us      1 GB/s     0 s       -                 -                mesh    -               0.7",
     ]
 
 
