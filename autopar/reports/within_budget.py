@@ -163,8 +163,8 @@ class _Attempts:
                 compiled, memory = self._fitted(options)
             except PlanError:  # pins have it otherwise
                 continue
-            is_fitted = options.fit is not None and options.recompute == "auto"  # and so depends on the budget
-            if (memory if is_fitted else self._surely(memory)).fits:
+            # What is chosen to be computed again depends on the budget.
+            if (memory if compiled.recomputes_within else self._surely(memory)).fits:
                 logger.info("no search met memory_budget; zero= and recompute= by name do: %s, %s", options.freedom.zero, options.recompute)
                 return compiled
             if any(each.kinds.get("parameters", 0.0) + each.kinds.get("optimizer", 0.0) > memory.capacity_bytes for each in memory.places):
