@@ -246,10 +246,10 @@ def _inside_backward(
     classes: Tensor,
     log_sum_exp: Tensor,
 ) -> int:
-    """The index and where it is none, what arrives there, rows that are dead; a block in another dtype."""
+    """The index, what arrives there, rows that are dead; in another dtype a block, and the one before it until it is made."""
     exact, columns = accumulation_dtype(logits), logits.shape[-1]
     block = next((each.stop for each in _blocks(labels.numel(), columns)), 0)
-    block = 0 if logits.dtype == exact else min(block, labels.numel()) * columns * exact.itemsize
+    block = 0 if logits.dtype == exact else min(2 * block, labels.numel()) * columns * exact.itemsize
     picked = 0 if grad_picked is None else labels.numel() * exact.itemsize
     return labels.nbytes + picked + (0 if grad_log_sum_exp is None else labels.numel()) + block
 

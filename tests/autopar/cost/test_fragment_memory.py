@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor
 
 from autopar.cost.fragment_memory import FragmentMemory, fragment_memory
+from autopar.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autopar.kernels.softmax import softmax
+from autopar.runtime._torch import AllocatorLog
 from autopar.runtime.execute.eager_function import simplified
 from tests.support.graphs import traced
 
@@ -53,6 +56,27 @@ def test_what_an_op_of_ours_makes_for_itself_is_counted() -> None:
     """Softmax of ours is plain ops on a CPU: scores, what is raised, and the result are there together."""
     found = memory_of(lambda x: softmax(x, None, scale=1.0, dtype=torch.float32), torch.randn(4, 8))
     assert 3 * SIZE <= found.peak_bytes < 3.5 * SIZE and found.result_bytes == SIZE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_of_one_that_looks_at_values_it_is_what_the_allocator_says(dtype: torch.dtype, is_backward: bool) -> None:
+    """Cross entropy goes block by block, and counts the classes that are no padding; here are two blocks."""
+    logits, labels, classes = torch.randn(2048, 96, dtype=dtype), torch.randint(96, (2048,)), torch.arange(96)
+    rows = torch.rand(2048), torch.rand(2048), torch.rand(2048)
+
+    def forward(*given: Tensor) -> tuple[Tensor, ...]:
+        return cross_entropy(*given[:3])
+
+    def backward(*given: Tensor) -> tuple[Tensor, ...]:
+        return (cross_entropy_backward(given[3], given[4], None, *given[:3], given[5]),)
+
+    function, inputs = (backward, (logits, labels, classes, *rows)) if is_backward else (forward, (logits, labels, classes))
+    predicted = memory_of(function, *inputs).peak_bytes
+    with AllocatorLog() as log, log.mark("all"):
+        function(*inputs)
+    sizes = accumulate(size for _, size in log.events)
+    assert predicted == pytest.approx(max(sizes), rel=0.03)
 
 
 def test_fragments_are_counted_in_the_form_in_which_they_run() -> None:
