@@ -25,16 +25,21 @@ def does_the_same(full: Trace, few: Trace, run: LayerRun) -> bool:
     if full.spec.structure != few.spec.structure or full.spec.leaves != few.spec.leaves or full.spec.assigned != few.spec.assigned:
         return False
     whole, part = _Reader(run, run.number - 1).read(full.lines), _Reader(run, SHOWN - 1).read(few.lines)
-    same = whole.around == part.around and sorted(whole.layers) == list(range(run.number)) and sorted(part.layers) == list(range(SHOWN))
+    same = whole.order == list(range(run.number)) and part.order == list(range(SHOWN))
+    same = same and sorted(whole.layers) == whole.order and sorted(part.layers) == part.order and whole.around == part.around
     same = same and all(whole.layers[layer] == part.layers[layer] for layer in range(SHOWN))
     return same and all(whole.layers[layer] == part.layers[2] for layer in range(2, run.number))
 
 
 @dataclass
 class _Lines:
-    """`layers` has the lines of each, `around` all others."""
+    """`layers` has the lines of each, `around` all others, and whether they stand before, between or behind layers.
 
-    around: list[str] = field(default_factory=list)
+    `order` is that in which layers run, one behind another. What is written in place does not tell of it: memory is named, not its state.
+    """
+
+    around: list[tuple[int, str]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     layers: dict[int, list[str]] = field(default_factory=dict)
 
 
@@ -57,13 +62,19 @@ class _Reader:
             text = line if layer is None else line.replace(path, self.run.renamed(path, "*"), 1)
             own = inside if inside is not None or word == "leave" else layer
             self._add(text, own)
+            if layer is not None and word == "enter" and path == f"{self.run.path}.{layer}" and self.found.order[-1:] != [layer]:
+                self.found.order.append(layer)
             if layer is not None and path == f"{self.run.path}.{layer}":
                 inside = layer if word == "enter" else None
         return self.found
 
     def _add(self, line: str, layer: int | None) -> None:
-        to = self.found.around if layer is None else self.found.layers.setdefault(layer, [])
-        to.append(_COUNT.sub(r" \1", _MEMORY.sub(lambda memory: self._home(memory[1], layer), line)))
+        text = _COUNT.sub(r" \1", _MEMORY.sub(lambda memory: self._home(memory[1], layer), line))
+        if layer is None:
+            order = self.found.order
+            self.found.around.append((0 if not order else 2 if order[-1] == self.last else 1, text))
+        else:
+            self.found.layers.setdefault(layer, []).append(text)
 
     def _home(self, number: str, reader: int | None) -> str:
         if number not in self.homes:

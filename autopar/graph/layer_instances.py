@@ -40,6 +40,7 @@ def with_few_layers(program: Program, run: LayerRun) -> Program:
     """The FORWARD `program`, of all layers, with the first `SHOWN` of them. Raises `NotRepeatedError` where layers are not alike."""
     layers = Layers(program, run, run.number)
     layers.ways(FORWARD, range(1, run.number), range(1, run.number))
+    _refuse_unequal_tensors(program, run)
     ends = {place.at(_LAST): node for node, place in layers.places.items() if place.layer == run.number - 1}
     shown = {place: node for node, place in layers.places.items() if place.layer == _LAST}
     stands_for = {ends[place]: node for place, node in shown.items()}
@@ -48,12 +49,24 @@ def with_few_layers(program: Program, run: LayerRun) -> Program:
         place = layers.places.get(node)
         if place is not None and place.layer >= SHOWN:
             continue
-        for each in operands(node) if place is None else ():
+        for each in operands(node) if place is None or place.layer == 0 else ():
             if each in layers.places and 0 < layers.places[each].layer < run.number - 1:
                 raise NotRepeatedError(f"{node} reads {each}, of a layer")
         _copy(graph, node, node.name, lambda each: mapping[stands_for.get(each, each)], mapping)
     inputs = tuple(item for item, node in program.named_inputs() if node in mapping)
     return replace(program, graph=graph, signature=replace(program.signature, inputs=inputs))
+
+
+def _refuse_unequal_tensors(program: Program, run: LayerRun) -> None:
+    """Results may be alike where tensors are not: one may be frozen, or longer where a mean is taken of it. The first two are shown."""
+    found: dict[int, list[Input]] = {layer: [] for layer in range(2, run.number)}
+    for item, _ in program.named_inputs():
+        layer = run.layer_of(item.name) if item.kind in ("parameter", "buffer") else None
+        if layer in found:
+            found[layer].append(replace(item, name=run.renamed(item.name, "*")))
+    for layer, items in found.items():
+        if items != found[2]:
+            raise NotRepeatedError(f"the tensors of layer {layer} are not those of layer 2: another shape or dtype, or one is frozen")
 
 
 def _copy(graph: Graph, node: Node, name: str, operand: Callable[[Node], Node], mapping: dict[Node, Node]) -> Node:
@@ -116,12 +129,19 @@ class _Instances:
         """What stands around the layers reads the first and the last alone; so does what is not compared."""
         for node in self.program.graph.nodes:
             place = self.places.get(node)
-            if node.op != "call_function" or (place is not None and place.layer in _ALIKE.get(place.kind, ())):
+            if node.op != "call_function" or (allowed := self._allowed(place)) is None:
                 continue
             read = [self.places[each].layer for each in operands(node) if each in self.places]
-            allowed = {None: (0, _LAST), 0: (0, 1), _LAST: (0, _LAST - 1, _LAST)}[None if place is None else place.layer]
             if any(layer not in allowed for layer in read):
                 raise NotRepeatedError(f"{node} reads of layers {read}")
+
+    def _allowed(self, place: Place | None) -> tuple[int, ...] | None:
+        """Which layers a call that stands there may read; None where that is compared with another layer."""
+        if place is None:
+            return 0, _LAST
+        if place.kind == FORWARD:
+            return tuple(range(place.layer + 1)) if place.layer < 2 else None
+        return {0: (0, 1), _LAST: (0, _LAST - 1, _LAST)}.get(place.layer)
 
     def _layer(self, kind: str, layer: int, behind: Sequence[tuple[dict[str, int], int]]) -> None:
         template = _REPEATED[kind]
@@ -206,12 +226,14 @@ class _Instances:
     def _result(self, node: Node, layer: int | None) -> Node:
         """What is handed out in place of `node`, for a `layer` where that is its gradient."""
         place = self.places.get(node)
-        if place is None or place.layer == _LAST:
+        last = self.run.number - 1
+        if layer is None or (place is None and layer in (0, last)):
+            if place is not None and place.layer not in (0, _LAST):
+                raise NotRepeatedError(f"{node}, of a layer, is handed out")
             return self.mapping[node]
-        if layer is None and place.layer == 0:
-            return self.mapping[node]
-        if layer is None or place.kind != BACKWARD:
-            raise NotRepeatedError(f"{node}, of a layer, is handed out")
+        shown = layer if layer < _LAST else _LAST if layer == last else _LAST - 1
+        if place is None or place.kind != BACKWARD or place.layer != shown:
+            raise NotRepeatedError(f"{node}, handed out for layer {layer}, is not of its backward")
         return self.made_at[place.at(layer)]
 
 

@@ -124,6 +124,56 @@ def test_layers_that_are_not_alike_are_all_captured(around: Callable[..., Tensor
     assert_equal(found, capture(model, (), dict(batch), MESH, None, {0: 0}))
 
 
+class InPlace(Layer):
+    """Says by nothing but when it runs which value it reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2).add_(torch.tanh(self.linear(x.clone())))
+
+
+class InPlaceNet(nn.Module):
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(InPlace, range(LAYERS)))
+        self.variant = variant
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x.clone()
+        order = list(range(len(self.layers)))
+        if self.variant == "another order":
+            order[4:] = order[:3:-1]
+        for number in order:
+            self.layers[number](x)
+            if number == 3 and self.variant == "written behind the fourth":
+                x.mul_(3)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("variant", ["", "another order", "written behind the fourth"])
+def test_what_is_written_in_place_between_layers_and_in_which_order(variant: str, said: Callable[[], str]) -> None:
+    model, batch = InPlaceNet(variant), {"x": torch.zeros(2, 4)}
+    found = by_layers(model, batch)
+    assert ("do not all do the same" in said()) == bool(variant)
+    assert_equal(found, capture(model, (), dict(batch), MESH, None, {0: 0}))
+
+
+class Borrows(Layer):
+    """Where it has a lender, reads the weight of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * vars(self).get("lender", self).linear.bias
+
+
+@pytest.mark.parametrize(("reader", "lender"), [(0, 1), (0, 3), (1, 3)])
+def test_the_first_layers_read_no_later_ones(reader: int, lender: int, said: Callable[[], str]) -> None:
+    model, batch = Net(plain), {"x": torch.zeros(2, 4)}
+    model.layers = nn.ModuleList(map(Borrows, range(LAYERS)))
+    vars(model.layers[reader])["lender"] = model.layers[lender]
+    found = by_layers(model, batch)
+    assert said()
+    assert_equal(found, capture(model, (), dict(batch), MESH, None, {0: 0}))
+
+
 def test_a_frozen_layer_is_no_other_layer(said: Callable[[], str]) -> None:
     model, batch = Net(plain), {"x": torch.zeros(2, 4)}
     model.layers[5].requires_grad_(False)

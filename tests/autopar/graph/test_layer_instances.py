@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -124,6 +125,74 @@ def test_refusals(variant: str, reason: str) -> None:
     assert run is not None
     with pytest.raises(NotRepeatedError, match=reason):
         with_few_layers(program, run)
+
+
+def frozen(model: Net) -> None:
+    for layer in model.layers[:5]:
+        layer.requires_grad_(False)
+
+
+def longer(model: Net) -> None:
+    model.layers[6].scale = nn.Parameter(torch.randn(7))
+
+
+def lent(model: Net) -> None:
+    vars(model.layers[0])["lender"] = model.layers[6]
+
+
+class Scaled(nn.Linear):
+    """Reads what a parameter of some length adds up to, or that of another layer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.scale = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * vars(self).get("lender", self).scale.sum()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(frozen, "layer 5 are not those of layer 2"), (longer, "layer 6 are not"), (lent, "layer 6 are not|of a layer")],
+)
+def test_tensors_that_are_not_alike(change: Callable[[Net], None], reason: str) -> None:
+    model = Net()
+    model.layers = nn.ModuleList(Scaled() for _ in range(LAYERS))
+    change(model)
+    program = captured(model)
+    run = run_of(program)
+    assert run is not None
+    with pytest.raises(NotRepeatedError, match=reason):
+        with_few_layers(program, run)
+    found = trace_joint(program, training=True)
+    gradients = {item.name: item.shape for item in found.signature.outputs if item.kind == "gradient"}
+    trained = {item.name: item.shape for item in program.signature.inputs_of("parameter") if item.requires_grad}
+    assert gradients == trained
+
+
+class PassesOn(nn.Linear):
+    def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x * scale), self.bias
+
+
+class PassingNet(nn.Module):
+    """The gradient of a layer's bias comes from the backward of the layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(4))
+        self.layers = nn.ModuleList(PassesOn(4, 4) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        scale: Tensor = self.scale
+        for layer in self.layers:
+            x, scale = layer(x, scale)
+        return {"loss": (x * scale).square().mean()}
+
+
+def test_a_gradient_that_another_layer_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = captured(PassingNet())
+    assert_equal(trace_joint(program, training=True), traced_whole(program, monkeypatch))
 
 
 def test_few_layers_are_no_run() -> None:
