@@ -174,7 +174,7 @@ def _measure_device(device: torch.device, sizes: _Sizes, ranks_on_host: int) -> 
         name, memory = torch.cuda.get_device_name(device), float(torch.cuda.get_device_properties(device).total_memory)
     else:
         name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_on_host
-        rates = fit_rates(run_trials(torch.float32, device))
+        rates = fit_rates(run_trials(torch.float32, device, dist.get_rank() if _is_distributed() else 0))
         if rates is not None:
             flops = {dtype: rate * rates.flops / flops[torch.float32] for dtype, rate in flops.items()}
             bandwidth, launch = rates.memory_bandwidth, rates.launch_seconds

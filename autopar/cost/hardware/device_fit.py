@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ PRODUCTS = (
 )  # fmt: skip
 # Rows and columns of what pointwise ops and norms run over.
 ROWS = ((1, 8), (16, 8), (16, 128), (128, 128), (64, 768), (128, 512), (64, 3072), (256, 2048), (1024, 512), (1024, 2048))
-_ROUNDS = 15
+_ROUNDS = 24
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,22 @@ def fit_rates(trials: Sequence[Trial]) -> Rates | None:
     return None if found is None else Rates(1 / float(found[0]), 1 / float(found[1]), float(found[2]))
 
 
-def run_trials(dtype: torch.dtype, device: torch.device) -> list[Trial]:
+def run_trials(dtype: torch.dtype, device: torch.device, rank: int = 0) -> list[Trial]:
     """Every op of `PRODUCTS` and `ROWS` in turn, one call at a time, so that each finds in the caches what the others left there, as in a
-    program. The median of `_ROUNDS`."""
+    program; the mean of `_ROUNDS` but for the slowest. Each rank has another order in each round, so that an op meets those of other ranks
+    as often as it takes of their time."""
     ops = [*_products(dtype, device), *_pointwise(dtype, device)]
-    random.Random(0).shuffle(ops)
-    seconds: list[list[float]] = [[] for _ in ops]
-    for _ in range(_ROUNDS):
-        for row, op in zip(seconds, ops, strict=True):
+    seconds: dict[_Op, list[float]] = {op: [] for op in ops}
+    order = random.Random(rank)
+    for _ in range(_ROUNDS + 1):  # the first warms up
+        for op in order.sample(ops, len(ops)):
             start = time.perf_counter()
             op.run()
-            row.append(time.perf_counter() - start)
-    return [Trial(op.flops, op.num_bytes, median(row[1:])) for op, row in zip(ops, seconds, strict=True)]
+            seconds[op].append(time.perf_counter() - start)
+    return [Trial(op.flops, op.num_bytes, mean(sorted(row[1:])[: -_ROUNDS // 8])) for op, row in seconds.items()]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Op:
     flops: float
     num_bytes: float
