@@ -143,6 +143,11 @@ class CostModel:
         sent = bytes_sent(collective, route.num_ranks, num_input_bytes, num_output_bytes)
         return Cost(seconds + self.cluster.device.launch_seconds, sent)
 
+    def busy(self, axes: Sequence[str]) -> float:
+        """The share of a rank's device that collectives along `axes` take from what computes meanwhile."""
+        across = tuple(axis for axis in axes if axis != MICROBATCHES)
+        return self.cluster.link(self.mesh.ranks, across).busy if across else 0.0
+
     def send(self) -> tuple[float, float]:
         """Seconds of an empty send to the next stage of a pipeline, and seconds a byte."""
         if not self.mesh.parts("pp"):

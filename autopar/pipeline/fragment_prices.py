@@ -13,13 +13,7 @@ from autopar.pipeline.simulate import Seconds, Simulation, simulate
 
 def on_paper(program: ScheduleProgram, cost: CostModel, has_memory: bool = True) -> Simulation:
     """A step of `program` at the prices of `cost`, slowed down by communication as far as its links say."""
-
-    @cache
-    def busy_of(axes: tuple[str, ...]) -> float:
-        across = tuple(axis for axis in axes if axis != MICROBATCHES)
-        return cost.cluster.link(cost.mesh.ranks, across).busy if across else 0.0
-
-    return simulate(program, fragment_seconds(program, cost), has_memory=has_memory, busy_of=busy_of)
+    return simulate(program, fragment_seconds(program, cost), has_memory=has_memory, busy_of=cache(cost.busy))
 
 
 def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:

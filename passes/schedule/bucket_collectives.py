@@ -32,7 +32,8 @@ class BucketCollectives:
     idea: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020, section 3.2.
 
     In k buckets, all that is reduced over some axes takes k starts, and nothing hides the last of them, a k-th of the bytes: the best k
-    is decided. Where memory has no room for so large buckets they are halved.
+    is decided. What is hidden takes its share of the device from what computes (`Link.busy`), so that hiding saves the rest alone. Where
+    memory has no room for so large buckets they are halved.
 
     Reads: a `ScheduleProgram` with its results in their places. Writes: LAUNCHes of several buffers, their one WAIT.
     """
@@ -85,9 +86,11 @@ def _best(cost: CostModel, axes: tuple[str, ...], total: int) -> tuple[int, str]
     all_at_once = cost.collective("all_reduce", axes, total, total).seconds - start
     if start <= 0 or all_at_once <= 0:
         return USUAL_BUCKET_BYTES, "links cost nothing here: as large as DistributedDataParallel's"
-    seconds = {2**n: 2**n * start + all_at_once / 2**n for n in range(MOST_DOUBLINGS + 1)}
+    busy = cost.busy(axes)
+    seconds = {2**n: 2**n * start + (1 - busy) * all_at_once / 2**n for n in range(MOST_DOUBLINGS + 1)}
     best, second = sorted(seconds, key=seconds.__getitem__)[:2]
     why = f"starts of {best} buckets take {1e3 * best * start:.2f} ms, the last, which nothing hides, {1e3 * all_at_once / best:.2f} ms"
+    why += f", of which hiding it would save {1 - busy:.0%}" if busy else ""
     other = f"in {second} of {in_bytes(total / second)} it would be {1e3 * (seconds[second] - seconds[best]):.2f} ms more"
     return math.ceil(total / best), f"{why}; {other}"
 

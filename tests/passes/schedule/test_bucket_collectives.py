@@ -230,8 +230,19 @@ def test_a_size_is_the_best_of_the_cost_model_and_says_why() -> None:
     decision = BucketCollectives(Cluster.asked_for("cpu", DP2)).decide(unbucketed())
     total = 2 * LAYERS * BYTES // 2
     assert decision.bytes["dp"] >= total // 2, "the start of a collective takes longer than so few bytes"
-    assert re.fullmatch(r"starts of 1 buckets take .* ms, .* ms; in 2 of .* it would be .* ms more", decision.reasons["dp"])
+    assert re.fullmatch(
+        r"starts of 1 buckets take .* ms, .* ms, of which hiding it would save 30%; in 2 of .* it would be .* ms more",
+        decision.reasons["dp"],
+    )
     assert BucketCollectives(Cluster.ideal(), {"dp": 5}).decide(unbucketed()).bytes == {"dp": 5}
+
+
+def test_what_takes_the_device_while_it_is_hidden_goes_into_fewer_buckets() -> None:
+    cluster = Cluster.asked_for("cpu", DP2)
+    idle, busy = (replace(cluster, inner=replace(cluster.inner, bytes_per_second=1e5, busy=share)) for share in (0.0, 0.9))
+    sizes = [BucketCollectives(each).decide(unbucketed()).bytes["dp"] for each in (idle, busy)]
+    assert sizes[0] < sizes[1]
+    assert "hiding it would save 10%" in BucketCollectives(busy).decide(unbucketed()).reasons["dp"]
 
 
 def test_buckets_are_halved_where_memory_does_not_suffice() -> None:
