@@ -37,8 +37,10 @@ from autopar.reports.summary import flops
 _CLASSES = {
     "compute": ("products", "memory", "launches", "update"),
     "exposed_communication": ("tensor_parallel", "gradients", "collectives"),
-    "bubble": ("bubble",),
+    "bubble": ("bubble", "nodes"),
 }
+# What is there once a step: its stream, its name, and the part of the prediction.
+_ONCE = (("dp", "sum of gradients", "gradients"), ("compute", "update", "update"), ("dp", "slowest node", "nodes"))
 _SHOWN = 8
 
 
@@ -93,7 +95,7 @@ def _after(found: Simulation, seconds: Mapping[str, float]) -> list[Event]:
     events: list[Event] = []
     for rank in range(len(found.memory)):
         begin = max((event.end_seconds for event in found.events if event.rank == rank), default=0.0)
-        for stream, name, part in (("dp", "sum of gradients", "gradients"), ("compute", "update", "update")):
+        for stream, name, part in _ONCE:
             end = begin + seconds.get(part, 0.0)
             events += [Event(rank, stream, name, begin, end)] if end > begin else []
             begin = end

@@ -24,7 +24,7 @@ class Constants:
     memory_bandwidth   bytes a second that kernels read and write
     launch_seconds     what a kernel costs on top of its work
     peak_flops         the data sheet's FLOP/s in 16 bits, against which MFU is counted; nothing else reads it
-    inner, outer       seconds a step of a ring, and bytes a second of a rank and direction, within a node and between nodes
+    inner, outer       seconds a step of a ring within a node, and a level of a tree of nodes; bytes a second of a rank and direction
     """
 
     product_flops: float
@@ -74,14 +74,14 @@ CALIBRATED = {
         peak_flops=312e12,
     ),
     "h100": Constants(
-        product_flops=754e12,  # H
-        attention_flops=206e12,  # H
-        memory_bandwidth=3.28e12,  # H
+        product_flops=761e12,  # H
+        attention_flops=220e12,  # H
+        memory_bandwidth=2.84e12,  # H
         launch_seconds=4e-6,  # M
         inner_latency=5.5e-6,  # M
-        inner_bandwidth=450e9,  # H, within the data sheet's
-        outer_latency=446e-6,  # H
-        outer_bandwidth=31.8e9,  # H
+        inner_bandwidth=445e9,  # H, within the data sheet's
+        outer_latency=414e-6,  # H
+        outer_bandwidth=39.5e9,  # H
         peak_flops=989e12,
     ),
 }
@@ -95,7 +95,8 @@ class SoftwareProfile:
     host_seconds         what the CPU takes to launch one kernel, products and collectives included, and, in
                          `collective_host_seconds`, what a collective of tensor parallelism takes besides. An action lasts as
                          long as the slower of CPU and device
-    overlaps_gradients   whether sums of gradients over dp run beside the last backward
+    overlaps_gradients   whether sums of gradients over dp run beside the last backward: "always", "without zero", or "never"
+    doubling_seconds     what a step waits longer, once, for every doubling of the number of nodes
     partition            "layers": as many layers to each stage as to others; "ends": one fewer to the first and the last stage;
                          "cost": a stage is full when one block more would make the products so far exceed its share; "past cost": when
                          they do exceed it
@@ -111,7 +112,8 @@ class SoftwareProfile:
     pointwise: Literal["fused", "eager"] = "fused"
     host_seconds: float = 0.0
     collective_host_seconds: float = 0.0
-    overlaps_gradients: bool = False
+    overlaps_gradients: Literal["always", "without zero", "never"] = "never"
+    doubling_seconds: float = 0.0
     partition: Literal["layers", "ends", "cost", "past cost"] = "layers"
     gradient_bytes: float = 4.0
     reduced_bytes: float = 4.0
@@ -132,14 +134,17 @@ class SoftwareProfile:
 
 _MEGATRON = SoftwareProfile("megatron", reduced_bytes=2.0)
 PROFILES = {
-    "fused": SoftwareProfile("fused", overlaps_gradients=True, partition="cost"),
+    "fused": SoftwareProfile("fused", overlaps_gradients="always", partition="cost"),
     "eager": SoftwareProfile("eager", pointwise="eager"),
     "megatron": _MEGATRON,
     "zero-bubble": replace(_MEGATRON, name="zero-bubble", partition="ends"),
     "nanotron": SoftwareProfile(
         "nanotron",
-        host_seconds=47.6e-6,  # H
-        collective_host_seconds=179e-6,  # H
+        host_seconds=47.3e-6,  # H
+        collective_host_seconds=175e-6,  # H
+        # DistributedDataParallel's hooks reduce whole gradients during the last backward, ZeRO's reduce-scatters come behind it.
+        overlaps_gradients="without zero",
+        doubling_seconds=30.2e-3,  # H
         partition="past cost",
         keeps_gathered=False,
         bucket_bytes=2.0,  # gradients in 16 bits beside their float32 sums

@@ -43,7 +43,8 @@ class Prediction:
     """One step of a plan on a cluster.
 
     seconds   by part: products, memory (traffic of all other kernels, and their launch), tensor_parallel (collectives in a microbatch),
-              launches (what the CPU takes longer than the device), bubble, gradients (their sum over dp that nothing hides), update
+              launches (what the CPU takes longer than the device), bubble, gradients (their sum over dp that nothing hides), update,
+              nodes (what all wait for the slowest one)
     memory    by place along pp, bytes of a rank
     stages    seconds of a microbatch on each: with the schedule they are all that the clock of the pipeline knows
     flops     of the model's products in a step on all ranks, recomputation left out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,7 +72,10 @@ class Prices:
         return Seconds(products, traffic + kernels * constants.launch_seconds, collectives, host)
 
     def collective(self, kind: CommunicationKind, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> float:
-        """A ring over the ranks along `axes`, through as many adapters as a node has ranks of the group; a send goes to a neighbour."""
+        """A ring over the ranks along `axes`, through as many adapters as a node has ranks of the group; a send goes to a neighbour.
+
+        What starts it takes a step for each rank of a node and a level of a tree for each doubling of the nodes, as NCCL's trees.
+        """
         axes = tuple(axes)
         if axes not in self._routes:
             route = self.cluster.route(self.mesh, axes)
@@ -86,5 +90,10 @@ class Prices:
             return (self.constants.inner_latency if is_near else self.constants.outer_latency) + sent / (inner if is_near else outer)
         bandwidth = inner if num_nodes == 1 else outer if ranks_on_node == 1 else min(inner, outer * ranks_on_node)
         rounds = 2 if kind == "all_reduce" else 1
-        steps = (num_ranks - num_nodes) * self.constants.inner_latency + (num_nodes - 1) * self.constants.outer_latency
+        steps = (num_ranks - num_nodes) * self.constants.inner_latency + math.log2(num_nodes) * self.constants.outer_latency
         return rounds * steps + sent / bandwidth
+
+    def slowest_node_seconds(self) -> float:
+        """What a step waits for the slowest of all nodes."""
+        num_nodes = math.ceil(self.mesh.size / self.cluster.ranks_per_node)
+        return self.profile.doubling_seconds * math.log2(num_nodes)

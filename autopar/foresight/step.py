@@ -148,6 +148,11 @@ class Step:
         reduced = self.prices.collective("reduce_scatter", ("dp",), size, size / dp)
         return reduced + gathers * self.prices.collective("all_gather", ("dp",), updated / dp, updated)
 
+    @property
+    def overlaps_gradients(self) -> bool:
+        when = self.prices.profile.overlaps_gradients
+        return when == "always" or (when == "without zero" and self.plan.zero == 0)
+
     def update_seconds(self, rank: int) -> float:
         """Reads gradient and state, writes parameters and state."""
         return self.seconds_to_update(self.counts[rank])
@@ -219,7 +224,7 @@ class Step:
         pipeline_seconds = max(times.span_seconds) if plan.pp > 1 else times.step_seconds
         ranks = range(plan.pp)
         reduction = max(map(self.reduction_seconds, ranks))
-        if self.prices.profile.overlaps_gradients:
+        if self.overlaps_gradients:
             last = max(stage.seconds("B") for stage in self.pipeline.stages)
             reduction = max(0.0, reduction - last)
         update = max(map(self.update_seconds, ranks))
@@ -238,6 +243,7 @@ class Step:
             "bubble": pipeline_seconds - busy,
             "gradients": reduction,
             "update": update,
+            "nodes": self.prices.slowest_node_seconds(),
         }
         return Prediction(
             mesh=dict(self.prices.mesh.axes),
