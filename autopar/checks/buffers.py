@@ -80,7 +80,7 @@ class _Walk:
         self.found.append(Violation(what, where, expected, got, fix, instructions=here))
 
     def read(self, name: str, wherever: bool = False) -> None:
-        where = self._memory_of(name)
+        where = self.schedule.memory_of(name)
         if where != "device" and not wherever:
             self.say(f"buffer {name} lies in {where} memory", "what the device can read", where, "copy it to the device before")
         if name in self.sums:
@@ -198,9 +198,6 @@ class _Walk:
             self.arriving[name] = instruction.name
         for name in sources:
             self.lent[name].append(instruction.name)
-
-    def _memory_of(self, name: str) -> str:
-        return self.schedule.buffers[name].memory if name in self.schedule.buffers else "device"
 
     def send(self, instruction: Send) -> None:
         self._name_transfer(instruction)
