@@ -254,7 +254,9 @@ class _Walk:
         self.alive.add(target)
 
     def update(self, instruction: Update) -> None:
-        for name in (*instruction.parameters, *instruction.gradients):
+        for name in instruction.parameters:
+            self.read(name, wherever=True)
+        for name in instruction.gradients:
             self.read(name)
         for name in instruction.versions:
             self.write(name)
