@@ -60,9 +60,13 @@ def pauses_of(schedule: Schedule) -> list[int]:
 
 
 def read_spans(schedule: Schedule) -> dict[str, list[Span]]:
-    """By parameter when it is read; `schedule` has no UPDATEs."""
-    uses = uses_of(schedule.instructions)
-    return {name: sorted(uses[name]) for name in parameters_of(schedule) if uses[name]}
+    """By parameter when it is read; `schedule` has no UPDATEs. One that is a result itself is there from its first reader on, or from
+    PAUSE."""
+    uses, last = uses_of(schedule.instructions), len(schedule.instructions) - 1
+    found = {name: sorted(uses[name]) for name in parameters_of(schedule) if uses[name]}
+    for name in set(parameters_of(schedule)).intersection(schedule.outputs):
+        found[name] = [(min([*pauses_of(schedule), last, *(begin for begin, _ in found.get(name, ()))]), last)]
+    return found
 
 
 def joined(spans: Sequence[Span], is_short: Callable[[Span, Span], bool]) -> list[Span]:
@@ -114,6 +118,7 @@ def visited(schedule: Schedule, chosen: Iterable[Visit], memory: Memory) -> Sche
     groups: list[list[Instruction]] = [[each] for each in schedule.instructions]
     before: list[list[Instruction]] = [[] for _ in groups]
     waits: list[list[Instruction]] = [[] for _ in groups]
+    left = {name: copy for name, copy, _ in _named(chosen) if name in schedule.outputs}
     for name, copy, each in _named(chosen):
         before[each.copied].append(Copy("device", (name,), (copy,)))
         waits[each.needed].append(Wait(copy))
@@ -121,7 +126,8 @@ def visited(schedule: Schedule, chosen: Iterable[Visit], memory: Memory) -> Sche
             if name in touched(groups[number][-1]):
                 groups[number] = [reading(groups[number][-1], {name: copy})]
     written = [[*ahead, *ready, *group] for ahead, ready, group in zip(before, waits, groups, strict=True)]
-    return replace(schedule.regrouped(written), buffers={**schedule.buffers, **table_of(schedule, chosen, memory)})
+    outputs = tuple(left.get(name, name) for name in schedule.outputs)
+    return replace(schedule.regrouped(written), outputs=outputs, buffers={**schedule.buffers, **table_of(schedule, chosen, memory)})
 
 
 def table_of(schedule: Schedule, chosen: Iterable[Visit], memory: Memory) -> dict[str, Buffer]:

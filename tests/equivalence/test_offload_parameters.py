@@ -173,6 +173,30 @@ def test_checkpoints_go_from_the_device_to_the_host_and_on(tmp_path: Path) -> No
     assert all(torch.allclose(states[0][key], states[1][key], rtol=1e-9, atol=0) for key in states[0])
 
 
+class Open(nn.Module):
+    """Gives parameters away, one that it computes with and one that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.layer(x).square().mean(), "weight": self.layer.weight, "turned": self.layer.weight.t(), "other": self.other}
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}])
+def test_a_parameter_that_is_a_result_is_handed_out(axes: dict[str, int]) -> None:
+    model, x = Open(), torch.randn(4, 4)
+    parallel = compiled(Case(model, {"x": x}), autopar.virtual_mesh(**axes), HOST, outputs="all")
+    found = parallel(x=x)
+    found["loss"].backward()
+    with torch.no_grad():
+        for output in (found, parallel(x=x)):
+            assert torch.equal(output["weight"], model.layer.weight) and torch.equal(output["other"], model.other)
+            assert torch.equal(output["turned"], model.layer.weight.t())
+    assert parallel.verify(x=x)
+
+
 def on_a_process(folder: Path) -> tuple[bool, float, int, bool, bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     states, measured, inside = [], [], False
