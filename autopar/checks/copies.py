@@ -1,7 +1,6 @@
 """Invariants of what is copied to other memories and back: each buffer that comes back is proved to be the one that was put away.
 
 one source for each target, of one shape and dtype, from the device to elsewhere or from there to the device
-what lies elsewhere from the start is a parameter
 a target stands for what its source stands for: the same value of the same microbatch (`Buffer`), so that none is taken for another
 with its copies taken out, each name in place of what it is a copy of, a schedule is the one that it was before they were written
 
