@@ -146,8 +146,9 @@ def compile(
                     "selective" all of a layer but what contractions and attentions make
     offload         "activations": what the backward reads lies in the memory of the host meanwhile, as far as that lowers the peak, and
                     under a memory budget as little of it as that takes;
-                    "optimizer": its state lies there, and `train_step` updates there; or an `Offload`, which says what lies where, in
-                    files, too
+                    "optimizer": its state lies there, and `train_step` updates there;
+                    "parameters": they lie there, and are on the device while it reads them; so does the optimizer's state, and updates are
+                    made there; or an `Offload`, which says what lies where, in files, too
     weights         values for a model on meta: "init", by its own initialisers, the same on any mesh; a path of safetensors files, of
                     which each rank reads its part; "rank0", those of rank 0; see `Weights`
     pad_to          lengths that batches are padded to, and by what, so that many lengths share a few programs; see `PadTo`
@@ -185,7 +186,7 @@ def compile(
     budget, away = MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer), offload_of(offload, plan)
     refuse_no_host_update(away, recipe, step_options)
     budget = budget.gathering(gathered_by(recipe, step_options))
-    budget = budget.updating_on_host(away.optimizer) if away is not None and away.optimizer is not None else budget
+    budget = budget.with_away(away)
     options = Options(
         cluster=Cluster.asked_for(cluster, mesh),
         outputs=outputs,
@@ -336,7 +337,13 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
         local=local,
         separated=separated if has_estimates(local) else None,
         schedule=schedule,
-        plan=replace(_plan(history), kernels=kernels, buckets=buckets, offloaded=_offloaded(history, options)),
+        plan=replace(
+            _plan(history),
+            kernels=kernels,
+            buckets=buckets,
+            offloaded=_offloaded(history, options),
+            stored=options.offload and options.offload.parameters,
+        ),
         steps=history.graph_steps,
         schedule_steps=history.schedule_steps,
         search=decision,

@@ -54,6 +54,7 @@ from autopar.passes.schedule.free_buffers import FreeBuffers
 from autopar.passes.schedule.gather_ahead import GatherAhead
 from autopar.passes.schedule.hand_out import HandOut
 from autopar.passes.schedule.offload_activations import OffloadActivations
+from autopar.passes.schedule.offload_parameters import OffloadParameters
 from autopar.passes.schedule.order_actions import OrderActions
 from autopar.passes.schedule.overlap_communication import OverlapCommunication
 from autopar.passes.schedule.reduce_gradients import ReduceGradients
@@ -125,7 +126,8 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         GatherAhead(cluster, buckets, budget),  # after all collectives are written
         BucketCollectives(cluster, buckets, budget),  # after gathers, which take memory first
         OverlapCommunication(cluster, budget),  # the last that knows of no FREEs: what it moves takes memory for longer
-        # Needs the final order: what is away is there again in time.
+        OffloadParameters(options.offload, cluster, options.limit or budget),  # needs the final order: what is away is there in time
+        # Likewise, and what the device holds of parameters.
         OffloadActivations(options.offload, cluster, options.limit or budget, plan.offloaded.buffers if plan and plan.offloaded else None),
         FreeBuffers(),  # after all that uses buffers: what is added later is in use, too
         WriteUpdates(options.updates if options.versions is None else None),  # after the plain step is whole: `train_step` runs another

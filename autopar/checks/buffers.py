@@ -80,7 +80,7 @@ class _Walk:
         self.found.append(Violation(what, where, expected, got, fix, instructions=here))
 
     def read(self, name: str, wherever: bool = False) -> None:
-        where = self._memory_of(name)
+        where = self.schedule.memory_of(name)
         if where != "device" and not wherever:
             self.say(f"buffer {name} lies in {where} memory", "what the device can read", where, "copy it to the device before")
         if name in self.sums:
@@ -199,9 +199,6 @@ class _Walk:
         for name in sources:
             self.lent[name].append(instruction.name)
 
-    def _memory_of(self, name: str) -> str:
-        return self.schedule.buffers[name].memory if name in self.schedule.buffers else "device"
-
     def send(self, instruction: Send) -> None:
         self._name_transfer(instruction)
         for name in instruction.buffers:
@@ -257,7 +254,9 @@ class _Walk:
         self.alive.add(target)
 
     def update(self, instruction: Update) -> None:
-        for name in (*instruction.parameters, *instruction.gradients):
+        for name in instruction.parameters:
+            self.read(name, wherever=True)
+        for name in instruction.gradients:
             self.read(name)
         for name in instruction.versions:
             self.write(name)

@@ -53,21 +53,26 @@ def _stands_for(buffer: Buffer) -> str:
 
 
 def check_round_trips(before: Sequence[Schedule], after: Sequence[Schedule]) -> list[Violation]:
-    """Where schedules, of which none had copies `before`, do or read something else `after` these were written. By place along `pp`."""
+    """Where schedules do or read something else `after` copies were written than `before`, those of either left out; nothing where the
+    copies are the same. By place along `pp`."""
     found: list[Violation] = []
-    if any(isinstance(each, Copy) for one in before for each in one.instructions):
+    if all(_copies(one) == _copies(other) for one, other in zip(before, after, strict=True)):
         return found
     for number, (one, other) in enumerate(zip(before, after, strict=True)):
-        left = _without_copies(other)
-        pairs = zip(one.instructions, (each for _, each in left), strict=False)
-        at = next((at for at, (was, now) in enumerate(pairs) if was != now), min(len(one.instructions), len(left)))
-        if at < max(len(one.instructions), len(left)):
-            was = str(one.instructions[at]) if at < len(one.instructions) else "nothing more"
+        there, left = [each for _, each in _without_copies(one)], _without_copies(other)
+        pairs = zip(there, (each for _, each in left), strict=False)
+        at = next((at for at, (was, now) in enumerate(pairs) if was != now), min(len(there), len(left)))
+        if at < max(len(there), len(left)):
+            was = str(there[at]) if at < len(there) else "nothing more"
             position, now = left[at] if at < len(left) else (len(other.instructions) - 1, None)
             got = "nothing more" if now is None else str(now)
             where = f"pp = {number}, instruction {position}: {other.instructions[position]}"
             found.append(Violation("with its copies taken out, the schedule is not what it was", where, was, got, "write copies alone"))
     return found
+
+
+def _copies(schedule: Schedule) -> list[Copy]:
+    return [each for each in schedule.instructions if isinstance(each, Copy)]
 
 
 def _without_copies(schedule: Schedule) -> list[tuple[int, Instruction]]:

@@ -11,6 +11,7 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.ir.instructions import Memory
+from autopar.ir.offload import Offload
 from autopar.ir.program import Input
 from autopar.ir.units import BYTES, parse_quantity
 
@@ -33,6 +34,8 @@ class OptimizerKind:
     gradient_dtype: torch.dtype | None = None
     # Where state lies, if not on the device: parameters are updated on the host then.
     away: Memory | None = None
+    # Where parameters lie, if not on the device, which has copies of few of them at a time.
+    parameters: Memory | None = None
     # The split parameters that an update on processes gathers, and whose state it keeps whole: those that no DTensor describes, or all.
     gathers: Literal["none", "irregular", "split"] = "none"
 
@@ -89,8 +92,9 @@ class OptimizerKind:
         return local_bytes * dtype.itemsize / item.dtype.itemsize
 
     def held_bytes(self, item: Input, local_bytes: float) -> float:
-        """Bytes of an input with all that belongs to it: a trainable parameter has a gradient and optimizer state."""
-        return local_bytes + self.gradient_bytes(item, local_bytes) + self.state_bytes(item, local_bytes)
+        """Bytes of an input with all that belongs to it, on the device: a trainable parameter has a gradient and optimizer state."""
+        own_bytes = local_bytes if item.kind != "parameter" or self.parameters is None else 0.0
+        return own_bytes + self.gradient_bytes(item, local_bytes) + self.state_bytes(item, local_bytes)
 
 
 def _tried(optimizer: torch.optim.Optimizer, name: str) -> OptimizerKind:
@@ -145,9 +149,11 @@ class MemoryBudget:
         """Where gradients wait for their update in this dtype."""
         return replace(self, optimizer=replace(self.optimizer, gradient_dtype=gradients))
 
-    def updating_on_host(self, where: Memory) -> MemoryBudget:
-        """Where the state of the optimizer lies elsewhere than on the device, and the host updates."""
-        return replace(self, optimizer=replace(self.optimizer, away=where))
+    def with_away(self, offload: Offload | None) -> MemoryBudget:
+        """Where the state of the optimizer, or parameters, lie elsewhere than on the device, and the host updates."""
+        if offload is None:
+            return self
+        return replace(self, optimizer=replace(self.optimizer, away=offload.state, parameters=offload.parameters))
 
     def gathering(self, which: Literal["none", "irregular", "split"]) -> MemoryBudget:
         """Where updates on processes see these parameters whole."""

@@ -11,7 +11,8 @@ way is counted where arrivals are those of processes, which keep the memory of e
 Over gloo tensors of all ranks are there twice, where `Sizes` says so: what gathers arrive in it copies for itself, and what reduce-scatters
 add up arrives beside what is sent. So much more goes at the WAIT.
 
-What an optimizer holds is not counted. What a COPY parks, in host memory or in files, is counted apart: it takes none of the device.
+What an optimizer holds is not counted. What lies in host memory or in files, because a COPY parks it or from the start, is counted
+apart: it takes none of the device.
 """
 
 from __future__ import annotations
@@ -163,7 +164,11 @@ class _Walk:
         self.most_parked |= {where: size for where, size in self.sizes.parked_bytes.items() if size}
         self.kinds |= {"optimizer": self.sizes.held_bytes, "inputs": self.sizes.given_bytes}
         for name in self.schedule.inputs:
-            self.place(name, self.sizes.buffer_bytes(name))
+            where = self.schedule.memory_of(name)
+            if where == "device":
+                self.place(name, self.sizes.buffer_bytes(name))
+            else:
+                self.park(name, self.sizes.buffer_bytes(name), where)
         if self.sizes.arrival == "launch":
             for each in self.schedule.instructions:
                 if isinstance(each, Launch) and len(each.sources) > 1:

@@ -275,6 +275,12 @@ class Compiled:
         return self.schedule.places
 
     @cached_property
+    def stored(self) -> frozenset[str]:
+        """The parameters that lie elsewhere than on the device between their uses."""
+        named = [(each, *pair) for each in self.schedules for pair in zip(each.signature.inputs, each.inputs, strict=True)]
+        return frozenset(item.name for schedule, item, name in named if schedule.memory_of(name) != "device")
+
+    @cached_property
     def computes_in_half(self) -> bool:
         """Whether something on a rank is in float16, where gradients of a loss that is not scaled may vanish."""
         return any(each.type is not None and each.type[1] is torch.float16 for each in self.schedule.buffers.values())

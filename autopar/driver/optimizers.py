@@ -88,14 +88,14 @@ def gathered_by(recipe: OptimizerRecipe | None, options: TrainStep) -> Literal["
 
 def refuse_no_host_update(offload: Offload | None, recipe: OptimizerRecipe | None, options: TrainStep) -> None:
     """Raise `AutoparError` where the host is to update, and cannot."""
-    if offload is None or offload.optimizer is None:
+    if offload is None or offload.state is None:
         return
-    if recipe is None:
+    if recipe is None and offload.optimizer is not None:
         raise AutoparError("Offload(optimizer=) is about the optimizer of train_step, and there is none: pass optimizer= as well")
     if options.weight_versions is not None:
         raise AutoparError(
             f"weight_versions={options.weight_versions!r} computes with each update at once, and one on the host comes at the end of the "
-            "step: leave Offload(optimizer=) out, or weight_versions"
+            f"step: leave Offload({offload.updated}=) out, or weight_versions"
         )
 
 

@@ -22,14 +22,17 @@ class Offload:
                     Ren et al., arXiv:2101.06840): gradients go there once they are final, and updated parameters come back. In a "file"
                     it is mapped into the host's memory, from which the system takes it where that runs short (ZeRO-Infinity's place for
                     it, Rajbhandari et al., arXiv:2104.07857)
+    parameters      parameters, of which the device has copies while it reads them, and the optimizer's state, which lies with what it
+                    updates unless `optimizer` says another place
     folder          where files are: on a fast drive of the machine. They have no names and are gone with their process, however it ends
-    smallest_bytes  what is smaller stays
+    smallest_bytes  what is smaller stays; of a parameter the copy does, once it is there
 
     Raises `AutoparError` for values that it cannot have.
     """
 
     activations: Away | None = None
     optimizer: Away | None = None
+    parameters: Away | None = None
     folder: str | None = None
     smallest_bytes: int = SMALLEST_BYTES
 
@@ -38,6 +41,8 @@ class Offload:
             raise AutoparError(f'Offload(activations={self.activations!r}) is no place; use "host", "file" or None')
         if self.optimizer not in (None, "host", "file"):
             raise AutoparError(f'Offload(optimizer={self.optimizer!r}) is no place; use "host", "file" or None')
+        if self.parameters not in (None, "host", "file"):
+            raise AutoparError(f'Offload(parameters={self.parameters!r}) is no place; use "host", "file" or None')
         if self.smallest_bytes < 0:
             raise AutoparError(f"Offload(smallest_bytes={self.smallest_bytes}) is less than nothing; use 0 to move everything")
         if self.uses_files and self.folder is None:
@@ -49,18 +54,30 @@ class Offload:
 
     @property
     def uses_files(self) -> bool:
-        return "file" in (self.activations, self.optimizer)
+        return "file" in (self.activations, self.optimizer, self.parameters)
+
+    @property
+    def state(self) -> Away | None:
+        """Where the state of the optimizer lies, which updates there; None on the device."""
+        return self.optimizer or self.parameters
+
+    @property
+    def updated(self) -> str:
+        """What has the host update, as errors name it."""
+        return "optimizer" if self.parameters is None else "parameters"
 
     @staticmethod
     def of(asked: Any) -> Offload | None:
-        """`offload=` of `autopar.compile`: None, "activations" or "optimizer", to host memory, or an `Offload`. Raises `AutoparError`
-        for another."""
+        """`offload=` of `autopar.compile`: None, "activations", "optimizer" or "parameters", to host memory, or an `Offload`. Raises
+        `AutoparError` for another."""
         if asked is None or isinstance(asked, Offload):
             return asked
         if asked == "activations":
             return Offload(activations="host")
         if asked == "optimizer":
             return Offload(optimizer="host")
+        if asked == "parameters":
+            return Offload(parameters="host")
         raise AutoparError(
-            f'offload={asked!r} is unknown; use "activations", "optimizer", or autopar.Offload(activations="host" or "file")'
+            f'offload={asked!r} is unknown; use "activations", "optimizer", "parameters", or autopar.Offload(activations="host" or "file")'
         )

@@ -32,7 +32,7 @@ class Buffer(NamedTuple):
     type        shape and dtype on one rank; None where nothing says
     microbatch  which one's value it is; None for what there is one of in a step
     role        what it is to the step
-    memory      where it lies: what COPY gives may lie elsewhere than on the device
+    memory      where it lies: what COPY gives may lie elsewhere than on the device, and so may a parameter
     """
 
     value: str
@@ -108,6 +108,10 @@ class Schedule:
         if layout is None:
             raise ScheduleError(f"nothing is known of the size of buffer {name!r}")
         return math.prod(layout[0]) * layout[1].itemsize
+
+    def memory_of(self, name: str) -> Memory:
+        """Where a buffer lies."""
+        return self.buffers[name].memory if name in self.buffers else "device"
 
     def microbatch_of(self, name: str) -> int:
         """The microbatch that a buffer belongs to; 0 for what there is one of in a step."""

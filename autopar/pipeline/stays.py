@@ -73,7 +73,7 @@ def stays(schedule: Schedule, starts: Sequence[float], least_bytes: float) -> li
 
     `schedule` has no FREEs; `starts` is when its instructions begin.
     """
-    kept, uses = {*schedule.inputs, *schedule.outputs}, _uses(schedule.instructions)
+    kept, uses = {*schedule.inputs, *schedule.outputs}, uses_of(schedule.instructions)
     found: list[Stay] = []
     for held in held_at(schedule, Sizes(schedule.bytes_of, arrival="launch"), len(schedule.instructions) - 1):
         if held.bytes < least_bytes or not held.names or not _may_move(schedule, held.names, kept):
@@ -92,12 +92,12 @@ def _may_move(schedule: Schedule, names: Iterable[str], kept: set[str]) -> bool:
     return "saved" in roles and kept.isdisjoint(names) and set(roles) <= {"saved", "value"}
 
 
-def _uses(instructions: Sequence[Instruction]) -> dict[str, list[tuple[int, int]]]:
+def uses_of(instructions: Sequence[Instruction]) -> dict[str, list[tuple[int, int]]]:
     """By buffer the instructions that it is used during: one, or those from a launch to its WAIT."""
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     under_way: dict[str, tuple[int, tuple[str, ...]]] = {}
     for number, each in enumerate(instructions):
-        if isinstance(each, (Launch, Send, Receive)):
+        if isinstance(each, (Launch, Copy, Send, Receive)):
             under_way[each.name] = number, touched(each)
             continue
         begin, names = under_way.pop(each.target) if isinstance(each, Wait) else (number, touched(each))
@@ -127,7 +127,7 @@ def trips(chosen: Sequence[Stay], starts: Sequence[float], seconds: Callable[[fl
     `seconds` is what a copy of so many bytes takes. One that was not over by the clock is waited for when the next ones need its place.
     """
     staging = staging_bytes(chosen)
-    gone, back = _gone(chosen, starts, seconds, staging), _back(chosen, starts, seconds, staging)
+    gone, back = _gone(chosen, starts, seconds, staging), coming(chosen, starts, seconds, staging)
     found = [Trip(each.names, each.left + 1, gone[each], max(back[each], gone[each]), each.needed) for each in chosen]
     return [each for each in found if each.gone < each.needed]
 
@@ -147,8 +147,9 @@ def _gone(chosen: Sequence[Stay], starts: Sequence[float], seconds: Callable[[fl
     return found
 
 
-def _back(chosen: Sequence[Stay], starts: Sequence[float], seconds: Callable[[float], float], staging: float) -> dict[Stay, int]:
-    """By stay the instruction before which its copy back starts."""
+def coming(chosen: Iterable[Stay], starts: Sequence[float], seconds: Callable[[float], float], staging: float) -> dict[Stay, int]:
+    """By stay the instruction before which its copy back starts, so that it is over in time, and no more than `staging` bytes are back
+    before they are needed."""
     latest, link = dict[Stay, float](), float("inf")
     ordered = sorted(chosen, key=lambda one: (one.needed, one.left))
     for each in reversed(ordered):

@@ -212,11 +212,13 @@ def precision_of(asked: str | MixedPrecision | None, plan: Plan | None) -> Mixed
 def offload_of(asked: str | Offload | None, plan: Plan | None) -> Offload | None:
     """What was asked for, else what the plan has. Raises `AutoparError` for what is unknown, `PlanError` for a plan that lacks a folder."""
     offload = Offload.of(asked)
-    if offload is not None or plan is None or plan.offloaded is None:
+    if offload is not None or plan is None or (plan.offloaded is None and plan.stored is None):
         return offload
-    if plan.offloaded.memory == "file":
+    activations = plan.offloaded.memory if plan.offloaded is not None else None
+    if "file" in (activations, plan.stored):
+        what = "activations" if activations == "file" else "parameters"
         raise PlanError(
-            "the plan keeps activations in files, and says nothing of where: pass "
-            'offload=autopar.Offload(activations="file", folder=...), or "host" in place of "file" for memory'
+            f"the plan keeps {what} in files, and says nothing of where: pass "
+            f'offload=autopar.Offload({what}="file", folder=...), or "host" in place of "file" for memory'
         )
-    return Offload.of("activations")
+    return Offload(activations="host" if activations else None, parameters=plan.stored)

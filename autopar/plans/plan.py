@@ -41,6 +41,7 @@ from autopar.ir.freedom import Freedom
 from autopar.ir.keys import DIMS, SHARDING, SOURCE, STRATEGY
 from autopar.ir.markers import pinned
 from autopar.ir.mesh import Mesh, parent
+from autopar.ir.offload import Away
 from autopar.ir.padding import Padding, carried_over
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
@@ -134,6 +135,7 @@ class Plan:
     pinned       the modules whose outputs were pinned: the graph has a node for each
     recomputed   the calls of the forward that the backward does once more, by `node_keys`, reshards included
     offloaded    what lies elsewhere than on the device meanwhile; None where nobody asked
+    stored       where parameters lie, "host" or "file", if not on the device; when that has copies of them follows from the schedule
     """
 
     mesh: Mesh
@@ -151,6 +153,7 @@ class Plan:
     precision: MixedPrecision | None = None
     recomputed: tuple[str, ...] = ()
     offloaded: Offloaded | None = None
+    stored: Away | None = None
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None, stages: Staged | None = None) -> Plan:
@@ -270,7 +273,7 @@ class Plan:
         precision = changes({"precision": self.precision}, {"precision": other.precision})
         num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
         sizes = ({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in (self, other))
-        offloaded = changes(*({} if each.offloaded is None else _by_place(each.offloaded) for each in (self, other)))
+        offloaded = changes(*(_away(each) for each in (self, other)))
         others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision, offloaded))
         return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, *others)
 
@@ -300,6 +303,7 @@ class Plan:
             "schedule": from_schedule(self.schedule, self.cuts),
             "recomputed": self.recomputed,
             "offloaded": self.offloaded and {"memory": self.offloaded.memory, "buffers": self.offloaded.buffers},
+            "stored": self.stored,
             "reasons": dict(self.reasons),
         }
 
@@ -334,6 +338,7 @@ class Plan:
                 cuts=tuple(schedule.get("cuts", ())) if (schedule := content.get("schedule")) else (),
                 recomputed=tuple(content.get("recomputed", ())),
                 offloaded=Offloaded(away["memory"], tuple(map(tuple, away["buffers"]))) if (away := content.get("offloaded")) else None,
+                stored=_to_place(content.get("stored")),
                 reasons=content.get("reasons", {}),
             )
         except (KeyError, TypeError, AttributeError, ValueError, ScheduleError) as error:
@@ -359,9 +364,19 @@ class Plan:
         return "\n".join(lines)
 
 
-def _by_place(offloaded: Offloaded) -> dict[str, object]:
-    names = {f"pp = {place}": ", ".join(each) or "nothing" for place, each in enumerate(offloaded.buffers)}
-    return {"memory": offloaded.memory, **names}
+def _away(plan: Plan) -> dict[str, object]:
+    """What lies elsewhere than on the device, and where."""
+    stored: dict[str, object] = {} if plan.stored is None else {"parameters": plan.stored}
+    if plan.offloaded is None:
+        return stored
+    names = {f"pp = {place}": ", ".join(each) or "nothing" for place, each in enumerate(plan.offloaded.buffers)}
+    return {"memory": plan.offloaded.memory, **names, **stored}
+
+
+def _to_place(value: Json) -> Away | None:
+    if value not in (None, "host", "file"):
+        raise ValueError(f"parameters are stored in {value!r}")
+    return value
 
 
 def _plain(dims: Dims) -> str:

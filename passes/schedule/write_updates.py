@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from autopar.cost.last_reads import last_reads
-from autopar.ir.instructions import Add, Free, Instruction, Launch, Pause, Receive, Run, Update, Wait
+from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Pause, Receive, Run, Update, Wait
 from autopar.ir.lifetimes import touched, with_frees
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -131,7 +131,7 @@ def _written_at(instructions: Sequence[Instruction]) -> dict[str, int]:
             found |= dict.fromkeys(each.outputs, number)
         elif isinstance(each, Add):
             found[each.target] = number
-        elif isinstance(each, Launch):
+        elif isinstance(each, (Launch, Copy)):
             arriving[each.name] = each.targets
         elif isinstance(each, Receive):
             arriving[each.transfer] = each.buffers

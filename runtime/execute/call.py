@@ -26,6 +26,7 @@ from autopar.runtime.execute.world import Parts, RankParts, World, local_of
 from autopar.runtime.module.outputs import refuse_detached
 from autopar.runtime.module.placement import widened
 from autopar.runtime.offload.copier import copier_of
+from autopar.runtime.offload.stored import lying
 
 
 class Call:
@@ -66,6 +67,7 @@ class Call:
         self.schedules: Mapping[int, Schedule] = plain if program is None else {rank: program.schedule_of(rank) for rank in plain}
         self.is_over_at_pause = any(schedule.is_over_at_pause for schedule in self.schedules.values())
         self._is_in_half = self.is_over_at_pause and compiled.computes_in_half
+        self._stored = compiled.stored
         self.states: dict[int, RankState] = {rank: RankState({}) for rank in world.ranks}
         if compiled.offload is not None:
             for state in self.states.values():
@@ -248,12 +250,18 @@ class Call:
                 self._put(item, self.world.parameter_parts(tensor, item, self.mesh))
             else:
                 for _, rank, name in places:
-                    self.states[rank].buffers[name] = held
+                    self._give(item, rank, name, held)
 
     def _put(self, item: Input, parts: Parts) -> None:
         """`parts` are by rank, and by microbatch where there are several."""
         for place, rank, name in self.places.of_input(item):
-            self.states[rank].buffers[name] = parts[place]
+            self._give(item, rank, name, parts[place])
+
+    def _give(self, item: Input, rank: int, name: str, tensor: torch.Tensor) -> None:
+        if item.name in self._stored:
+            self.states[rank].parked[name] = lying(tensor, f"parameter {item.name}")
+        else:
+            self.states[rank].buffers[name] = tensor
 
     def _parts(self, item: Input) -> Parts:
         world, each = self.world, self.mesh.num_microbatches

@@ -42,6 +42,7 @@ from autopar.runtime.module.placement import (
     stage_device_mesh,
     whole_placement,
 )
+from autopar.runtime.offload.stored import store_global, store_of
 
 Parts = dict[int, torch.Tensor]
 Own = Callable[[torch.Tensor], torch.Tensor]
@@ -80,11 +81,9 @@ class World(Protocol):
 
     def prepare(self, compiled: Compiled) -> None:
         """Make ready to run `compiled`; raises `ScheduleError` when ranks hold different programs. Collective."""
-        ...
 
     def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
         """Give the parameters of `model` their place, once; on a real mesh with these `values`, where there are such."""
-        ...
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         """The ends that one call uses, one per rank of this process."""
@@ -137,7 +136,7 @@ class VirtualWorld:
         return None
 
     def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
-        return None
+        store_global(model, compiled)
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         rendezvous = Rendezvous(mesh)
@@ -236,7 +235,8 @@ class DistributedWorld:
         held = {name for name, stages in self.holders.items() if self.stage in stages}
         with self.groups.naming_all("the groups of the parameters' mesh"):
             device_mesh = stage_device_mesh(self.device_mesh, stage)
-        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values)
+        store = store_of(compiled, self.groups.device)
+        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
         if values is not None:
             give_buffers(model, values, self.device(model))
 
@@ -336,7 +336,7 @@ class DistributedWorld:
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
         (part,) = parts.values()
-        return like(parameter, unpadded(own(part), self._local_padding(item, mesh)))
+        return like(parameter, unpadded(own(part).to(local_part(parameter).device), self._local_padding(item, mesh)))
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
         if item.padding is None:
@@ -368,7 +368,8 @@ class DistributedWorld:
 
     def _gathered(self, parameter: torch.Tensor, placement: Placement, name: str) -> torch.Tensor:
         assert isinstance(parameter, DTensor), name
-        mesh, local = placement.mesh, padded(parameter.to_local().detach(), placement.local_padding(self._place(placement.mesh)))
+        held = parameter.to_local().detach().to(self.groups.device)
+        mesh, local = placement.mesh, padded(held, placement.local_padding(self._place(placement.mesh)))
         axes = tuple(axis for axis in mesh.names if axis in self._refined.names)
         if not axes:
             return unpadded(local, placement.padding)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -171,7 +172,8 @@ class ParallelModule(Inspected):
         call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, places, program, scale)
         if updates not in captured.ran and math.isfinite(captured.compiled.budget.capacity_bytes):
             sizes = rank_sizes(captured.compiled, self._backend, on_processes=not world.is_virtual)
-            guard(call, sizes, self._held, device.type, lambda: self._state(call, updates))
+            held = partial(self._held, captured.compiled.stored)
+            guard(call, sizes, held, device.type, lambda: self._state(call, updates))
         captured.ran.add(updates)
         return call, captured, inputs
 
@@ -181,10 +183,12 @@ class ParallelModule(Inspected):
             return "to come"
         return "held" if self._trainer.has_state else "made" if updates and self._trainer.steps_within(call) else "to come"
 
-    def _held(self) -> list[torch.Tensor]:
-        """What is there between calls: parameters, buffers, gradients, and the state of the optimizer of `train_step`."""
-        tensors = list(self.tensors().named.values())
-        return [*tensors, *(each.grad for each in tensors if each.grad is not None), *self._trainer.state_tensors()]
+    def _held(self, stored: Container[str]) -> list[torch.Tensor]:
+        """What is on the device between calls: parameters that are not `stored` elsewhere, buffers, gradients, and the state of the
+        optimizer of `train_step`."""
+        named = self.tensors().named
+        here = [each for name, each in named.items() if name not in stored]
+        return [*here, *(each.grad for each in named.values() if each.grad is not None), *self._trainer.state_tensors()]
 
     def _before_run(self, inputs: CallInputs, captured: Captured) -> None:
         if self.seed is None:

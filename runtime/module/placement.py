@@ -24,6 +24,7 @@ from autopar.runtime.birth.slots import get, names_of, put
 from autopar.runtime.execute.group_cache import known_or_made
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parameters import local_shard
+from autopar.runtime.offload.stored import Store
 
 logger = logging.getLogger("autopar")
 
@@ -206,8 +207,9 @@ def place_parameters(
     device: torch.device,
     held: Container[str],
     parts: Parts | None = None,
+    store: Store = lambda _, part: part,
 ) -> None:
-    """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties.
+    """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties. `store` may move a part.
 
     Those that are not `held`, because only another stage has a use for them, keep their shape and have no values (meta).
     What is held comes from `parts`, else it is of the model's own values: `check_equal_models` comes before it.
@@ -225,6 +227,7 @@ def place_parameters(
         here = parameter.detach().to("meta")
         if name in held:
             here = wrap(parts.part(name, placements[name], rank).to(device), placements[name], device_mesh)
+            here = dtensor_like(here, store(name, local_part(here)))
         else:
             parts.elsewhere(name)
         placed = nn.Parameter(here, requires_grad=parameter.requires_grad)

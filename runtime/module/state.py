@@ -109,14 +109,14 @@ def total_norm(gradients: Mapping[str, torch.Tensor], world: World, norm_type: f
         norms = [torch.linalg.vector_norm(each, norm_type, dtype=wide) for each, wide in zip(gradients.values(), wides, strict=True)]
         found = reduce(torch.promote_types, (each.dtype.to_real() for each in gradients.values()), torch.float16)
         return torch.linalg.vector_norm(torch.stack(norms).double(), norm_type) if norms else torch.zeros(()), found
-    device = next((_local(gradient).device for gradient in gradients.values()), world.groups.device)
+    device = world.groups.device
     total = torch.zeros((), dtype=torch.float64, device=device)
     present = torch.zeros(len(_NORM_DTYPES), dtype=torch.float64, device=device)
     for name, gradient in gradients.items():
         local = _local(gradient)
         if world.is_first(name):
             wide = torch.promote_types(local.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(local, norm_type, dtype=wide).double()
+            norm = torch.linalg.vector_norm(local, norm_type, dtype=wide).double().to(device)
             total = torch.maximum(total, norm) if is_maximum else total + norm**norm_type
         present[_NORM_DTYPES.index(local.dtype.to_real())] = 1
     everyone = world.groups.along(world.mesh, world.mesh.names)

@@ -29,7 +29,8 @@ Finish = Callable[[], Any]
 
 
 class Parked(NamedTuple):
-    """A buffer that is away: in which block of what memory, how it lies there, and what it is in errors; or `kept` as it is."""
+    """A buffer that is away: in which block of what memory, how it lies there, and what it is in errors; or `kept` as it is. One that is
+    the caller's own tensor, of which that is the memory, has both."""
 
     memory: Memory
     what: str

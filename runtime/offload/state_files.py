@@ -6,6 +6,7 @@ import contextlib
 import os
 import zlib
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,12 +22,12 @@ Seal = tuple[int, int]
 
 class StateFiles:
     """A file for each tensor, in `folder`, mapped into memory and closed: it has no name from the start and is gone with its tensor, or
-    with its process, however that ends. Raises `OffloadError` where the system has no such mapping."""
+    with its process, however that ends. `option` of `Offload` asked for it. Raises `OffloadError` where the system has no such mapping."""
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = str(folder)
+    def __init__(self, folder: str | Path, option: Literal["optimizer", "parameters"] = "optimizer") -> None:
+        self.folder, self.option = str(folder), option
         if not Path(_OPEN_FILES).is_dir():
-            raise OffloadError(f'{_OPEN_FILES} is how files without a name are mapped, and is not here: use Offload(optimizer="host")')
+            raise OffloadError(f'{_OPEN_FILES} is how files without a name are mapped, and is not here: use Offload({option}="host")')
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor`, contiguous. Raises `OffloadError` where there is no room, which is taken before anything is written: a mapped
@@ -38,9 +39,10 @@ class StateFiles:
             os.posix_fallocate(file, 0, tensor.nbytes)
             mapped = torch.from_file(f"{_OPEN_FILES}/{file}", shared=True, size=tensor.nbytes, dtype=torch.uint8)
         except OSError as error:
+            what = "state of the optimizer" if self.option == "optimizer" else "a parameter"
             raise OffloadError(
-                f"state of the optimizer of {in_bytes(tensor.nbytes)} cannot be written to a file in {self.folder}: {error.strerror}; make "
-                'room, name another folder in Offload(folder=...), or keep it in host memory: Offload(optimizer="host")'
+                f"{what} of {in_bytes(tensor.nbytes)} cannot be written to a file in {self.folder}: {error.strerror}; make room, name "
+                f'another folder in Offload(folder=...), or keep it in host memory: Offload({self.option}="host")'
             ) from error
         finally:
             with contextlib.suppress(OSError):

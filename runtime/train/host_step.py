@@ -5,7 +5,8 @@
     host                    update of layer 3 …        update of layer 2 …      update of layer 1
 
 ZeRO-Offload's split (Ren et al., arXiv:2101.06840), but for what it keeps: parameters are read anew from the device at each update, so that
-whatever the user writes into them holds.
+whatever the user writes into them holds. Those that lie on the host are updated there (ZeRO-Infinity, Rajbhandari et al.,
+arXiv:2104.07857).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 
 from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError, OffloadError
+from autopar.ir.offload import Offload
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.placement import like
 from autopar.runtime.offload.memories import Block, HostMemory
@@ -43,13 +45,17 @@ class HostStep:
 
     wholes = None
 
-    def __init__(self, optimizer: Optimizer, scope: Scope, host: HostMemory, files: StateFiles | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, scope: Scope, host: HostMemory, files: StateFiles | None = None, offload: Offload | None = None
+    ) -> None:
+        asked = offload or Offload(optimizer="host")
         if scope != "element":
             raise AutoparError(
                 f"{type(optimizer).__name__} is not known to update each number by itself, as the host updates parts of parameters: use "
-                "one of torch.optim that does (Adam, AdamW, SGD, …), leave Offload(optimizer=) out, or, where that is so, say "
+                f"one of torch.optim that does (Adam, AdamW, SGD, …), leave Offload({asked.updated}=) out, or, where that is so, say "
                 'TrainStep(update_scope="element")'
             )
+        self._is_in_place = asked.parameters is not None
         self.optimizer, self._host, self._files, self._process = optimizer, host, files, os.getpid()
         self._worker = Worker("autopar updates")
         self._waiting: list[Work] = []
@@ -106,7 +112,7 @@ class HostStep:
             copied.synchronize()
         state = self.optimizer.state
         locals_ = [local_of(each.detach()) for each in parameters]
-        masters = [self._copied(each, waits=True) for each in locals_]
+        masters = [self._master(each) for each in locals_]
         for parameter, (_, master), (_, gradient) in zip(parameters, masters, gradients, strict=True):
             master.grad = gradient
             if outer := state.get(parameter):
@@ -115,10 +121,15 @@ class HostStep:
         with narrowed(self.optimizer, {id(each): master for each, (_, master) in zip(parameters, masters, strict=True)}):
             self.optimizer.step()
         gradients.clear()  # whoever runs this may hold them for longer
-        for parameter, local, (_, master) in zip(parameters, locals_, masters, strict=True):
-            local.copy_(master)
+        for parameter, local, (block, master) in zip(parameters, locals_, masters, strict=True):
+            if block is not None:
+                local.copy_(master)
             if (found := state.pop(master, None)) is not None:
                 self._hand_on(parameter, master, self._on_host(parameter, found))
+
+    def _master(self, local: torch.Tensor) -> tuple[Block | None, torch.Tensor]:
+        """What is updated of a parameter: itself where it lies on the host."""
+        return (None, local.detach()) if self._is_in_place and not local.is_cuda else self._copied(local, waits=True)
 
     def _copied(self, tensor: torch.Tensor, waits: bool = False) -> tuple[Block, torch.Tensor]:
         """On the host, in a block that must be held as long."""

@@ -124,10 +124,10 @@ class Trainer:
             optimizer = placed_instance(recipe.instance, dict(self._first), parameters, world)
             self._first = []
         scope = self._scope(optimizer)
-        if self._offload is not None and self._offload.optimizer is not None:
+        if self._offload is not None and self._offload.state is not None:
             device = next((each.device for each in parameters.values()), torch.device("cpu"))
-            files = StateFiles(self._offload.folder) if self._offload.optimizer == "file" and self._offload.folder is not None else None
-            return HostStep(optimizer, scope, copier_of(world, device, self._offload.folder).host, files)
+            files = StateFiles(self._offload.folder) if self._offload.state == "file" and self._offload.folder is not None else None
+            return HostStep(optimizer, scope, copier_of(world, device, self._offload.folder).host, files, self._offload)
         if not isinstance(world, DistributedWorld):
             return PartialStep(optimizer)
         check_places(optimizer, scope, world)

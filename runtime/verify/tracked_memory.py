@@ -138,7 +138,8 @@ def tracked_step(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str,
     if not world.is_virtual:
         step(new_call())  # buckets stay from one step to the next
     call = new_call()
-    tracker = Tracker(call, [*tensors.values(), *leaves, *call.constants.values()], device.type)
+    here = (each for name, each in tensors.items() if name not in captured.compiled.stored)
+    tracker = Tracker(call, [*here, *leaves, *call.constants.values()], device.type)
     with tracker:
         step(call)
     return tracker.traces()

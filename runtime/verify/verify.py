@@ -166,7 +166,9 @@ class _OwnRun:
                 assert item.sharding is not None, item
                 place = rank * mesh.num_microbatches + schedule.microbatch_of(name)
                 wanted = local_shard(case.value(item, compiled.local), item.dims, item.sharding, mesh, place)
-                error = error_of(state.buffers[name].cpu(), wanted)
+                held = state.parked[name].kept if name in state.parked else state.buffers[name]
+                assert held is not None, name
+                error = error_of(held.cpu(), wanted)
                 if error:
                     return Difference(name, "", "runtime", error, f"rank {rank} holds another value of {item.kind} {item.name!r}")
         return None

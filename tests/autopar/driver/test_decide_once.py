@@ -36,8 +36,10 @@ from autopar.passes.global_.place_stages import PlaceStages
 from autopar.passes.global_.recompute import Recompute
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.schedule.offload_activations import OffloadActivations
+from autopar.passes.schedule.offload_parameters import OffloadParameters
 from autopar.pipeline.schedules import generate
 from autopar.pipeline.stays import Trips
+from autopar.pipeline.visits import Visit, Visits
 from autopar.plans.decisions import ShardingDecision
 from autopar.plans.plan import Plan
 from autopar.recompute.decision import RecomputeDecision
@@ -116,6 +118,7 @@ MIXED = (Mixing("sqrt", "aten.sqrt", "a sum over the batch", Source("m.py", 3, "
         (PlaceStages(Cluster.ideal()), None),
         (Recompute(), RecomputeDecision(reason="as much as the budget takes", fits=False, peak_bytes=12345.0)),
         (Recompute(), RecomputeDecision()),
+        (OffloadParameters(Offload(parameters="host"), Cluster.ideal()), Visits("host", ((Visit("w", 0, 1, 2),), ()), ("all", "none"))),
         (OffloadActivations(Offload(activations="host"), Cluster.ideal()), Trips("host", ((), ()), ("all", "none"), False)),
     ],
 )

@@ -14,6 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import AutoparError, OffloadError
+from autopar.ir.offload import Offload
 from autopar.runtime.offload.memories import HostMemory
 from autopar.runtime.offload.state_files import StateFiles
 from autopar.runtime.train.host_step import MAX_WAITING, HostStep
@@ -142,10 +143,32 @@ def test_where_one_update_fails_the_others_are_over_before_it_is_told() -> None:
     part.finish()
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_lies_on_the_host_is_updated_there(name: str) -> None:
+    plain, other = pair()
+    optimizers = [OPTIMIZERS[name](model.parameters()) for model in (plain, other)]
+    host = HostMemory(CPU)
+    part = HostStep(optimizers[1], "element", host, offload=Offload(parameters="host"))
+    places = [each.data_ptr() for each in other.parameters()]
+    for _ in range(3):
+        for model in (plain, other):
+            model.zero_grad()
+            model(torch.ones(2, 5)).square().mean().backward()
+        optimizers[0].step()
+        part.step(list(other.parameters()))
+        part.finish()
+    assert all(torch.equal(one, two) for one, two in zip(plain.parameters(), other.parameters(), strict=True))
+    assert [each.data_ptr() for each in other.parameters()] == places
+    assert host.peak_bytes == sum(each.nbytes for each in other.parameters())  # gradients, and no copy of a parameter
+    assert set(map(id, optimizers[1].state)) <= set(map(id, other.parameters()))
+
+
 def test_refusals() -> None:
     model, _ = pair()
     with pytest.raises(AutoparError, match="Adafactor is not known to update each number by itself"):
         HostStep(torch.optim.Adafactor(model.parameters()), "parameter", HostMemory(CPU))
+    with pytest.raises(AutoparError, match=r"leave Offload\(parameters=\) out"):
+        HostStep(torch.optim.Adafactor(model.parameters()), "parameter", HostMemory(CPU), offload=Offload(parameters="host"))
     mesh = autopar.virtual_mesh(dp=2)
     with pytest.raises(AutoparError, match="pass optimizer= as well"):
         autopar.compile(model, mesh, offload="optimizer")
