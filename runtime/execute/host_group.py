@@ -18,7 +18,7 @@ class HostGroup(NamedTuple):
 
 
 def host_group(like: dist.ProcessGroup, members: Sequence[int], device: torch.device, timeout: timedelta | None) -> HostGroup:
-    """By which the ranks of `like`, those `members` of the world, speak: by that group where it takes tensors of the host, else, in a world of
+    """By which the ranks of `like`, those `members` of the world, speak: by itself where it takes tensors of the host, else, in a world of
     NCCL alone, by one of gloo that is made now, collectively over the world. Where there is no gloo they speak on `device`."""
     if takes_host_tensors(like):
         return HostGroup(like, torch.device("cpu"))
