@@ -1,0 +1,47 @@
+"""What is said of the machine beside figures of whole training steps, and the memory that such a step takes."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from typing import Any
+
+import torch
+
+from benchmarks.gpu_case import Place
+from benchmarks.reporting import machine
+
+
+def environment(place: Place, **more: Any) -> dict[str, Any]:
+    """torch, driver and device, with `more`."""
+    found: dict[str, Any] = {**machine(), "device": "cpu", **more}
+    if place.on_gpu:
+        found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": _driver()}
+        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "capability": torch.cuda.get_device_capability()}
+    return found
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+def begin_peak(place: Place) -> int:
+    """Bytes that are taken now, from which `allocated_peak` counts."""
+    if not place.on_gpu:
+        return _resident_peak()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def allocated_peak(place: Place, before: int) -> int:
+    """The most since then, beyond what was taken: of the allocator, on a CPU of the resident set, whose peak nobody resets."""
+    return (torch.cuda.max_memory_allocated() if place.on_gpu else _resident_peak()) - before
+
+
+def _resident_peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
