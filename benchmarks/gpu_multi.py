@@ -1,4 +1,4 @@
-"""Training steps of autopar on all GPUs of a machine, beside DDP, FSDP2, torch's tensor parallel and torch's pipelining. Not run on GPUs yet.
+"""Training steps of autopar on all GPUs of a machine, beside DDP, FSDP2, torch's tensor parallel and pipelining. Not run on GPUs yet.
 
     python -m benchmarks.gpu_multi                                             all GPUs here, eager and inductor
     python -m benchmarks.gpu_multi --ranks 2 --backends eager --json gpu_multi.json
@@ -35,14 +35,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_case import Place, Row, first_line
-from benchmarks.gpu_place import allocated_peak, begin_peak, environment
+from benchmarks.gpu_place import allocated_peak, begin_peak, environment, largest_difference, without_nan
 from benchmarks.peer_jobs import JOBS, ONE_PROCESS, Size, Step
 from benchmarks.reporting import print_table, write_json
 
 # All layers and heads are divided by 2, 4 and 8 ranks, and so is the batch, by microbatches of the pipelines as well.
 SIZES = {
-    "1b": Size(layers=16, width=2048, heads=16, batch=32, length=2048, symbols=32000, dtype=torch.bfloat16),
-    "200m": Size(layers=16, width=1024, heads=16, batch=32, length=1024, symbols=16384, dtype=torch.bfloat16),
+    "1b": Size(layers=16, width=2048, heads=16, batch=8, length=2048, symbols=32000, dtype=torch.bfloat16),
+    "200m": Size(layers=16, width=1024, heads=16, batch=16, length=1024, symbols=16384, dtype=torch.bfloat16),
     "tiny": Size(layers=2, width=32, heads=4, batch=8, length=16, symbols=64),
 }
 AXES = ("dp", "zero", "tp", "pp")
@@ -143,7 +143,7 @@ def summary(name: str, rows: list[Row], wanted: list[float] | None) -> Row:
         return {"job": name, "ms": math.nan, "peak MB": math.nan, "loss": math.nan, "off by": math.nan, "error": failed or "no answer"}
     blocks = [max(each) for each in zip(*(row["seconds"] for row in rows), strict=True)]
     losses = [_mean(each) for each in zip(*(row["losses"] for row in rows), strict=True)]
-    off = math.nan if wanted is None else max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
+    off = math.nan if wanted is None else largest_difference(losses, wanted)
     peak = max(row["peak"] for row in rows) / 1e6
     return {"job": name, "ms": 1e3 * statistics.median(blocks), "peak MB": peak, "loss": losses[-1], "off by": off, "error": ""}
 
@@ -187,7 +187,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(about))
     found, wanted = compare(size, options, is_launched, is_first)
     if is_first:
-        write_json(options.json, {"about": about, "losses of one process": wanted, "tables": found})
+        write_json(
+            options.json,
+            {"about": about, "losses of one process": wanted, "tables": {title: without_nan(rows) for title, rows in found.items()}},
+        )
     if is_launched:
         dist.destroy_process_group()
     return 0 if all(is_good(row, size.dtype) for rows in found.values() for row in rows) else 1
@@ -196,7 +199,9 @@ def main(arguments: list[str] | None = None) -> int:
 def compare(size: Size, options: argparse.Namespace, is_launched: bool, is_first: bool) -> tuple[dict[str, list[Row]], list[float] | None]:
     """The tables, and the losses of one process on the whole batch, where it has room for that."""
     (name,) = ONE_PROCESS & JOBS["one"].keys() - {"autopar, one rank"}
-    alone = in_own_processes("one", name, replace(size, num_ranks=1), "eager") if not is_launched else [measured("one", name, size, "eager", 0)]
+    alone = (
+        in_own_processes("one", name, replace(size, num_ranks=1), "eager") if not is_launched else [measured("one", name, size, "eager", 0)]
+    )
     wanted = alone[0].get("losses")
     if wanted is None and is_first:
         print(f"one process has no losses to compare with: {alone[0]['error']}", file=sys.stderr)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import subprocess
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_case import Place
+from benchmarks.gpu_case import Place, Row
 from benchmarks.reporting import machine
 
 
@@ -17,8 +19,20 @@ def environment(place: Place, **more: Any) -> dict[str, Any]:
     found: dict[str, Any] = {**machine(), "device": "cpu", **more}
     if place.on_gpu:
         found |= {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "driver": _driver()}
-        found |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "capability": torch.cuda.get_device_capability()}
+        nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  (which torch's own package does not name)
+        found |= {"nccl": ".".join(map(str, nccl.version())), "capability": torch.cuda.get_device_capability()}
     return found
+
+
+def largest_difference(losses: Sequence[float], wanted: Sequence[float]) -> float:
+    """Of the steps that both made; NaN where a loss is, which `max` would pass over."""
+    found = [abs(one - other) for one, other in zip(losses, wanted, strict=False)]
+    return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def without_nan(rows: Sequence[Row]) -> list[Row]:
+    """For JSON, which has no NaN: what is not known is null there."""
+    return [{key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()} for row in rows]
 
 
 def _driver() -> str:

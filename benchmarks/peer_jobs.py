@@ -193,7 +193,7 @@ def pipeline(size: Size, rank: int, backend: str) -> Step:
 
     def step() -> Tensor:
         losses: list[Tensor] = []
-        given = {"target": batch["labels"], "losses": losses} if rank == size.num_ranks - 1 else {}
+        given: dict[str, Any] = {"target": batch["labels"], "losses": losses} if rank == size.num_ranks - 1 else {}
         schedule.step(*([] if rank else [batch["tokens"]]), **given)
         optimizer.step()
         optimizer.zero_grad()

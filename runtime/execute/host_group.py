@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,8 @@ def host_group(like: dist.ProcessGroup, members: Sequence[int], device: torch.de
         return HostGroup(like, torch.device("cpu"))
     if not dist.is_gloo_available():
         return HostGroup(like, device)
-    return HostGroup(dist.new_group(list(members), timeout=timeout, backend="gloo"), torch.device("cpu"))
+    made: Any = dist.new_group(list(members), timeout=timeout, backend="gloo")
+    return HostGroup(made, torch.device("cpu"))
 
 
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:
