@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ class HostStep:
         self.optimizer, self._host, self._files, self._process = optimizer, host, files, os.getpid()
         self._worker = Worker("autopar updates")
         self._waiting: list[Work] = []
+        # On a GPU the one by which the thread copies.
+        self._stream: torch.cuda.Stream | None = None
         # What this put into the optimizer's state, on the host: another entry was put there by somebody else.
         self._held: dict[nn.Parameter, dict[Any, torch.Tensor]] = {}
         self._seals: dict[nn.Parameter, dict[Any, Seal]] = {}
@@ -104,6 +107,18 @@ class HostStep:
     def _update(self, parameters: Sequence[nn.Parameter], gradients: list[tuple[Block, torch.Tensor]], copied: Any) -> None:
         if copied is not None:
             copied.synchronize()
+        with self._beside(local_of(parameters[0]).device):
+            self._update_on_host(parameters, gradients)
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Where the thread copies by a stream of its own: all threads share the default one, in which is all that the backward has launched. What
+        reads these parameters was over before."""
+        if device.type != "cuda":
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return torch.cuda.stream(self._stream)
+
+    def _update_on_host(self, parameters: Sequence[nn.Parameter], gradients: list[tuple[Block, torch.Tensor]]) -> None:
         state = self.optimizer.state
         locals_ = [local_of(each.detach()) for each in parameters]
         masters = [self._copied(each, waits=True) for each in locals_]
