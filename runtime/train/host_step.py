@@ -111,7 +111,7 @@ class HostStep:
             self._update_on_host(parameters, gradients)
 
     def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Where the thread copies by a stream of its own: the default one, which all threads share, has in it what the backward has launched
+        """Where the thread copies by a stream of its own: the default one, which all threads share, has what the backward has launched
         so far. All that reads these parameters was over before."""
         if device.type != "cuda":
             return nullcontext()
