@@ -1,12 +1,13 @@
-"""What `benchmarks.peers` compares: one training step of one GPT, by autopar and by the peers, each on two gloo ranks of one thread.
+"""What `benchmarks.peers` compares on two gloo ranks of one thread each, and `benchmarks.gpu_multi` on GPUs: one training step of one GPT,
+by autopar and by the peers.
 
 A job is built by each of its ranks for itself and gives a function that makes one step and returns its loss (this rank's share of the
-batch where the peer reports no more); `waited` says how long a rank was blocked so far, where the step can tell.
+batch where the peer reports no more; NaN where another rank has it), which nobody has looked at yet; `waited` says how long a rank was
+blocked so far, where the step can tell.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -30,13 +31,13 @@ from autopar.pipeline.schedule_program import ScheduleProgram
 WORLD_SIZE = 2
 NUM_MICROBATCHES = 4
 
-Step = Callable[[], float]
+Step = Callable[[], Tensor]
 _BLOCK = re.compile(r"^blocks\.(\d+)")
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large the model and the global batch are."""
+    """How large the model and the global batch are, on how many ranks, and where."""
 
     layers: int
     width: int
@@ -44,6 +45,9 @@ class Size:
     batch: int
     length: int
     symbols: int = 8192
+    num_ranks: int = WORLD_SIZE
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
 
 
 # What is slow in a step of each: contractions, the wire, calls from Python.
@@ -103,17 +107,19 @@ def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
 
 def model_of(size: Size) -> GPT:
     torch.manual_seed(0)
-    return GPT(size)
+    with torch.device(size.device):
+        return GPT(size).to(size.dtype)
 
 
 def batch_of(size: Size) -> dict[str, Tensor]:
     """The global batch."""
     windows = torch.randint(0, size.symbols, (size.batch, size.length + 1), generator=torch.Generator().manual_seed(1))
-    return {"tokens": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
+    batch = {"tokens": windows[:, :-1].contiguous(), "labels": windows[:, 1:].contiguous()}
+    return {name: value.to(size.device) for name, value in batch.items()}
 
 
-def share_of(batch: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    return {name: value.chunk(WORLD_SIZE)[rank] for name, value in batch.items()}
+def share_of(batch: Mapping[str, Tensor], rank: int, num_ranks: int = WORLD_SIZE) -> dict[str, Tensor]:
+    return {name: value.chunk(num_ranks)[rank] for name, value in batch.items()}
 
 
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
@@ -121,12 +127,12 @@ def adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def training_step(module: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Step:
-    def step() -> float:
+    def step() -> Tensor:
         loss = module(**batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return float(loss.detach())
+        return loss.detach()
 
     return step
 
@@ -149,20 +155,20 @@ def plain_on_two_threads(size: Size, rank: int, backend: str) -> Step:
 
 def ddp(size: Size, rank: int, backend: str) -> Step:
     model = DistributedDataParallel(model_of(size))
-    return training_step(compiled(model, backend), adamw(model), share_of(batch_of(size), rank))
+    return training_step(compiled(model, backend), adamw(model), share_of(batch_of(size), rank, size.num_ranks))
 
 
 def fsdp(size: Size, rank: int, backend: str) -> Step:
-    model, mesh = model_of(size), init_device_mesh("cpu", (WORLD_SIZE,))
+    model, mesh = model_of(size), init_device_mesh(size.device, (size.num_ranks,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return training_step(compiled(model, backend), adamw(model), share_of(batch_of(size), rank))
+    return training_step(compiled(model, backend), adamw(model), share_of(batch_of(size), rank, size.num_ranks))
 
 
 def tensor_parallel(size: Size, rank: int, backend: str) -> Step:
     """Megatron's splits of attention and MLP."""
-    model, mesh = model_of(size), init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("tp",))
+    model, mesh = model_of(size), init_device_mesh(size.device, (size.num_ranks,), mesh_dim_names=("tp",))
     for block in model.blocks:
         split = dict.fromkeys(("query", "key", "value", "mlp_in"), ColwiseParallel())
         parallelize_module(block, mesh, {**split, "out": RowwiseParallel(), "mlp_out": RowwiseParallel()})
@@ -175,23 +181,23 @@ def tensor_parallel(size: Size, rank: int, backend: str) -> Step:
 
 def pipeline(size: Size, rank: int, backend: str) -> Step:
     """Torch's 1F1B with the blocks cut evenly."""
-    half, whole = size.layers // WORLD_SIZE, model_of(size).state_dict()
-    part = GPT(size, rank * half, (rank + 1) * half)
+    number, whole = size.layers // size.num_ranks, model_of(size).state_dict()
+    with torch.device(size.device):
+        part = GPT(size, rank * number, (rank + 1) * number).to(size.dtype)
     part.load_state_dict(
-        {name: whole[_BLOCK.sub(lambda found: f"blocks.{int(found[1]) + rank * half}", name)] for name in part.state_dict()}
+        {name: whole[_BLOCK.sub(lambda found: f"blocks.{int(found[1]) + rank * number}", name)] for name in part.state_dict()}
     )
-    stage = PipelineStage(compiled(part, backend), rank, WORLD_SIZE, torch.device("cpu"))
+    del whole
+    stage = PipelineStage(compiled(part, backend), rank, size.num_ranks, next(part.parameters()).device)
     schedule, batch, optimizer = Schedule1F1B(stage, microbatches_of(size), loss_fn=loss_of), batch_of(size), adamw(part)
 
-    def step() -> float:
+    def step() -> Tensor:
         losses: list[Tensor] = []
-        if rank:
-            schedule.step(target=batch["labels"], losses=losses)
-        else:
-            schedule.step(batch["tokens"])
+        given: dict[str, Any] = {"target": batch["labels"], "losses": losses} if rank == size.num_ranks - 1 else {}
+        schedule.step(*([] if rank else [batch["tokens"]]), **given)
         optimizer.step()
         optimizer.zero_grad()
-        return float(torch.stack(losses).mean()) if losses else math.nan  # the other rank has it
+        return torch.stack(losses).detach().mean() if losses else torch.tensor(torch.nan)
 
     return step
 
@@ -206,7 +212,7 @@ class ParallelStep:
     def __init__(self, parallel: autopar.ParallelModule, batch: Mapping[str, Tensor]) -> None:
         self._parallel, self._step = parallel, training_step(parallel, adamw(parallel), batch)
 
-    def __call__(self) -> float:
+    def __call__(self) -> Tensor:
         return self._step()
 
     @property
@@ -223,9 +229,10 @@ def waited(step: Step) -> float | None:
 def ours(axis: str, size: Size, rank: int, backend: str, **more: Any) -> Step:
     """autopar on one axis, or on its own on one virtual rank."""
     batch = batch_of(size)
-    mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=(axis,))
-    mine = share_of(batch, rank) if axis == "dp" else batch
-    options: dict[str, Any] = {"backend": backend, "cluster": "cpu", "timeout": 600, **options_of(axis, size), **more}
+    mesh = autopar.virtual_mesh(dp=1) if axis == "one" else init_device_mesh(size.device, (size.num_ranks,), mesh_dim_names=(axis,))
+    mine = share_of(batch, rank, size.num_ranks) if axis == "dp" else batch
+    cluster = {"cluster": "cpu"} if size.device == "cpu" else {}
+    options: dict[str, Any] = {"backend": backend, "timeout": 600, **cluster, **options_of(axis, size), **more}
     return ParallelStep(autopar.compile(model_of(size), mesh, example_inputs=mine, **options), mine)
 
 

@@ -94,7 +94,7 @@ def _serve(name: str, size: Size, rank: int, num_ranks: int, backend: str, folde
     pipe.send(True)
     while pipe.recv():
         start, cpu, blocked = time.perf_counter(), time.process_time(), waited(step)
-        loss = step()
+        loss = float(step())
         seconds, cpu_seconds, blocked_since = time.perf_counter() - start, time.process_time() - cpu, waited(step)
         waits = None if blocked is None or blocked_since is None else blocked_since - blocked
         pipe.send(Turn(seconds, cpu_seconds, _peak() - before, loss, waits))

@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 
 from autopar._torch import DATA_DEPENDENT_ERRORS, empty_as, fake_errors_quiet, fake_mode
+from autopar.cost.fragment_places import device_of
 from autopar.cost.memories import Memories, Value
 from autopar.ir.keys import SOURCE, Source
 from autopar.kernels.registration import IMPLEMENTATIONS
@@ -60,7 +61,7 @@ def fragment_memory(module: GraphModule, form: Form = _as_it_is) -> FragmentMemo
 
 def _found(module: GraphModule) -> FragmentMemory:
     given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
-    device = next((node.kwargs["device"] for node in module.graph.nodes if "device" in node.kwargs), torch.device("cpu"))
+    device = device_of(module)
     with fake_mode(), fake_errors_quiet(), torch.no_grad():
         inputs = [empty_as(each, device=device) for each in given]
         with Memories() as memories:

@@ -39,8 +39,9 @@ def places_of(fragment: Fragment) -> Places:
 def _found(fragment: Fragment) -> Places:
     """By running the fragment on tensors without memory."""
     given = [node.meta["val"] for node in fragment.module.graph.find_nodes(op="placeholder")]
+    device = device_of(fragment.module)
     with fake_mode(), torch.no_grad():
-        inputs = [empty_as(each) for each in given]
+        inputs = [empty_as(each, device=device) for each in given]
         results = fragment.module(*inputs)
     first: dict[StorageWeakRef, int] = {}
     found: list[tuple[int, int]] = []
@@ -49,3 +50,8 @@ def _found(fragment: Fragment) -> Places:
         if number >= len(inputs):
             found.append((source, tensor.untyped_storage().nbytes()))
     return tuple(found)
+
+
+def device_of(module: GraphModule) -> torch.device:
+    """Where a fragment computes: on the device that it creates tensors on; the CPU where it creates none, and any will do."""
+    return next((node.kwargs["device"] for node in module.graph.nodes if "device" in node.kwargs), torch.device("cpu"))

@@ -226,7 +226,7 @@ class Call:
             for (rank, state), transport in zip(self.states.items(), self.transports, strict=True)
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.
-        with torch.no_grad(), torch.autocast(kind, enabled=False), self.around():
+        with torch.no_grad(), torch.autocast(kind, enabled=False), current(self._device), self.around():
             try:
                 self.world.run(executions, self.transports)
             except Exception as error:
@@ -275,12 +275,18 @@ class Call:
         values: dict[str, Callable[[], torch.Tensor]] = {
             "buffer": lambda: self._tensors[item.name],
             "batch": lambda: self._batch[int(item.name)],
-            "constant": lambda: self.constants[item.name].to(self._device),
+            "constant": lambda: self.places.constant(item.name, self._device),
         }
         return world.parts(values[item.kind](), item, self.mesh)
 
     def _scalar(self, value: int) -> torch.Tensor:
-        return torch.tensor(value, dtype=torch.int64, device=self._device)
+        # By a kernel: `torch.tensor` copies it from the host, which on a GPU waits for that.
+        return torch.full((), value, dtype=torch.int64, device=self._device)
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """While this is entered fragments, which name a type of device, create tensors on this one: virtual ranks may be on any GPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class OwnedMemory:

@@ -171,11 +171,16 @@ def _to_places(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Entries in the order of the axes → in the order of the process group."""
     if group.is_sorted:
         return tensor
-    return tensor[[group.order.index(place) for place in range(group.size)]]
+    return _taken(tensor, [group.order.index(place) for place in range(group.size)])
 
 
 def _from_places(group: Group, finish: Callable[[torch.Tensor], tuple[torch.Tensor]]) -> Callable[[torch.Tensor], tuple[torch.Tensor]]:
-    return finish if group.is_sorted else lambda arrived: (finish(arrived)[0][list(group.order)],)
+    return finish if group.is_sorted else lambda arrived: (_taken(finish(arrived)[0], group.order),)
+
+
+def _taken(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """`tensor[order]` without an index in memory, which on a GPU would be copied there, and the host wait for that."""
+    return torch.stack([tensor[place] for place in order])
 
 
 def _reduce(memory: torch.Tensor, maximum: bool, group: Group) -> Work:
@@ -261,11 +266,10 @@ def _gather_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Te
     """Copied into one memory, and out of what arrives: a rank's parts lie side by side there, and readers want each tensor's."""
     bucket = memory.packed(instruction.name, tensors)
     arriving = bucket.memory.new_empty(group.size * bucket.memory.numel())
-    order = None if group.is_sorted else list(group.order)
 
     def finish(arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rows = bucket.rows(arrived, group.size)
-        return tuple(each.contiguous() if order is None else each[order] for each in rows)
+        return tuple(each.contiguous() if group.is_sorted else _taken(each, group.order) for each in rows)
 
     return Flight(partial(all_gather_flat, arriving, bucket.memory, group.group), arriving, bucket.memory, finish)
 

@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.execute.host_group import HostGroup, host_group
+
 
 @dataclass
 class _Known:
@@ -22,6 +24,8 @@ class _Known:
 
     made: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any])
     is_trusted: bool = True
+    # By which all ranks of the world speak, once they did.
+    host: HostGroup | None = None
 
 
 # By the default group: another one, after `destroy_process_group`, knows nothing of its predecessor's.
@@ -53,9 +57,11 @@ def agree(device: torch.device) -> None:
 
     Modules that were made keep what they have; new ones get new groups.
     """
-    known = _known()
-    told = torch.tensor([not known.is_trusted, len(known.made), -len(known.made)], dtype=torch.int64, device=device)
-    dist.all_reduce(told, dist.ReduceOp.MAX)
+    known, world = _known(), dist.group.WORLD
+    assert world is not None, "torch.distributed is initialised"
+    host = known.host = known.host or host_group(world, range(dist.get_world_size()), device, None)
+    told = torch.tensor([not known.is_trusted, len(known.made), -len(known.made)], dtype=torch.int64, device=host.device)
+    dist.all_reduce(told, dist.ReduceOp.MAX, group=host.group)
     is_doubted, most, least = told.tolist()
     if is_doubted or most != -least:
         known.made.clear()

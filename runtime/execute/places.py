@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+
 from autopar.driver.compiled import Compiled
 from autopar.graph.microbatches import summed
 from autopar.ir.mesh import MICROBATCHES, Mesh
@@ -39,6 +41,7 @@ class Places:
     ranks: Sequence[int]
     _found: dict[tuple[str, str], ResultPlace] = field(default_factory=dict[tuple[str, str], ResultPlace])
     _inputs: dict[tuple[str, str], tuple[InputPlace, ...]] = field(default_factory=dict[tuple[str, str], tuple[InputPlace, ...]])
+    _constants: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict[tuple[str, torch.device], torch.Tensor])
 
     @cached_property
     def schedules(self) -> Mapping[int, Schedule]:
@@ -49,6 +52,13 @@ class Places:
     def parameters(self) -> tuple[tuple[Input, tuple[InputPlace, ...]], ...]:
         """The parameters that these ranks are given, with their buffers."""
         return tuple((item, self.of_input(item)) for item in self.compiled.signature.inputs_of("parameter"))
+
+    def constant(self, name: str, device: torch.device) -> torch.Tensor:
+        """A constant of the program on `device`, where it stays: copying it there at every step would keep the host waiting."""
+        key = name, device
+        if key not in self._constants:
+            self._constants[key] = self.compiled.constants[name].to(device)
+        return self._constants[key]
 
     def of_input(self, item: Input) -> tuple[InputPlace, ...]:
         key = item.kind, item.name

@@ -18,6 +18,7 @@ from autopar.ir.instructions import Channel
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import has_distributed
 from autopar.runtime.execute.group_cache import agree, distrust, known_or_made
+from autopar.runtime.execute.host_group import host_group
 from autopar.runtime.execute.recorder import noted
 
 
@@ -26,7 +27,7 @@ def naming(rank: int, peers: Sequence[int], what: object) -> Generator[None]:
     """Turn torch's error, which names no rank, into a `PeerError`: `rank` waited for `peers` at `what`."""
     try:
         yield
-    except (torch.OutOfMemoryError, PeerError):
+    except (torch.OutOfMemoryError, torch.AcceleratorError, PeerError):  # what a kernel broke is no peer's fault
         raise
     except RuntimeError as error:
         distrust()
@@ -70,13 +71,20 @@ class ProcessGroups:
                 f"rank {dist.get_rank()} of the world is not on the mesh ({self.mesh}), which has ranks {list(self.global_ranks)}"
             )
         self.rank = self.global_ranks.index(dist.get_rank())
-        self.device_type = device_mesh.device_type
+        self.device_type = kind = device_mesh.device_type
+        # Where this rank's tensors are: each thread has a current device of its own, so it is asked for here, once.
+        self.device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
         # Whether waits last until tensors are let go of, while memory is measured.
         self.are_settled = False
         self._timeout = None if timeout is None else timedelta(seconds=timeout)
         self._groups: dict[frozenset[int], dist.ProcessGroup] = {}
         self._channels: dict[Channel, dist.ProcessGroup] = {}
         self.create(self.mesh, [self.mesh.names])
+        key = "host", tuple(sorted(self.global_ranks)), self._timeout
+        everyone = self.along(self.mesh, self.mesh.names)
+        with self.naming_all("the group by which ranks speak"):
+            make = partial(host_group, everyone.group, sorted(self.global_ranks), self.device, self._timeout)
+            self._host = known_or_made(key, make)
 
     def create(self, mesh: Mesh, axes_sets: Iterable[tuple[str, ...]]) -> None:
         """Create what is missing of the groups along each of `axes_sets` of `mesh` (this mesh, or it refined)."""
@@ -138,12 +146,6 @@ class ProcessGroups:
         """The group of one of this rank's channels. Raises `KeyError` unless it was created."""
         return self._channels[channel]
 
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors are."""
-        kind = self.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
     def along(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank along `axes`; it must have been created."""
         members = mesh.group(self.rank, axes)
@@ -167,14 +169,17 @@ class ProcessGroups:
         group = self.along(self.mesh, self.mesh.names)
         values: list[Any] = [None] * group.size
         with self.naming_all(what):
-            dist.all_gather_object(values, value, group=group.group)
+            dist.all_gather_object(values, value, group=self._host.group)
         return [values[place] for place in group.order]
 
     def is_equal(self, number: int, what: str) -> bool:
         """Whether every rank has this `number`, of 62 bits at most. Collective."""
-        group = self.along(self.mesh, self.mesh.names)
-        largest = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        with self.naming_all(what):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group.group)
-        most, least = largest.tolist()
+        most, least = self.maxima([number, -number], what)
         return most == -least
+
+    def maxima(self, numbers: Sequence[int], what: str) -> list[int]:
+        """Of each number the largest that a rank has. Collective: at every step, so by the host, which waits for no device."""
+        largest = torch.tensor(numbers, dtype=torch.int64, device=self._host.device)
+        with self.naming_all(what):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host.group)
+        return largest.tolist()

@@ -86,7 +86,7 @@ def clip_grad_norm(
     if norm_type <= 0:
         raise AutoparError(f"norm_type={norm_type} is no norm that ranks can put together from their parts; use a positive one, or inf")
     gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
-    total, dtype = total_norm(gradients, world, norm_type)
+    total, dtype = total_norm(gradients, world, norm_type), _norm_dtype(gradients, world)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -96,35 +96,33 @@ def clip_grad_norm(
     return total.to(dtype)
 
 
-# In which norms are returned: torch's promotion, which needs no words between ranks but which of these there are.
-_NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def total_norm(gradients: Mapping[str, torch.Tensor], world: World, norm_type: float) -> tuple[torch.Tensor, torch.dtype]:
-    """The norm over all parts, each counted on one of the ranks that hold it, summed in float64; and the dtype that torch would give it.
-    Collective."""
-    is_maximum = norm_type == float("inf")
+def total_norm(gradients: Mapping[str, torch.Tensor], world: World, norm_type: float) -> torch.Tensor:
+    """The norm over all parts, each counted on one of the ranks that hold it, summed in float64. Collective; nobody looks at a value, since
+    on a GPU the host would wait for it."""
+    counted = [_local(each) for name, each in gradients.items() if not isinstance(world, DistributedWorld) or world.is_first(name)]
+    wides = [torch.promote_types(each.dtype, torch.float32) for each in counted]
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=wide) for each, wide in zip(counted, wides, strict=True)]
     if not isinstance(world, DistributedWorld):
-        wides = [torch.promote_types(each.dtype, torch.float32) for each in gradients.values()]
-        norms = [torch.linalg.vector_norm(each, norm_type, dtype=wide) for each, wide in zip(gradients.values(), wides, strict=True)]
-        found = reduce(torch.promote_types, (each.dtype.to_real() for each in gradients.values()), torch.float16)
-        return torch.linalg.vector_norm(torch.stack(norms).double(), norm_type) if norms else torch.zeros(()), found
-    device = world.groups.device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    present = torch.zeros(len(_NORM_DTYPES), dtype=torch.float64, device=device)
-    for name, gradient in gradients.items():
-        local = _local(gradient)
-        if world.is_first(name):
-            wide = torch.promote_types(local.dtype, torch.float32)
-            norm = torch.linalg.vector_norm(local, norm_type, dtype=wide).double().to(device)
-            total = torch.maximum(total, norm) if is_maximum else total + norm**norm_type
-        present[_NORM_DTYPES.index(local.dtype.to_real())] = 1
+        return torch.linalg.vector_norm(torch.stack(norms).double(), norm_type) if norms else torch.zeros(())
+    is_maximum = norm_type == float("inf")
+    device = world.groups.device  # gradients may lie on the host
+    own = torch.stack(norms).double().to(device) if norms else torch.zeros(1, dtype=torch.float64, device=device)
+    total = own.amax().view(1) if is_maximum else own.pow(norm_type).sum().view(1)
     everyone = world.groups.along(world.mesh, world.mesh.names)
-    told = torch.cat([total.view(1), present])
     with world.groups.naming_all("the norm of the gradients"):
-        dist.all_reduce(told, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
-    found = [dtype for dtype, number in zip(_NORM_DTYPES, told[1:].tolist(), strict=True) if number]
-    return told[0] if is_maximum else told[0] ** (1 / norm_type), reduce(torch.promote_types, found or [torch.float32])
+        dist.all_reduce(total, dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM, group=everyone.group)
+    return total[0] if is_maximum else total[0] ** (1 / norm_type)
+
+
+def _norm_dtype(gradients: Mapping[str, torch.Tensor], world: DistributedWorld) -> torch.dtype:
+    """The dtype that torch would give the norm: promotion needs no words between ranks but which dtypes there are. Collective."""
+    mine = {each.dtype.to_real() for each in gradients.values()}
+    are_there = world.groups.maxima([dtype in mine for dtype in _NORM_DTYPES], "the dtypes of the gradients")
+    found = [dtype for dtype, is_there in zip(_NORM_DTYPES, are_there, strict=True) if is_there]
+    return reduce(torch.promote_types, found or [torch.float32])
+
+
+_NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -59,6 +60,8 @@ class HostStep:
         self.optimizer, self._host, self._files, self._process = optimizer, host, files, os.getpid()
         self._worker = Worker("autopar updates")
         self._waiting: list[Work] = []
+        # On a GPU the one by which the thread copies.
+        self._stream: torch.cuda.Stream | None = None
         # What this put into the optimizer's state, on the host: another entry was put there by somebody else.
         self._held: dict[nn.Parameter, dict[Any, torch.Tensor]] = {}
         self._seals: dict[nn.Parameter, dict[Any, Seal]] = {}
@@ -110,6 +113,18 @@ class HostStep:
     def _update(self, parameters: Sequence[nn.Parameter], gradients: list[tuple[Block, torch.Tensor]], copied: Any) -> None:
         if copied is not None:
             copied.synchronize()
+        with self._beside(local_of(parameters[0]).device):
+            self._update_on_host(parameters, gradients)
+
+    def _beside(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Where the thread copies by a stream of its own: the default one, which all threads share, has what the backward has launched
+        so far. All that reads these parameters was over before."""
+        if device.type != "cuda":
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return torch.cuda.stream(self._stream)
+
+    def _update_on_host(self, parameters: Sequence[nn.Parameter], gradients: list[tuple[Block, torch.Tensor]]) -> None:
         state = self.optimizer.state
         locals_ = [local_of(each.detach()) for each in parameters]
         masters = [self._master(each) for each in locals_]

@@ -349,7 +349,7 @@ class Trainer:
         most = self.options.clip_grad_norm
         if most is None:
             return None if scale == 1.0 else torch.tensor(1 / scale)
-        norm, _ = total_norm(gradients, world, 2.0)
+        norm = total_norm(gradients, world, 2.0)
         return torch.clamp(most / (norm / scale + 1e-6), max=1.0) / scale
 
     def _not_finite(self, gradients: Mapping[str, torch.Tensor], world: World) -> list[str]:

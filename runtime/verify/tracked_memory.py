@@ -72,7 +72,8 @@ class Tracker:
     """
 
     def __init__(self, call: Call, held: Iterable[torch.Tensor] = (), device: str = "cpu") -> None:
-        self._call, self._log, self._held = call, AllocatorLog(device), list(held)
+        self._call, self._log = call, AllocatorLog(device)
+        self._held = [each for each in held if each.device.type == device]  # constants are captured on the CPU
         self._watches = [_Watch(rank, state, self._log, _marked(call, rank)) for rank, state in call.states.items()]
         self._base = 0
 

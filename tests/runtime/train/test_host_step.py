@@ -175,3 +175,12 @@ def test_refusals() -> None:
     with pytest.raises(AutoparError, match="leave Offload\\(optimizer=\\) out, or weight_versions"):
         step = autopar.TrainStep(weight_versions="stash")
         autopar.compile(model, mesh, offload="optimizer", optimizer=torch.optim.SGD, train_step=step)
+
+
+def test_on_a_gpu_the_thread_copies_by_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or f"stream {len(made)}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: f"by {stream}")
+    part = HostStep(torch.optim.SGD(nn.Linear(1, 1).parameters()), "element", HostMemory(CPU))
+    device = torch.device("cuda", 3)
+    assert [part._beside(device), part._beside(device)] == ["by stream 1"] * 2 and made == [device]
