@@ -65,16 +65,25 @@ def fit_rates(trials: Sequence[Trial]) -> Rates | None:
 def run_trials(dtype: torch.dtype, device: torch.device, rank: int = 0) -> list[Trial]:
     """Every op of `PRODUCTS` and `ROWS` in turn, one call at a time, so that each finds in the caches what the others left there, as in a
     program; the mean of `_ROUNDS` but for the slowest. Each rank has another order in each round, so that an op meets those of other ranks
-    as often as it takes of their time."""
+    as often as it takes of their time. In every other round all results are kept until its end, as a forward keeps what the backward
+    reads, and memory is new; in the others they are let go at once, as those of a backward are, and memory is what was just given back."""
     ops = [*_products(dtype, device), *_pointwise(dtype, device)]
-    seconds: dict[_Op, list[float]] = {op: [] for op in ops}
-    order = random.Random(rank)
-    for _ in range(_ROUNDS + 1):  # the first warms up
+    seconds: dict[tuple[_Op, bool], list[float]] = {(op, keeps): [] for op in ops for keeps in (False, True)}
+    order, kept = random.Random(rank), list[Any]()
+    for number in range(_ROUNDS + 2):  # the first of each kind warms up
         for op in order.sample(ops, len(ops)):
             start = time.perf_counter()
-            op.run()
-            seconds[op].append(time.perf_counter() - start)
-    return [Trial(op.flops, op.num_bytes, mean(sorted(row[1:])[: -_ROUNDS // 8])) for op, row in seconds.items()]
+            result = op.run()
+            seconds[op, number % 2 == 1].append(time.perf_counter() - start)
+            kept += [result] if number % 2 else []
+            del result
+        kept.clear()
+    return [Trial(op.flops, op.num_bytes, mean(_typical(seconds[op, keeps]) for keeps in (False, True))) for op in ops]
+
+
+def _typical(row: Sequence[float]) -> float:
+    """The mean but for the first and the slowest."""
+    return mean(sorted(row[1:])[: -max(len(row) // 8, 1)])
 
 
 @dataclass(frozen=True, eq=False)
