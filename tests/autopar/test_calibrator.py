@@ -20,6 +20,7 @@ def small(patch: pytest.MonkeyPatch, folder: Path) -> None:
     patch.setattr(door, "_LAYERS", 3)
     patch.setattr(door, "_REPEATS", 3)
     patch.setattr(measuring, "_NUM_COLLECTIVES", 3)
+    patch.setattr(measuring, "_UPDATED", 1 << 12)
 
 
 def test_one_process_measures_its_own_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

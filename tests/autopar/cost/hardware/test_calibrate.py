@@ -77,6 +77,7 @@ def calibrated(path: str) -> tuple[Cluster, str]:
         warnings.simplefilter("error")
         patch.setenv(FOLDER, str(Path(path).parent))
         measuring._ON_CPU = replace(measuring._ON_CPU, matmul=(64, 128), copy_bytes=1 << 20, messages=((4 << 10, 2), (64 << 10, 2)))
+        patch.setattr(measuring, "_NUM_COLLECTIVES", 3)
         cluster = measuring.calibrate(mesh, path)
     with pytest.raises(MeshError) as raised:
         measuring.calibrate(DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",)))
