@@ -1,7 +1,7 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
+from autopar.calibrator import calibrate
 from autopar.compiler import compile, estimate_memory
-from autopar.cost.hardware.calibrate import calibrate
 from autopar.cost.hardware.cluster import Cluster
 from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import LossScale, TrainStep

@@ -3,10 +3,12 @@
     python -m benchmarks.predictions
     python -m benchmarks.predictions --sizes small comm --rounds 15 --json predictions.json
 
-Two processes measure this machine first (`autopar.calibrate`); what a step takes on paper is said from that file alone, on a mesh of
-virtual ranks. A step is forward, backward and the update of a fused AdamW. The jobs of a size are alive at once and take turns step by
+Two processes measure this machine (`autopar.calibrate`) before and after the jobs of each size; what a step takes on paper is said from
+each of the two files alone, on a mesh of virtual ranks, and `on paper` is their mean: how far the two are apart is what the machine itself
+did meanwhile. A step is forward, backward and the update of a fused AdamW. The jobs of a size are alive at once and take turns step by
 step; measured is the median of the slower rank's steps. `order` counts, of the pairs of jobs of a size that differ by more than 15 %, those
-of which paper and clock agree which is slower.
+of which paper and clock agree which is slower. `load` is that of the machine behind the steps of a size: two processes work in turns, so
+that more than 2 is others' work.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,6 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.cost.model import CostModel
 from autopar.pipeline.fragment_prices import on_paper
 from autopar.pipeline.report import StepOnPaper
 from benchmarks.peer_jobs import SIZES, WORLD_SIZE, Size, Step, batch_of, model_of, options_of, share_of, training_step
@@ -44,14 +48,20 @@ def compiled(name: str, size: Size, mesh: Any, inputs: Any, cluster: str, backen
     return autopar.compile(model_of(size), mesh, example_inputs=inputs, **options)
 
 
-def predicted(name: str, size: Size, cluster: str) -> float:
-    """Seconds of a step on paper; nothing runs."""
-    found = compiled(name, size, autopar.virtual_mesh(**{JOBS[name][0]: WORLD_SIZE}), batch_of(size), cluster, "eager").compiled
-    assert found.cost is not None
-    return (
-        on_paper(found.schedule, found.cost, has_memory=False).step_seconds
-        + StepOnPaper(found.program, found.cost, found.order).update_seconds
-    )
+def predicted(name: str, size: Size, clusters: Sequence[str]) -> list[float]:
+    """Seconds of a step on paper, by each of `clusters`; nothing runs. The program is what the first leads to, as ranks run it."""
+    found = compiled(name, size, autopar.virtual_mesh(**{JOBS[name][0]: WORLD_SIZE}), batch_of(size), clusters[0], "eager").compiled
+    prices = [CostModel(autopar.Cluster.from_yaml(each), found.local.mesh, found.budget.optimizer) for each in clusters]
+    return [
+        on_paper(found.schedule, cost, has_memory=False).step_seconds + StepOnPaper(found.program, cost, found.order).beside_seconds
+        for cost in prices
+    ]
+
+
+def calibrated(cluster: Path) -> str:
+    """Where two ranks have written what they measured."""
+    Job("", next(iter(SIZES.values())), str(cluster), "eager").close()
+    return str(cluster)
 
 
 class Job:
@@ -138,6 +148,20 @@ def order(rows: list[dict[str, Any]]) -> tuple[int, int]:
     return agreed, total
 
 
+def row(size: str, job: str, papers: Sequence[float], seconds: float) -> dict[str, Any]:
+    before, after = papers
+    paper = statistics.mean(papers)
+    return {
+        "size": size,
+        "job": job,
+        "paper before ms": 1e3 * before,
+        "paper after ms": 1e3 * after,
+        "on paper ms": 1e3 * paper,
+        "measured ms": 1e3 * seconds,
+        "error": paper / seconds - 1,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
@@ -147,19 +171,20 @@ def main() -> None:
     options = parser.parse_args()
     before, rows = machine(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as folder:
-        cluster = str(Path(folder) / "here.yaml")
-        Job("", SIZES["small"], cluster, "eager").close()
-        print(autopar.Cluster.from_yaml(cluster))
+        clusters = [calibrated(Path(folder) / "first.yaml")]
+        print(autopar.Cluster.from_yaml(clusters[0]))
         for name in options.sizes:
-            clock = measured(SIZES[name], cluster, options.backend, options.rounds)
+            clock = measured(SIZES[name], clusters[-1], options.backend, options.rounds)
+            load = machine()["load"]
+            clusters.append(calibrated(Path(folder) / f"after_{name}.yaml"))
             for job, seconds in clock.items():
-                paper = predicted(job, SIZES[name], cluster)
-                rows.append(
-                    {"size": name, "job": job, "on paper ms": 1e3 * paper, "measured ms": 1e3 * seconds, "error": paper / seconds - 1}
-                )
+                rows.append(row(name, job, predicted(job, SIZES[name], clusters[-2:]), seconds) | {"load": load})
+        print(autopar.Cluster.from_yaml(clusters[-1]))
     print_table(f"a step on paper and as measured, {options.backend}", rows)
     errors = [abs(row["error"]) for row in rows]
     agreed, total = order(rows)
+    apart = statistics.median(abs(row["paper after ms"] / row["paper before ms"] - 1) for row in rows)
+    print(f"calibrations before and after are {apart:.1%} apart on paper (median)")
     print(f"error: median {statistics.median(errors):.1%}, worst {max(errors):.1%}; order: {agreed} of {total}")
     print(f"load before {before['load']}, after {machine()['load']}: above 1 before it started, the numbers are noise")
     write_json(options.json, {"load_before": before["load"], "rows": rows})

@@ -16,10 +16,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-from autopar.runtime.execute.fragments import CompiledFragments
+from autopar.runtime.verify.host_seconds import runtime_seconds
 from benchmarks.peer_jobs import SIZES, Size, batch_of, model_of
 from benchmarks.peers import compare
 from benchmarks.reporting import machine, print_table, write_json
@@ -37,79 +34,19 @@ from benchmarks.reporting import machine, print_table, write_json
 ABOUT_200_PARAMETERS = Size(layers=12, width=64, heads=4, batch=4, length=32, symbols=256)
 
 
-class Recorded(CompiledFragments):
-    """Gives back, run by run, what the fragments gave in one step."""
-
-    def __init__(self, fragments: CompiledFragments) -> None:
-        self._real = fragments
-        self._results: list[tuple[torch.Tensor, ...]] = []
-        self._left: deque[tuple[torch.Tensor, ...]] | None = None
-
-    def run(self, name: str, inputs: Sequence[torch.Tensor], into: Mapping[int, torch.Tensor] | None = None) -> tuple[torch.Tensor, ...]:
-        if self._left is not None:
-            return self._left.popleft()
-        self._results.append(self._real.run(name, inputs))
-        return self._results[-1]
-
-    def placeable(self, name: str) -> Sequence[int]:
-        return ()
-
-    def rewind(self) -> None:
-        """Begin again, with tensors that nobody else holds: what autograd cannot take over as a gradient it copies."""
-        self._left = deque(tuple(each.detach() for each in results) for results in self._results)
-
-
-class Timer:
-    """CPU seconds that this thread spends in a function, call by call."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self.seconds = function, 0.0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        start = time.thread_time()
-        try:
-            return self._function(*args, **kwargs)
-        finally:
-            self.seconds += time.thread_time() - start
-
-    def taken(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
 def row(name: str, mesh: Any, repeats: int) -> dict[str, Any]:
     batch = batch_of(ABOUT_200_PARAMETERS)
     parallel = autopar.compile(model_of(ABOUT_200_PARAMETERS), mesh, example_inputs=batch, backend="eager", cluster="cpu")
-    parameters = list(parallel.parameters())
-    _, captured = parallel.captured((), batch)
-    recorded = captured.fragments = Recorded(captured.fragments)
-
-    def step() -> None:
-        parallel(**batch).backward()
-        for parameter in parameters:
-            parameter.grad = None
-
-    step()
-    world, guard = parallel._world, parallel._guard
-    whole, instructions, guarding = Timer(step), Timer(world.run), Timer(guard.state)
-    world.run, guard.state = instructions, guarding
-    found: list[tuple[float, float, float]] = []
-    for _ in range(repeats):
-        recorded.rewind()
-        whole()
-        found.append((whole.taken(), instructions.taken(), guarding.taken()))
-    del world.run, guard.state
-    total, executing, in_guard = map(min, zip(*found, strict=True))
-    number = len(parallel.compiled.schedule_of(0).instructions)
+    found = runtime_seconds(parallel, batch, repeats, min)
     return {
         "rank": name,
-        "parameters": len(parameters),
-        "instructions": number,
-        "step (ms)": 1e3 * total,
-        "guard (ms)": 1e3 * in_guard,
-        "instructions (ms)": 1e3 * executing,
-        "an instruction (µs)": 1e6 * executing / number,
-        "a parameter (µs)": 1e6 * (total - executing - in_guard) / len(parameters),
+        "parameters": found.num_parameters,
+        "instructions": found.num_instructions,
+        "step (ms)": 1e3 * found.step,
+        "guard (ms)": 1e3 * found.guard,
+        "instructions (ms)": 1e3 * found.instructions,
+        "an instruction (µs)": 1e6 * found.instruction_seconds,
+        "a parameter (µs)": 1e6 * (found.step - found.instructions - found.guard) / found.num_parameters,
     }
 
 

@@ -33,8 +33,8 @@ PRIVATE_ATTRIBUTES = {
     "_version",
 }
 FRONT_DOOR = {
-    *("autopar/captured.py", "autopar/compiler.py", "autopar/flat_mesh.py", "autopar/predictor.py", "autopar/reused.py"),
-    "autopar/__init__.py",
+    *("autopar/calibrator.py", "autopar/captured.py", "autopar/compiler.py", "autopar/flat_mesh.py", "autopar/predictor.py"),
+    *("autopar/reused.py", "autopar/__init__.py"),
 }
 # Keys of node.meta that torch writes; ours are `Key` objects (autopar/ir/keys.py).
 TORCH_META_KEYS = {

@@ -35,13 +35,15 @@ from autopar.reports.summary import flops
 
 # Parts of a predicted step by what they are for; the rest is the bubble.
 _CLASSES = {
-    "compute": ("products", "memory", "launches", "update"),
+    "compute": ("products", "memory", "launches", "host", "handover", "update"),
     "exposed_communication": ("tensor_parallel", "gradients", "collectives"),
     "bubble": ("bubble", "nodes"),
 }
 # What is there once a step: its stream, its name, and the part of the prediction.
 _ONCE = (("dp", "sum of gradients", "gradients"), ("compute", "update", "update"), ("dp", "slowest node", "nodes"))
 _SHOWN = 8
+# Sums of seconds that differ by less are equal.
+_ROUNDING = 1e-9
 
 
 def run(options: argparse.Namespace) -> Answer:
@@ -156,8 +158,9 @@ def _of_saved(content: Any, options: argparse.Namespace) -> tuple[Values, Simula
     compiled = parallel.compiled
     cost = CostModel(cluster, compiled.local.mesh, compiled.budget.optimizer)
     simulation = on_paper(compiled.schedule, cost)
-    update = StepOnPaper(compiled.program, cost, compiled.order).update_seconds
-    seconds = _seconds(compiled.schedule, simulation) | {"update": update}
+    paper = StepOnPaper(compiled.program, cost, compiled.order)
+    handover = {"handover": paper.handover_seconds} if paper.handover_seconds else {}
+    seconds = _seconds(compiled.schedule, simulation) | handover | {"update": paper.update_seconds}
     held = [memory_values(each.kinds, each.peak_bytes) for each in parallel.memory().places]
     values: Values = {
         **_what_runs(compiled, sizes, options.global_batch),
@@ -206,7 +209,8 @@ def _seconds(program: ScheduleProgram, found: Simulation) -> dict[str, float]:
         if isinstance(instruction, Wait):
             seconds[waited.get(instruction.target, "bubble")] += end - before
         before = end
-    return seconds
+    left = before - sum(seconds.values())
+    return seconds | ({"host": left} if left > _ROUNDING * before else {})
 
 
 _KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer_state", "activations": "activations"}

@@ -2,7 +2,7 @@
 
     node        FLOPs / rate + bytes read and written / bandwidth + launch
     collective  steps · α + bytes sent / β + launch          (α–β, rings; what else there is: `autopar.cost.hardware.links`)
-    parameter   what the optimizer reads and writes / bandwidth
+    parameter   what the optimizer reads and writes / bandwidth      (an update: / the optimizer's own, + a call)
 
 Compute and memory time are *added*, where a roofline takes the larger. The sum is at most twice the roofline, and
 it has no plateaus: a split that saves memory traffic of a compute-bound op is still worth something, as it is in
@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.hardware.device import UPDATE_PASSES
 from autopar.cost.hardware.links import CommunicationKind, bytes_sent, transfer_seconds
 from autopar.cost.memory import OptimizerKind
 from autopar.ir.instructions import Memory
@@ -36,8 +37,6 @@ from autopar.ops.lookup import registered_rule, rule_of
 _VIEWS = frozenset(
     "alias detach expand getitem narrow permute reshape select slice squeeze t transpose unsqueeze view _unsafe_view".split()
 )
-# AdamW reads parameter, gradient and both moments and writes parameter and both moments.
-UPDATE_PASSES = 7
 # A frozen parameter costs one read: enough to break ties towards splitting it.
 KEEP_PASSES = 1
 # What mixes microbatches is no collective but another meaning of the program (each microbatch for itself): as dear as it takes
@@ -201,6 +200,13 @@ class CostModel:
         """
         passes = UPDATE_PASSES if trainable else KEEP_PASSES
         return Cost(passes * self.memory_seconds(self.local_bytes(dims, dtype, sharding)))
+
+    def update(self, dims: Dims, dtype: torch.dtype, sharding: Sharding, trainable: bool = True) -> float:
+        """Seconds of a parameter's update: what it passes over, as quickly as optimizers do, and what one more tensor costs them."""
+        seconds, device = self.parameter(dims, dtype, sharding, trainable).seconds, self.cluster.device
+        if not trainable:
+            return seconds
+        return seconds * device.memory_bandwidth / (device.host.update_bandwidth or device.memory_bandwidth) + device.host.update_seconds
 
 
 def _dtype_of(node: Node) -> torch.dtype:

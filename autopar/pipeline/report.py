@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypedDict
 
+from torch.fx import Node
+
 from autopar.cost.model import CostModel
 from autopar.driver.compiled import Compiled
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.keys import DIMS, SHARDING
-from autopar.ir.program import Program
+from autopar.ir.program import Input, Program
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.cost import PipelineCost
 from autopar.pipeline.order import live_microbatches
@@ -51,19 +53,36 @@ class StepOnPaper:
     @cached_property
     def update_seconds(self) -> float:
         """What the optimizer takes on the rank that holds most."""
+        return max(
+            sum(self.cost.update(DIMS[node][0], item.dtype, SHARDING[node][0], item.requires_grad) for item, node in held)
+            for held in self._parameters
+        )
+
+    @cached_property
+    def handover_seconds(self) -> float:
+        """What the host takes to hand over parameters and gradients, on the rank that has most of them."""
+        return self.cost.cluster.device.host.parameter_seconds * max(map(len, self._parameters))
+
+    @cached_property
+    def _parameters(self) -> list[list[tuple[Input, Node]]]:
+        """Of each rank."""
         work = Work(self.program)
-        ranks = [0.0] * self.order.num_ranks
+        ranks: list[list[tuple[Input, Node]]] = [[] for _ in range(self.order.num_ranks)]
         for item, node in self.program.named_inputs():
             if item.kind == "parameter":
-                price = self.cost.parameter(DIMS[node][0], item.dtype, SHARDING[node][0], item.requires_grad).seconds
                 for rank in {self.order.stages[stage] for stage in work.reading(node) or {0}}:
-                    ranks[rank] += price
-        return max(ranks)
+                    ranks[rank].append((item, node))
+        return ranks
+
+    @property
+    def beside_seconds(self) -> float:
+        """What a step takes beside the order: parameters and gradients handed over, and the update."""
+        return self.handover_seconds + self.update_seconds
 
     @property
     def seconds(self) -> float:
         """Of a step, the update included."""
-        return self.simulation.step_seconds + self.update_seconds
+        return self.simulation.step_seconds + self.beside_seconds
 
 
 class StageSummary(TypedDict):

@@ -3,8 +3,8 @@
 A grid of whole actions and a finished program are run alike: one of the ranks at each place along `pp`, which all do the same at the same
 time. It has a compute stream, one for the collectives over each set of axes, and one for the copies to each memory; each directed pair of
 places has a communication stream. A transfer starts once both ends have launched it and the one before it on its channel is over, a
-collective once those before it on its axes are; a WAIT lasts until its end; launches take no time. So, where transfers are shorter than
-actions, an action starts at max(rank free, producer's end + communication).
+collective once those before it on its axes are; a WAIT lasts until its end; launches take no time but what the host takes. So, where
+transfers are shorter than actions, an action starts at max(rank free, producer's end + communication).
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from autopar.pipeline.schedule_program import ScheduleProgram
 Seconds = Callable[[Run | Send | Launch | Copy], float]
 # Which link the collectives over some axes take.
 LinkOf = Callable[[tuple[str, ...]], str]
+# What an instruction takes of the rank beside what it computes or launches.
+HostOf = Callable[[Instruction], float]
 # The share of their time that collectives over some axes take from what a rank computes meanwhile (`Link.busy`).
 BusyOf = Callable[[tuple[str, ...]], float]
 # What computes is left at least this share of the device.
@@ -64,7 +66,8 @@ class Simulation:
     @cached_property
     def step_seconds(self) -> float:
         """From the first start to the last end on any rank (makespan)."""
-        return max((event.end_seconds for event in self.events), default=0.0)
+        ends = (event.end_seconds for event in self.events)
+        return max(*(row[-1] for row in self.instruction_seconds if row), *ends, 0.0, 0.0)
 
     @cached_property
     def busy_seconds(self) -> tuple[float, ...]:
@@ -129,18 +132,20 @@ def simulate(
     link_of: LinkOf = ",".join,
     has_memory: bool = True,
     busy_of: BusyOf = lambda axes: 0.0,
+    host_of: HostOf = lambda each: 0.0,
 ) -> Simulation:
     """Run `pipeline` on paper: a grid at the prices of its stages, a program that is written out at those of its instructions
     (`autopar.pipeline.fragment_prices`). Raises `ScheduleError` where ranks would wait for ever; `check_pipeline` says why.
 
     One collective at a time goes over each link; by default each set of axes has a link of its own. While one is under way, fragments are
-    slowed down by its share of the device, `busy_of` its axes. Without `has_memory` nothing is said of memory."""
+    slowed down by its share of the device, `busy_of` its axes. What an instruction takes of the host, `host_of` it, keeps its rank beside
+    what it launches, and is no event. Without `has_memory` nothing is said of memory."""
     if isinstance(prices, PipelineCost):
         program = expand(pipeline, tuple(prices.edges)) if isinstance(pipeline, PipelineSchedule) else pipeline
         run, memory = _Run(program, grid_seconds(program, prices)), grid_memory(program, prices)
     else:
         program = expand(pipeline) if isinstance(pipeline, PipelineSchedule) else pipeline
-        run = _Run(program, prices, link_of, busy_of)
+        run = _Run(program, prices, link_of, busy_of, host_of)
         memory = tuple(schedule_memory(each) if has_memory else RankMemory((), 0.0) for each in program.places)
     run.finish()
     return Simulation(tuple(run.events), memory, tuple(map(tuple, run.ended)))
@@ -175,6 +180,7 @@ class _Run:
     seconds: Seconds
     link_of: LinkOf = ",".join
     busy_of: BusyOf = lambda axes: 0.0
+    host_of: HostOf = lambda each: 0.0
     events: list[Event] = field(default_factory=list[Event])
     # Of each channel: launches of sends, launches of receives, ends of transfers; the k-th belong together.
     sends: dict[Channel, list[_Stamp]] = field(default_factory=lambda: defaultdict(list))
@@ -218,6 +224,9 @@ class _Run:
             if end is None:
                 return False
             self.now[rank] = _later(self.now[rank], end)
+        if seconds := self.host_of(each):
+            now = self.now[rank]
+            self.now[rank] = _Stamp(now.seconds + self.slowed(rank, now.seconds, seconds), now.cause)
         self.ended[rank].append(self.now[rank].seconds)
         return True
 

@@ -18,7 +18,18 @@ from autopar.reports.advice import advice_lines
 from autopar.reports.axes import axis_lines
 from autopar.reports.hardware import Hardware, hardware_of
 from autopar.reports.kinds import AS_GOOD, Kind, kind_lines, kinds
-from autopar.reports.step_parts import ARITHMETIC, COMMUNICATION, STARTS, TRAFFIC, UPDATE, WAITS, StepParts, step_parts, where_time_goes
+from autopar.reports.step_parts import (
+    ARITHMETIC,
+    COMMUNICATION,
+    HANDOVER,
+    STARTS,
+    TRAFFIC,
+    UPDATE,
+    WAITS,
+    StepParts,
+    step_parts,
+    where_time_goes,
+)
 from autopar.reports.summary import computed_in, flops, memory, replicated
 from autopar.reports.zero import zero_lines
 
@@ -31,6 +42,7 @@ _LIMITS = {
     TRAFFIC: "ops that read and write much and compute little",
     STARTS: "many ops, and small ones",
     WAITS: "they are not equally busy, or there are too few microbatches",
+    HANDOVER: "Python and autograd, a parameter and its gradient at a time",
     UPDATE: "the optimizer's, of every parameter that a rank holds",
 }
 

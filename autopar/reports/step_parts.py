@@ -17,7 +17,7 @@ from autopar.pipeline.stage_work import Work
 from autopar.reports.summary import calls, places_of, seconds
 
 ARITHMETIC, TRAFFIC, STARTS = "arithmetic", "memory traffic", "starting ops"
-WAITS, UPDATE = "waiting for other stages", "update"
+WAITS, HANDOVER, UPDATE = "waiting for other stages", "handing over parameters", "update"
 COMMUNICATION = "communication"
 # Parts that take less of a step than this are not told apart.
 _SMALL = 0.015
@@ -66,7 +66,7 @@ def step_parts(compiled: Compiled, cost: CostModel) -> StepParts:
     if compiled.order.num_ranks > 1:
         parts[WAITS] = max(paper.simulation.step_seconds - sum(parts.values()), 0.0)
     if program.signature.outputs_of("gradient"):
-        parts[UPDATE] = paper.update_seconds
+        parts[HANDOVER], parts[UPDATE] = paper.handover_seconds, paper.update_seconds
     return StepParts({name: value for name, value in parts.items() if value > 0}, starts)
 
 

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.cost.hardware.cluster import Cluster, Device, built_in_for
+from autopar.cost.hardware.device import UPDATE_PASSES
 from autopar.cost.hardware.device_fit import fit_rates, run_trials
+from autopar.cost.hardware.host import Host
 from autopar.cost.hardware.kept import keep
 from autopar.cost.hardware.link_fit import Sample, fit_link
 from autopar.cost.hardware.links import CommunicationKind
@@ -60,6 +62,9 @@ _ON_CUDA = _Sizes(
 _LONG_SECONDS = 0.1
 _NUM_LAUNCHES = 1000
 _TINY = 8
+_NUM_COLLECTIVES = 30
+# Elements of a tensor that an optimizer passes over, and how many of them.
+_UPDATED, _NUM_UPDATED = 1 << 20, 8
 # Between two collectives a CPU does this square product so often, as long as the threads of the library take to fall asleep, and writes so
 # many bytes, so that what is sent is in no cache.
 _BETWEEN, _TIMES, _WRITTEN = 512, 4, 16 << 20
@@ -67,8 +72,9 @@ _BETWEEN, _TIMES, _WRITTEN = 512, 4, 16 << 20
 _LONGER, _TRIED = 2.0, 20
 
 
-def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
-    """The cluster that this process runs on, measured; written as YAML to `path`, where given.
+def calibrate(mesh: Any = None, path: str | Path | None = None, measure_host: Callable[[], Host] = Host) -> Cluster:
+    """The cluster that this process runs on, measured; written as YAML to `path`, where given. `measure_host` says what the program that
+    drives a CPU takes (`autopar.calibrator`), but for what is measured here of it.
 
     Call it on every rank of `torch.distributed` with the same DeviceMesh (named axes), all ranks of the world on it:
     links are then measured along each axis. Without a mesh the whole world is one group. In a process without
@@ -84,6 +90,8 @@ def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
     measured = _measure_device(device, sizes, ranks_on_host=hosts.count(socket.gethostname()))
     samples = {name: _measure_links(group, device, sizes, measured.launch_seconds) for name, group in axes.items()}
     busy = {name: _measure_busy(group, device, sizes) for name, group in axes.items()}
+    if device.type == "cpu":  # elsewhere kernels run meanwhile, and hide what the host takes
+        measured = replace(measured, host=_measure_host(measure_host(), axes.values(), device))
     cluster = cluster_of(measured, samples, Mesh.of(mesh) if mesh is not None else None, hosts, busy)
     cluster = _from_first(cluster, device)
     if not _is_distributed() or dist.get_rank() == 0:
@@ -138,11 +146,15 @@ def _start_together(device: torch.device) -> None:
     if _is_distributed():
         dist.all_reduce(torch.zeros(1, device=device))
     if device.type == "cpu":
-        square = torch.ones(_BETWEEN, _BETWEEN)
-        for _ in range(_TIMES):
-            square.mm(square)
-        torch.ones(_WRITTEN, dtype=torch.uint8)
+        _compute_between()
     _synchronise(device)
+
+
+def _compute_between() -> None:
+    square = torch.ones(_BETWEEN, _BETWEEN)
+    for _ in range(_TIMES):
+        square.mm(square)
+    torch.ones(_WRITTEN, dtype=torch.uint8)
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, count: int, together: bool = False) -> float:
@@ -193,6 +205,35 @@ def _matmul_flops(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ..
         if seconds > _LONG_SECONDS:
             break
     return best
+
+
+def _measure_host(host: Host, groups: Iterable[Any], device: torch.device) -> Host:
+    """`host` with what a launch takes of its thread, along the dearest axis, and how quickly an optimizer passes over large tensors."""
+    launches = [_launch_seconds(group, device) for group in groups]
+    _start_together(device)
+    return replace(host, launch_seconds=max(launches, default=0.0), update_bandwidth=_update_bandwidth(device), source=_MEASURED)
+
+
+def _launch_seconds(group: Any, device: torch.device) -> float:
+    """CPU time of the thread that launches an all-reduce of a few bytes after compute, and waits for it: blocked it takes none."""
+    few, trials = torch.zeros(_TINY, device=device), list[float]()
+    for _ in range(_NUM_COLLECTIVES):
+        _compute_between()  # one right after another takes a quarter
+        start = time.thread_time()
+        work = dist.all_reduce(few, group=group, async_op=True)
+        assert work is not None
+        work.wait()
+        trials.append(time.thread_time() - start)
+    return median(trials)
+
+
+def _update_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a fused AdamW over tensors that no cache holds: what updates are priced by."""
+    tensors = [torch.nn.Parameter(torch.ones(_UPDATED, device=device)) for _ in range(_NUM_UPDATED)]
+    for each in tensors:
+        each.grad = torch.ones_like(each)
+    optimizer = torch.optim.AdamW(tensors, fused=True)
+    return UPDATE_PASSES * sum(each.nbytes for each in tensors) / _seconds(optimizer.step, device, 1)
 
 
 def _measure_links(group: Any, device: torch.device, sizes: _Sizes, launch_seconds: float) -> list[Sample]:

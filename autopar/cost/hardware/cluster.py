@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.cost.hardware.cluster_file import ClusterError, read_cluster
 from autopar.cost.hardware.cluster_text import table_of, yaml_of
 from autopar.cost.hardware.device import Device
+from autopar.cost.hardware.host import Host
 from autopar.cost.hardware.links import Link, Protocol, Route
 from autopar.ir.mesh import Mesh, parent
 
-__all__ = ["Cluster", "ClusterError", "Device", "Link", "Protocol"]
+__all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Protocol"]
 
 # Where a cluster does not say how fast a device reaches what is not its memory.
 USUAL_COPIES: dict[str, Link] = {
@@ -127,6 +128,7 @@ class Cluster:
                 device["memory_bandwidth"],
                 device["launch"],
                 device["source"],
+                _host(device.get("host", {})),
             ),
             _link(content["inner"]),
             _link(content["outer"]),
@@ -187,6 +189,15 @@ def built_in_for(device: str) -> Cluster | None:
     words = device.lower()
     matches = [name for name in built_in_names() if all(re.search(rf"(?<![a-z0-9]){word}", words) for word in name.split("-"))]
     return _built_in(max(matches, key=lambda name: (name.count("-"), len(name)))) if matches else None
+
+
+def _host(content: dict[str, Any]) -> Host:
+    numbers = {name: value for name, value in content.items() if name not in ("source", "update_bandwidth")}
+    return Host(
+        **{f"{name}_seconds": seconds for name, seconds in numbers.items()},
+        update_bandwidth=content.get("update_bandwidth", 0.0),
+        source=content.get("source", ""),
+    )
 
 
 def _link(content: dict[str, Any]) -> Link:

@@ -74,12 +74,21 @@ _LINK = _PROTOCOL | {
     "busy": Number("", required=False, may_be_zero=True, is_share=True),
     "source": Text(required=False),
 }
+_HOST = {
+    "instruction": Number(SECONDS, required=False, may_be_zero=True),
+    "launch": Number(SECONDS, required=False, may_be_zero=True),
+    "parameter": Number(SECONDS, required=False, may_be_zero=True),
+    "update": Number(SECONDS, required=False, may_be_zero=True),
+    "update_bandwidth": Number(BYTES_PER_SECOND, required=False),
+    "source": Text(required=False),
+}
 _DEVICE = {
     "name": Text(required=False),
     "flops": Table(Number(FLOPS), _DTYPES),
     "memory": Number(BYTES),
     "memory_bandwidth": Number(BYTES_PER_SECOND),
     "launch": Number(SECONDS, may_be_zero=True),
+    "host": Section(_HOST, required=False),
     "source": Text(required=False),
 }
 _CLUSTER = Section(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 
 from autopar.cost.hardware.device import Device
+from autopar.cost.hardware.host import Host
 from autopar.cost.hardware.links import Link, Protocol
 from autopar.ir.units import BYTES, BYTES_PER_SECOND, FLOPS, SECONDS, format_quantity
 
@@ -24,6 +25,7 @@ def yaml_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer: 
         f"  memory_bandwidth: {format_quantity(device.memory_bandwidth, BYTES_PER_SECOND)}",
         f"  launch: {format_quantity(device.launch_seconds, SECONDS)}",
         *([f"  source: {_quoted(device.source)}"] if device.source else []),
+        *_host_lines(device.host),
         f"ranks_per_node: {ranks_per_node}",
         *_link_lines("inner", inner, ""),
         *_link_lines("outer", outer, ""),
@@ -31,6 +33,25 @@ def yaml_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer: 
     ]
     of_axes = [line for axis, link in axes for line in _link_lines(axis, link, "  ")]
     return "\n".join([*lines, *(["axes:"] if of_axes else []), *of_axes]) + "\n"
+
+
+def _host_lines(host: Host) -> list[str]:
+    fields = {name: format_quantity(seconds, SECONDS) for name, seconds in _host_seconds(host).items()}
+    if host.update_bandwidth:
+        fields["update_bandwidth"] = format_quantity(host.update_bandwidth, BYTES_PER_SECOND)
+    if host.source:
+        fields["source"] = _quoted(host.source)
+    return ["  host:", *(f"    {key}: {value}" for key, value in fields.items())] if fields else []
+
+
+def _host_seconds(host: Host) -> dict[str, float]:
+    found = {
+        "instruction": host.instruction_seconds,
+        "launch": host.launch_seconds,
+        "parameter": host.parameter_seconds,
+        "update": host.update_seconds,
+    }
+    return {name: seconds for name, seconds in found.items() if seconds}
 
 
 def _link_lines(name: str, link: Link, indent: str) -> list[str]:
@@ -83,7 +104,13 @@ def table_of(name: str, device: Device, ranks_per_node: int, inner: Link, outer:
         f"  memory  {size} at {speed}",
         f"  launch  {format_quantity(device.launch_seconds, SECONDS, _DIGITS)}",
     ]
-    return "\n".join(heads + table)
+    return "\n".join(heads + _host_row(device.host) + table)
+
+
+def _host_row(host: Host) -> list[str]:
+    cells = [f"{name} {format_quantity(seconds, SECONDS, _DIGITS)}" for name, seconds in _host_seconds(host).items()]
+    cells += [f"updates at {format_quantity(host.update_bandwidth, BYTES_PER_SECOND, _DIGITS)}"] if host.update_bandwidth else []
+    return [f"  host    {', '.join(cells)}"] if cells else []
 
 
 def _cells(link: Link) -> tuple[str, ...]:

@@ -6,6 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from autopar.cost.hardware.host import Host
+
+# AdamW reads parameter, gradient and both moments and writes parameter and both moments.
+UPDATE_PASSES = 7
+
 
 @dataclass(frozen=True)
 class Device:
@@ -19,6 +24,8 @@ class Device:
     launch_seconds: float
     """What a kernel costs on top of its work."""
     source: str = field(default="", repr=False)
+    host: Host = Host()
+    """What the program takes that drives it."""
 
     def flops_per_second(self, dtype: torch.dtype) -> float:
         """FLOP/s of contractions in `dtype`."""

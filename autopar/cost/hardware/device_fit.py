@@ -32,6 +32,8 @@ PRODUCTS = (
 # Rows and columns of what pointwise ops and norms run over.
 ROWS = ((1, 8), (16, 8), (16, 128), (128, 128), (64, 768), (128, 512), (64, 3072), (256, 2048), (1024, 512), (1024, 2048))
 _ROUNDS = 24
+# Ops between two of these move bytes enough alike to be of one network.
+_LIKE = (1 << 20, 4 << 20)
 
 
 @dataclass(frozen=True)
@@ -64,17 +66,34 @@ def fit_rates(trials: Sequence[Trial]) -> Rates | None:
 
 def run_trials(dtype: torch.dtype, device: torch.device, rank: int = 0) -> list[Trial]:
     """Every op of `PRODUCTS` and `ROWS` in turn, one call at a time, so that each finds in the caches what the others left there, as in a
-    program; the mean of `_ROUNDS` but for the slowest. Each rank has another order in each round, so that an op meets those of other ranks
-    as often as it takes of their time."""
+    program, where ops follow those of like size; the mean of `_ROUNDS` but for the slowest. Each rank has another order in each round, so
+    that an op meets those of other ranks as often as it takes of their time. In every other round all results are kept until its end, as a
+    forward keeps what the backward reads, and memory is new; in the others they are let go at once, as those of a backward are, and memory
+    is what was just given back."""
     ops = [*_products(dtype, device), *_pointwise(dtype, device)]
-    seconds: dict[_Op, list[float]] = {op: [] for op in ops}
-    order = random.Random(rank)
-    for _ in range(_ROUNDS + 1):  # the first warms up
-        for op in order.sample(ops, len(ops)):
+    seconds: dict[tuple[_Op, bool], list[float]] = {(op, keeps): [] for op in ops for keeps in (False, True)}
+    order, kept = random.Random(rank), list[Any]()
+    for number in range(_ROUNDS + 2):  # the first of each kind warms up
+        for op in _shuffled(ops, order):
             start = time.perf_counter()
-            op.run()
-            seconds[op].append(time.perf_counter() - start)
-    return [Trial(op.flops, op.num_bytes, mean(sorted(row[1:])[: -_ROUNDS // 8])) for op, row in seconds.items()]
+            result = op.run()
+            seconds[op, number % 2 == 1].append(time.perf_counter() - start)
+            kept += [result] if number % 2 else []
+            del result
+        kept.clear()
+    return [Trial(op.flops, op.num_bytes, mean(_typical(seconds[op, keeps]) for keeps in (False, True))) for op in ops]
+
+
+def _shuffled(ops: Sequence[_Op], order: random.Random) -> Iterator[_Op]:
+    """By size, sizes and the ops of each in any order."""
+    for size in order.sample(range(len(_LIKE) + 1), len(_LIKE) + 1):
+        alike = [op for op in ops if sum(op.num_bytes > limit for limit in _LIKE) == size]
+        yield from order.sample(alike, len(alike))
+
+
+def _typical(row: Sequence[float]) -> float:
+    """The mean but for the first and the slowest."""
+    return mean(sorted(row[1:])[: -max(len(row) // 8, 1)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.hardware.cluster import Cluster, Host
 from autopar.cost.model import CostModel
-from autopar.ir.instructions import Launch, Run, Send, Wait
-from autopar.pipeline.fragment_prices import fragment_seconds, on_paper
+from autopar.ir.instructions import Add, Launch, Run, Send, Wait
+from autopar.pipeline.fragment_prices import fragment_seconds, host_seconds, on_paper
 from autopar.pipeline.report import StepOnPaper
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import simulate
@@ -104,3 +104,22 @@ def test_a_send_and_a_collective_cost_their_bytes() -> None:
     launch = next(each for each in schedule.instructions if isinstance(each, Launch))
     size = float(sum(schedule.bytes_of(name) for name in launch.sources))
     assert seconds(launch) == found.cost.collective(launch.collective, launch.axes, size, size).seconds > 0
+
+
+def test_the_host_is_on_paper_where_the_cluster_says_what_it_takes() -> None:
+    found = parallel({"pp": 2}, num_microbatches=4).compiled
+    assert found.cost is not None
+    program, cluster = found.schedule, Cluster.named("8xh100")
+    assert host_seconds(program, found.cost)(program.places[0].instructions[0]) == 0.0, "of a GPU nothing is said"
+
+    def priced(**numbers: float) -> CostModel:
+        return CostModel(replace(cluster, device=replace(cluster.device, host=Host(**numbers))), found.local.mesh)
+
+    seconds = host_seconds(program, priced(instruction_seconds=1e-3, launch_seconds=1.0))
+    instructions = program.places[0].instructions
+    send = next(each for each in instructions if isinstance(each, Send))
+    added = next(each for each in instructions if isinstance(each, Add))
+    assert seconds(send) == pytest.approx(1e-3 + len(send.buffers))
+    assert seconds(added) == pytest.approx(1e-3 + 3 * found.cost.memory_seconds(program.places[0].bytes_of(added.source)))
+    bare, slow = (on_paper(program, cost).step_seconds for cost in (found.cost, priced(instruction_seconds=1e-3)))
+    assert slow - bare >= 1e-3 * min(len(schedule.instructions) - 1 for schedule in program.places)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from autopar.cost.hardware.cluster import Host
+from autopar.cost.model import CostModel
 from autopar.pipeline.report import StepOnPaper, cut_lines, pipeline_lines, shortened
 from autopar.pipeline.schedules import generate
 from autopar.pipeline.simulate import simulate
@@ -70,3 +73,15 @@ def test_the_update_is_of_the_rank_that_holds_most() -> None:
     )
     assert whole / 2 <= found.update_seconds < whole
     assert found.seconds == pytest.approx(found.simulation.step_seconds + found.update_seconds)
+
+
+def test_a_tensor_more_costs_an_update_and_a_handover_of_its_own() -> None:
+    compiled = interleaved_pipe().compiled
+    device = compiled.cost.cluster.device
+    host = Host(parameter_seconds=1.0, update_seconds=10.0, update_bandwidth=device.memory_bandwidth / 2)
+    cost = CostModel(replace(compiled.cost.cluster, device=replace(device, host=host)), compiled.cost.mesh)
+    bare, found = (StepOnPaper(compiled.program, each, compiled.order) for each in (compiled.cost, cost))
+    number = found.handover_seconds
+    assert number == round(number) and 0 < number < len(compiled.program.signature.inputs_of("parameter"))
+    assert bare.handover_seconds == 0.0 and found.update_seconds == pytest.approx(10 * number + 2 * bare.update_seconds)
+    assert found.seconds == pytest.approx(found.simulation.step_seconds + 11 * number, rel=1e-3)

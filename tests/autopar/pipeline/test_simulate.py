@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.pipeline.cost import EdgeCost, PipelineCost, StageCost
 from autopar.pipeline.expand import expand
 from autopar.pipeline.schedules import GENERATORS, gpipe, one_forward_one_backward, zb_h1
-from autopar.pipeline.simulate import Simulation, grid_seconds, simulate
+from autopar.pipeline.simulate import HostOf, Simulation, grid_seconds, simulate
 from tests.support.schedules import fragment, retyped, schedule_of, whole
 
 
@@ -125,7 +125,9 @@ def test_a_schedule_that_never_ends_is_refused() -> None:
 TAKES = {"f": 1.0, "g": 1.0, "h": 1.0, "all_reduce": 2.5, "t": 4.0}
 
 
-def written(*texts: str, axes: tuple[tuple[str, int], ...] = (("dp", 2),), busy: float = 0.0) -> Simulation:
+def written(
+    *texts: str, axes: tuple[tuple[str, int], ...] = (("dp", 2),), busy: float = 0.0, host_of: HostOf = lambda each: 0.0
+) -> Simulation:
     names = dict.fromkeys("xyabcdrst", ((2,), torch.float32))
     schedules = [retyped(schedule_of(text, "x"), names) for text in texts]
     fragments = {name: fragment(name, lambda x: (x + 1,)) for name in "fgh"}
@@ -138,7 +140,7 @@ def written(*texts: str, axes: tuple[tuple[str, int], ...] = (("dp", 2),), busy:
     def seconds(each: Run | Send | Launch) -> float:
         return TAKES[each.fragment if isinstance(each, Run) else each.transfer if isinstance(each, Send) else each.collective]
 
-    return simulate(program, seconds, busy_of=lambda axes: busy)
+    return simulate(program, seconds, busy_of=lambda axes: busy, host_of=host_of)
 
 
 def test_a_collective_is_hidden_by_what_runs_until_its_wait() -> None:
@@ -158,6 +160,16 @@ def test_what_computes_beside_a_collective_is_left_the_rest_of_the_device() -> N
     assert found.instruction_seconds == ((0.0, 0.0, pytest.approx(3.25), pytest.approx(3.25), pytest.approx(3.25)),), (
         "a tenth is left at least"
     )
+
+
+def test_what_the_host_takes_is_beside_what_it_launched_and_behind_what_it_ran() -> None:
+    text = "RUN f (x) -> (a)\nLAUNCH all_reduce sum dp (a) -> r\nRUN g (a) -> (c)\nWAIT r\nRUN h (r) -> (b)"
+    found = written(text, host_of=lambda each: 0.5 if isinstance(each, Launch) else 0.0)
+    assert found.instruction_seconds == ((1.0, 1.5, 2.5, 3.5, 4.5),), "the collective is under way meanwhile"
+    assert found.busy_seconds == (3.0,) and len(found.events) == 4, "it is no event"
+    found = written(text, host_of=lambda each: 0.25)
+    assert found.instruction_seconds == ((1.25, 1.5, 2.75, 4.0, 5.25),) and found.step_seconds == 5.25
+    assert written(text, busy=0.5, host_of=lambda each: 0.5 if isinstance(each, Launch) else 0.0).instruction_seconds[0][1] == 2.0
 
 
 def test_collectives_over_the_same_axes_follow_each_other_and_others_do_not_wait() -> None:

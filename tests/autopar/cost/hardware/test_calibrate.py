@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import autopar
 import autopar.cost.hardware.calibrate as measuring
 from autopar.cost.hardware.calibrate import cluster_of
-from autopar.cost.hardware.cluster import Cluster, Device
+from autopar.cost.hardware.cluster import Cluster, Device, Host
 from autopar.cost.hardware.kept import FOLDER
 from autopar.cost.hardware.link_fit import Sample
 from autopar.cost.hardware.links import Link, Route, transfer_seconds
@@ -28,7 +27,7 @@ DTYPES = ["bfloat16", "float32", "float64"]
 
 def test_one_process_measures_its_device_and_says_what_it_did_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))  # reports of other tests do not read it
-    cluster = autopar.calibrate(path=tmp_path / "here.yaml")
+    cluster = measuring.calibrate(path=tmp_path / "here.yaml", measure_host=lambda: Host(parameter_seconds=2e-5))
     assert Cluster.from_yaml(tmp_path / "here.yaml") == cluster
     assert [dtype for dtype, rate in cluster.device.flops if rate > 1e6] == DTYPES
     assert cluster.device.memory_bandwidth > 1e6 and cluster.device.memory_bytes > 1e6
@@ -37,11 +36,13 @@ def test_one_process_measures_its_device_and_says_what_it_did_not_measure(tmp_pa
     assert cluster.inner.source == "not measured: as in the built-in cluster cpu"
     assert cluster.inner.bytes_per_second == Cluster.named("cpu").inner.bytes_per_second
     assert cluster.links == ()
+    host = cluster.device.host
+    assert host.parameter_seconds == 2e-5 and host.launch_seconds == 0 and host.update_bandwidth > 1e6
 
 
 def test_virtual_ranks_have_no_links() -> None:
     with pytest.raises(MeshError, match=r"the ranks of the mesh \(dp=2 × tp=2\) are virtual and have no links to measure"):
-        autopar.calibrate(virtual_mesh(dp=2, tp=2))
+        measuring.calibrate(virtual_mesh(dp=2, tp=2))
 
 
 def samples_of(link: Link, num_ranks: int) -> list[Sample]:
@@ -76,9 +77,10 @@ def calibrated(path: str) -> tuple[Cluster, str]:
         warnings.simplefilter("error")
         patch.setenv(FOLDER, str(Path(path).parent))
         measuring._ON_CPU = replace(measuring._ON_CPU, matmul=(64, 128), copy_bytes=1 << 20, messages=((4 << 10, 2), (64 << 10, 2)))
-        cluster = autopar.calibrate(mesh, path)
+        patch.setattr(measuring, "_NUM_COLLECTIVES", 3)
+        cluster = measuring.calibrate(mesh, path)
     with pytest.raises(MeshError) as raised:
-        autopar.calibrate(DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",)))
+        measuring.calibrate(DeviceMesh("cpu", torch.arange(2), mesh_dim_names=("tp",)))
     dist.barrier()
     return cluster, str(raised.value)
 
@@ -96,6 +98,7 @@ def test_ranks_measure_their_links_and_agree(gloo_ranks: Any, tmp_path: Path) ->
     ]
     assert cluster.inner.source == "measured by autopar.cost.hardware.calibrate within a node"
     assert cluster.outer.source.startswith("not measured")
+    assert 0 < cluster.device.host.launch_seconds < 1
     assert all(0 <= link.busy <= 1 for _, link in cluster.links) and cluster.inner.busy == max(link.busy for _, link in cluster.links)
     prices = CostModel(cluster, virtual_mesh(dp=2, tp=2))
     for axes in (("dp",), ("tp",), ("dp", "tp")):

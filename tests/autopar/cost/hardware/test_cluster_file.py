@@ -14,6 +14,7 @@ device:
   memory: 80 GB
   memory_bandwidth: {value: 3.35 TB/s, source: measured}
   launch: 4 us
+  host: {parameter: 25 us, update_bandwidth: {value: 10 GB/s, source: a copy}}
 ranks_per_node: 8
 inner: {latency: 2.7 us, bandwidth: 361 GB/s, small: {latency: 1 us, bandwidth: {value: 100 GB/s, source: guessed}}}
 outer: {latency: 0, bandwidth: 400 Gb/s, source: the invoice, call: 30 us}
@@ -25,6 +26,7 @@ axes:
 def test_numbers_come_in_si_units_and_sources_with_the_number_that_they_are_of() -> None:
     content = read_cluster(GOOD, "mine.yaml")
     assert content["device"]["flops"] == {"bfloat16": 8e14, "float32": 6.7e13}
+    assert content["device"]["host"] == {"parameter": 25e-6, "update_bandwidth": 1e10, "source": "update_bandwidth: a copy"}
     assert content["device"]["source"] == "flops.float32: data sheet; memory_bandwidth: measured"
     assert content["inner"]["small"] == {"latency": 1e-6, "bandwidth": 1e11}
     assert content["inner"]["source"] == "small.bandwidth: guessed"
@@ -79,6 +81,8 @@ outer: 10 GB/s
         (GOOD.replace("{value: 3.35 TB/s, source: measured}", "{source: measured}"), "device.memory_bandwidth.value is missing"),
         (GOOD.replace("  tp: {", "  [tp]: {"), "a key must be a plain name"),
         (GOOD.replace("all_to_all: 1.5", "all2all: 1.5"), "axes.tp.factors.all2all is not known here; did you mean 'all_to_all'?"),
+        (GOOD.replace("parameter: 25 us", "parameters: 25 us"), "device.host.parameters is not known here; did you mean 'parameter'?"),
+        (GOOD.replace("parameter: 25 us", "parameter: 25 GB"), "device.host.parameter is '25 GB', where 'GB' is not a unit for s"),
         (GOOD.replace("busy: 0.7", "busy: 70"), "axes.tp.busy is a share and at most 1, got '70'"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.cost.hardware.cluster import Cluster, Device
+from autopar.cost.hardware.cluster import Cluster, Device, Host
 from autopar.cost.hardware.links import Link, Protocol
 
 CLUSTER = Cluster(
@@ -57,3 +57,11 @@ outer:
   factors: {all_to_all: 1.5}
 """
     )
+
+
+def test_what_the_host_takes_is_read_back_and_shown() -> None:
+    host = Host(2e-6, 2e-4, 25e-6, 5e-6, 12.5e9, "measured")
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, host=host))
+    assert Cluster.from_text(cluster.to_yaml()) == cluster
+    assert "  host    instruction 2 us, launch 200 us, parameter 25 us, update 5 us, updates at 12.5 GB/s" in str(cluster).splitlines()
+    assert Cluster.from_text(CLUSTER.to_yaml()).device.host == Host(), "files from before say nothing of it"
