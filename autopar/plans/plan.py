@@ -12,6 +12,7 @@
       "precision": null,
       "kernels": {},
       "buckets": {"dp": 26214400},
+      "chunks": {"forward h.0.mlp.c_fc all_gather 1": 4},
       "recomputed": ["forward h.0 aten.gelu.default 0"],
       "offloaded": {"memory": "host", "buffers": [["gelu_default@0", "gelu_default@1"]]},
       "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
@@ -133,6 +134,8 @@ class Plan:
     precision    what the step computes in, where that was asked for
     pinned       the modules whose outputs were pinned: the graph has a node for each
     recomputed   the calls of the forward that the backward does once more, by `node_keys`, reshards included
+    chunks       the collectives that go piece by piece with the products beside them, by `node_keys` of the LOCAL program, and in how many
+                 pieces; None where nobody decided
     offloaded    what lies elsewhere than on the device meanwhile; None where nobody asked
     """
 
@@ -151,6 +154,7 @@ class Plan:
     precision: MixedPrecision | None = None
     recomputed: tuple[str, ...] = ()
     offloaded: Offloaded | None = None
+    chunks: Mapping[str, int] | None = None
 
     @staticmethod
     def of(program: Program, decision: Reasoned | None = None, stages: Staged | None = None) -> Plan:
@@ -271,7 +275,8 @@ class Plan:
         num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
         sizes = ({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in (self, other))
         offloaded = changes(*({} if each.offloaded is None else _by_place(each.offloaded) for each in (self, other)))
-        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision, offloaded))
+        chunks = changes(self.chunks or {}, other.chunks or {})
+        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision, offloaded, chunks))
         return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, *others)
 
     def _pipeline(self) -> dict[str, object]:
@@ -297,6 +302,7 @@ class Plan:
             "precision": self.precision and self.precision.content(),
             "kernels": dict(self.kernels),
             "buckets": dict(self.buckets),
+            "chunks": None if self.chunks is None else dict(self.chunks),
             "schedule": from_schedule(self.schedule, self.cuts),
             "recomputed": self.recomputed,
             "offloaded": self.offloaded and {"memory": self.offloaded.memory, "buffers": self.offloaded.buffers},
@@ -333,6 +339,7 @@ class Plan:
                 schedule=to_schedule(content.get("schedule")),
                 cuts=tuple(schedule.get("cuts", ())) if (schedule := content.get("schedule")) else (),
                 recomputed=tuple(content.get("recomputed", ())),
+                chunks=content.get("chunks"),
                 offloaded=Offloaded(away["memory"], tuple(map(tuple, away["buffers"]))) if (away := content.get("offloaded")) else None,
                 reasons=content.get("reasons", {}),
             )
