@@ -134,7 +134,7 @@ def _launches(schedule: Schedule, pieces: frozenset[str]) -> Iterator[_Member]:
     for position, each in enumerate(schedule.instructions):
         runs += isinstance(each, Run)
         if isinstance(each, Launch) and each.collective in ("all_reduce", "reduce_scatter") and len(each.sources) == 1:
-            made = schedule.buffers.get(each.name)  # None of what a pass of somebody's own launches
+            made = schedule.buffers.get(each.name)  # a pass of somebody's own may launch what is no value
             tensor_type = schedule.type_of(each.sources[0]) if made is None or made.value not in pieces else None
             if tensor_type is not None and tensor_type[1] != torch.bool and each.name in waits:
                 end, runs_until = waits[each.name]
