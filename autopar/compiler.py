@@ -50,6 +50,7 @@ from autopar.passes.global_.choose_shardings import ChooseShardings
 from autopar.passes.global_.mark_pinned import MarkPinned
 from autopar.passes.global_.place_stages import PlaceStages
 from autopar.passes.global_.recompute import Recompute, recomputed_keys
+from autopar.passes.local.chunk_collectives import ChunkCollectives
 from autopar.passes.local.copy_to_stages import CopyToStages
 from autopar.passes.local.lower import Lower
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
@@ -99,6 +100,7 @@ def compile(
     weights: UserWeights = None,
     pad_to: PadTo | None = None,
     cache: str | os.PathLike[str] | None = None,
+    collective_chunks: str | int = "auto",
 ) -> ParallelModule:
     """`model` on `mesh`, behind a plain call: `loss = parallel(**batch).loss; loss.backward()`.
 
@@ -154,6 +156,8 @@ def compile(
     pad_to          lengths that batches are padded to, and by what, so that many lengths share a few programs; see `PadTo`
     cache           a folder for compiled programs, which later processes read if their model does the same, line by line; on processes
                     rank 0 reads or compiles for all. Whoever may write to it can run code here (pickle): keep it to yourself
+    collective_chunks  how many pieces of rows go one after another where products wait for a gather, or a sum over ranks for products, so
+                    that one moves while another is computed: "auto" by cost, "off", or a number for all that can be cut into so many
 
     Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module`, `MeshError` for a mesh that
     cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that is not one graph,
@@ -206,6 +210,7 @@ def compile(
         recompute=recompute,
         versions=step_options.versions,
         offload=away,
+        collective_chunks=collective_chunks,
     )
 
     def parallel_of(model: nn.Module, world: World | None = None) -> ParallelModule:
@@ -331,6 +336,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)
     kernels = next((step.decision.kernels for step in history.graph_steps if isinstance(step.decision, KernelDecision)), {})
     buckets = {**history.decision(GatherAhead).bytes, **history.decision(BucketCollectives).bytes}
+    chunks = history.decision(ChunkCollectives).numbers
     return Compiled.of(
         forward=history.last(Form.FORWARD),
         program=program,
@@ -341,6 +347,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
             _plan(history),
             kernels=kernels,
             buckets=buckets,
+            chunks=chunks,
             offloaded=_offloaded(history, options),
             stored=options.offload and options.offload.parameters,
         ),

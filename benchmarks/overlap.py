@@ -32,6 +32,7 @@ from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.program import Program
 from autopar.ir.zero import ZeRO
 from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.local.chunk_collectives import ChunkCollectives
 from autopar.passes.schedule.overlap_communication import links_of
 from autopar.pipeline.exposure import predicted_exposure
 from autopar.pipeline.fragment_prices import fragment_seconds
@@ -102,16 +103,16 @@ def _passes(options: Options, before: bool) -> tuple[Any, ...]:
     return passes[:first] if before else passes[first:]
 
 
-def scheduled(program: Program, run: Trial, num_sequences: int) -> tuple[SchedulePassRun, ...]:
-    """What the schedule passes made of `program` on that mesh, one after another."""
+def scheduled(program: Program, run: Trial, num_sequences: int, chunks: str = "auto") -> History:
+    """What the passes made of `program` on that mesh, one after another."""
     mesh = virtual_mesh(**dict(run.axes))
     schedule, number = chosen_schedule(None, run.num_microbatches, None, mesh, [num_sequences])
     freedom = freedom_of(None, None, mesh, False, ZeRO.of(run.zero))
-    options = Options(Cluster.named(CLUSTER), freedom=freedom, num_microbatches=run.num_microbatches)
+    options = Options(Cluster.named(CLUSTER), freedom=freedom, num_microbatches=run.num_microbatches, collective_chunks=chunks)
     history, order = History(), pipeline_order(schedule, mesh.with_microbatches(number))
     with autocast_off():
         run_passes(program.copy(mesh=mesh.with_microbatches(1), freedom=freedom, order=order), _passes(options, before=False), (history,))
-    return history.schedule_steps
+    return history
 
 
 def measured(step: SchedulePassRun) -> dict[str, float]:
@@ -131,14 +132,15 @@ def measured(step: SchedulePassRun) -> dict[str, float]:
     return {"seconds": found.step_seconds, "exposed": found.exposed_share, "bubble": found.bubble_share, "bound": bound}
 
 
-def rows(name: str, num_layers: int | None) -> Iterator[dict[str, Any]]:
+def rows(name: str, num_layers: int | None, chunks: str) -> Iterator[dict[str, Any]]:
     size = SIZES[name]
     begin = time.perf_counter()
     program = traced(name, size, num_layers or size.num_layers)
     trace_seconds = time.perf_counter() - begin
     for run in size.runs:
         begin = time.perf_counter()
-        steps = {step.name: step for step in scheduled(program, run, size.num_sequences)}
+        history = scheduled(program, run, size.num_sequences, chunks)
+        steps = {step.name: step for step in history.schedule_steps}
         after = {each: measured(steps[each]) for each in AFTER}
         mesh = Mesh(run.axes)
         row: dict[str, Any] = {"model": name, "layers": num_layers or size.num_layers, "ranks": mesh.size, "mesh": str(mesh)}
@@ -148,7 +150,7 @@ def rows(name: str, num_layers: int | None) -> Iterator[dict[str, Any]]:
         row |= {"bubble %": 100 * last["bubble"], "step s": last["seconds"], "bound s": last["bound"]}
         row |= {"before s": after[AFTER[-2]]["seconds"], "pass s": steps[AFTER[-1]].seconds}
         row |= {"instructions": steps[AFTER[-1]].program.num_instructions, "decision": str(steps[AFTER[-1]].decision)}
-        row |= {"trace s": trace_seconds, "passes s": time.perf_counter() - begin}
+        row |= {"chunks": str(history.decision(ChunkCollectives)), "trace s": trace_seconds, "passes s": time.perf_counter() - begin}
         yield row
 
 
@@ -156,11 +158,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
     parser.add_argument("--layers", type=int, help="instead of each model's own number")
+    parser.add_argument("--chunks", default="auto", choices=["auto", "off"], help="collectives and the products beside them in pieces")
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     for name in options.models:
-        for row in rows(name, options.layers):
+        for row in rows(name, options.layers, options.chunks):
             found.append(row)
             write_json(options.json, {"cluster": CLUSTER, "overlap": found})
             print_table(f"{name} on {CLUSTER}", [row])

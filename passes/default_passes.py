@@ -45,6 +45,7 @@ from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
 from autopar.passes.global_.views_of_chunks import ViewsOfChunks
 from autopar.passes.global_.views_of_strides import ViewsOfStrides
+from autopar.passes.local.chunk_collectives import ChunkCollectives
 from autopar.passes.local.copy_to_stages import CopyToStages
 from autopar.passes.local.lower import Lower
 from autopar.passes.local.separate_microbatches import SeparateMicrobatches
@@ -116,7 +117,9 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         # LOCAL
         Lower(),
         SeparateMicrobatches(own),  # needs local shapes, and collectives as nodes
-        CopyToStages(),  # the last that adds calls
+        CopyToStages(),
+        # Needs stages, of which a piece has one; before actions are written, which cut the program at its collectives.
+        ChunkCollectives(cluster, options.collective_chunks, plan.chunks if plan is not None else None, options.recompute_budget),
         # SCHEDULE: what every rank executes
         OrderActions(options.device),  # whole actions, and what stages send
         WriteActions(options.frees_early),  # each as its fragments and collectives

@@ -4,6 +4,7 @@
     a launch runs over axes of the mesh, on a value laid out for them; one wait completes it and nothing else touches it
     what a GLOBAL op became reads the parts of what that op reads, and launches nothing
     what a reshard became reduces what is unreduced, by its kind, once, and leaves unreduced what the reshard leaves
+    a value that was made in pieces is put together of all of them, in order, and all its pieces go over the same axes
 
 The last two compare with the GLOBAL program; nodes of a LOCAL one name their origin in it.
 """
@@ -17,9 +18,9 @@ from torch.fx import Node
 
 from autopar.checks.sharding import describe_sharding
 from autopar.checks.violation import Violation, at
-from autopar.ir.arguments import list_at
+from autopar.ir.arguments import list_at, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, reshard, wait
-from autopar.ir.keys import DIMS, ORIGIN, SHARDING
+from autopar.ir.keys import CHUNK, DIMS, ORIGIN, SHARDING
 from autopar.ir.mesh import MICROBATCHES, Mesh
 from autopar.ir.printing import op_name
 from autopar.ir.program import Program, operands, results_of
@@ -135,6 +136,9 @@ class _Comparison:
 
     def _origin(self, node: Node, local: Node) -> Iterator[Violation]:
         members, read = _members(local)
+        if read and all(ORIGIN[part] == node.name and part in CHUNK for part in read):
+            yield from _joined(members, local)
+            return
         allowed = {part for operand in operands(node) for part in self._parts(operand)}
         for part in read:
             if part not in allowed and part is not local:
@@ -142,6 +146,9 @@ class _Comparison:
                 what = f"what %{node.name} became reads a value that %{node.name} does not read"
                 yield Violation(what, at(local), expected, self._tell(part), "read the parts of the origin's operands")
         launches = [member for member in members if is_launch(member)]
+        if local not in CHUNK and any(launch in CHUNK for launch in launches):
+            yield from _joined(members, local)
+            launches = _without_pieces(launches)
         if node.target is reshard:
             yield from self._reductions(node, local, launches)
         elif launches:
@@ -191,6 +198,29 @@ def _members(local: Node) -> tuple[list[Node], set[Node]]:
                 members.add(operand)
                 stack.append(operand)
     return sorted(members), read
+
+
+def _joined(members: list[Node], local: Node) -> Iterator[Violation]:
+    """Whether the pieces that `local` is put together of are all of them, in order."""
+    for each in members:
+        if each.target is aten.cat.default:
+            pieces = [_piece(part) for part in list_at(each, 0) if isinstance(part, Node)]
+            numbers = [CHUNK.get(piece) for piece in pieces]
+            if numbers != list(range(len(numbers))):
+                fix = "join every piece once, the first before the second"
+                yield Violation("a value is put together of wrong pieces", at(local), str(list(range(len(numbers)))), str(numbers), fix)
+
+
+def _piece(part: Node) -> Node:
+    """The piece that `part` is, or is a view of."""
+    return node_at(part, 0) if part not in CHUNK and part.target is aten.reshape.default else part
+
+
+def _without_pieces(launches: list[Node]) -> list[Node]:
+    """Those that move one value, once."""
+    alone = [launch for launch in launches if launch not in CHUNK]
+    first = {(launch.target, launch.args[1:]): launch for launch in reversed(launches) if launch in CHUNK}
+    return [*alone, *first.values()]
 
 
 def _kind_of(launch: Node) -> object:

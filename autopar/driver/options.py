@@ -73,11 +73,15 @@ class Options:
     offload: Offload | None = None
     limit: MemoryBudget | None = None
     fit: MemoryBudget | None = None
+    collective_chunks: str | int = "auto"
 
     def __post_init__(self) -> None:
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise AutoparError(f"{name}={getattr(self, name)!r} is unknown; use {_WORDS[name]}")
+        chunks = self.collective_chunks
+        if chunks not in ("auto", "off") and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 2):
+            raise AutoparError(f'collective_chunks={chunks!r} is unknown; use "auto", "off" or a number of pieces, 2 or more')
 
     @property
     def moves_activations(self) -> bool:

@@ -1,8 +1,8 @@
 """From calls of a LOCAL graph to instructions: compute between two cuts is a fragment, collectives are instructions.
 
 The walk keeps the graph's order. It cuts where a call needs a collective that is still under way, where the
-model's repeated block changes (so that eighty equal layers give one fragment), and, where memory is short, where much of it is read for the
-last time (`autopar.graph.early_frees`).
+model's repeated block changes (so that eighty equal layers give one fragment), between pieces of a value of which each is sent by itself,
+and, where memory is short, where much of it is read for the last time (`autopar.graph.early_frees`).
 A collective is launched at the first cut after its operand is computed and waited for just before its first use:
 
     RUN f0 (x, w) -> (partial)
@@ -31,7 +31,7 @@ from autopar.graph.launch_operands import made_of_inputs
 from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.ir.instructions import Collective, Instruction, Launch, Run, Wait
-from autopar.ir.keys import SOURCE
+from autopar.ir.keys import CHUNK, SOURCE
 from autopar.ir.program import Program, results_of
 from autopar.ir.schedule import Fragment, TensorType
 
@@ -108,16 +108,19 @@ class _Section:
     current: list[Node] = field(default_factory=list[Node])
     launches: list[Node] = field(default_factory=list[Node])
     block: str = ""
+    # Of the piece that is written, its number: what it is sent by starts before the next is computed.
+    chunk: int | None = None
 
     def visit(self, node: Node) -> None:
         if node.target is wait or node.target is operator.getitem:
             return
         needed = [operand for operand in node.all_input_nodes if operand.target is wait and operand.args[0] in self.under_way]
         block = _block(node)
-        if needed or (block and self.block and block != self.block):
+        chunk = CHUNK.get(node)
+        if needed or (block and self.block and block != self.block) or chunk != self.chunk:
             self.cut()
             self.instructions += waits_for(needed, self.under_way)
-        self.block = block or self.block
+        self.block, self.chunk = block or self.block, chunk
         if is_launch(node):
             self.launches.append(node)
             self.under_way.add(node)

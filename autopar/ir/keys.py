@@ -87,6 +87,8 @@ RECOMPUTED: Key[str] = Key("recomputed")
 ORIGIN: Key[str] = Key("origin")
 # LOCAL form only, of a call that makes a copy of a parameter: it runs once a step, ahead of the first microbatch.
 COPY: Key[bool] = Key("copy")
+# LOCAL form only, of a call that makes one of several pieces of a value, and of the collective that moves it: which.
+CHUNK: Key[int] = Key("chunk")
 # FORWARD form only, of an op that draws: set before anything is rewritten, so that rewrites change no draw.
 SITE: Key[Site] = Key("site")
 # FORWARD form only, of what the user computes under a disabled autocast: no precision changes it.

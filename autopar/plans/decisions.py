@@ -148,3 +148,16 @@ class BucketSizes:
 
     def __str__(self) -> str:
         return "; ".join(f"over {axes} up to {in_bytes(size)}" for axes, size in self.bytes.items()) or "nothing to join"
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Into how many pieces collectives and the products beside them are cut, by the names of the collectives in a plan; what is missing
+    stays whole. `reasons` say why so many, or why none, by the same names, `reason` why nothing was looked at."""
+
+    numbers: Mapping[str, int] = field(default_factory=dict[str, int])
+    reasons: Mapping[str, str] = field(default_factory=dict[str, str])
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.reason or f"{len(self.numbers)} of {len(self.reasons)} collectives beside products in pieces"

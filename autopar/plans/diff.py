@@ -1,5 +1,5 @@
 """What differs between two plans: parameters that lie otherwise, ops that are split otherwise, repeated layers as one line, the
-pipeline, how large buckets are, and what lies elsewhere than on the device.
+pipeline, how large buckets are, what goes in pieces, and what lies elsewhere than on the device.
 
 parameters
   h.*.mlp.c_fc.weight   [32, 64@tp] → [32@tp, 64]   × 12
@@ -42,15 +42,17 @@ class PlanDiff:
     buckets: tuple[Change, ...] = ()
     precision: tuple[Change, ...] = ()
     offloaded: tuple[Change, ...] = ()
+    chunks: tuple[Change, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.ops or self.pipeline or self.kernels or self.buckets or self.precision or self.offloaded)
+        others = (self.pipeline, self.kernels, self.buckets, self.precision, self.offloaded, self.chunks)
+        return bool(self.parameters or self.ops or any(others))
 
     def __str__(self) -> str:
         if not self:
             return "the plans are the same"
         lines = [f"{len(self.parameters)} of {self.num_parameters} parameters and {len(self.ops)} of {self.num_ops} ops differ"]
-        for title, changes in (("parameters", self.parameters), ("ops", self.ops), ("kernels", self.kernels)):
+        for title, changes in (("parameters", self.parameters), ("ops", self.ops), ("kernels", self.kernels), ("chunks", self.chunks)):
             lines += [title, *(f"  {line}" for line in _folded(changes))] if changes else []
         lines += [f"{each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in self.precision]
         for title, changes in (("pipeline", self.pipeline), ("buckets", self.buckets), ("offloaded", self.offloaded)):

@@ -58,6 +58,7 @@ class PlanEntry(TypedDict):
     freedom: NotRequired[FreedomEntry]
     pinned: NotRequired[list[str]]
     buckets: NotRequired[dict[str, int]]
+    chunks: NotRequired[dict[str, int] | None]
     fingerprint: NotRequired[str]
     inputs: NotRequired[dict[str, PlacementEntry]]
     strategies: NotRequired[dict[str, StrategyEntry]]

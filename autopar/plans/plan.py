@@ -12,6 +12,7 @@
       "precision": null,
       "kernels": {},
       "buckets": {"dp": 26214400},
+      "chunks": {"forward h.0.mlp.c_fc all_gather 1": 4},
       "recomputed": ["forward h.0 aten.gelu.default 0"],
       "offloaded": {"memory": "host", "buffers": [["gelu_default@0", "gelu_default@1"]]},
       "schedule": {"num_microbatches": 4, "text": ["pipeline 1f1b: …", "rank 0 | 0F0 …", …], "cuts": ["forward h.2 aten.add.Tensor 0"]},
@@ -134,6 +135,8 @@ class Plan:
     precision    what the step computes in, where that was asked for
     pinned       the modules whose outputs were pinned: the graph has a node for each
     recomputed   the calls of the forward that the backward does once more, by `node_keys`, reshards included
+    chunks       the collectives that go piece by piece with the products beside them, by `node_keys` of the LOCAL program, and in how many
+                 pieces; None where nobody decided
     offloaded    what lies elsewhere than on the device meanwhile; None where nobody asked
     stored       where parameters lie, "host" or "file", if not on the device; when that has copies of them follows from the schedule
     """
@@ -153,6 +156,7 @@ class Plan:
     precision: MixedPrecision | None = None
     recomputed: tuple[str, ...] = ()
     offloaded: Offloaded | None = None
+    chunks: Mapping[str, int] | None = None
     stored: Away | None = None
 
     @staticmethod
@@ -274,7 +278,8 @@ class Plan:
         num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
         sizes = ({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in (self, other))
         offloaded = changes(*(_away(each) for each in (self, other)))
-        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision, offloaded))
+        chunks = changes(self.chunks or {}, other.chunks or {})
+        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision, offloaded, chunks))
         return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, *others)
 
     def _pipeline(self) -> dict[str, object]:
@@ -300,6 +305,7 @@ class Plan:
             "precision": self.precision and self.precision.content(),
             "kernels": dict(self.kernels),
             "buckets": dict(self.buckets),
+            "chunks": None if self.chunks is None else dict(self.chunks),
             "schedule": from_schedule(self.schedule, self.cuts),
             "recomputed": self.recomputed,
             "offloaded": self.offloaded and {"memory": self.offloaded.memory, "buffers": self.offloaded.buffers},
@@ -337,6 +343,7 @@ class Plan:
                 schedule=to_schedule(content.get("schedule")),
                 cuts=tuple(schedule.get("cuts", ())) if (schedule := content.get("schedule")) else (),
                 recomputed=tuple(content.get("recomputed", ())),
+                chunks=content.get("chunks"),
                 offloaded=Offloaded(away["memory"], tuple(map(tuple, away["buffers"]))) if (away := content.get("offloaded")) else None,
                 stored=_to_place(content.get("stored")),
                 reasons=content.get("reasons", {}),

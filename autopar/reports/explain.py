@@ -33,6 +33,7 @@ from autopar.ops.rule import Label
 from autopar.ops.traits import CASTS
 from autopar.partition.whole_batch import MicrobatchDecision
 from autopar.pipeline.report import pipeline_lines
+from autopar.plans.decisions import Chunks
 from autopar.reports.buckets import bucket_lines
 from autopar.reports.communication import sent
 from autopar.reports.offloaded import offload_lines
@@ -86,6 +87,7 @@ def sections(compiled: Compiled) -> Iterator[Section]:
     yield Section("communication", "communication, bytes a rank sends in a step", _sent(compiled, cost))
     yield Section("recompute", "computed again in the backward", recompute_lines(compiled, cost))
     yield Section("offload", "away from the device between its uses", offload_lines(compiled, cost))
+    yield Section("chunks", "collectives and the products beside them, whole or in pieces", _chunks(compiled))
     yield Section("buckets", "collectives that go together", bucket_lines(compiled))
     yield Section("predicted", "predicted", _totals(compiled, cost))
 
@@ -127,6 +129,14 @@ def _microbatches(compiled: Compiled) -> Iterator[str]:
     for step in compiled.steps:
         if isinstance(step.decision, MicrobatchDecision):
             yield from step.decision.lines()
+
+
+def _chunks(compiled: Compiled) -> Iterator[str]:
+    """In how many pieces each goes, and why; repeated layers as one line."""
+    for step in compiled.steps:
+        if isinstance(step.decision, Chunks):
+            yield from [step.decision.reason] if step.decision.reason else []
+            yield from fold_rows(Row(name, text) for name, text in step.decision.reasons.items())
 
 
 def _fusions(compiled: Compiled) -> Iterator[str]:

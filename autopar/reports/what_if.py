@@ -104,7 +104,7 @@ def what_if(compiled: Compiled, pins: UserPins | Plan | None) -> WhatIf:
         return WhatIf(now, refusal=str(refusal))
     # Pins choose no kernels.
     plan = replace(plan, kernels=compiled.plan.kernels)
-    as_joined = replace(plan, buckets=compiled.plan.buckets)  # which are decided when schedules are written
+    as_joined = replace(plan, buckets=compiled.plan.buckets, chunks=compiled.plan.chunks)  # which are decided when schedules are written
     return WhatIf(now, _prices(program, compiled), plan, diff=compiled.plan.diff(as_joined))
 
 

@@ -14,6 +14,7 @@ from autopar.cost.model import CostModel
 from autopar.cost.schedule_budget import ScheduleBudget
 from autopar.errors import ScheduleError
 from autopar.ir.instructions import Instruction, Launch, Run, Wait
+from autopar.ir.keys import CHUNK
 from autopar.ir.schedule import Schedule
 from autopar.ir.units import in_bytes
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -45,10 +46,10 @@ class BucketCollectives:
 
     def decide(self, program: ScheduleProgram) -> BucketSizes:
         """By the axes of collectives how many bytes a bucket may have; those of a plan where it knows."""
-        totals: dict[tuple[str, ...], int] = {}
+        totals, pieces = dict[tuple[str, ...], int](), _pieces(program)
         for schedule in program.places:
             here: dict[tuple[str, ...], int] = {}
-            for each in _launches(schedule):
+            for each in _launches(schedule, pieces):
                 here[each.launch.axes] = here.get(each.launch.axes, 0) + each.num_bytes
             totals |= {axes: max(total, totals.get(axes, 0)) for axes, total in here.items()}
         cost, planned = CostModel(self.cluster, program.mesh), self.planned or {}
@@ -61,9 +62,10 @@ class BucketCollectives:
 
     def apply(self, program: ScheduleProgram, decision: BucketSizes) -> ScheduleProgram:
         """Join what fits into the sizes of `decision`, or what stands together there. Raises `ScheduleError` for what cannot."""
+        pieces = _pieces(program)
         if decision.together is not None:
-            return _joined(program, [_chosen(schedule, decision.together) for schedule in program.places])
-        parts = [list(_buckets(_launches(schedule), decision.bytes)) for schedule in program.places]
+            return _joined(program, [_chosen(schedule, decision.together, pieces) for schedule in program.places])
+        parts = [list(_buckets(_launches(schedule, pieces), decision.bytes)) for schedule in program.places]
         return _joined(program, parts)
 
     def written(self, program: ScheduleProgram, decision: BucketSizes) -> dict[str, int]:
@@ -118,8 +120,14 @@ class _Member:
         return self.runs_before + (self.runs_until - self.runs_before) // 2
 
 
-def _launches(schedule: Schedule) -> Iterator[_Member]:
-    """The reductions that could join a bucket, in their order."""
+def _pieces(program: ScheduleProgram) -> frozenset[str]:
+    """The values of which each is a piece of another: they were cut so as to be reduced one after another."""
+    nodes = program.cut.program.graph.nodes if program.cut is not None else ()
+    return frozenset(node.name for node in nodes if node in CHUNK)
+
+
+def _launches(schedule: Schedule, pieces: frozenset[str]) -> Iterator[_Member]:
+    """The reductions that could join a bucket, in their order; none of `pieces`."""
     waits, runs = dict[str, tuple[int, int]](), 0
     for position, each in enumerate(schedule.instructions):
         runs += isinstance(each, Run)
@@ -129,7 +137,8 @@ def _launches(schedule: Schedule) -> Iterator[_Member]:
     for position, each in enumerate(schedule.instructions):
         runs += isinstance(each, Run)
         if isinstance(each, Launch) and each.collective in ("all_reduce", "reduce_scatter") and len(each.sources) == 1:
-            tensor_type = schedule.type_of(each.sources[0])
+            made = schedule.buffers.get(each.name)  # a pass of somebody's own may launch what is no value
+            tensor_type = schedule.type_of(each.sources[0]) if made is None or made.value not in pieces else None
             if tensor_type is not None and tensor_type[1] != torch.bool and each.name in waits:
                 end, runs_until = waits[each.name]
                 yield _Member(each, math.prod(tensor_type[0]) * tensor_type[1].itemsize, tensor_type[1], position, end, runs, runs_until)
@@ -150,9 +159,9 @@ class _Open:
         return is_early and self.num_bytes + other.num_bytes <= limit
 
 
-def _chosen(schedule: Schedule, together: Iterable[frozenset[str]]) -> list[list[_Member]]:
+def _chosen(schedule: Schedule, together: Iterable[frozenset[str]], pieces: frozenset[str]) -> list[list[_Member]]:
     """The members of each bucket that was chosen by hand, as far as they are on this rank."""
-    members = {each.launch.name: each for each in _launches(schedule)}
+    members = {each.launch.name: each for each in _launches(schedule, pieces)}
     found = [[each for name, each in members.items() if name in names] for names in together]
     for bucket in found:
         kinds, soonest = {each.kind for each in bucket}, min((each.end for each in bucket), default=0)

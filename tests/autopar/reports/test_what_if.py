@@ -26,7 +26,9 @@ def parallel() -> ParallelModule:
 
 def test_equals_a_fresh_compile_with_these_pins(parallel: ParallelModule) -> None:
     found, fresh = parallel.what_if(PINS), parallel_residual(cluster="8xh100", pins=PINS)
-    assert found.is_kept and found.plan == replace(fresh.plan, buckets={}), "collectives are joined when schedules are written"
+    assert found.is_kept and found.plan == replace(fresh.plan, buckets={}, chunks=None), (
+        "collectives are joined, or cut, later than shardings"
+    )
     assert found.seconds == approx(fresh.compiled.search.cost_seconds) and found.seconds_now == approx(
         parallel.compiled.search.cost_seconds
     )
