@@ -183,7 +183,7 @@ class ParallelModule(Inspected):
             return "to come"
         return "held" if self._trainer.has_state else "made" if updates and self._trainer.steps_within(call) else "to come"
 
-    def _held(self, stored: Container[str]) -> list[torch.Tensor]:
+    def _held(self, stored: Container[str] = ()) -> list[torch.Tensor]:
         """What is on the device between calls: parameters that are not `stored` elsewhere, buffers, gradients, and the state of the
         optimizer of `train_step`."""
         named = self.tensors().named
