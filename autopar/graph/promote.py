@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import FakeTensorMode, empty_as, fake_mode, pytree
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
+from autopar.graph.default_eps import default_eps
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.schedule import Fragment, Schedule, TensorType
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -36,6 +37,12 @@ _WIDER = {
 def promoted_dtype(dtype: torch.dtype) -> torch.dtype:
     """float64 for a lower float dtype, complex128 for a lower complex one, else the dtype itself."""
     return _WIDER.get(dtype, dtype)
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """What a model computes in that is not promoted: the dtype of its first parameter or buffer of floats."""
+    tensors = (*model.parameters(), *model.buffers())
+    return next((each.dtype for each in tensors if each.is_floating_point()), torch.float32)
 
 
 def promote_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,13 +111,31 @@ def default_float64() -> Generator[None]:
 
 
 class Promoting(TorchFunctionMode):
-    """While this is entered, whoever asks torch for a lower float dtype gets float64: `.float()`, `.to(torch.float32)`, `dtype=…`."""
+    """While this is entered, whoever asks torch for a lower float dtype gets float64: `.float()`, `.to(torch.float32)`, `dtype=…`.
+
+    Of a model that computes in `dtype` an `rms_norm` without an eps has that of `dtype`.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype = dtype
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         func = torch.Tensor.double if any(func is cast for cast in _LOWER_CASTS) else func
+        if func in _RMS_NORMS:
+            args, kwargs = _with_eps(args, kwargs or {}, self.dtype)
         return func(*_promoted_literals(args), **_promoted_literals(kwargs or {}))
 
 
+def _with_eps(args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of `rms_norm`, the eps among them that it takes by itself for `dtype`."""
+    names = ("input", "normalized_shape", "weight")
+    given = dict(zip((*names, "eps"), args, strict=False)) | dict(kwargs)
+    eps = given.get("eps")
+    return tuple(given[name] for name in names if name in given), {"eps": default_eps(dtype) if eps is None else eps}
+
+
+_RMS_NORMS = (torch.nn.functional.rms_norm, torch.rms_norm)
 _LOWER_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
 # The same as the halves of a custom function have them.
 _LOWER_METHODS = ("float", "half", "bfloat16")
@@ -134,6 +159,8 @@ def _promote_graph(graph: Graph) -> None:
     """Change literals and the dtypes of values, in place. Shapes and strides depend on no dtype, so nothing is run."""
     mode = fake_mode()
     for node in graph.nodes:
+        if node.target is torch.ops.aten.rms_norm.default:
+            node.args, node.kwargs = _with_eps(node.args, node.kwargs, node.meta["val"].dtype)
         node.args, node.kwargs = _promoted_literals(node.args), _promoted_literals(node.kwargs)
         if (function := custom_function(node.target)) is not None:
             node.target = as_function(mapped(function, lambda half: _promote_graph(half.graph)))

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autopar.driver.compiled import Compiled, PassRun
 from autopar.driver.progress import progress
 from autopar.graph.autocast import autocast_off
-from autopar.graph.promote import Promoting, copy_model, default_float64, promote, promote_schedule, promote_tensor
+from autopar.graph.promote import Promoting, copy_model, default_float64, dtype_of, promote, promote_schedule, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_values import ValueComparison, difference_at, first_renamed
@@ -222,7 +222,7 @@ class _Forms:
         # In plain ops: torch's fused attention gives wrong gradients in rows that an added mask of numbers masks wholly.
         with ExitStack() as stack, sdpa_kernel(SDPBackend.MATH):
             if self.promoted:
-                stack.enter_context(Promoting())
+                stack.enter_context(Promoting(dtype_of(model)))
             return run_original(copied, args, kwargs, self.compiled.forward.signature, self.case, self.training)
 
     def _captured(self) -> Program:

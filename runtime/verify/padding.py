@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.graph.promote import Promoting, copy_model, default_float64
+from autopar.graph.promote import Promoting, copy_model, default_float64, dtype_of
 from autopar.ir.program import Signature
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_forms import case_of, errors_between, named_values
@@ -48,6 +48,6 @@ def _results(model: nn.Module, signature: Signature, call: Arguments, promote: b
         copied = copy_model(model, {id(value): case.state[name] for name, value in named_values(model).items()}, promoted=promote)
         args, kwargs = inputs.call(lambda index, tensor: case.leaves[index].clone())
         if promote:
-            stack.enter_context(Promoting())
+            stack.enter_context(Promoting(dtype_of(model)))
         stack.enter_context(SameDraws())
         return run_original(copied, args, kwargs, signature, case, training and torch.is_grad_enabled())

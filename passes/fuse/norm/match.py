@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
+from autopar.graph.default_eps import default_eps
 from autopar.graph.emit import Emitter, lay_out_anew, tensor_of
 from autopar.graph.overwrites import between, memory_of, overwritten, sources_of, writers_of, writes, written_by
 from autopar.ir.arguments import list_at, node_at
@@ -172,15 +172,6 @@ def _of_op(node: Node) -> Normalised:
             raise NotFusible("its mean or its deviation is read")
         value = read[0]
     return Normalised(value, stripped(x), centred, eps, weight, bias)
-
-
-@cache
-def default_eps(dtype: torch.dtype) -> float:
-    """What `rms_norm` without an eps takes for `dtype`: torch took the rounding of that dtype first, later of the one it computes in."""
-    small = 1e-3
-    candidates = [torch.finfo(each).eps for each in (dtype, torch.promote_types(dtype, torch.float32))]
-    got = float(torch.nn.functional.rms_norm(torch.full((1, 1), small, dtype=dtype), (1,)))
-    return min(candidates, key=lambda eps: abs(small / (small**2 + eps) ** 0.5 - got))
 
 
 def _with_tail(found: Normalised) -> Normalised:

@@ -12,7 +12,6 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import virtual_mesh
 from autopar.kernels.normalisation import add_norm, norm
 from autopar.passes.forward.fuse_norms import FuseNorms
-from autopar.passes.fuse.norm.match import default_eps
 from tests.support.forms.norm import EPS, NORMS, N
 from tests.support.forms.suite import MESH, Computing, fused, targets
 
@@ -112,9 +111,3 @@ def test_other_norms_are_not_looked_at() -> None:
 
     _, decision, _ = fused(FuseNorms(), Computing(compute, {"x": (2, 4, N)}))
     assert str(decision) == "nothing to fuse"
-
-
-def test_the_eps_that_rms_norm_takes() -> None:
-    for dtype in (torch.float32, torch.float64):
-        assert default_eps(dtype) == torch.finfo(dtype).eps
-    assert default_eps(torch.bfloat16) in (torch.finfo(torch.float32).eps, torch.finfo(torch.bfloat16).eps)

@@ -61,6 +61,43 @@ def test_promoted_both_sides_agree_to_rounding_of_float64_and_unpromoted_they_do
     assert set(promoted.buffer_errors) == {"calls"}
 
 
+class Normed(nn.Module):
+    """Both without an eps: torch's follows from the dtype, and is float32's on both sides, promoted or not."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.RMSNorm(8, dtype=dtype), nn.Linear(8, 8, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(self.inner(self.norm(x)), (8,)).sin().mean()
+
+
+@pytest.mark.parametrize("writes_norms", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_rms_norm_without_an_eps_has_that_of_its_dtype_when_promoted(dtype: torch.dtype, writes_norms: bool) -> None:
+    x = 1e-3 * torch.randn(8, 8, dtype=dtype)
+    options: dict[str, Any] = {"kernels": "triton"} if writes_norms else {"cluster": "cpu"}
+    parallel = autopar.compile(Normed(dtype), MESH, example_inputs=(x,), backend="eager", **options)
+    assert parallel.verify(x, promote=True).worst <= 1e-9
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.inner = nn.EmbeddingBag(10, 8, mode="sum"), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.bag(ids)).square().mean()
+
+
+def test_results_that_are_not_what_the_fake_of_their_op_says_are_not_compared() -> None:
+    """The kernel of a bag of sums leaves in its second result which bag each index is of, where the fake has nothing."""
+    ids = torch.randint(0, 10, (8, 4))
+    parallel = autopar.compile(Bag(), MESH, example_inputs=(ids,), backend="eager")
+    report = parallel.verify(ids, promote=True)
+    assert report and report.worst <= 1e-9, str(report)
+
+
 def test_all_labels_ignored_is_nan_on_both_sides() -> None:
     assert parallel_net().verify(**batch(num_ignored=8), promote=True)
 
