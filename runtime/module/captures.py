@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -301,6 +302,8 @@ class CapturingModule(NamesOfModel):
         self._world.prepare(compiled)
         placements = placements_of(compiled.signature, compiled.mesh.ranks)
         if not self._captures:
+            if not self._world.is_virtual:
+                gc.collect()  # torch's capture leaves cycles that hold the model's parameters, which are let go of next
             self._world.place(self._model, compiled, values)
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)
         elif not self._world.is_virtual:
