@@ -33,8 +33,9 @@ _PROGRESS = 0.02
 _PROGRESS_IN_PASSING = 0.2
 # Looks without any assignment, after which the integer program has its turn.
 _MAX_LOOKS_IN_VAIN = 25
-# What the integer program gets where the user set no limit.
-_PATIENCE_SECONDS = 5.0
+# What the integer program gets where the user set no limit, of this thread's CPU time: plans must not depend on what else the machine does;
+# and of the clock, should that stand still.
+_PATIENCE_SECONDS, _MOST_SECONDS = 5.0, 30.0
 # Prices of a byte that are tried, and those of them that may bring nothing new.
 _MAX_PRICES, _MAX_STALE = 40, 2
 # Prices are good enough once none can raise the bound by more than this share of the tolerance; of the bound, where that is more.
@@ -172,8 +173,9 @@ class BoundSearch:
         if _num_pairs(evaluation) > _MAX_COLUMNS:
             return
         program = IntegerProgram.of(evaluation)
-        seconds = max(0.01, min(self.deadline - time.perf_counter(), _PATIENCE_SECONDS if self.deadline == math.inf else math.inf))
-        solver = program.solver(self.tolerance, seconds)
+        is_limited = self.deadline < math.inf
+        seconds = max(0.01, self.deadline - time.perf_counter()) if is_limited else _MOST_SECONDS
+        solver = program.solver(self.tolerance, seconds, math.inf if is_limited else _PATIENCE_SECONDS)
         positions = [np.flatnonzero(each) for each in remaining]
         if self.picks is not None:
             start = [int(np.searchsorted(each, pick)) for each, pick in zip(positions, self.picks, strict=True)]

@@ -20,6 +20,7 @@ A value with one reader has e = f. With a capacity, w stands for the largest wor
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -111,13 +112,16 @@ class IntegerProgram:
         )
         return program
 
-    def solver(self, tolerance: float, seconds: float) -> highspy.Highs:
-        """HiGHS with this program, to be solved to a relative gap of `tolerance` within `seconds`."""
+    def solver(self, tolerance: float, seconds: float, cpu_seconds: float = math.inf) -> highspy.Highs:
+        """HiGHS with this program, to be solved by the calling thread to a relative gap of `tolerance` within `seconds`, and so much of the
+        thread's CPU time."""
         solver = highspy.Highs()
         # The rows are tight as they are: presolve took up to ten times as long as solving without it.
         options = {"output_flag": False, "presolve": "off", "threads": 1, "random_seed": 0, "mip_rel_gap": tolerance, "mip_abs_gap": 1e-6}
         for name, value in {**options, "time_limit": seconds}.items():
             solver.setOptionValue(name, value)
+        last = time.thread_time() + cpu_seconds
+        solver.cbMipInterrupt += lambda event: event.interrupt() if time.thread_time() > last else None
         passed = solver.passModel(self.linear_program())
         assert passed != highspy.HighsStatus.kError, passed  # a warning tells of coefficients too small to count
         return solver
