@@ -59,6 +59,7 @@ from autopar.passes.schedule.offload_parameters import OffloadParameters
 from autopar.passes.schedule.order_actions import OrderActions
 from autopar.passes.schedule.overlap_communication import OverlapCommunication
 from autopar.passes.schedule.reduce_gradients import ReduceGradients
+from autopar.passes.schedule.wait_for_sums import WaitForSums
 from autopar.passes.schedule.write_actions import WriteActions
 from autopar.passes.schedule.write_updates import WriteUpdates
 from autopar.passes.schedule.write_versions import WriteVersions
@@ -129,6 +130,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         GatherAhead(cluster, buckets, budget),  # after all collectives are written
         BucketCollectives(cluster, buckets, budget),  # after gathers, which take memory first
         OverlapCommunication(cluster, budget),  # the last that knows of no FREEs: what it moves takes memory for longer
+        WaitForSums(cluster),  # needs the final order of what is launched
         OffloadParameters(options.offload, cluster, options.limit or budget),  # needs the final order: what is away is there in time
         # Likewise, and what the device holds of parameters.
         OffloadActivations(options.offload, cluster, options.limit or budget, plan.offloaded.buffers if plan and plan.offloaded else None),

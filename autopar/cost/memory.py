@@ -120,7 +120,7 @@ class MemoryBudget:
     """Bytes that a rank may hold; infinite where nobody set a limit.
 
     `reserved_bytes` of what was asked for are left out of `capacity_bytes`: what passes that decide do not count, and a step takes.
-    Where ranks are processes that speak `over_gloo`, some collectives take their memory twice.
+    Where ranks are processes that speak `over_gloo`, gathers and reduce-scatters take memory besides.
     """
 
     capacity_bytes: float = float("inf")

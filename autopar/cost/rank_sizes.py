@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from autopar.cost.fragment_memory import FragmentMemory, fragment_memory
 from autopar.cost.memory import MemoryBudget
-from autopar.cost.schedule_memory import Sizes
+from autopar.cost.rank_memory import Sizes
 from autopar.cost.update_memory import gathered_update_bytes, update_bytes
 from autopar.ir.instructions import Memory, Run, Update
 from autopar.ir.schedule import Schedule

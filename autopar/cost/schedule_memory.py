@@ -5,11 +5,11 @@ none of its own. What a fragment needs within itself is counted where `Sizes` sa
 way is counted where arrivals are those of processes, which keep the memory of each bucket from one step to the next:
 
     all_reduce       in the bucket, which its results are views of
-    all_gather       from the bucket into memory that goes at the WAIT, when results are copied out of it
+    all_gather       into memory that goes at the WAIT, when results are copied out of it
     reduce_scatter   from memory that goes at the WAIT into the bucket, which its results are views of
 
-Over gloo tensors of all ranks are there twice, where `Sizes` says so: what gathers arrive in it copies for itself, and what reduce-scatters
-add up arrives beside what is sent. So much more goes at the WAIT.
+Over gloo, where `Sizes` says so, what a reduce-scatter adds up arrives beside what is sent, and what is small is gathered in memory of its
+own; that goes at the WAIT, too.
 
 What an optimizer holds is not counted. What lies in host memory or in files, because a COPY parks it or from the start, is counted
 apart: it takes none of the device.
@@ -17,79 +17,15 @@ apart: it takes none of the device.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from autopar.cost.buffer_kinds import Kind, kinds_of
-from autopar.cost.fragment_places import places_of
-from autopar.ir.actions import parse_action
-from autopar.ir.instructions import Add, Copy, Free, Instruction, Launch, Memory, Pause, Receive, Run, Update, Wait
-from autopar.ir.lifetimes import touched, with_frees
-from autopar.ir.schedule import Fragment, Schedule
-
-# Where a tensor may begin in a bucket: what kernels like, and Inductor expects of its inputs.
-BUCKET_ALIGNMENT_BYTES = 64
-_OF_ALL_RANKS = ("all_gather", "reduce_scatter")
-
-
-class MemoryStep(NamedTuple):
-    """Bytes while the instruction at `position` runs and after it, and microbatches (of any stage) of which values are saved then.
-
-    `kinds` are what the bytes while it runs are made of.
-    """
-
-    position: int
-    during_bytes: float
-    after_bytes: float
-    live_microbatches: int
-    kinds: Mapping[Kind, float]
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """The memory of one rank; a step for each instruction that makes or drops a buffer. `held_bytes` are there before the first.
-    `parked_bytes` are the most that is elsewhere than on the device, by where."""
-
-    steps: tuple[MemoryStep, ...]
-    held_bytes: float
-    parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
-
-    @property
-    def peak_bytes(self) -> float:
-        return max((step.during_bytes for step in self.steps), default=self.held_bytes)
-
-    @property
-    def peak_live_microbatches(self) -> int:
-        """A microbatch counts once for each of the rank's stages, while a buffer of the role "saved" is there that its backward reads."""
-        return max((step.live_microbatches for step in self.steps), default=0)
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What a schedule itself does not say.
-
-    buffer_bytes   of a buffer with memory of its own, where no fragment says it
-    working_bytes  what a RUN or an UPDATE needs besides its buffers while it runs
-    held_bytes     what is there all the time and is no buffer: what an optimizer holds
-    given_bytes    likewise, what the caller passes: a call has copies, so that the caller may write into it meanwhile
-    taken_bytes    results as the caller gets them at PAUSE, copies for the same reason
-    parked_bytes   what an optimizer holds elsewhere than on the device
-    arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks
-    over_gloo      whether all-gathers and reduce-scatters take the tensors of all ranks twice
-    """
-
-    buffer_bytes: Callable[[str], float]
-    working_bytes: Callable[[Run | Update], float] = lambda run: 0
-    held_bytes: float = 0
-    given_bytes: float = 0
-    taken_bytes: float = 0
-    arrival: Literal["launch", "wait"] = "wait"
-    over_gloo: bool = False
-    parked_bytes: Mapping[Memory, float] = field(default_factory=dict[Memory, float])
+from autopar.cost.buffer_kinds import Kind
+from autopar.cost.memory_walk import Walk
+from autopar.cost.rank_memory import RankMemory, Sizes
+from autopar.ir.instructions import Instruction
+from autopar.ir.lifetimes import with_frees
+from autopar.ir.schedule import Schedule
 
 
 def peak_bytes(schedule: Schedule) -> int:
@@ -109,7 +45,7 @@ def schedule_memory(schedule: Schedule, sizes: Sizes | None = None, groups: Iter
     `groups` are instructions that count as one step, those of the schedule with what frees its buffers (`autopar.ir.lifetimes`); by
     default each is a step of its own.
     """
-    walk = _Walk(schedule, sizes or Sizes(schedule.bytes_of))
+    walk = Walk(schedule, sizes or Sizes(schedule.bytes_of))
     return walk.run(((each,) for each in schedule.instructions) if groups is None else groups)
 
 
@@ -123,7 +59,7 @@ class Held(NamedTuple):
 
 def held_at(schedule: Schedule, sizes: Sizes, position: int) -> tuple[Held, ...]:
     """What there is once the instruction at `position` is over."""
-    walk = _Walk(schedule, sizes)
+    walk = Walk(schedule, sizes)
     walk.run((each,) for each in schedule.instructions[: position + 1])
     names: dict[int, list[str]] = {}
     for name, memory in walk.memory.items():
@@ -131,265 +67,3 @@ def held_at(schedule: Schedule, sizes: Sizes, position: int) -> tuple[Held, ...]
             names.setdefault(memory, []).append(name)
     found = (Held(walk.kind_of[memory], walk.bytes_of[memory], tuple(each)) for memory, each in names.items())
     return (Held("optimizer", sizes.held_bytes, ()), Held("inputs", sizes.given_bytes, ()), *found)
-
-
-@dataclass
-class _Walk:
-    schedule: Schedule
-    sizes: Sizes
-    # The memory that each buffer lies in, how many buffers lie there, and its bytes.
-    memory: dict[str, int] = field(default_factory=dict[str, int])
-    users: Counter[int] = field(default_factory=Counter[int])
-    bytes_of: dict[int, float] = field(default_factory=dict[int, float])
-    kind_of: dict[int, Kind] = field(default_factory=dict[int, Kind])
-    # What is not on the device: where each memory is, their bytes by that, and the most so far.
-    parked: dict[int, Memory] = field(default_factory=dict[int, Memory])
-    parked_bytes: dict[Memory, float] = field(default_factory=dict[Memory, float])
-    most_parked: dict[Memory, float] = field(default_factory=dict[Memory, float])
-    kinds: dict[Kind, float] = field(default_factory=dict[Kind, float])
-    launched: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
-    # How many saved values there are for which stage of which microbatch.
-    saved: Counter[tuple[int, int | None]] = field(default_factory=Counter[tuple[int, int | None]])
-    live: int = 0
-    bytes: float = 0
-    # Since the step began: the most bytes and live microbatches, and whether a buffer came or went.
-    most_bytes: float = 0
-    most_kinds: dict[Kind, float] = field(default_factory=dict[Kind, float])
-    most_live: int = 0
-    is_changed: bool = False
-
-    def run(self, groups: Iterable[Sequence[Instruction]]) -> RankMemory:
-        self.bytes = self.sizes.held_bytes + self.sizes.given_bytes
-        self.parked_bytes |= self.sizes.parked_bytes
-        self.most_parked |= {where: size for where, size in self.sizes.parked_bytes.items() if size}
-        self.kinds |= {"optimizer": self.sizes.held_bytes, "inputs": self.sizes.given_bytes}
-        for name in self.schedule.inputs:
-            where = self.schedule.memory_of(name)
-            if where == "device":
-                self.place(name, self.sizes.buffer_bytes(name))
-            else:
-                self.park(name, self.sizes.buffer_bytes(name), where)
-        if self.sizes.arrival == "launch":
-            for each in self.schedule.instructions:
-                if isinstance(each, Launch) and len(each.sources) > 1:
-                    self.keep_bucket(each)
-        held, steps = self.bytes, list[MemoryStep]()
-        for position, group in enumerate(groups):
-            self.most_bytes, self.most_kinds = self.bytes, dict(self.kinds)
-            self.most_live, self.is_changed = self.live, False
-            for instruction in group:
-                self.visit(instruction)
-            if self.is_changed:
-                steps.append(MemoryStep(position, self.most_bytes, self.bytes, self.most_live, self.most_kinds))
-        return RankMemory(tuple(steps), held, dict(self.most_parked))
-
-    def visit(self, instruction: Instruction) -> None:
-        if isinstance(instruction, Run):
-            self.compute(instruction)
-        elif isinstance(instruction, Free):
-            self.drop_all(instruction.buffers)
-        elif isinstance(instruction, Add):
-            if instruction.target not in self.memory:
-                self.place(instruction.target, self.sizes.buffer_bytes(instruction.source))
-        elif isinstance(instruction, Update):
-            self.work(instruction)
-            self.arrive(instruction.versions)
-        elif isinstance(instruction, Wait):
-            self.drop_if_there(_second(instruction.target))
-            self.land(self.launched.pop(instruction.target, ()))
-            self.drop_if_there(_flight(instruction.target))
-        elif isinstance(instruction, Copy):
-            self.copy(instruction)
-        elif isinstance(instruction, Pause) and self.sizes.taken_bytes:
-            self.place("results, as the caller gets them", self.sizes.taken_bytes)
-        elif isinstance(instruction, (Launch, Receive)):
-            self.depart(instruction)
-
-    def copy(self, instruction: Copy) -> None:
-        """Into memory that is taken at once, everywhere: the sources lie in one, and so will the targets."""
-        self.launched[instruction.name] = instruction.writes
-        first, size = instruction.name, self.bytes_of[self.memory[instruction.sources[0]]]
-        if instruction.memory == "device":
-            self.place(first, size, "in flight")
-        else:
-            self.park(first, size, instruction.memory)
-        for name in instruction.targets[1:]:
-            self.share(name, self.memory[first])
-
-    def park(self, name: str, size: float, where: Memory) -> None:
-        memory = len(self.bytes_of)
-        self.bytes_of[memory], self.parked[memory] = size, where
-        self.parked_bytes[where] = self.parked_bytes.get(where, 0) + size
-        self.most_parked[where] = max(self.most_parked.get(where, 0), self.parked_bytes[where])
-        self.kind_of[memory] = "activations"
-        self.share(name, memory)
-
-    def depart(self, instruction: Launch | Receive) -> None:
-        """Something that will fill buffers is launched."""
-        self.launched[instruction.name] = instruction.writes
-        if self.sizes.arrival != "launch":
-            return
-        if isinstance(instruction, Launch) and self.is_in_place(instruction):
-            return self.share(instruction.name, self.memory[instruction.sources[0]])
-        if isinstance(instruction, Launch) and len(instruction.sources) > 1:
-            self.depart_bucket(instruction)
-            return
-        for each in instruction.writes:
-            self.place(each, self.sizes.buffer_bytes(each), "in flight")
-        if isinstance(instruction, Launch) and self.sizes.over_gloo and instruction.collective in _OF_ALL_RANKS:
-            sizes = [sum(map(self.sizes.buffer_bytes, names)) for names in (instruction.sources, instruction.targets)]
-            self.place(_second(instruction.name), max(sizes), "in flight")
-
-    def is_in_place(self, launch: Launch) -> bool:
-        """Whether the result takes the place of what is reduced, which nothing reads any more, nor what lies in its memory."""
-        source = launch.sources[0]
-        if launch.collective != "all_reduce" or len(launch.sources) > 1 or source not in self.schedule.spent:
-            return False
-        memory = self.memory[source]
-        return self.users[memory] == 1 and self.bytes_of[memory] == self.sizes.buffer_bytes(source)
-
-    @cached_property
-    def kinds_by_name(self) -> Mapping[str, Kind]:
-        return kinds_of(self.schedule)
-
-    @cached_property
-    def savers(self) -> dict[str, int]:
-        """By saved buffer the stage whose backward reads it here; of what is saved for other ranks alone there is none."""
-        found: dict[str, int] = {}
-        for span in self.schedule.spans:
-            action = parse_action(span.action)
-            if action.kind != "F":
-                names = {name for each in self.schedule.instructions[span.begin : span.end] for name in touched(each)}
-                found |= {name: action.stage for name in names if self._is_saved(name)}
-        return found
-
-    def _is_saved(self, name: str) -> bool:
-        return name in self.schedule.buffers and self.schedule.buffers[name].role == "saved"
-
-    def arrive(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.place(name, self.sizes.buffer_bytes(name))
-
-    def land(self, names: Iterable[str]) -> None:
-        """What was launched is there: it takes its memory now, or is under way no more."""
-        for name in names:
-            if name not in self.memory:
-                self.place(name, self.sizes.buffer_bytes(name))
-            elif self.memory[name] not in self.parked:
-                self.recount(self.memory[name], self.kinds_by_name[name])
-
-    def keep_bucket(self, bucket: Launch) -> None:
-        """There from the step before: what is summed in it, or where what is gathered is put together."""
-        kinds = {self.kinds_by_name.get(each) for each in bucket.targets}
-        laid = bucket.targets if bucket.collective == "reduce_scatter" else bucket.sources
-        self.place(_bucket(bucket.name), self.laid_bytes(laid), "gradients" if kinds == {"gradients"} else "buckets")
-
-    def depart_bucket(self, bucket: Launch) -> None:
-        if bucket.collective == "all_gather":
-            self.fly(bucket, bucket.sources, bucket.targets)
-            return
-        for each in bucket.targets:
-            self.share(each, self.memory[_bucket(bucket.name)])
-        if bucket.collective == "reduce_scatter":
-            self.fly(bucket, bucket.targets, bucket.sources)
-
-    def fly(self, bucket: Launch, parts: Sequence[str], wholes: Sequence[str]) -> None:
-        """Memory for all ranks' parts, each rank's laid out alike, until the WAIT."""
-        sizes = [sum(map(self.sizes.buffer_bytes, names)) for names in (parts, wholes)]
-        size = self.laid_bytes(parts) * (round(sizes[1] / sizes[0]) if sizes[0] else 1)
-        self.place(_flight(bucket.name), size, "in flight")
-        if self.sizes.over_gloo:
-            self.place(_second(bucket.name), size, "in flight")
-
-    def laid_bytes(self, names: Iterable[str]) -> float:
-        """Of buffers side by side, each where kernels like it to begin."""
-        return sum(BUCKET_ALIGNMENT_BYTES * math.ceil(self.sizes.buffer_bytes(name) / BUCKET_ALIGNMENT_BYTES) for name in names)
-
-    def drop_all(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.drop(name)
-
-    def drop_if_there(self, name: str) -> None:
-        if name in self.memory:
-            self.drop(name)
-
-    def compute(self, instruction: Run) -> None:
-        fragment = self.schedule.fragments.get(instruction.fragment)
-        if fragment is None:
-            self.arrive(instruction.outputs)
-        else:
-            self.compute_fragment(instruction, fragment)
-        self.work(instruction)
-
-    def work(self, instruction: Run | Update) -> None:
-        working = self.sizes.working_bytes(instruction)
-        if self.bytes + working > self.most_bytes:
-            self.most_bytes, self.most_kinds, self.is_changed = self.bytes + working, {**self.kinds, "temporaries": working}, True
-
-    def compute_fragment(self, instruction: Run, fragment: Fragment) -> None:
-        names = [*instruction.inputs, *instruction.outputs]
-        for number, (name, (source, size)) in enumerate(zip(instruction.outputs, places_of(fragment), strict=True)):
-            if source == number + len(instruction.inputs):
-                self.place(name, size)
-            else:
-                self.share(name, self.memory[names[source]])
-
-    def place(self, name: str, size: float, kind: Kind | None = None) -> None:
-        """Give a buffer memory of its own."""
-        memory = len(self.bytes_of)
-        self.bytes_of[memory] = size
-        self.bytes += size
-        self.count_kind(memory, kind or self.kinds_by_name.get(name, "activations"))
-        if self.bytes > self.most_bytes:
-            self.most_bytes, self.most_kinds = self.bytes, dict(self.kinds)
-        self.share(name, memory)
-
-    def count_kind(self, memory: int, kind: Kind) -> None:
-        self.kind_of[memory] = kind
-        self.kinds[kind] = self.kinds.get(kind, 0) + self.bytes_of[memory]
-
-    def recount(self, memory: int, kind: Kind) -> None:
-        self.kinds[self.kind_of[memory]] -= self.bytes_of[memory]
-        self.count_kind(memory, kind)
-
-    def share(self, name: str, memory: int) -> None:
-        if self.kind_of[memory] == "activations" and self.kinds_by_name.get(name) == "gradients":
-            self.recount(memory, "gradients")
-        self.memory[name] = memory
-        self.users[memory] += 1
-        self.count(name, 1)
-
-    def drop(self, name: str) -> None:
-        memory = self.memory.pop(name)
-        self.users[memory] -= 1
-        self.count(name, -1)
-        if not self.users[memory] and memory in self.parked:
-            self.parked_bytes[self.parked[memory]] -= self.bytes_of[memory]
-        elif not self.users[memory]:
-            self.bytes -= self.bytes_of[memory]
-            self.kinds[self.kind_of[memory]] -= self.bytes_of[memory]
-
-    def count(self, name: str, by: int) -> None:
-        self.is_changed = True
-        if name not in self.savers:
-            return
-        whose = self.savers[name], self.schedule.buffers[name].microbatch
-        before = self.saved[whose] > 0
-        self.saved[whose] += by
-        self.live += (self.saved[whose] > 0) - before
-        self.most_live = max(self.most_live, self.live)
-
-
-def _bucket(name: str) -> str:
-    """A name that no buffer has, for the memory of the bucket that is launched by `name`."""
-    return f"bucket {name}"
-
-
-def _second(name: str) -> str:
-    """Likewise, for what is there twice over gloo."""
-    return f"second memory of {name} over gloo"
-
-
-def _flight(name: str) -> str:
-    """Likewise, for what is under way besides."""
-    return f"{_bucket(name)} under way"

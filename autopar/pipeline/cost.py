@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.cost.schedule_memory import RankMemory, Sizes, schedule_memory
+from autopar.cost.rank_memory import RankMemory, Sizes
+from autopar.cost.schedule_memory import schedule_memory
 from autopar.ir.actions import Action, Edge, Transfer, chain
 from autopar.ir.instructions import Run, Update
 from autopar.ir.lifetimes import with_frees

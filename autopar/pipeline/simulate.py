@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost.schedule_memory import RankMemory, schedule_memory
+from autopar.cost.rank_memory import RankMemory
+from autopar.cost.schedule_memory import schedule_memory
 from autopar.errors import ScheduleError
 from autopar.ir.actions import Action, PipelineSchedule, Reduction
 from autopar.ir.instructions import Channel, Copy, Instruction, Launch, Receive, Run, Send, Wait

@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.cost.schedule_memory import Sizes, held_at
+from autopar.cost.rank_memory import Sizes
+from autopar.cost.schedule_memory import held_at
 from autopar.ir.instructions import Copy, Instruction, Launch, Memory, Receive, Send, Wait
 from autopar.ir.lifetimes import reading, touched
 from autopar.ir.schedule import Buffer, Schedule

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from autopar.cost.buffer_kinds import Kind, kinds_of
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.rank_memory import MemoryStep, RankMemory
 from autopar.cost.rank_sizes import RankSizes, with_update
-from autopar.cost.schedule_memory import MemoryStep, RankMemory, held_at, schedule_memory
+from autopar.cost.schedule_memory import held_at, schedule_memory
 from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError
 from autopar.ir.instructions import Copy, Launch, Run, Update

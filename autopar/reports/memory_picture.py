@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from autopar.cost.buffer_kinds import Kind
-from autopar.cost.schedule_memory import MemoryStep
+from autopar.cost.rank_memory import MemoryStep
 from autopar.ir.units import in_bytes
 
 # Colours that people with any colour vision tell apart (Okabe and Ito, 2008).

@@ -11,8 +11,9 @@ from typing import Any
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
+from autopar.cost.rank_memory import RankMemory
 from autopar.cost.rank_sizes import RankSizes
-from autopar.cost.schedule_memory import RankMemory, schedule_memory
+from autopar.cost.schedule_memory import schedule_memory
 from autopar.ir.instructions import Memory
 from autopar.ir.lifetimes import with_frees
 from autopar.ir.offload import Offload

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
-from autopar.cost.schedule_memory import BUCKET_ALIGNMENT_BYTES
+from autopar.cost.memory_walk import BUCKET_ALIGNMENT_BYTES
 from autopar.ir.schedule import TensorType
 from autopar.runtime._torch import copy_all, num_holders
 
@@ -23,50 +23,33 @@ Shapes = tuple[torch.Size, ...]
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """`memory` is flat; tensors of `shapes` begin at `offsets` in it, contiguous. `holders` is `num_holders` without any of these."""
+class Layout:
+    """Where tensors of `shapes` begin side by side, contiguous, in a flat memory of `size` elements."""
 
-    memory: torch.Tensor
-    shapes: tuple[torch.Size, ...]
+    shapes: Shapes
     offsets: tuple[int, ...]
-    holders: int
+    size: int
 
     @classmethod
-    def of(cls, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Bucket:
+    @cache
+    def of(cls, shapes: Shapes, dtype: torch.dtype) -> Layout:
         unit = max(BUCKET_ALIGNMENT_BYTES // dtype.itemsize, 1)
-        sizes = [math.ceil(math.prod(shape) / unit) * unit for shape in shapes]
-        *offsets, total = accumulate(sizes, initial=0)
-        memory = torch.zeros(total, dtype=dtype, device=device)  # what lies between tensors is reduced, too
-        return cls(memory, shapes, tuple(offsets), num_holders(memory))
+        *offsets, total = accumulate((math.ceil(math.prod(shape) / unit) * unit for shape in shapes), initial=0)
+        return cls(shapes, tuple(offsets), total)
 
-    @cached_property
-    def parts(self) -> Mapping[int, int]:
-        """By the address where each tensor begins its bytes."""
-        views = self.unpacked(self.memory)
-        return {view.data_ptr(): view.nbytes for view in views if view.numel()}
-
-    @property
-    def is_free(self) -> bool:
-        return num_holders(self.memory) == self.holders
-
-    def fits(self, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> bool:
-        return (self.memory.dtype, self.memory.device) == (dtype, device) and self.shapes == shapes
-
-    def pack(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor] | None = None) -> None:
-        """Copy `tensors` of these shapes to their `places`, new views if none are given, where they are not these themselves."""
-        views = self.unpacked(self.memory) if places is None else places
-        moved = [(view, tensor) for view, tensor in zip(views, tensors, strict=True) if view is not tensor]
-        if moved:
-            copy_all(*zip(*moved, strict=True))
+    def memory(self, like: torch.Tensor, number: int = 1) -> torch.Tensor:
+        """Room for so many, one behind the other. What lies between tensors travels, too, and is 0."""
+        is_dense = sum(shape.numel() for shape in self.shapes) == self.size
+        return (like.new_empty if is_dense else like.new_zeros)(number * self.size)
 
     def rows(self, memory: torch.Tensor, number: int) -> tuple[torch.Tensor, ...]:
-        """Views of so many buckets like this, one behind the other in `memory`: of each tensor `[number, *shape]`, with gaps between."""
+        """Views of so many layouts like this, one behind the other in `memory`: of each tensor `[number, *shape]`, with gaps between."""
         laid = memory.view(number, -1)
         found = (laid.narrow(1, offset, shape.numel()) for offset, shape in zip(self.offsets, self.shapes, strict=True))
         return tuple(rows.unflatten(1, shape) if len(shape) else rows.squeeze(1) for rows, shape in zip(found, self.shapes, strict=True))
 
     def unpacked(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """New views of the tensors in `memory`, this bucket's."""
+        """New views of the tensors in `memory`."""
         parts = memory.split(self._sizes)
         return tuple(
             (part if part.numel() == shape.numel() else part.narrow(0, 0, shape.numel())).view(shape)
@@ -76,7 +59,44 @@ class Bucket:
     @cached_property
     def _sizes(self) -> list[int]:
         """How far it is from the beginning of each tensor to that of the next."""
-        return [end - begin for begin, end in pairwise((*self.offsets, self.memory.numel()))]
+        return [end - begin for begin, end in pairwise((*self.offsets, self.size))]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """`memory` is flat, laid out as `layout` says. `holders` is `num_holders` without any of its tensors."""
+
+    memory: torch.Tensor
+    layout: Layout
+    holders: int
+
+    @classmethod
+    def of(cls, layout: Layout, dtype: torch.dtype, device: torch.device) -> Bucket:
+        memory = torch.zeros(layout.size, dtype=dtype, device=device)  # what lies between tensors is reduced, too
+        return cls(memory, layout, num_holders(memory))
+
+    @cached_property
+    def parts(self) -> Mapping[int, int]:
+        """By the address where each tensor begins its bytes."""
+        return {view.data_ptr(): view.nbytes for view in self.tensors() if view.numel()}
+
+    @property
+    def is_free(self) -> bool:
+        return num_holders(self.memory) == self.holders
+
+    def fits(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> bool:
+        return (self.memory.dtype, self.memory.device) == (dtype, device) and self.layout == layout
+
+    def pack(self, tensors: Sequence[torch.Tensor], places: Sequence[torch.Tensor] | None = None) -> None:
+        """Copy `tensors` of these shapes to their `places`, new views if none are given, where they are not these themselves."""
+        views = self.tensors() if places is None else places
+        moved = [(view, tensor) for view, tensor in zip(views, tensors, strict=True) if view is not tensor]
+        if moved:
+            copy_all(*zip(*moved, strict=True))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """New views of the tensors in it."""
+        return self.layout.unpacked(self.memory)
 
 
 class Reserved(NamedTuple):
@@ -113,11 +133,11 @@ class BucketMemory:
     def reserved(self, name: str, layouts: Sequence[TensorType], device: torch.device) -> Reserved:
         """The bucket of this name with room for tensors like these, of one dtype, which nobody else gets while its places are held."""
         bucket = self._free(name, tuple(torch.Size(shape) for shape, _ in layouts), layouts[0][1], device)
-        return Reserved(bucket, bucket.unpacked(bucket.memory))
+        return Reserved(bucket, bucket.tensors())
 
     def _free(self, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Bucket:
-        bucket = self.buckets.get(name)
-        if bucket is None or not bucket.fits(shapes, dtype, device) or not bucket.is_free:
-            bucket = self.buckets[name] = Bucket.of(shapes, dtype, device)
+        bucket, layout = self.buckets.get(name), Layout.of(shapes, dtype)
+        if bucket is None or not bucket.fits(layout, dtype, device) or not bucket.is_free:
+            bucket = self.buckets[name] = Bucket.of(layout, dtype, device)
             self._parts = None
         return bucket

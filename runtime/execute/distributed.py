@@ -12,11 +12,13 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from autopar.cost.memory_walk import PAIRED_BYTES
 from autopar.ir.instructions import Channel, Launch, Receive, Send
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import TensorType
-from autopar.runtime._torch import all_gather_flat, reduce_scatter_flat
-from autopar.runtime.execute.buckets import Bucket, BucketMemory, Reserved
+from autopar.runtime._torch import all_gather_flat, copy_all, reduce_scatter_flat
+from autopar.runtime.execute.buckets import Bucket, BucketMemory, Layout, Reserved
+from autopar.runtime.execute.exchange import add, swap
 from autopar.runtime.execute.process_groups import Group, ProcessGroups, naming
 from autopar.runtime.execute.settled_work import SettledWork, Work
 
@@ -208,35 +210,39 @@ def _reduce_in_place(group: Group, instruction: Launch, arriving: torch.Tensor, 
 def _all_gather(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     source = _carried(tensor)
     arriving = source.new_empty(group.size * source.numel())
-    return Flight(
-        partial(all_gather_flat, arriving, source, group.group),
-        arriving,
-        source,
-        _from_places(group, _restore(tensor.dtype, (group.size, *tensor.shape))),
-    )
+    own = arriving.view(group.size, -1)[group.place]
+    own.copy_(source)
+    return _gather_in_place(group, arriving, own, _from_places(group, _restore(tensor.dtype, (group.size, *tensor.shape))))
+
+
+def _gather_in_place(
+    group: Group, arriving: torch.Tensor, own: torch.Tensor, finish: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
+) -> Flight:
+    """Every rank's row of `arriving`, of which its `own` is there."""
+    if group.is_gloo and arriving.nbytes >= PAIRED_BYTES:
+        return Flight(partial(swap, group.group, [own] * group.size, arriving.view(group.size, -1).unbind()), arriving, arriving, finish)
+    return Flight(partial(all_gather_flat, arriving, own, group.group), arriving, arriving, finish)
 
 
 def _reduce_scatter(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
     assert instruction.kind == "sum", instruction
     source = _carried(_to_places(tensor, group))
-    if group.is_gloo:
-        return _swap_and_add(group, source, _restore(tensor.dtype, tensor.shape[1:]))
-    arriving = source.new_empty(source.numel() // group.size)
-    start = partial(reduce_scatter_flat, arriving, source, group.group)
-    return Flight(start, arriving, source, _restore(tensor.dtype, tensor.shape[1:]))
+    total = source.new_empty(source.numel() // group.size)
+    return _scatter(group, source, total, _restore(tensor.dtype, tensor.shape[1:]))
 
 
-def _swap_and_add(
-    group: Group, source: torch.Tensor, finish: Callable[[torch.Tensor], tuple[torch.Tensor, ...]], memory: torch.Tensor | None = None
-) -> Flight:
-    """A reduce-scatter over gloo, whose own is an all-reduce: each rank sends the others their parts, and adds up its own in `memory`."""
-    arriving = torch.empty_like(source)
-    total = source.new_empty(source.numel() // group.size) if memory is None else memory
-
-    def added(arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return finish(torch.sum(arrived.view(group.size, -1), 0, out=total))
-
-    return Flight(partial(_exchange, arriving, source, group), arriving, source, added)
+def _scatter(group: Group, source: torch.Tensor, total: torch.Tensor, finish: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Flight:
+    """The sum of every rank's row for this one of `source`, in `total`."""
+    if not group.is_gloo:
+        return Flight(partial(reduce_scatter_flat, total, source, group.group), total, source, finish)
+    rows = source.view(group.size, -1).unbind()
+    if source.nbytes < PAIRED_BYTES:
+        arriving = torch.empty_like(source)
+        parts = arriving.view(group.size, -1).unbind()
+        return Flight(partial(_exchange, arriving, source, group), arriving, source, lambda _: finish(add(parts, total)))
+    others = source.new_empty(group.size - 1, total.numel())
+    parts = [*others[: group.place], rows[group.place], *others[group.place :]]
+    return Flight(partial(swap, group.group, rows, parts), others, source, lambda _: finish(add(parts, total)))
 
 
 def _all_to_all(group: Group, instruction: Launch, tensor: torch.Tensor) -> Flight:
@@ -259,31 +265,31 @@ def _pack_and_reduce(group: Group, instruction: Launch, tensors: Sequence[torch.
 
 
 def _reduce_bucket(group: Group, instruction: Launch, bucket: Bucket) -> Flight:
-    return Flight(partial(_reduce, bucket.memory, instruction.kind == "max", group), bucket.memory, bucket.memory, bucket.unpacked)
+    finish = bucket.layout.unpacked
+    return Flight(partial(_reduce, bucket.memory, instruction.kind == "max", group), bucket.memory, bucket.memory, finish)
 
 
 def _gather_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
-    """Copied into one memory, and out of what arrives: a rank's parts lie side by side there, and readers want each tensor's."""
-    bucket = memory.packed(instruction.name, tensors)
-    arriving = bucket.memory.new_empty(group.size * bucket.memory.numel())
+    """Copied into this rank's row of what arrives, and out of it: a rank's parts lie side by side there, and readers want each tensor's."""
+    layout = Layout.of(tuple(tensor.shape for tensor in tensors), tensors[0].dtype)
+    arriving = layout.memory(tensors[0], group.size)
+    own = arriving.view(group.size, -1)[group.place]
+    copy_all(layout.unpacked(own), tensors)
 
     def finish(arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        rows = bucket.rows(arrived, group.size)
+        rows = layout.rows(arrived, group.size)
         return tuple(each.contiguous() if group.is_sorted else _taken(each, group.order) for each in rows)
 
-    return Flight(partial(all_gather_flat, arriving, bucket.memory, group.group), arriving, bucket.memory, finish)
+    return _gather_in_place(group, arriving, own, finish)
 
 
 def _scatter_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
     """Copied into rows for each rank, of which this one's arrives summed, and is handed out as views."""
     assert instruction.kind == "sum", instruction
     bucket = memory.like(instruction.name, [tensor[0] for tensor in tensors])
-    source = bucket.memory.new_zeros(group.size * bucket.memory.numel())
-    for rows, tensor in zip(bucket.rows(source, group.size), tensors, strict=True):
-        rows.copy_(_to_places(tensor, group))
-    if group.is_gloo:
-        return _swap_and_add(group, source, bucket.unpacked, bucket.memory)
-    return Flight(partial(reduce_scatter_flat, bucket.memory, source, group.group), bucket.memory, source, bucket.unpacked)
+    source = bucket.layout.memory(bucket.memory, group.size)
+    copy_all(bucket.layout.rows(source, group.size), [_to_places(tensor, group) for tensor in tensors])
+    return _scatter(group, source, bucket.memory, bucket.layout.unpacked)
 
 
 _BUCKET_FLIGHTS: dict[str, Callable[[Group, Launch, Sequence[torch.Tensor], BucketMemory], Flight]] = {

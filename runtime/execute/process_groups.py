@@ -49,6 +49,11 @@ class Group:
     is_gloo: bool = False
 
     @property
+    def place(self) -> int:
+        """This rank's place in the process group."""
+        return dist.get_rank(self.group)
+
+    @property
     def is_sorted(self) -> bool:
         return self.order == tuple(range(self.size))
 

@@ -32,6 +32,7 @@ from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World
 from autopar.runtime.module.guard import ModelGuard
+from autopar.runtime.module.host_allocator import keep_freed_memory
 from autopar.runtime.module.inputs import (
     CallInputs,
     agree_on_call,
@@ -305,6 +306,8 @@ class CapturingModule(NamesOfModel):
             if not self._world.is_virtual:
                 gc.collect()  # torch's capture leaves cycles that hold the model's parameters, which are let go of next
             self._world.place(self._model, compiled, values)
+            if self._world.device(self._model).type == "cpu":
+                keep_freed_memory()
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)
         elif not self._world.is_virtual:
             self._check_placements(placements)

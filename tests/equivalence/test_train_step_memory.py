@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost.schedule_memory import MemoryStep, peak_bytes, schedule_memory
+from autopar.cost.rank_memory import MemoryStep
+from autopar.cost.schedule_memory import peak_bytes, schedule_memory
 from autopar.ir.schedule import Schedule
 from autopar.runtime.execute.call import Call
 from autopar.runtime.verify.timeline import bytes_of, measured

@@ -32,12 +32,13 @@ def test_the_state_of_the_optimizer_is_no_buffer() -> None:
     assert ScheduleBudget([SHORT], MemoryBudget(4 * UNIT, OptimizerKind("sgd", 0, 0))).allows([LONG])
 
 
-def test_what_gloo_takes_twice_counts_where_it_speaks() -> None:
-    """A gather of all that is asked about: w, what arrives, and as much again for gloo."""
-    gathered = of("LAUNCH all_gather copy dp (w) -> y\nWAIT y")
-    for over_gloo, units, fits in ((False, 2, True), (True, 2, False), (True, 3, True)):
-        budget = MemoryBudget(units * UNIT, OptimizerKind("sgd", 0, 0), over_gloo=over_gloo)
-        assert ScheduleBudget([SHORT], budget).allows([gathered]) == fits, (over_gloo, units)
+def test_what_arrives_over_gloo_counts_where_it_speaks() -> None:
+    """A sum of all that is asked about: w, of two ranks, its part of it, and what arrives for it."""
+    half = {"y": ((2,), torch.float32)}
+    before, scattered = retyped(SHORT, half), retyped(of("LAUNCH reduce_scatter sum dp (w) -> y\nWAIT y"), half)
+    for over_gloo, units, fits in ((False, 3, True), (True, 4, False), (True, 5, True)):
+        budget = MemoryBudget(units * UNIT / 2, OptimizerKind("sgd", 0, 0), over_gloo=over_gloo)
+        assert ScheduleBudget([before], budget).allows([scattered]) == fits, (over_gloo, units)
 
 
 def test_what_was_held_before_may_be_held() -> None:

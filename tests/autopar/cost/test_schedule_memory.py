@@ -12,7 +12,9 @@ from torch.fx import Graph, GraphModule
 
 import autopar
 from autopar._torch import fake_mode
-from autopar.cost.schedule_memory import Sizes, peak_bytes, peak_bytes_on_processes, schedule_memory
+from autopar.cost import memory_walk
+from autopar.cost.rank_memory import Sizes
+from autopar.cost.schedule_memory import peak_bytes, peak_bytes_on_processes, schedule_memory
 from autopar.errors import ScheduleError
 from autopar.ir.instructions import parse
 from autopar.ir.program import Input, Signature
@@ -123,7 +125,7 @@ def _fragment(name: str, op: Callable[..., torch.Tensor]) -> Fragment:
 
 
 @pytest.mark.parametrize(
-    ("collective", "taken"), [("all_reduce", 2), ("all_gather", 2 + 4 + 4), ("reduce_scatter", 2 + 4)], ids=["reduce", "gather", "scatter"]
+    ("collective", "taken"), [("all_reduce", 2), ("all_gather", 4 + 4), ("reduce_scatter", 2 + 4)], ids=["reduce", "gather", "scatter"]
 )
 def test_a_bucket_is_kept_by_processes_and_takes_more_under_way(collective: str, taken: int) -> None:
     """In units of the smaller of what it takes and gives, besides the operands: the bucket, what is under way, and gathered results."""
@@ -136,18 +138,32 @@ def test_a_bucket_is_kept_by_processes_and_takes_more_under_way(collective: str,
     assert peak_bytes_on_processes(typed) == 64 * (shapes[0] // 16 * 2 + taken)
     assert peak_bytes(typed) == 4 * 2 * sum(shapes)
     by_gloo = schedule_memory(typed, Sizes(typed.bytes_of, arrival="launch", over_gloo=True))
-    copied = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 4}  # what is gathered is copied out when gloo's copy is gone
-    assert by_gloo.peak_bytes == 64 * (shapes[0] // 16 * 2 + taken + copied[collective])
+    arriving = {"all_reduce": 0, "all_gather": 0, "reduce_scatter": 4}  # what is gathered is copied out when gloo's memory is gone
+    assert by_gloo.peak_bytes == 64 * (shapes[0] // 16 * 2 + taken + arriving[collective])
 
 
+@pytest.mark.parametrize("is_paired", [False, True])
 @pytest.mark.parametrize(("collective", "shapes"), [("all_gather", (16, 32)), ("reduce_scatter", (32, 16)), ("all_reduce", (16, 16))])
-def test_over_gloo_what_all_ranks_bring_is_there_twice_until_the_wait(collective: str, shapes: tuple[int, int]) -> None:
+def test_over_gloo_there_is_more_until_the_wait(
+    collective: str, shapes: tuple[int, int], is_paired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that is sent or arrives, once more; between pairs of ranks what the other one sends of a sum."""
+    monkeypatch.setattr(memory_walk, "PAIRED_BYTES", 128 if is_paired else 129)
     buffers = {name: Buffer(name, ((size,), torch.float32)) for name, size in zip("ab", shapes, strict=True)}
     instructions = parse(f"LAUNCH {collective} {'copy' if collective == 'all_gather' else 'sum'} dp (a) -> b\nWAIT b\nFREE b")
     typed = Schedule(instructions, {}, ("a",), (), Signature((), ()), buffers)
     found = [schedule_memory(typed, Sizes(typed.bytes_of, arrival="launch", over_gloo=each)) for each in (False, True)]
-    assert found[1].peak_bytes - found[0].peak_bytes == (0 if collective == "all_reduce" else 64 * 2)
+    more = {"all_reduce": 0, "all_gather": 0 if is_paired else 2, "reduce_scatter": 1 if is_paired else 2}
+    assert found[1].peak_bytes - found[0].peak_bytes == 64 * more[collective]
     assert found[1].steps[-1].after_bytes == found[0].steps[-1].after_bytes == 64 * shapes[0] // 16
+
+
+@pytest.mark.parametrize(("dtype", "units"), [(torch.float32, 4), (torch.bfloat16, 6)])
+def test_over_gloo_several_parts_in_half_precision_are_added_up_in_float32(dtype: torch.dtype, units: int) -> None:
+    buffers = {"a": Buffer("a", ((4 * 16,), dtype)), "b": Buffer("b", ((16,), dtype))}
+    typed = Schedule(parse("LAUNCH reduce_scatter sum dp (a) -> b\nWAIT b\nFREE b"), {}, ("a",), (), Signature((), ()), buffers)
+    found = [schedule_memory(typed, Sizes(typed.bytes_of, arrival="launch", over_gloo=each)) for each in (False, True)]
+    assert found[1].peak_bytes - found[0].peak_bytes == units * 16 * dtype.itemsize
 
 
 def test_parts_of_a_bucket_begin_where_kernels_like_it() -> None:

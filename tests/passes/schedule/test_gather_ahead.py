@@ -16,6 +16,7 @@ from autopar.cost.memory import MemoryBudget
 from autopar.cost.schedule_memory import peak_bytes_on_processes
 from autopar.ir.instructions import Free, Launch, Run
 from autopar.ir.mesh import Mesh
+from autopar.ir.program import Input, Signature
 from autopar.ir.schedule import Schedule, TensorType
 from autopar.passes.schedule.gather_ahead import GatherAhead
 from autopar.pipeline.schedule_program import ScheduleProgram
@@ -147,8 +148,10 @@ def test_gradients_are_exact_and_memory_stays_within_the_budget(budget: float) -
 
 
 def test_with_more_memory_more_goes_together() -> None:
-    sizes, (_, parallel) = [], compiled(3.5)
-    steps = {step.name: step.program for step in parallel.compiled.schedule_steps}
-    for budget in (MemoryBudget(1.0), MemoryBudget(math.inf)):
-        sizes.append(GatherAhead(Cluster.ideal(), budget=budget).decide(steps["hand out"]).bytes["all_gather dp"])
-    assert sizes[0] < sizes[1] == USUAL_BUCKET_BYTES
+    given = program()
+    (schedule,) = given.places
+    signature = Signature(tuple(Input("constant", name, (4,), F32) for name in schedule.inputs), ())
+    given = given.with_places([replace(schedule, signature=signature)])
+    budgets = (MemoryBudget(1.0), MemoryBudget(peak_bytes_on_processes(schedule) + 2.0 * SIZE), MemoryBudget(math.inf))
+    sizes = [GatherAhead(Cluster.ideal(), budget=budget).decide(given).bytes["all_gather dp"] for budget in budgets]
+    assert sizes[0] < sizes[1] < sizes[2] == USUAL_BUCKET_BYTES

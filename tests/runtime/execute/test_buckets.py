@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from autopar.cost.schedule_memory import BUCKET_ALIGNMENT_BYTES
+from autopar.cost.memory_walk import BUCKET_ALIGNMENT_BYTES
 from autopar.ir.mesh import Mesh
 from autopar.runtime.execute.buckets import Bucket, BucketMemory
 from autopar.runtime.execute.call import OwnedMemory
@@ -22,14 +22,14 @@ def tensors(start: float = 0.0) -> list[torch.Tensor]:
 def test_tensors_come_out_as_they_went_in() -> None:
     given = [*tensors(), torch.arange(6.0).view(2, 3).t()]
     bucket = BucketMemory().packed("g", given)
-    found = bucket.unpacked(bucket.memory)
+    found = bucket.tensors()
     assert all(torch.equal(one, other) for one, other in zip(found, given, strict=True))
     assert all(each.is_contiguous() and each.storage_offset() * each.element_size() % BUCKET_ALIGNMENT_BYTES == 0 for each in found)
 
 
 def test_no_two_tensors_share_a_byte() -> None:
     bucket = BucketMemory().packed("g", tensors())
-    found = bucket.unpacked(bucket.memory)
+    found = bucket.tensors()
     for number, each in enumerate(found):
         each.fill_(number + 1)
     assert all((each == number + 1).all() for number, each in enumerate(found))
@@ -38,7 +38,7 @@ def test_no_two_tensors_share_a_byte() -> None:
 def test_memory_is_taken_again_once_nobody_looks_at_it() -> None:
     memory = BucketMemory()
     first = memory.packed("g", tensors())
-    views = first.unpacked(first.memory)
+    views = first.tensors()
     kept = views[0].view(-1)[2:]
     del views
     second = memory.packed("g", tensors(100.0))
@@ -69,7 +69,7 @@ class _Transport(VirtualTransport):
 def test_a_gradient_keeps_its_place_in_a_bucket_unless_another_lies_there() -> None:
     bucket = BucketMemory().packed("g", tensors())
     owned = OwnedMemory([_Transport(bucket)], [])
-    whole, other = bucket.unpacked(bucket.memory)[0], bucket.unpacked(bucket.memory)[2]
+    whole, other = bucket.tensors()[0], bucket.tensors()[2]
     assert owned.own(whole) is whole and owned.own(other) is other
     for part in (whole[1:], whole[:1], whole.view(3, 5), bucket.memory[:40]):
         copy = owned.own(part)

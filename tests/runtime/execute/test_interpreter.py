@@ -128,7 +128,7 @@ class _Reserving(VirtualTransport):
         assert reserved is not None
         self.found[:] = [place is tensor for place, tensor in zip(reserved.places, tensors, strict=True)]
         reserved.bucket.pack(tensors, reserved.places)
-        self.found.append([each.tolist() for each in reserved.bucket.unpacked(reserved.bucket.memory)])
+        self.found.append([each.tolist() for each in reserved.bucket.tensors()])
 
 
 def test_a_product_that_a_bucket_alone_reads_is_written_into_it() -> None:

@@ -1,0 +1,46 @@
+"""Steps on a CPU take no pages from the system that they gave back before; what the environment says of that holds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+
+import pytest
+
+_STEPS = """
+import resource, torch, autopar
+from autopar.runtime.module.host_allocator import keep_freed_memory
+
+# Each of its values has a MiB, and all are freed between two steps.
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16)))
+batch = torch.ones(4096, 64)
+parallel = autopar.compile(model, autopar.virtual_mesh(dp=1), backend="eager")
+faults = []
+for _ in range(5):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    parallel(batch).sum().backward()
+    parallel.zero_grad()
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(min(faults[2:]), keep_freed_memory())
+"""
+
+
+def faults_of_a_step(environment: Mapping[str, str]) -> tuple[int, bool]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = subprocess.run([sys.executable, "-c", _STEPS], env={**clean, **environment}, check=True, capture_output=True, text=True)
+    number, is_kept = run.stdout.split()[-2:]
+    return int(number), is_kept == "True"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_a_step_takes_no_new_pages() -> None:
+    number, is_kept = faults_of_a_step({})
+    assert is_kept and number < 256, "a MiB"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_what_the_environment_says_holds() -> None:
+    number, is_kept = faults_of_a_step({"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_MMAP_THRESHOLD_": "131072"})
+    assert not is_kept and number > 4096, "all 16 MiB, and more"
