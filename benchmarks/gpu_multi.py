@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_case import Place, Row, first_line
-from benchmarks.gpu_place import allocated_peak, begin_peak, environment, largest_difference, without_nan
+from benchmarks.gpu_place import allocated_peak, begin_peak, environment, is_good, largest_difference, without_nan
 from benchmarks.peer_jobs import JOBS, ONE_PROCESS, Size, Step
 from benchmarks.reporting import print_table, write_json
 
@@ -47,8 +47,6 @@ SIZES = {
 }
 AXES = ("dp", "zero", "tp", "pp")
 WARM_UP, BLOCKS, STEPS = 3, 5, 5
-# The largest difference of a loss from one process's, in nats, by the parameters' dtype. Updates in bfloat16 round.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 PATIENCE_SECONDS = 1800
 
 
@@ -157,11 +155,6 @@ def table(axis: str, size: Size, backend: str, run: Any, wanted: list[float] | N
     rows = [summary(name, run(axis, name, size, backend), wanted) for name in jobs_of(axis)]
     first = rows[0]
     return [{"job": row["job"], "ms": row["ms"], f"× {first['job']}": row["ms"] / first["ms"], **row} for row in rows]
-
-
-def is_good(row: Row, dtype: torch.dtype) -> bool:
-    """Whether a job of autopar ran and had the losses that it should; a peer's failure is its own."""
-    return not row["job"].startswith("autopar") or (not row["error"] and row["off by"] <= TOLERANCE[dtype])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -13,6 +13,9 @@ import torch
 from benchmarks.gpu_case import Place, Row
 from benchmarks.reporting import machine
 
+# The largest difference of a loss from one process's, in nats, by the dtype of parameters. Updates in bfloat16 round.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
 
 def environment(place: Place, **more: Any) -> dict[str, Any]:
     """torch, driver and device, with `more`."""
@@ -28,6 +31,11 @@ def largest_difference(losses: Sequence[float], wanted: Sequence[float]) -> floa
     """Of the steps that both made; NaN where a loss is, which `max` would pass over."""
     found = [abs(one - other) for one, other in zip(losses, wanted, strict=False)]
     return math.nan if any(map(math.isnan, found)) else max(found)
+
+
+def is_good(row: Row, dtype: torch.dtype) -> bool:
+    """Whether a job of autopar ran and had the losses that it should; a peer's failure is its own."""
+    return not row["job"].startswith("autopar") or (not row["error"] and row["off by"] <= TOLERANCE[dtype])
 
 
 def without_nan(rows: Sequence[Row]) -> list[Row]:

@@ -34,12 +34,10 @@ from torch import Tensor, nn
 
 import autopar
 from benchmarks.gpu_case import Place, Row, first_line
-from benchmarks.gpu_place import allocated_peak, begin_peak, environment, largest_difference, without_nan
+from benchmarks.gpu_place import allocated_peak, begin_peak, environment, is_good, largest_difference, without_nan
 from benchmarks.reporting import print_table, write_json
 
 WARM_UP, ROUNDS, STEPS = 3, 5, 5
-# The largest difference of a loss from plain PyTorch's, in nats. Updates in bfloat16 round.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 # Dense bfloat16, FLOP/s, of data sheets, by a part of the device's name.
 PEAK_FLOPS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "MI300X": 1307e12}
 
@@ -198,11 +196,6 @@ def verified(place: Place, backend: str) -> str:
     except Exception as error:
         return first_line(error)
     return "" if report else str(report)
-
-
-def is_good(row: Row, dtype: torch.dtype) -> bool:
-    """Whether a job of autopar ran and had the losses that it should; a peer's failure is its own."""
-    return not row["job"].startswith("autopar") or (not row["error"] and row["off by"] <= TOLERANCE[dtype])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from benchmarks import gpu_multi
 from benchmarks.gpu_case import Row
-from benchmarks.gpu_multi import SIZES, is_good, jobs_of, main, measured, summary
+from benchmarks.gpu_multi import SIZES, jobs_of, main, measured, summary
+from benchmarks.gpu_place import is_good
 
 TINY = replace(SIZES["tiny"], num_ranks=4, layers=4)
 
