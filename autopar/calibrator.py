@@ -15,7 +15,7 @@ from autopar.cost.hardware import calibrate as hardware
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.host import Host
 from autopar.ir.mesh import Mesh, virtual_mesh
-from autopar.runtime.execute.exchange import swap
+from autopar.runtime.execute.distributed import measurable
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.verify.host_seconds import runtime_seconds, update_seconds
 
@@ -36,7 +36,7 @@ def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
 
     Raises `MeshError` for a mesh without names, of virtual ranks, or of a part of the world.
     """
-    return hardware.calibrate(mesh, path, host_of_runtime, swap)
+    return hardware.calibrate(mesh, path, host_of_runtime, measurable)
 
 
 class _Scales(nn.Module):

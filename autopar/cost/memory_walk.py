@@ -20,7 +20,7 @@ from autopar.ir.schedule import Fragment, Schedule
 
 # Where a tensor may begin in a bucket: what kernels like, and Inductor expects of its inputs.
 BUCKET_ALIGNMENT_BYTES = 64
-# From so many bytes on, of all ranks, gathers and scatters over gloo go between pairs of ranks (`autopar.runtime.execute.exchange`).
+# From so many bytes on, of all ranks, gathers and scatters over gloo go between pairs of ranks (`autopar.runtime.execute.paired`).
 PAIRED_BYTES = 1 << 20
 
 

@@ -37,7 +37,7 @@ class Layout:
         *offsets, total = accumulate((math.ceil(math.prod(shape) / unit) * unit for shape in shapes), initial=0)
         return cls(shapes, tuple(offsets), total)
 
-    def memory(self, like: torch.Tensor, number: int = 1) -> torch.Tensor:
+    def memory(self, like: torch.Tensor, number: int) -> torch.Tensor:
         """Room for so many, one behind the other. What lies between tensors travels, too, and is 0."""
         is_dense = sum(shape.numel() for shape in self.shapes) == self.size
         return (like.new_empty if is_dense else like.new_zeros)(number * self.size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from time import perf_counter
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import TensorType
 from autopar.runtime._torch import all_gather_flat, copy_all, reduce_scatter_flat
 from autopar.runtime.execute.buckets import Bucket, BucketMemory, Layout, Reserved
-from autopar.runtime.execute.exchange import add, swap
-from autopar.runtime.execute.process_groups import Group, ProcessGroups, naming
+from autopar.runtime.execute.paired import add, swap
+from autopar.runtime.execute.process_groups import Group, ProcessGroups, naming, speaks_gloo
 from autopar.runtime.execute.settled_work import SettledWork, Work
 
 
@@ -290,6 +291,23 @@ def _scatter_bucket(group: Group, instruction: Launch, tensors: Sequence[torch.T
     source = bucket.layout.memory(bucket.memory, group.size)
     copy_all(bucket.layout.rows(source, group.size), [_to_places(tensor, group) for tensor in tensors])
     return _scatter(group, source, bucket.memory, bucket.layout.unpacked)
+
+
+def measurable(
+    collective: Literal["all_gather", "reduce_scatter"], whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    """What ranks of a CPU do for one between `whole`, flat, and each one's `part` of it, begun and waited for, for measurements."""
+    members = Group(group, dist.get_world_size(group), tuple(range(dist.get_world_size(group))), speaks_gloo(group))
+
+    def run() -> object:
+        if collective == "all_gather":
+            flight = _gather_in_place(members, whole, whole.view(members.size, -1)[members.place], lambda arrived: (arrived,))
+        else:
+            flight = _scatter(members, whole, part, lambda arrived: (arrived,))
+        flight.start().wait()
+        return flight.finish(flight.arriving)
+
+    return run
 
 
 _BUCKET_FLIGHTS: dict[str, Callable[[Group, Launch, Sequence[torch.Tensor], BucketMemory], Flight]] = {

@@ -58,6 +58,11 @@ class Group:
         return self.order == tuple(range(self.size))
 
 
+def speaks_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether tensors of a CPU go over gloo in it."""
+    return "cpu:gloo" in dist.get_backend_config(group)
+
+
 class ProcessGroups:
     """The process groups of a mesh: one for each set of ranks that communicates, and one for each channel. Those of equal ranks and
     timeout are shared by all modules; see `group_cache`.
@@ -157,8 +162,7 @@ class ProcessGroups:
         ranks = sorted(self.global_ranks[member] for member in members)
         order = tuple(ranks.index(self.global_ranks[member]) for member in members)
         group = self._groups[frozenset(members)]
-        is_gloo = self.device_type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
-        return Group(group, len(members), order, is_gloo)
+        return Group(group, len(members), order, self.device_type == "cpu" and speaks_gloo(group))
 
     def broadcast(self, tensor: torch.Tensor, mesh: Mesh, axes: tuple[str, ...], root: int) -> torch.Tensor:
         """`tensor` of the rank with index `root` along `axes`, on all of them; it is written into. Collective."""

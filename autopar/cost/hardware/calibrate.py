@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -31,13 +31,13 @@ from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh
 
 _TRANSFERS: tuple[CommunicationKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+# Those that the runtime does on a CPU in a way of its own.
+_BY_THE_RUNTIME = ("all_gather", "reduce_scatter")
 _REPEATS = 5
 _WORLD = "world"
 _MEASURED = "measured by autopar.cost.hardware.calibrate"
-
-
-# Launches what the members of a group send each other, by their places in it, and says what is waited for: group, sent, received.
-Swap = Callable[[Any, Sequence[torch.Tensor], Sequence[torch.Tensor]], Any]
+# What begins one and waits for it, by its kind, all ranks' memory, this rank's part of that, and the process group.
+Runner = Callable[[Any, torch.Tensor, torch.Tensor, Any], Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ _LONGER, _TRIED = 2.0, 20
 
 
 def calibrate(
-    mesh: Any = None, path: str | Path | None = None, measure_host: Callable[[], Host] = Host, swap: Swap | None = None
+    mesh: Any = None, path: str | Path | None = None, measure_host: Callable[[], Host] = Host, on_cpu: Runner | None = None
 ) -> Cluster:
     """The cluster that this process runs on, measured; written as YAML to `path`, where given. `measure_host` says what the program that
-    drives a CPU takes (`autopar.calibrator`), but for what is measured here of it. By `swap` the ranks of a CPU gather and scatter
-    (`autopar.runtime.execute.exchange`); without it by the collectives of their own.
+    drives a CPU takes (`autopar.calibrator`), but for what is measured here of it. By `on_cpu` ranks of a CPU gather and scatter
+    (`autopar.runtime.execute.distributed`), in place of torch's own collectives.
 
     Call it on every rank of `torch.distributed` with the same DeviceMesh (named axes), all ranks of the world on it:
     links are then measured along each axis. Without a mesh the whole world is one group. In a process without
@@ -95,7 +95,7 @@ def calibrate(
     sizes = _ON_CUDA if device.type == "cuda" else _ON_CPU
     hosts = _hosts()
     measured = _measure_device(device, sizes, ranks_on_host=hosts.count(socket.gethostname()))
-    samples = {name: _measure_links(group, device, sizes, measured.launch_seconds, swap) for name, group in axes.items()}
+    samples = {name: _measure_links(group, device, sizes, measured.launch_seconds, on_cpu) for name, group in axes.items()}
     busy = {name: _measure_busy(group, device, sizes) for name, group in axes.items()}
     if device.type == "cpu":  # elsewhere kernels run meanwhile, and hide what the host takes
         measured = replace(measured, host=_measure_host(measure_host(), axes.values(), device))
@@ -243,7 +243,7 @@ def _update_bandwidth(device: torch.device) -> float:
     return UPDATE_PASSES * sum(each.nbytes for each in tensors) / _seconds(optimizer.step, device, 1)
 
 
-def _measure_links(group: Any, device: torch.device, sizes: _Sizes, launch_seconds: float, swap: Swap | None = None) -> list[Sample]:
+def _measure_links(group: Any, device: torch.device, sizes: _Sizes, launch_seconds: float, on_cpu: Runner | None) -> list[Sample]:
     """Every collective at every size over the ranks of `group`; the groups along an axis work at the same time."""
     num_ranks = dist.get_world_size(group)
     samples: list[Sample] = []
@@ -251,7 +251,8 @@ def _measure_links(group: Any, device: torch.device, sizes: _Sizes, launch_secon
         part = torch.zeros(max(num_bytes // torch.float32.itemsize // num_ranks, 1), device=device)
         whole = torch.zeros(part.numel() * num_ranks, device=device)
         for transfer in _TRANSFERS:
-            seconds = _seconds(_runner(transfer, whole, part, group, swap), device, count, together=True)
+            runner = on_cpu if on_cpu is not None and device.type == "cpu" and transfer in _BY_THE_RUNTIME else _runner
+            seconds = _seconds(runner(transfer, whole, part, group), device, count, together=True)
             sizes_bytes = _local_bytes(transfer, whole.nbytes, part.nbytes)
             # The launch is priced apart.
             samples.append(Sample(transfer, num_ranks, *sizes_bytes, max(seconds - launch_seconds, seconds / 10)))
@@ -285,23 +286,9 @@ def _local_bytes(transfer: CommunicationKind, whole: float, part: float) -> tupl
     return (part, whole) if transfer == "all_gather" else (whole, part) if transfer == "reduce_scatter" else (whole, whole)
 
 
-def _runner(
-    transfer: CommunicationKind, whole: torch.Tensor, part: torch.Tensor, group: Any, swap: Swap | None = None
-) -> Callable[[], Any]:
+def _runner(transfer: CommunicationKind, whole: torch.Tensor, part: torch.Tensor, group: Any) -> Callable[[], object]:
     if transfer == "all_reduce":
         return lambda: dist.all_reduce(whole, group=group)
-    rows = whole.view(-1, part.numel()).unbind()
-    if swap is not None and whole.device.type == "cpu" and transfer == "all_gather":
-        return lambda: swap(group, [part] * len(rows), rows).wait()
-    if swap is not None and whole.device.type == "cpu" and transfer == "reduce_scatter":
-        arriving = torch.empty_like(whole).view(-1, part.numel()).unbind()
-
-        def scatter_and_add() -> None:
-            swap(group, rows, arriving).wait()
-            for row in arriving[1:]:
-                torch.add(part, row, out=part)
-
-        return scatter_and_add
     if transfer == "all_gather":
         gather = _renamed("all_gather_single", "all_gather_into_tensor")
         return lambda: gather(whole, part, group=group)

@@ -37,6 +37,7 @@ from autopar.passes.global_.recompute import Recompute
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.schedule.offload_activations import OffloadActivations
 from autopar.passes.schedule.offload_parameters import OffloadParameters
+from autopar.passes.schedule.wait_for_sums import MostUnderWay, WaitForSums
 from autopar.pipeline.schedules import generate
 from autopar.pipeline.stays import Trips
 from autopar.pipeline.visits import Visit, Visits
@@ -118,6 +119,8 @@ MIXED = (Mixing("sqrt", "aten.sqrt", "a sum over the batch", Source("m.py", 3, "
         (PlaceStages(Cluster.ideal()), None),
         (Recompute(), RecomputeDecision(reason="as much as the budget takes", fits=False, peak_bytes=12345.0)),
         (Recompute(), RecomputeDecision()),
+        (WaitForSums(Cluster.ideal()), MostUnderWay(4)),
+        (WaitForSums(Cluster.ideal()), MostUnderWay(None)),
         (OffloadParameters(Offload(parameters="host"), Cluster.ideal()), Visits("host", ((Visit("w", 0, 1, 2),), ()), ("all", "none"))),
         (OffloadActivations(Offload(activations="host"), Cluster.ideal()), Trips("host", ((), ()), ("all", "none"), False)),
     ],

@@ -105,7 +105,7 @@ def test_compute_is_not_kept_waiting_where_a_step_would_be_longer_for_it(
         return (last if each.fragment == "last" else 1.0) if isinstance(each, Run) else 10.0
 
     monkeypatch.setattr(wait_for_sums, "fragment_seconds", lambda program, cost: seconds)
-    found = WaitForSums(Cluster.named("cpu")).apply(given)
-    assert (found is not given) == is_moved
-    if is_moved:
-        assert lines(found) == lines(with_most_under_way(given, 2))
+    chosen = WaitForSums(Cluster.named("cpu"))
+    decision = chosen.decide(given)
+    assert decision.number == (2 if is_moved else None)
+    assert lines(chosen.apply(given, decision)) == lines(with_most_under_way(given, 2) if is_moved else given)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.ir.instructions import Launch
 from autopar.ir.mesh import Mesh
+from autopar.runtime.execute import distributed, paired
 from autopar.runtime.execute.distributed import DistributedTransport
 from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.execute.virtual import collect
@@ -56,10 +60,21 @@ def collectives_agree() -> list[str]:
     return wrong
 
 
-def quietly(name: str) -> Any:
-    with warnings.catch_warnings():
+def quietly(name: str, is_paired: bool = False) -> Any:
+    """`is_paired`: gathers and scatters go between pairs of ranks, as they do with large tensors."""
+    swaps = list[object]()
+
+    def swap(group: Any, sent: Any, received: Any) -> Any:
+        swaps.append(group)
+        return paired.swap(group, sent, received)
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")
-        return globals()[name]()
+        patch.setattr(distributed, "PAIRED_BYTES", 1 if is_paired else math.inf)
+        patch.setattr(distributed, "swap", swap)
+        found = globals()[name]()
+    assert bool(swaps) == is_paired
+    return found
 
 
 def buckets_agree() -> list[str]:
@@ -86,9 +101,52 @@ def buckets_agree() -> list[str]:
     return wrong
 
 
+def gathers_and_scatters_agree() -> list[str]:
+    """Several tensors at once, of sizes that leave gaps between them, over two and over four ranks, in the order of the group and not."""
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    groups = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), timeout=30)
+    axes_sets: list[tuple[str, ...]] = [("dp",), ("dp", "tp"), ("tp", "dp")]
+    groups.create(mesh, axes_sets)
+    transport, wrong = DistributedTransport(groups, mesh), list[str]()
+    for axes, (collective, kind), dtype in itertools.product(axes_sets, (("all_gather", "copy"), ("reduce_scatter", "sum")), DTYPES[:4]):
+        members = mesh.group(groups.rank, axes)
+        place = members.index(groups.rank)
+        names = ("a", "b"), ("x", "y")
+        count = len(members) if collective == "reduce_scatter" else 3
+        given = {rank: (brought(rank, dtype)[:count], brought(rank + 9, dtype)[:count, :1]) for rank in members}
+        found = transport.wait(transport.launch(Launch(collective, kind, axes, *names), given[groups.rank]))  # type: ignore[arg-type]
+        for number, got in enumerate(found):
+            alone = Launch(collective, kind, axes, ("a",), ("b",))  # type: ignore[arg-type]
+            wanted = collect(alone, [given[rank][number] for rank in members])[place]
+            if not (torch.equal(got, wanted) and got.dtype == dtype):
+                wrong.append(f"{alone} {dtype}: {got.tolist()} where virtual ranks give {wanted.tolist()}")
+    return wrong
+
+
 def test_buckets_bring_what_single_collectives_bring(gloo_ranks: Any) -> None:
     assert gloo_ranks.run(quietly, "buckets_agree") == [[]] * 4
 
 
-def test_collectives_equal_those_of_virtual_ranks_without_a_warning(gloo_ranks: Any) -> None:
-    assert gloo_ranks.run(quietly, "collectives_agree") == [[]] * 4
+@pytest.mark.parametrize("is_paired", [False, True])
+@pytest.mark.parametrize("name", ["collectives_agree", "gathers_and_scatters_agree"])
+def test_collectives_equal_those_of_virtual_ranks_without_a_warning(gloo_ranks: Any, name: str, is_paired: bool) -> None:
+    assert gloo_ranks.run(quietly, name, is_paired) == [[]] * 4
+
+
+def measured_ones_agree() -> list[list[float]]:
+    """What is timed to be priced is what ranks run: one small and one large message of each."""
+    init_device_mesh("cpu", (4,))
+    rank, found = dist.get_rank(), list[list[float]]()
+    for size in (4, distributed.PAIRED_BYTES // 4):
+        whole, part = torch.zeros(4 * size), torch.zeros(size)
+        whole.view(4, -1)[rank] = rank + 1.0
+        distributed.measurable("all_gather", whole, part, dist.group.WORLD)()
+        found.append(whole.view(4, -1)[:, -1].tolist())
+        distributed.measurable("reduce_scatter", whole, part, dist.group.WORLD)()
+        found.append(part[-1:].tolist())
+    return found
+
+
+def test_what_is_measured_gathers_and_scatters(gloo_ranks: Any) -> None:
+    wanted = [[[1.0, 2.0, 3.0, 4.0], [4.0 * (rank + 1)]] * 2 for rank in range(4)]
+    assert gloo_ranks.run(measured_ones_agree) == wanted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
+from autopar.cost import memory_walk
 from autopar.ir.instructions import Launch
 from autopar.reports.memory import Memory
 from autopar.runtime._torch import AllocatorLog
+from autopar.runtime.execute import distributed
 from autopar.runtime.execute.distributed import DistributedTransport
 from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.verify.tracked_memory import Tracker
@@ -66,19 +67,26 @@ def test_temporaries_are_part_of_it() -> None:
 # ---- on processes
 
 
-def on_a_process(folder: Path) -> tuple[float, int]:
+def on_a_process(axes: dict[str, int], is_paired: bool, options: dict[str, Any]) -> tuple[float, int]:
+    """`is_paired`: gathers and scatters go between pairs of ranks, as they do with large tensors."""
     torch.manual_seed(0)
     case = llama(1)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    batch = {key: value.chunk(2)[dist.get_rank() // 2] for key, value in case.batch.items()}
-    found = measured(case, mesh, batch, timeout=180).measured
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    batch = share(case.batch, mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        if is_paired:
+            patch.setattr(memory_walk, "PAIRED_BYTES", 1)
+            patch.setattr(distributed, "PAIRED_BYTES", 1)
+        found = measured(case, mesh, batch, timeout=180, **options).measured
     assert len(found) == 4
     return found[dist.get_rank()][:2]
 
 
-def test_processes_take_what_is_predicted(gloo_ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_paired", [False, True])
+@pytest.mark.parametrize(("axes", "options"), [({"dp": 2, "tp": 2}, {}), ({"dp": 4}, {"zero": 3})])
+def test_processes_take_what_is_predicted(gloo_ranks: Any, axes: dict[str, int], options: dict[str, Any], is_paired: bool) -> None:
     """Or a little less: products that are written into a bucket where they are made are counted beside it."""
-    for predicted, tracked in gloo_ranks.run(on_a_process, tmp_path):
+    for predicted, tracked in gloo_ranks.run(on_a_process, axes, is_paired, options):
         assert 0.95 * tracked <= predicted <= 1.10 * tracked
 
 
