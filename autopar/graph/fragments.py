@@ -3,7 +3,8 @@
 The walk keeps the graph's order. It cuts where a call needs a collective that is still under way, where the
 model's repeated block changes (so that eighty equal layers give one fragment), between pieces of a value of which each is sent by itself,
 and, where memory is short, where much of it is read for the last time (`autopar.graph.early_frees`).
-A collective is launched at the first cut after its operand is computed and waited for just before its first use:
+A collective is launched at the first cut after its operand is computed and waited for just before its first use (small parts of parameters
+with the first that a fragment needs, `autopar.graph.awaited_together`):
 
     RUN f0 (x, w) -> (partial)
     LAUNCH all_reduce sum tp (partial) -> h
@@ -17,7 +18,6 @@ What a collective needs of a program's inputs alone, as the parts of a parameter
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,17 +25,16 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import schema_of
+from autopar.graph.awaited_together import awaited_together
+from autopar.graph.cut_places import Place
 from autopar.graph.early_frees import last_reads
 from autopar.graph.late_readers import late_readers
 from autopar.graph.launch_operands import made_of_inputs
 from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
 from autopar.ir.instructions import Collective, Instruction, Launch, Run, Wait
-from autopar.ir.keys import CHUNK, SOURCE
 from autopar.ir.program import Program, results_of
 from autopar.ir.schedule import Fragment, TensorType
-
-_BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
 class FragmentCutter:
@@ -62,17 +61,20 @@ class FragmentCutter:
     def section_without_late(self, nodes: Iterable[Node], under_way: set[Node]) -> tuple[tuple[Instruction, ...], tuple[Node, ...]]:
         """Likewise but for what only the caller reads of what collectives bring: these nodes are returned, and are not computed."""
         nodes = list(nodes)
-        ends = last_reads(nodes) if self.frees_early and nodes else {}
-        section, late = _Section(self, under_way, made_of_inputs(nodes), ends), late_readers(nodes, under_way)
-        for node in nodes:
-            if node not in late:
-                section.visit(node)
+        apart, late = made_of_inputs(nodes), late_readers(nodes, under_way)
+        now = [node for node in nodes if node not in late and node.target is not wait and node.target is not operator.getitem]
+        if self.frees_early:
+            section = _Section(self, under_way, apart, ends=last_reads(nodes) if nodes else {})
+        else:
+            section = _Section(self, under_way, apart, awaited_together(now, apart, under_way))
+        for node in now:
+            section.visit(node)
         section.cut()
         return tuple(section.instructions), tuple(node for node in nodes if node in late)
 
     def late(self, nodes: Sequence[Node], under_way: set[Node]) -> tuple[Instruction, ...]:
         """The instructions that compute what a section left, behind all that it waits for."""
-        section = _Section(self, under_way, frozenset())
+        section = _Section(self, under_way)
         section.at_once(nodes)
         return tuple(section.instructions)
 
@@ -102,34 +104,43 @@ def waits_for(values: Iterable[Node], under_way: set[Node]) -> list[Instruction]
 class _Section:
     cutter: FragmentCutter
     under_way: set[Node]
-    apart: frozenset[Node]
+    apart: frozenset[Node] = frozenset()
+    together: Mapping[Node, Sequence[Node]] = field(default_factory=dict[Node, Sequence[Node]])
     ends: Mapping[Node, Sequence[Node]] = field(default_factory=dict[Node, Sequence[Node]])
     instructions: list[Instruction] = field(default_factory=list[Instruction])
     current: list[Node] = field(default_factory=list[Node])
     launches: list[Node] = field(default_factory=list[Node])
-    block: str = ""
-    # Of the piece that is written, its number: what it is sent by starts before the next is computed.
-    chunk: int | None = None
+    launched: set[Node] = field(default_factory=set[Node])
+    place: Place = Place()
 
     def visit(self, node: Node) -> None:
-        if node.target is wait or node.target is operator.getitem:
+        if node in self.launched:  # with what was awaited before it
             return
-        needed = [operand for operand in node.all_input_nodes if operand.target is wait and operand.args[0] in self.under_way]
-        block = _block(node)
-        chunk = CHUNK.get(node)
-        if needed or (block and self.block and block != self.block) or chunk != self.chunk:
+        more = self.together.get(node, ())
+        for each in more:
+            self.launch(node_at(each, 0))
+        needed = [*(each for each in node.all_input_nodes if each.target is wait and each.args[0] in self.under_way), *more]
+        before, self.place = self.place, self.place.at(node)
+        if needed or self.place.is_cut_from(before):
             self.cut()
             self.instructions += waits_for(needed, self.under_way)
-        self.block, self.chunk = block or self.block, chunk
         if is_launch(node):
-            self.launches.append(node)
-            self.under_way.add(node)
+            self.launch(node)
+            if needed:  # what another collective brought goes on at once
+                self.cut()
         elif node not in self.apart:
             self.current.append(node)
             # What an op with several results gives is named at once, lest a cut part the names from the op.
             self.current += [user for user in node.users if user.target is operator.getitem]
             if any(memory not in self.current for memory in self.ends.get(node, ())):
                 self.cut()
+
+    def launch(self, node: Node) -> None:
+        """At the next cut, unless it is under way, from an earlier section or by a call that needed it together with others."""
+        if node not in self.under_way:
+            self.launches.append(node)
+            self.launched.add(node)
+            self.under_way.add(node)
 
     def at_once(self, nodes: Sequence[Node]) -> None:
         """Behind all that they wait for; there are no collectives among `nodes`."""
@@ -155,13 +166,6 @@ class _Section:
             found.insert(0, node)
             node = node_at(node, 0)
         return [self.cutter.run(found)] if found else []
-
-
-def _block(node: Node) -> str:
-    """The repeated block a node belongs to: `transformer.h.3` for anything inside it."""
-    source = SOURCE.get(node)
-    match = _BLOCK.match(source.module) if source else None
-    return match.group(1) if match else ""
 
 
 def _is_tuple(node: Node) -> bool:

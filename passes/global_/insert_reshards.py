@@ -10,7 +10,7 @@ from torch.fx import Node
 from autopar.graph.emit import copy_origin
 from autopar.graph.microbatches import is_summed_later, summed, summed_later
 from autopar.ir.collectives import reshard
-from autopar.ir.keys import BATCH, DIMS, PHASE, SHARDING, STRATEGY, Phase
+from autopar.ir.keys import BATCH, DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Phase, Source
 from autopar.ir.program import Program, operands
 from autopar.ir.reshard import is_slice
 from autopar.ir.sharding import Sharding
@@ -108,6 +108,8 @@ def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
         node = program.graph.call_function(reshard, (value, target))  # type: ignore[arg-type]
     node.meta["val"] = value.meta["val"]
     copy_origin(value, node)
+    if value.op == "placeholder" and not is_result:  # written nowhere: it is resharded where it is read
+        SOURCE[node] = SOURCE.get(user) or Source()
     DIMS[node], BATCH[node], SHARDING[node] = DIMS[value], BATCH[value], (target,)
     if is_result:
         PHASE[node] = PHASE.get(value) or ("forward" if at_once else "backward")

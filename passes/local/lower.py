@@ -122,25 +122,30 @@ def emit_step(builder: LocalBuilder, x: Node, dims: Dims, step: ReshardStep, mes
         )
         return builder.call(aten.reshape.default, mine, result)
     if step.split is not None:
-        x = builder.call(aten.reshape.default, x, _broken(atoms, step.split, size))
+        x = _reshaped(builder, x, _broken(atoms, step.split, size))
         x = _contiguous(builder, builder.call(aten.permute.default, x, _to_front(len(atoms) + 1, step.split)))
         atoms[step.split] //= size
+        if step.collective == "reduce_scatter":
+            x = _complete(builder, reduce_scatter, x, step.axes, step.kind)
+        else:
+            x = _complete(builder, all_to_all, x, step.axes)
     else:
         x = _contiguous(builder, x)
-        x = builder.call(aten.reshape.default, x, atoms)
-    if step.collective == "reduce_scatter":
-        x = _complete(builder, reduce_scatter, x, step.axes, step.kind)
-    elif step.collective == "all_to_all":
-        x = _complete(builder, all_to_all, x, step.axes)
-    else:
-        x = _complete(builder, all_gather, x, step.axes, size)
-    if step.gathered is not None:
+        # A part of a parameter is gathered as it lies and broken into atoms behind that, where its reader does it, too: before the gather
+        # it would be a call of its own. What is computed is broken where it is computed: rows that merge two dims are in no pieces.
+        x = x if x.op == "placeholder" else _reshaped(builder, x, atoms)
+        x = _reshaped(builder, _complete(builder, all_gather, x, step.axes, size), [size, *atoms])
+    if step.gathered:
         x = builder.call(aten.permute.default, x, _from_front(len(atoms) + 1, step.gathered))
-    return builder.call(aten.reshape.default, x, result)
+    return _reshaped(builder, x, result)
 
 
 def _complete(builder: LocalBuilder, launch: object, x: Node, *arguments: object) -> Node:
     return builder.call(wait, builder.call(launch, x, *arguments))
+
+
+def _reshaped(builder: LocalBuilder, x: Node, shape: Sequence[int]) -> Node:
+    return x if tuple(x.meta["val"].shape) == tuple(shape) else builder.call(aten.reshape.default, x, list(shape))
 
 
 def _contiguous(builder: LocalBuilder, x: Node) -> Node:

@@ -141,11 +141,17 @@ def test_every_launch_is_waited_for_once(schedules: list[Schedule]) -> None:
 
 
 def test_launches_keep_the_graphs_order() -> None:
-    """All ranks run one schedule, so any order is matched; the graph's is the one that passes decide. Buckets delay some."""
+    """All ranks run one schedule, so any order is matched; the graph's is the one that passes decide. Buckets delay some, and what lies on
+    a rank from the start is gathered sooner, for a fragment that reads several."""
     local = random_local(program_of(), 5)
     launches = [instruction for instruction in scheduled(local, joins=False).places[0].instructions if isinstance(instruction, Launch)]
     launched = [name for instruction in launches for name in instruction.targets]
-    assert launched == [node.name for node in local.graph.nodes if is_launch(node)]
+    graphs = [node.name for node in local.graph.nodes if is_launch(node)]
+    inputs = {node.name for node in local.graph.nodes if node.op == "placeholder"}
+    sooner = {name for each in launches for name, source in zip(each.targets, each.sources, strict=True) if source in inputs}
+    assert 0 < len(sooner) < len(graphs) and sorted(launched) == sorted(graphs)
+    assert [name for name in launched if name not in sooner] == [name for name in graphs if name not in sooner]
+    assert all(set(launched[: launched.index(name)]) <= set(graphs[: graphs.index(name)]) | sooner for name in sooner)
 
 
 def test_buffers_live_until_their_last_reader(schedules: list[Schedule]) -> None:
@@ -204,9 +210,9 @@ def test_fragments_run_and_take_what_they_are_given(schedules: list[Schedule]) -
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_equal_layers_share_fragments(seed: int) -> None:
-    """One more layer brings more instructions and not one more fragment, forward and backward alike."""
+    """Two more layers, as random shardings may alternate, bring more instructions and no fragment, forward and backward alike."""
     found = []
-    for num_blocks in (3, 4):
+    for num_blocks in (4, 6):
         local = run_passes(program_of(num_blocks), (AlikeShardings(seed), InsertReshards(), Lower()))
         found.append(scheduled(local).places[0])
     assert len(found[1].instructions) > len(found[0].instructions)

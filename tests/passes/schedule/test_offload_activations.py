@@ -99,7 +99,7 @@ def test_small_ones_and_slow_copies_stay() -> None:
     assert "nothing is saved long enough" in str(chosen(cluster=slow))
 
 
-@pytest.mark.parametrize(("share", "least", "most"), [(10.0, 0.0, 0.0), (0.97, 0.01, 0.8), (0.1, 1.0, 2.0)])
+@pytest.mark.parametrize(("share", "least", "most"), [(10.0, 0.0, 0.0), (0.97, 0.01, 0.8), (0.1, 1.0, 4.0)])
 def test_under_a_budget_as_much_as_it_takes(share: float, least: float, most: float) -> None:
     text = str(chosen())
     assert "MB" in text

@@ -62,7 +62,7 @@ def test_what_is_waited_for_sooner_stays_there() -> None:
 @cache
 def compiled(cluster: str, pp: int = 1) -> tuple[Case, ParallelModule]:
     torch.manual_seed(0)
-    case = ZOO["llama"](4)
+    case = ZOO["llama"](8)
     mesh = autopar.virtual_mesh(dp=2) if pp == 1 else autopar.virtual_mesh(pp=pp, dp=2)
     options = {"backend": "eager", "cluster": cluster, "zero": 3}
     return case, autopar.compile(case.model, mesh, example_inputs=case.batch, **options)

@@ -227,7 +227,7 @@ def test_every_fragment_of_a_model_computes_what_it_did(name: str) -> None:
             for ours, theirs in zip(EagerFunction(fragment.module).run([*inputs], {}), fragment.module(*inputs), strict=True):
                 torch.testing.assert_close(ours, theirs, equal_nan=True)
         fewer += len(fragment.module.graph.nodes) - len(simplified(fragment.module).graph.nodes)
-    assert fewer > 30
+    assert fewer > 20
 
 
 def _like(value: Tensor) -> Tensor:
