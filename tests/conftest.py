@@ -57,14 +57,16 @@ def gloo_ranks() -> Iterator[GlooRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases of `slow.txt` are slow. One group for all users of the ranks, who come first, one for those of Inductor, which takes ten
-    seconds to get ready, and one for each file, whose tests share fixtures and caches.
+    """Cases of `slow.txt` are slow; users of the ranks are marked so. One group for all of these, who come first, one for those of Inductor,
+    which takes ten seconds to get ready, and one for each file, whose tests share fixtures and caches.
 
     xdist (--dist loadgroup) runs a group in one process. Before xdist reads the marks.
     """
     for item in items:
         if item.nodeid.removeprefix(f"{_TESTS.name}/") in _SLOW:
             item.add_marker(pytest.mark.slow)
+        if _is_on_ranks(item):
+            item.add_marker(pytest.mark.ranks)
         if item.get_closest_marker("xdist_group"):
             continue
         uses_inductor = "default_backend" in item.name or item.path.name == "test_readme.py"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 
 from torch.fx import Node
@@ -25,6 +26,8 @@ def awaited_together(nodes: Sequence[Node], apart: Collection[Node], under_way: 
     found: dict[Node, tuple[Node, ...]] = {}
     launched, first, taken, place = {*under_way, *filter(is_launch, nodes)}, None, 0, Place()
     for node in nodes:
+        if node.target is wait or node.target is operator.getitem:
+            continue
         needed = [each for each in node.all_input_nodes if each.target is wait and node_at(each, 0) in launched]
         launched.difference_update(node_at(each, 0) for each in needed)
         before, place = place, place.at(node)

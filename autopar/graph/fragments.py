@@ -62,7 +62,7 @@ class FragmentCutter:
         """Likewise but for what only the caller reads of what collectives bring: these nodes are returned, and are not computed."""
         nodes = list(nodes)
         apart, late = made_of_inputs(nodes), late_readers(nodes, under_way)
-        now = [node for node in nodes if node not in late and node.target is not wait and node.target is not operator.getitem]
+        now = [node for node in nodes if node not in late]
         if self.frees_early:
             section = _Section(self, under_way, apart, ends=last_reads(nodes) if nodes else {})
         else:
@@ -114,7 +114,7 @@ class _Section:
     place: Place = Place()
 
     def visit(self, node: Node) -> None:
-        if node in self.launched:  # with what was awaited before it
+        if node.target is wait or node.target is operator.getitem or node in self.launched:  # with what was awaited before it
             return
         more = self.together.get(node, ())
         for each in more:

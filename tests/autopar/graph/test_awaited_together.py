@@ -52,7 +52,7 @@ class Layers:
         return [str(each).split(" (")[0] for each in section if isinstance(each, (Run, Wait))]
 
     def found(self) -> list[list[str]]:
-        nodes = [node for node in self.graph.nodes if node.op == "call_function" and node.target is not wait]
+        nodes = [node for node in self.graph.nodes if node.op == "call_function"]
         return [[each.args[0].name for each in waits] for waits in awaited_together(nodes, made_of_inputs(nodes), set()).values()]
 
 

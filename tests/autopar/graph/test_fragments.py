@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import zlib
 from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import Graph
 
 import autopar
 from autopar.driver.manager import run_passes
 from autopar.frontend.capture import capture
-from autopar.ir.collectives import LAUNCHES, is_launch, wait
+from autopar.graph.fragments import FragmentCutter
+from autopar.ir.collectives import LAUNCHES, all_reduce, is_launch, wait
 from autopar.ir.instructions import Free, Launch, Pause, Run, Wait, parse
 from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.mesh import Mesh, virtual_mesh
@@ -187,6 +190,21 @@ def test_one_pause_between_forward_and_backward(schedules: list[Schedule]) -> No
         assert loss in made
         assert not any(tangent in reads(instruction) for instruction in before)
         assert any(tangent in reads(instruction) for instruction in after)
+
+
+def test_what_an_op_of_several_results_gives_last_of_all_is_written_once() -> None:
+    """Only the caller reads it, and it depends on a collective: it is computed behind all else."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    whole = graph.call_function(wait, (graph.call_function(all_reduce, (x, ("dp",), "sum")),))
+    both = graph.call_function(aten.var_mean.default, (whole,))
+    results = [graph.call_function(operator.getitem, (both, index)) for index in (0, 1)]
+    graph.output(tuple(results))
+    for node in graph.nodes:
+        node.meta["val"] = (torch.empty(()),) * 2 if node is both else torch.empty(4) if node not in results else torch.empty(())
+    section = FragmentCutter("cpu", {}).section([node for node in graph.nodes if node.op == "call_function"], set())
+    (run,) = (each for each in section if isinstance(each, Run))
+    assert run.outputs == ("getitem", "getitem_1")
 
 
 def test_inference_has_no_pause() -> None:
