@@ -84,4 +84,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _is_on_ranks(item: pytest.Item) -> bool:
-    return _FIXTURE in getattr(item, "fixturenames", ())
+    """Whether it uses processes of this run, or starts some of its own."""
+    group = item.get_closest_marker("xdist_group")
+    return _FIXTURE in getattr(item, "fixturenames", ()) or (group is not None and group.args == (_GLOO,))

@@ -1,4 +1,4 @@
-"""Which gathers of a program's inputs, the whole of its parameters, are waited for at once, so that one fragment reads them all."""
+"""Which gathers of parameters, and of other inputs, are waited for at once, so that one fragment reads them all."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import node_at
 from autopar.ir.collectives import all_gather, is_launch, wait
 
-# What a fragment's later calls may have gathered for them when its first begins. A call of a fragment from Python takes some 30 µs; a MiB
-# takes ten on a fast link, and as memory it is nothing beside a layer that is worth splitting.
+# What a fragment's later calls may have gathered for them when its first begins. A call of a fragment from Python takes some 30 µs; gathering
+# a MiB takes ten on a fast link. A larger fragment holds its inputs longer, too: where memory is short nothing is joined (`fragments.py`).
 TOGETHER_BYTES = 1 << 20
 
 
 def awaited_together(nodes: Sequence[Node], apart: Collection[Node], under_way: Collection[Node]) -> dict[Node, tuple[Node, ...]]:
-    """By call of a section, the WAITs for gathers of inputs that stand before it for calls behind it, the first to read them.
+    """By call that begins a fragment: the WAITs, beside its own, for gathers that later calls of the fragment are the first to read.
 
-    The call is the first of a fragment: as far as nothing else cuts it, those behind it read no more than `TOGETHER_BYTES` of such gathers.
-    Their operands are inputs, or made of these alone, `apart`; `under_way` are collectives of earlier sections.
+    Together these bring at most `TOGETHER_BYTES`. Only gathers whose operand is an input, or in `apart`: made of one input alone.
+    `under_way` are collectives that earlier sections launched.
     """
     found: dict[Node, tuple[Node, ...]] = {}
-    launched, first, taken, place = {*under_way, *filter(is_launch, nodes)}, None, 0, Place()
+    awaited, first, taken, place = {*under_way, *filter(is_launch, nodes)}, None, 0, Place()
     for node in nodes:
         if node.target is wait or node.target is operator.getitem:
             continue
-        needed = [each for each in node.all_input_nodes if each.target is wait and node_at(each, 0) in launched]
-        launched.difference_update(node_at(each, 0) for each in needed)
+        needed = [each for each in node.all_input_nodes if each.target is wait and node_at(each, 0) in awaited]
+        awaited.difference_update(node_at(each, 0) for each in needed)
         before, place = place, place.at(node)
-        if place.is_cut_from(before) or not all(_is_of_inputs(each, apart) for each in needed):
+        is_apart = is_launch(node) or node in apart
+        if place.is_cut_from(before) or (is_apart and needed) or not all(_is_of_inputs(each, apart) for each in needed):
             first = None
-        if is_launch(node) or node in apart:
+        if is_apart:
             continue
         taken += sum(tensor_of(each).nbytes for each in needed)
         if first is None or taken > TOGETHER_BYTES:

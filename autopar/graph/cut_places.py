@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
 class Place(NamedTuple):
-    """Where a walk over calls is: in which block, `transformer.h.3`, the last known, and of which piece."""
+    """Where a walk over calls is: the block, `transformer.h.3`, of the last call that belongs to one, and the number of the piece, if any."""
 
     block: str = ""
     chunk: int | None = None
@@ -25,5 +25,5 @@ class Place(NamedTuple):
         return Place(match.group(1) if match else self.block, CHUNK.get(node))
 
     def is_cut_from(self, before: Place) -> bool:
-        """Whether a fragment ends between the two; what belongs to no block goes with any."""
+        """Whether a fragment ends between the two. What belongs to no block goes with any; a piece is sent before the next is computed."""
         return self.chunk != before.chunk or (before.block != "" and self.block != before.block)

@@ -3,8 +3,7 @@
 The walk keeps the graph's order. It cuts where a call needs a collective that is still under way, where the
 model's repeated block changes (so that eighty equal layers give one fragment), between pieces of a value of which each is sent by itself,
 and, where memory is short, where much of it is read for the last time (`autopar.graph.early_frees`).
-A collective is launched at the first cut after its operand is computed and waited for just before its first use (small parts of parameters
-with the first that a fragment needs, `autopar.graph.awaited_together`):
+A collective is launched at the first cut after its operand is computed and waited for just before its first use:
 
     RUN f0 (x, w) -> (partial)
     LAUNCH all_reduce sum tp (partial) -> h
@@ -12,7 +11,9 @@ with the first that a fragment needs, `autopar.graph.awaited_together`):
     WAIT h
     RUN f2 (h, …)
 
-What a collective needs of a program's inputs alone, as the parts of a parameter, is a fragment of its own: it may run at any time.
+What a collective needs of a program's inputs alone, as the parts of a parameter, is a fragment of its own: it may run at any time. Gathers of
+small parameters are launched and waited for together, in front of the first fragment that needs one of them, unless memory is short
+(`autopar.graph.awaited_together`).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class _Section:
     place: Place = Place()
 
     def visit(self, node: Node) -> None:
-        if node.target is wait or node.target is operator.getitem or node in self.launched:  # with what was awaited before it
+        if node.target is wait or node.target is operator.getitem or node in self.launched:  # hoisted: in front of an earlier call
             return
         more = self.together.get(node, ())
         for each in more:
@@ -126,7 +127,7 @@ class _Section:
             self.instructions += waits_for(needed, self.under_way)
         if is_launch(node):
             self.launch(node)
-            if needed:  # what another collective brought goes on at once
+            if needed:  # its operand has just arrived: nothing is gained by waiting for the next cut
                 self.cut()
         elif node not in self.apart:
             self.current.append(node)
@@ -136,7 +137,7 @@ class _Section:
                 self.cut()
 
     def launch(self, node: Node) -> None:
-        """At the next cut, unless it is under way, from an earlier section or by a call that needed it together with others."""
+        """Launch `node` at the next cut, unless it is under way already: from an earlier section, or hoisted."""
         if node not in self.under_way:
             self.launches.append(node)
             self.launched.add(node)

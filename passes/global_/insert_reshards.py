@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from autopar.graph.emit import copy_origin
 from autopar.graph.microbatches import is_summed_later, summed, summed_later
+from autopar.ir.arguments import node_at
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import BATCH, DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Phase, Source
 from autopar.ir.program import Program, operands
@@ -108,7 +109,7 @@ def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
         node = program.graph.call_function(reshard, (value, target))  # type: ignore[arg-type]
     node.meta["val"] = value.meta["val"]
     copy_origin(value, node)
-    if value.op == "placeholder" and not is_result:  # written nowhere: it is resharded where it is read
+    if _root(value).op == "placeholder" and not is_result:  # an input has no line of its own: its reader's
         SOURCE[node] = SOURCE.get(user) or Source()
     DIMS[node], BATCH[node], SHARDING[node] = DIMS[value], BATCH[value], (target,)
     if is_result:
@@ -116,6 +117,13 @@ def _emit(program: Program, value: Node, target: Sharding, user: Node) -> Node:
     else:
         PHASE[node] = PHASE[user]
     return node
+
+
+def _root(value: Node) -> Node:
+    """What `value` is before all reshards."""
+    while value.target is reshard:
+        value = node_at(value, 0)
+    return value
 
 
 def _tangents(program: Program) -> set[Node]:

@@ -131,11 +131,12 @@ def emit_step(builder: LocalBuilder, x: Node, dims: Dims, step: ReshardStep, mes
             x = _complete(builder, all_to_all, x, step.axes)
     else:
         x = _contiguous(builder, x)
-        # A part of a parameter is gathered as it lies and broken into atoms behind that, where its reader does it, too: before the gather
-        # it would be a call of its own. What is computed is broken where it is computed: rows that merge two dims are in no pieces.
+        # A part of a parameter is gathered as it lies and reshaped behind that, in its reader's fragment: before the gather it would take a
+        # fragment of its own. What is computed is reshaped where it is computed; pieces of rows (`chunk_sites`) are looked for dim by dim.
         x = x if x.op == "placeholder" else _reshaped(builder, x, atoms)
-        x = _reshaped(builder, _complete(builder, all_gather, x, step.axes, size), [size, *atoms])
-    if step.gathered:
+        x = _complete(builder, all_gather, x, step.axes, size)
+    if step.gathered:  # the first lies in front already
+        x = _reshaped(builder, x, [size, *atoms])
         x = builder.call(aten.permute.default, x, _from_front(len(atoms) + 1, step.gathered))
     return _reshaped(builder, x, result)
 

@@ -52,6 +52,7 @@ def sigterm_at(number: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.xdist_group("gloo")
 def test_a_run_that_is_stopped_goes_on_on_another_mesh(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     straight = Run(tmp_path / "straight", {"dp": 2}, "--save-every", "4")
