@@ -14,7 +14,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+)(\.|$)")
 
 
 class Place(NamedTuple):
-    """Where a walk over calls is: the block, `transformer.h.3`, of the last call that belongs to one, and the number of the piece, if any."""
+    """Where a walk over calls is: the block of the last call that has one, `transformer.h.3`, and the number of the piece, if any."""
 
     block: str = ""
     chunk: int | None = None
