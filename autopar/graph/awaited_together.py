@@ -13,7 +13,7 @@ from autopar.ir.arguments import node_at
 from autopar.ir.collectives import all_gather, is_launch, wait
 
 # What a fragment's later calls may have gathered for them when its first begins. A call of a fragment from Python takes some 30 µs;
-# gathering a MiB takes ten on a fast link. A larger fragment holds its inputs longer, too: where memory is short nothing is joined (`fragments.py`).
+# gathering a MiB takes ten on a fast link. A larger fragment holds its inputs longer, too: where memory is short nothing is joined.
 TOGETHER_BYTES = 1 << 20
 
 

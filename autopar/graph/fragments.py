@@ -12,8 +12,8 @@ A collective is launched at the first cut after its operand is computed and wait
     RUN f2 (h, …)
 
 What a collective needs of a program's inputs alone, as the parts of a parameter, is a fragment of its own: it may run at any time.
-Gathers of small parameters are launched and waited for together, in front of the first fragment that needs one of them, unless memory is short
-(`autopar.graph.awaited_together`).
+Gathers of small parameters are launched and waited for together, in front of the first fragment that needs one of them, unless memory
+is short (`autopar.graph.awaited_together`).
 """
 
 from __future__ import annotations
