@@ -25,7 +25,7 @@ from autopar.driver.decide_once import FromFirst
 from autopar.driver.garbage import collection_paused
 from autopar.driver.manager import History, Log, Next, run_passes
 from autopar.driver.optimizers import OptimizerRecipe, gathered_by, refuse_no_host_update, updates_of
-from autopar.driver.options import BatchDims, Options
+from autopar.driver.options import BatchDims, Options, refuse_no_number
 from autopar.driver.pad_to import PadTo
 from autopar.driver.progress import progress
 from autopar.driver.train_step import TrainStep
@@ -164,6 +164,7 @@ def compile(
     `PlanError` for a plan, pins, budget or number of microbatches that cannot be kept. Each says how to mend it.
     """
     refuse_no_model(model)
+    refuse_no_number(num_microbatches)
     takes_global = is_flat(mesh)
     if takes_global:
         if pins is not None or plan is not None:

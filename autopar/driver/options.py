@@ -38,6 +38,13 @@ _WORDS = {
 }
 
 
+def refuse_no_number(num_microbatches: object) -> None:
+    """Raises `AutoparError` for what is neither None nor 1 or more."""
+    is_number = isinstance(num_microbatches, int) and not isinstance(num_microbatches, bool) and num_microbatches >= 1
+    if num_microbatches is not None and not is_number:
+        raise AutoparError(f"num_microbatches={num_microbatches!r} is no number of microbatches: pass 1 or more, or leave it out")
+
+
 @dataclass(frozen=True)
 class Options:
     """What the user asked of a compile, as far as passes need to know; `autopar.compile` says what each means.
@@ -79,6 +86,7 @@ class Options:
         for name, known in _KNOWN.items():
             if getattr(self, name) not in known:
                 raise AutoparError(f"{name}={getattr(self, name)!r} is unknown; use {_WORDS[name]}")
+        refuse_no_number(self.num_microbatches)
         chunks = self.collective_chunks
         if chunks not in ("auto", "off") and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 2):
             raise AutoparError(f'collective_chunks={chunks!r} is unknown; use "auto", "off" or a number of pieces, 2 or more')

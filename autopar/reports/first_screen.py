@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from autopar.driver.compiled import Compiled
 from autopar.ir.mesh import MICROBATCHES, parent
+from autopar.ir.program import Program
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.partition.whole_batch import MicrobatchDecision
 from autopar.reports.advice import advice_lines
@@ -30,12 +31,14 @@ from autopar.reports.step_parts import (
     step_parts,
     where_time_goes,
 )
-from autopar.reports.summary import computed_in, flops, memory, replicated
+from autopar.reports.summary import computed_in, flops, memory, op_seconds, replicated
 from autopar.reports.zero import zero_lines
 
 MOST_LINES = 40
 _KINDS = 13
 _WHOLE = 0.995
+# What ranks repeat of other ops, of the time of all: below it is norms, losses and scalars, on which no plan turns.
+_WORTH_A_WORD = 0.25
 _LIMITS = {
     COMMUNICATION: "what ranks send each other",
     ARITHMETIC: "matmuls, convolutions, attention",
@@ -86,13 +89,23 @@ def _heading(compiled: Compiled, hardware: Hardware) -> str:
     if not original:
         return f"{text}: the model has no matmul, convolution or attention"
     if share >= _WHOLE:
-        return f"{text}: all matmuls, convolutions and attention are split, no rank repeats another's work"
+        return f"{text}: all matmuls, convolutions and attention are split, {_repeated(program, hardware)}"
     entry = next((each for each in replicated(program, hardware.cost) if each["flops"] > 0), None)
     axes = [axis for axis in entry["axes"] if axis != MICROBATCHES] if entry else []
     padded = any(item.padding is not None for item in program.signature.inputs_of("parameter"))
     why = "; sizes that do not divide are padded" if padded else ""
     which = f", most of it {entry['op']} in {entry['module'] or 'the loss'}, the same along {', '.join(axes)}" if entry and axes else ""
     return f"{text}: ranks together do {1 / share:.3g} times the model's arithmetic{which}{why}"
+
+
+def _repeated(program: Program, hardware: Hardware) -> str:
+    """What of other ops ranks repeat, as far as it is worth a word."""
+    entries = [each for each in replicated(program, hardware.cost) if set(each["axes"]) - {MICROBATCHES}]
+    share = sum(each["seconds"] for each in entries) / (op_seconds(program, hardware.cost) or 1.0)
+    if share < _WORTH_A_WORD:
+        return "no rank repeats another's work"
+    where = f"{entries[0]['op']} in {entries[0]['module'] or 'the loss'}"
+    return f"others that ranks repeat take {share:.0%} of op time, most of it {where}"
 
 
 def _asked(compiled: Compiled) -> Iterator[str]:

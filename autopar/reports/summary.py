@@ -141,6 +141,12 @@ def replicated(program: Program, cost: CostModel) -> list[Replicated]:
     return sorted(found.values(), key=lambda entry: -entry["seconds"])
 
 
+def op_seconds(program: Program, cost: CostModel) -> float:
+    """Of all ops of a step on a rank, one after another, collectives aside."""
+    work = Work(program)
+    return sum(cost.node(node, STRATEGY[node]).seconds * work.runs(node) for node in calls(program) if not is_view(node))
+
+
 def _repeating_axes(node: Node, work: Work) -> list[str]:
     """The axes along which all compute the same for `node`."""
     used = split_axes(STRATEGY[node])

@@ -140,7 +140,7 @@ def _with_own_memory(program: Program) -> Program:
 
 
 class _Run(Interpreter):
-    """Runs a FORWARD program, with functions of ours in place of ops whose decomposition in torch is wrong."""
+    """Runs a FORWARD program, with functions of ours in place of ops whose decomposition in torch is wrong, or whose backward is one op."""
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
@@ -160,6 +160,13 @@ def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: in
     margins = torch.relu(1.0 - x.gather(-1, labels)[..., None] + x[..., None, :])
     rows = torch.where(is_given[..., None] & ~is_label[..., None, :], margins, 0.0).sum((-1, -2)) / x.shape[-1]
     return (rows, rows.mean(), rows.sum())[reduction]
+
+
+def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """In ops that have rules, and a backward that is a sum over samples for all to see; the norm of 16 bits in float32, as on CUDA."""
+    others = [each for each in range(v.dim()) if each != dim % v.dim()]
+    norm = torch.linalg.vector_norm(v, 2, others, keepdim=True, dtype=torch.float32 if g.dtype == torch.bfloat16 else None)
+    return v * (g / norm.to(g.dtype))
 
 
 def _refuse_effects(graph: Graph) -> None:
@@ -296,6 +303,7 @@ _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_chec
 _CALLED_INSTEAD: dict[Any, Any] = {
     aten.rrelu.default: _rrelu,
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
+    aten._weight_norm.default: _weight_norm,
 }
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

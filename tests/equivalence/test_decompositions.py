@@ -124,6 +124,10 @@ OURS: dict[str, list[Sample]] = {
     "baddbmm.default": [lambda x: torch.baddbmm(shaped(x, 3, 4), shaped(x, 2, 3, 2), shaped(x, 2, 2, 4), beta=0.5, alpha=3)],
     "mean.dim": [lambda x: shaped(x, 3, 4, 5).mean((0, -1)), lambda x: shaped(x, 3, 4).mean(1, keepdim=True)],
     "mean.default": [lambda x: shaped(x, 3, 4).mean().reshape(1), lambda x: shaped(x, 1)[0].mean(0).reshape(1)],
+    "_weight_norm.default": [
+        lambda x: torch._weight_norm(shaped(x, 3, 4), shaped(x, 3, 1), 0),
+        lambda x: torch._weight_norm(shaped(x, 3, 4, 2), shaped(x, 1, 4, 1), 1),
+    ],
     "rrelu.default": [lambda x: F.rrelu(shaped(x, 3, 4)), lambda x: F.rrelu(shaped(x, 3, 4), 0.1, 0.4)],
     "multilabel_margin_loss.default": SAMPLES["multilabel_margin_loss_forward.default"],
 }

@@ -359,3 +359,23 @@ def test_a_plan_holds_the_number_and_is_no_way_around_it() -> None:
     assert number_of(unaccepted) == 1, "what one compile accepts, another does not"
     assert_exact(unaccepted)
     assert number_of(compiled_net(MIXING["root of a mean"], plan=accepted, microbatch_statistics="own")) == 4
+
+
+def test_the_norm_of_a_weight_mixes_no_samples() -> None:
+    """torch's backward of it is one op of the gradient, which is a sum over samples; in ops with rules microbatches know it."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            norm = nn.utils.parametrizations.weight_norm
+            self.first, self.second = norm(nn.Linear(8, 16)), norm(nn.Linear(16, 8), dim=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).relu()).square().mean()
+
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(8, 8)}
+    for axes in ({"dp": 2, "tp": 2}, {"pp": 2}):
+        parallel = autopar.compile(Normed(), autopar.virtual_mesh(**axes), example_inputs=batch, backend="eager", num_microbatches=2)
+        report = parallel.verify(**batch)
+        assert report and parallel.summary()["flops_split"] == 1, report

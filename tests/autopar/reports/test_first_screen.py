@@ -92,6 +92,30 @@ def test_an_axis_that_costs_more_than_it_saves_says_by_how_much() -> None:
     assert "free" not in text and "on 8xH100" in text
 
 
+def test_the_first_line_says_what_ranks_repeat_of_other_ops() -> None:
+    """Bags have no rule: each rank looks them all up, which is most of the work, and no matmul."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags, self.out = nn.EmbeddingBag(4096, 64, mode="sum"), nn.Linear(64, 8)
+
+        def forward(self, symbols: torch.Tensor) -> torch.Tensor:
+            return self.out(self.bags(symbols)).square().mean()
+
+    batch = {"symbols": torch.randint(0, 4096, (64, 8))}
+    text = autopar.compile(Bags(), autopar.virtual_mesh(tp=4), example_inputs=batch, backend="eager").explain()
+    found = re.search(r"all matmuls.* are split, others that ranks repeat take (\d+)% of op time, most of it (.*)\n", text)
+    assert found is not None and int(found[1]) > 50 and found[2] == "aten._embedding_bag in bags"
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.5, "4"])
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"world": 2}])
+def test_what_is_no_number_of_microbatches_is_refused(value: object, axes: dict[str, int]) -> None:
+    with pytest.raises(AutoparError, match=r"num_microbatches=.* is no number of microbatches: pass 1 or more, or leave it out"):
+        autopar.compile(nn.Linear(4, 4), autopar.virtual_mesh(**axes), num_microbatches=value)  # type: ignore[arg-type]
+
+
 def test_zero_a_budget_and_precision_are_said() -> None:
     case = zoo.llama(1).to(torch.float32)
     text = compiled(case.model, {"dp": 2}, case.batch, zero=3, precision="bf16").explain()
