@@ -180,9 +180,7 @@ class _Attempts:
         if found is None:
             return self.refused
         peak = found.peak_bytes
-        return MemoryBudgetError(
-            f"{self.refused}\nzero= and recompute= by name need less, {in_bytes(peak)}: memory_budget={in_bytes_up(peak)!r}"
-        )
+        return MemoryBudgetError(f"{self.refused}\nthe least that was found takes {in_bytes(peak)}: memory_budget={in_bytes_up(peak)!r}")
 
 
 def _could_move_more(compiled: Compiled) -> bool:

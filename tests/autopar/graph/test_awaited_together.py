@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+import autopar
 from autopar.graph import awaited_together as module
 from autopar.graph.awaited_together import awaited_together
 from autopar.graph.fragments import FragmentCutter
@@ -15,6 +20,19 @@ from autopar.ir.instructions import Run, Wait
 from autopar.ir.keys import SOURCE, Source
 
 aten = torch.ops.aten
+
+
+class Residual(nn.Module):
+    """Blocks of small parameters, biases among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
 
 
 class Layers:
@@ -30,8 +48,8 @@ class Layers:
         node.meta["val"] = torch.empty(size)
         return node
 
-    def call(self, target: object, *arguments: object, size: int = 4) -> Node:
-        node = self.graph.call_function(target, arguments)  # type: ignore[arg-type]
+    def call(self, target: Callable[..., Any], *arguments: Any, size: int = 4) -> Node:
+        node = self.graph.call_function(target, arguments)
         node.meta["val"] = torch.empty(size)
         SOURCE[node] = Source(module=self.block)
         return node
@@ -92,3 +110,16 @@ def test_no_more_than_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers.found() == [["all_gather_1", "all_gather_2"], ["all_gather_5"]]
     runs = [each for each in layers.instructions() if each.startswith("RUN")]
     assert len(runs) == 3
+
+
+def test_a_block_under_zero_is_a_fragment_forward_and_one_backward() -> None:
+    """What is laid out behind a gather is so in its reader's fragment: none is a reshape of a part alone."""
+    batch = {"x": torch.randn(8, 8)}
+    parallel = autopar.compile(Residual(), autopar.virtual_mesh(dp=2), example_inputs=batch, backend="eager", zero=3)
+    schedule = parallel.compiled.schedule.schedule_of(0)
+    runs = [each for each in schedule.instructions if isinstance(each, Run)]
+    parts = {name for name in schedule.inputs if name.startswith("p_")}
+    assert len(parts) == 18 and not any(parts.intersection(run.inputs) for run in runs)
+    before_loss = [run for run in runs if any(name.startswith("all_gather") for name in run.inputs)]
+    assert len(before_loss) <= 2 * 3 + 1, "one a block and phase, and the loss"
+    assert parallel.verify(**batch)

@@ -13,7 +13,7 @@ from torch import Tensor
 from autopar.checks.checker import check
 from autopar.driver.manager import run_passes
 from autopar.ir.collectives import reshard
-from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY
+from autopar.ir.keys import DIMS, PHASE, SHARDING, SOURCE, STRATEGY, Source
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program, operands
 from autopar.ir.sharding import Sharding, Strategy
@@ -108,6 +108,27 @@ def test_a_shard_of_a_value_that_is_reduced_anyway_is_a_slice_of_the_reduced_one
 def test_an_operand_of_several_results_is_read_by_name() -> None:
     program = InsertReshards().apply(decided(layer(lambda x, w: aten.relu.default(aten.max.dim(x, 1)[0]))))
     check(program)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reshard_of_an_input_stands_where_the_input_is_read(seed: int) -> None:
+    """One of a reshard, too: three calls read one parameter, which has no line of its own."""
+
+    def function(x: Tensor, w: Tensor) -> Tensor:
+        first = aten.mm.default(x, w)
+        return aten.mm.default(aten.mm.default(first, aten.t.default(w)), w)
+
+    start = run_passes(layer(function, Mesh((("dp", 2), ("tp", 2)))), (RandomShardings(seed),))
+    for node in start.graph.nodes:
+        if node.op == "call_function":
+            SOURCE[node] = Source(module=node.name)
+    program = InsertReshards().apply(start)
+    for node in find(program, reshard):
+        root = node
+        while root.target is reshard:
+            (root,) = operands(root)
+        read_by = {SOURCE[user].module for user in node.users if user.op != "output"}
+        assert root.op != "placeholder" or not read_by or SOURCE[node].module in read_by, node
 
 
 def test_outputs_lie_as_the_contract_says() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.ir.instructions import Launch
+from autopar.ir.instructions import Collective, Launch
 from autopar.ir.mesh import Mesh
 from autopar.runtime.execute import distributed, paired
 from autopar.runtime.execute.distributed import DistributedTransport
@@ -108,15 +108,16 @@ def gathers_and_scatters_agree() -> list[str]:
     axes_sets: list[tuple[str, ...]] = [("dp",), ("dp", "tp"), ("tp", "dp")]
     groups.create(mesh, axes_sets)
     transport, wrong = DistributedTransport(groups, mesh), list[str]()
-    for axes, (collective, kind), dtype in itertools.product(axes_sets, (("all_gather", "copy"), ("reduce_scatter", "sum")), DTYPES[:4]):
+    kinds: list[tuple[Collective, Literal["copy", "sum"]]] = [("all_gather", "copy"), ("reduce_scatter", "sum")]
+    for axes, (collective, kind), dtype in itertools.product(axes_sets, kinds, DTYPES[:4]):
         members = mesh.group(groups.rank, axes)
         place = members.index(groups.rank)
         names = ("a", "b"), ("x", "y")
         count = len(members) if collective == "reduce_scatter" else 3
         given = {rank: (brought(rank, dtype)[:count], brought(rank + 9, dtype)[:count, :1]) for rank in members}
-        found = transport.wait(transport.launch(Launch(collective, kind, axes, *names), given[groups.rank]))  # type: ignore[arg-type]
+        found = transport.wait(transport.launch(Launch(collective, kind, axes, *names), given[groups.rank]))
         for number, got in enumerate(found):
-            alone = Launch(collective, kind, axes, ("a",), ("b",))  # type: ignore[arg-type]
+            alone = Launch(collective, kind, axes, ("a",), ("b",))
             wanted = collect(alone, [given[rank][number] for rank in members])[place]
             if not (torch.equal(got, wanted) and got.dtype == dtype):
                 wrong.append(f"{alone} {dtype}: {got.tolist()} where virtual ranks give {wanted.tolist()}")
