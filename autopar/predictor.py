@@ -16,7 +16,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import bytes_of
 from autopar.cost.model import CostModel
 from autopar.driver.manager import run_passes
-from autopar.driver.options import Options
+from autopar.driver.options import Options, refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.capture_work import shortened
@@ -37,6 +37,7 @@ from autopar.partition.whole_batch import mixing
 from autopar.passes.default_passes import default_passes
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
 from autopar.passes.global_.insert_reshards import InsertReshards
+from autopar.pipeline.schedules import GENERATORS
 from autopar.plans.plan import Plan
 from autopar.plans.styles import UserPins, without_styles
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of
@@ -156,6 +157,11 @@ def rank_plans(
     here, number = _devices(cluster, num_devices)
     if global_batch < 1:
         raise InputError(f"global_batch={global_batch}: pass the number of samples of a step, 1 or more")
+    refuse_no_number(num_microbatches)
+    if schedule not in (None, "auto", *GENERATORS):
+        raise PlanError(f"schedule={schedule!r} is unknown: use auto, {', '.join(GENERATORS)}")
+    if zero is not None and zero not in LEVELS:
+        raise PlanError(f"zero={zero!r} is no level of ZeRO: use 0, 1, 2 or 3")
     known_sizes = list(model) if isinstance(model, Mapping) else _tp_sizes(here, number)
     sizes = known_sizes if tp is None else list(tp)
     if not sizes:

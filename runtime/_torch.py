@@ -31,7 +31,6 @@ __all__ = [
     "below_autograd",
     "copy_all",
     "flatten",
-    "flatten_with_names",
     "gathers_strided_shards",
     "hand_on_hooks",
     "has_distributed",
@@ -192,22 +191,10 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return pytree.tree_unflatten(list(leaves), structure)
 
 
-def flatten_with_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Each leaf of a call with how the user would name it: `args[0]`, `input_ids`, `batch['mask']`."""
-    pairs, _ = pytree.tree_flatten_with_path((args, kwargs))
-    return [(_name(path), leaf) for path, leaf in pairs]
-
-
 def paths_of(structure: Any) -> list[str]:
     """How the user reaches each leaf of `structure`: `.loss`, `['logits']`, `[1]`."""
     leaves = pytree.tree_unflatten([0] * structure.num_leaves, structure)
     return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(leaves)[0]]
-
-
-def _name(path: tuple[Any, ...]) -> str:
-    if path[0].idx == 0:
-        return "args" + pytree.keystr(path[1:])
-    return f"{path[1].key}{pytree.keystr(path[2:])}"
 
 
 def shard(dim: int, split_factor: int) -> Placement:

@@ -26,7 +26,7 @@ def examined() -> dict[str, Any]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
         found["GPUs"] = ", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names))
-        found["planned as"] = Cluster.named(names[0]).name
+        found["planned as"] = Cluster.of_device(names[0]).name
     else:
         found["GPUs"] = "none: models run on virtual ranks and on gloo processes"
     found["collectives"] = ", ".join(name for name, is_there in _BACKENDS.items() if is_there()) or "none"

@@ -16,6 +16,7 @@ from autopar.cli.plans import Values
 from autopar.cli.simulation import memory_values
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import OptimizerKind, bytes_of
+from autopar.driver.options import refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError
 from autopar.foresight.changes import Change, until_saved
@@ -73,6 +74,7 @@ def _on_mesh(options: argparse.Namespace, cluster: Cluster | None, sizes: dict[s
     if options.batch % dp:
         below = options.batch // dp * dp
         raise InputError(f"--batch {options.batch} does not divide over dp={dp}: take {f'{below} or ' if below else ''}{below + dp}")
+    refuse_no_number(options.num_microbatches)
     share = options.batch // dp
     usual = max(each for each in range(1, min(share, 4 * pp if pp > 1 else 1) + 1) if share % each == 0)
     number = options.num_microbatches or usual

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
-from autopar.cost.hardware.cluster import Cluster, built_in_names
-from autopar.errors import InputError, MeshError
+from autopar.cost.hardware.cluster import Cluster
+from autopar.errors import MeshError
 from autopar.predictor import AXES
 
 
@@ -17,13 +16,7 @@ def cluster_of(spec: str) -> tuple[Cluster, int | None]:
         name, number = spec, ""
     elif not number.isdigit() or int(number) < 1:
         raise MeshError(f"--cluster {spec}: {number!r} is no number of devices; write h100:128")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        try:
-            return Cluster.named(name), int(number) if number else None
-        except UserWarning:
-            known = ", ".join(built_in_names())
-            raise InputError(f"--cluster {spec}: no numbers for {name!r}; known are {known}, or the path of a YAML file") from None
+    return Cluster.named(name), int(number) if number else None
 
 
 def devices_of(spec: str) -> tuple[Cluster, int]:

@@ -32,6 +32,7 @@ from autopar.graph.fake_values import set_fake_values
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
+from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Form, Input, InputKind, Output, Program, Signature
 from autopar.ir.source import WRAPPED, set_sources, source_of
@@ -84,7 +85,8 @@ def forward_program(
         set_fake_values(program, copies.regions)
         set_sources(program.graph, WRAPPED)
     finally:  # also where it fails: for this reason, mostly, which is then the one to tell
-        refuse_mixed_dtypes(program, {mapping[node]: node.name for item, node in inputs if item.kind == "batch"})
+        names = _names(exported)
+        refuse_mixed_dtypes(program, {mapping[node]: names[int(item.name)] for item, node in inputs if item.kind == "batch"})
     _refuse_sparse(program.graph)
     program = _with_dtypes(program)
     _drop_needless_detaches(program)
@@ -103,6 +105,13 @@ def _inputs(exported: ExportedProgram, trainable: frozenset[str]) -> list[tuple[
             found.append((Input(kind, name, tuple(value.shape), value.dtype, name in trainable and kind == "parameter"), node))
     order = list(_KINDS.values())
     return sorted(found, key=lambda pair: order.index(pair[0].kind))
+
+
+def _names(exported: ExportedProgram) -> list[str]:
+    """Of each leaf of the call, as the user would name it."""
+    structure = exported.call_spec.in_spec
+    args, kwargs = pytree.tree_unflatten([0] * structure.num_leaves, structure)
+    return leaf_names(args, kwargs)
 
 
 def _identity(spec: InputSpec, users: list[str]) -> tuple[InputKind, str]:

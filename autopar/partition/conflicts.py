@@ -59,7 +59,7 @@ def conflict(situation: Situation, price: Price) -> MemoryBudgetError:
     limit = f"memory_budget={situation.in_words(situation.budget.asked_bytes)}"
     least = situation.least_bytes()
     each = f", where all {situation.num_ranks} stages need as much" if situation.num_ranks > 1 else ""
-    lines = [f"no plan fits into {limit}: at the least a rank needs {situation.in_words(least)}{again}{each}"]
+    lines = [f"no plan fits into {limit}: by the search's count a rank needs {situation.in_words(least)} at the least{again}{each}"]
     lines += [f"  {line}" for line in _parts(situation)]
     lines += ["what conflicts:", *(f"  {demand}" for demand in _conflicting(situation)), "ways out, and what a step then takes:"]
     ways = sorted(_ways_out(situation, price))

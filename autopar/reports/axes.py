@@ -170,7 +170,7 @@ def _price_of_splitting(compiled: Compiled, node: Node, axis: str) -> str:
     other = search.cheapest(node.name, lambda strategy: _uses(strategy, axis))
     if other is None:
         return ""
-    name = pattern_of(SOURCE[node].module) if node in SOURCE else op_name(node.target)
+    name = (pattern_of(SOURCE[node].module) if node in SOURCE else "") or op_name(node.target)
     saved = other.num_nodes * (cost.node(node, STRATEGY[node]).seconds - cost.node(node, other.strategy).seconds)
     lost = other.extra_seconds + saved
     if saved <= 0:

@@ -12,9 +12,10 @@ import torch
 
 from autopar.driver.options import BatchDims
 from autopar.errors import InputError, MeshError
+from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
 from autopar.ir.shares import UnequalShares
-from autopar.runtime._torch import flatten, flatten_with_names, has_values, is_fake_mode_active, unflatten
+from autopar.runtime._torch import flatten, has_values, is_fake_mode_active, unflatten
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class CallInputs:
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
         kwargs = dict(sorted(kwargs.items()))
         leaves, structure = flatten((args, kwargs))
-        return CallInputs(tuple(name for name, _ in flatten_with_names(args, kwargs)), tuple(leaves), structure)
+        return CallInputs(tuple(leaf_names(args, kwargs)), tuple(leaves), structure)
 
     @property
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.errors import AutoparError, InputError, MeshError
+from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.foresight.search import Search
 from autopar.foresight.work import ModelWork
 from autopar.predictor import measure_work
@@ -125,6 +125,12 @@ def test_ctrl_c_gives_what_is_known(works: dict[int, ModelWork], monkeypatch: py
         ({"tp": (3,)}, MeshError, "does not divide 8 devices"),
         ({"memory": "much"}, AutoparError, "memory is 'much'"),
         ({"profile": "fast"}, AutoparError, "profile='fast' is unknown"),
+        ({"cluster": "8xA1000:8"}, AutoparError, "no numbers for '8xA1000'; known are a100"),
+        ({"num_microbatches": 0}, AutoparError, "num_microbatches=0 is no number of microbatches"),
+        ({"num_microbatches": 2.5}, AutoparError, "num_microbatches=2.5 is no number of microbatches"),
+        ({"zero": 7}, PlanError, "zero=7 is no level of ZeRO: use 0, 1, 2 or 3"),
+        ({"schedule": "2f2b"}, PlanError, "schedule='2f2b' is unknown"),
+        ({"recompute": "some"}, PlanError, "recompute='some' is unknown"),
     ],
 )
 def test_bad_questions_are_refused(works: dict[int, ModelWork], changes: dict[str, Any], kind: type[Exception], text: str) -> None:

@@ -73,18 +73,25 @@ class Cluster:
         """A built-in cluster by name: `"8xH100"` (eight to a node), `"h100"`, `"4xa100-40gb"`, `"gb200"`, `"cpu"`, `"ideal"`.
 
         The name of a device as its driver reports it works too ("NVIDIA H100 80GB HBM3"), and so does the path of a
-        YAML file (`from_yaml`). An unknown name warns, asks for numbers, and gives an A100's so that planning can go on.
+        YAML file (`from_yaml`). Raises `ClusterError` for a name that nobody knows.
         """
         if name.endswith((".yaml", ".yml")):
             return Cluster.from_yaml(name)
-        count, separator, rest = name.partition("x")
-        has_count = bool(separator) and count.strip().isdigit()
-        wanted = (rest if has_count else name).lower().strip()
-        if wanted == "ideal":
-            return Cluster.ideal()
-        cluster = built_in_for(wanted)
+        cluster = _known(name)
+        if cluster is None:
+            raise ClusterError(
+                f"no numbers for {name!r}; known are {', '.join(built_in_names())}, ideal, or the path of a YAML file, which "
+                "autopar.calibrate(mesh, path) measures and writes"
+            )
+        return cluster
+
+    @staticmethod
+    def of_device(name: str) -> Cluster:
+        """The built-in cluster of a device by the name that its driver reports. One that has none warns, asks for numbers, and gets
+        an A100's so that planning can go on."""
+        cluster = _known(name)
         if cluster is not None:
-            return replace(cluster, name=name, ranks_per_node=int(count)) if has_count else cluster
+            return cluster
         warnings.warn(
             f"no numbers for the device {name!r} (known: {', '.join(built_in_names())}, ideal); planning with an A100's. "
             "Pass cluster=Cluster(name, Device(...), inner=Link(...), outer=Link(...), ranks_per_node=...) with its own, "
@@ -103,7 +110,7 @@ class Cluster:
             return Cluster.named(cluster)
         if isinstance(mesh, Mesh):
             return Cluster.ideal()
-        return Cluster.named(torch.cuda.get_device_name() if mesh.device_type == "cuda" else mesh.device_type)
+        return Cluster.of_device(torch.cuda.get_device_name() if mesh.device_type == "cuda" else mesh.device_type)
 
     @staticmethod
     def from_yaml(path: str | Path) -> Cluster:
@@ -175,6 +182,17 @@ def built_in_names() -> tuple[str, ...]:
     return tuple(sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")))
 
 
+def _known(name: str) -> Cluster | None:
+    """The cluster of such a name, with as many ranks to a node as it says in front of an x."""
+    count, separator, rest = name.partition("x")
+    has_count = bool(separator) and count.strip().isdigit()
+    wanted = (rest if has_count else name).lower().strip()
+    if wanted == "ideal":
+        return Cluster.ideal()
+    cluster = built_in_for(wanted)
+    return replace(cluster, name=name, ranks_per_node=int(count)) if cluster is not None and has_count else cluster
+
+
 def _folder() -> Any:
     return resources.files("autopar.cost.hardware") / "clusters"
 
@@ -185,9 +203,10 @@ def _built_in(name: str) -> Cluster:
 
 
 def built_in_for(device: str) -> Cluster | None:
-    """The built-in cluster all of whose name's words begin a word of `device`; of several the one with most words (`a100-40gb`)."""
+    """The built-in cluster all of whose name's words begin a word of `device`, with no digit behind them ("h1000" is no "h100"); of
+    several the one with most words (`a100-40gb`)."""
     words = device.lower()
-    matches = [name for name in built_in_names() if all(re.search(rf"(?<![a-z0-9]){word}", words) for word in name.split("-"))]
+    matches = [name for name in built_in_names() if all(re.search(rf"(?<![a-z0-9]){word}(?![0-9])", words) for word in name.split("-"))]
     return _built_in(max(matches, key=lambda name: (name.count("-"), len(name)))) if matches else None
 
 

@@ -154,6 +154,8 @@ MEMORY = ["estimate-memory", "--model", "{config}", "--seq-len", "8"]
         ([*MEMORY, "--batch", "8", "--mesh", "dp2"], "'dp2' is no axis and its size; write dp=2,tp=4"),
         ([*MEMORY, "--batch", "7", "--mesh", "dp=2"], "does not divide over dp=2: take 6 or 8"),
         ([*MEMORY, "--batch", "8", "--mesh", "dp=2", "--num-microbatches", "3"], "take one of 1, 2, 4"),
+        ([*MEMORY, "--batch", "8", "--mesh", "dp=2", "--num-microbatches", "0"], "num_microbatches=0 is no number of microbatches"),
+        ([*MEMORY, "--batch", "8", "--cluster", "h100:4", "--num-microbatches", "-1"], "num_microbatches=-1 is no number of microbatches"),
         ([*MEMORY, "--batch", "8", "--mesh", "dp=2", "--optimizer", "best"], "optimizer='best' is unknown; use one of"),
         (["explain", "{config}"], "is no file that `autopar plan --json config.json` wrote"),
         (["explain", "{folder}/text.json"], "is no JSON, as autopar plan --json text.json writes it"),

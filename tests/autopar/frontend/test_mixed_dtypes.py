@@ -50,7 +50,7 @@ def test_what_plain_torch_refuses_is_refused_before_it_is_compiled(name: str) ->
     with pytest.raises(InputError, match="here they are float32 and float64") as refused:
         compiled(model, MESH)(x)
     text = str(refused.value)
-    assert "is float64, the model's tensors there are float32: pass args_0.to(torch.float32), or cast the model" in text
+    assert "is float64, the model's tensors there are float32: pass args[0].to(torch.float32), or cast the model" in text
     assert "where: " in text and ".py:" in text
 
 
@@ -61,8 +61,13 @@ def test_what_plain_torch_runs_runs(name: str) -> None:
 
 
 def test_an_integer_input_where_a_float_is_asked_for() -> None:
-    with pytest.raises(InputError, match=r"'args_0' is int64, the model's tensors there are float32: pass args_0.to\(torch.float32\)"):
+    with pytest.raises(InputError, match=r"'args\[0\]' is int64, the model's tensors there are float32: pass args\[0\].to\(torch.float32\)"):
         compiled(Model(REFUSED["matmul"]), MESH)(torch.ones(4, 3, 8, dtype=torch.int64))
+
+
+def test_an_input_by_keyword_has_its_own_name() -> None:
+    with pytest.raises(InputError, match=r"'x' is float64, the model's tensors there are float32: pass x.to\(torch.float32\)"):
+        compiled(Model(REFUSED["matmul"]), MESH)(x=torch.rand(4, 3, 8, dtype=torch.float64))
 
 
 def test_a_model_that_mixes_dtypes_itself_is_told_where() -> None:

@@ -37,7 +37,7 @@ PARAMETERS = 2 * WIDTH * 4 * WIDTH * 4
 
 def test_the_parts_are_named_and_a_larger_budget_is_priced() -> None:
     text = refusal(0.9 * PARAMETERS)
-    assert text.startswith("no plan fits into memory_budget=29.5 kB: at the least a rank needs ")
+    assert text.startswith("no plan fits into memory_budget=29.5 kB: by the search's count a rank needs ")
     assert "32.8 kB  parameters, with gradients and 2 copies for adam" in text
     assert "saved for the backward" in text and "while it runs" in text
     assert "memory_budget=" in text.split("ways out, and what a step then takes:")[1]
@@ -78,6 +78,6 @@ def test_of_a_pipeline_it_is_told_what_one_rank_is_asked_for() -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         autopar.compile(Table(), virtual_mesh(pp=2), example_inputs=(ids,), backend="eager", memory_budget=5_000)
     text, ways = str(caught.value).split("ways out, and what a step then takes:")
-    assert text.startswith("no plan fits into memory_budget=5.0 kB: at the least a rank needs 59.6 kB, where all 2 stages need as much")
+    assert text.startswith("no plan fits into memory_budget=5.0 kB: by the search's count a rank needs 59.6 kB at the least, where all 2 stages need as much")
     assert "37.4 kB  parameters, with gradients and 2 copies for adam" in text
     assert "memory_budget=59.6 kB" in ways and "mb" not in ways and "dp" not in ways

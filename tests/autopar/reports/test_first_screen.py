@@ -84,6 +84,19 @@ def test_an_axis_that_splits_nothing_says_why() -> None:
     assert "dp=10 in place of dp=2 × tp=5: all 5 ranks along tp do the same work" in text
 
 
+def test_an_op_without_a_module_has_a_name_there() -> None:
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight).square().mean()
+
+    text = compiled(Root(), {"dp": 2, "tp": 2}, {"x": torch.randn(8, 64)}, cluster="8xH100").explain()
+    assert re.search(r"tp=2  not used: split over (it|tp), aten.\w+ would", text), text
+
+
 def test_an_axis_that_costs_more_than_it_saves_says_by_how_much() -> None:
     text = gpt(cluster="8xH100").explain()
     assert_is_readable(text)

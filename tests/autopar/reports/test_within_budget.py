@@ -108,7 +108,7 @@ def test_what_no_search_finds_may_be_asked_for_by_name() -> None:
     assert asked == [(0, "auto"), (3, "auto"), (3, "full"), (2, "auto")]
     asked.clear()
     with pytest.raises(
-        MemoryBudgetError, match="the search says what conflicts\nthe least that was found takes 170 B: memory_budget='170 B'"
+        MemoryBudgetError, match="the search says what conflicts\ncounted call by call, the least that was found takes 170 B: memory_budget='170 B'"
     ):
         within_budget(options, compile_by, memory({3: (140, 30), 0: (280, 90)}), by_name)
     assert asked == [(0, "auto"), (3, "auto")]
@@ -187,7 +187,7 @@ def test_the_budget_that_a_refusal_names_is_enough() -> None:
     """Also where nothing could do with what was asked for, and the search knows no more than a bound."""
     case = gpt2(1).to(torch.float32)
     options = {"example_inputs": case.batch, "backend": "eager", "optimizer": torch.optim.AdamW}
-    with pytest.raises(MemoryBudgetError, match="at the least a rank needs") as caught:
+    with pytest.raises(MemoryBudgetError, match="by the search's count a rank needs .* at the least") as caught:
         autopar.compile(case.model, autopar.virtual_mesh(dp=2, tp=2), memory_budget=1_000, **options)
     named = int(str(caught.value).splitlines()[-1].split("memory_budget='")[1].split(" B'")[0])
     parallel = autopar.compile(case.model, autopar.virtual_mesh(dp=2, tp=2), memory_budget=named, **options)

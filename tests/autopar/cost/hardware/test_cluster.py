@@ -43,9 +43,15 @@ def test_named_finds_the_device_and_the_ranks_of_a_node(name: str, device: str, 
 
 def test_an_unknown_device_warns_and_asks_for_numbers() -> None:
     with pytest.warns(UserWarning, match=r"no numbers for the device 'Warp 9'.*Pass cluster=Cluster\(.*from_yaml\(path\).*calibrate"):
-        cluster = Cluster.named("Warp 9")
+        cluster = Cluster.of_device("Warp 9")
     assert cluster.name == "Warp 9"
     assert cluster.device == Cluster.named("a100").device
+
+
+@pytest.mark.parametrize("name", ["h1000", "8xh1000", "foo", "", "8x"])
+def test_a_name_that_nobody_knows_is_refused(name: str) -> None:
+    with pytest.raises(ClusterError, match=f"no numbers for '{name}'; known are a100, a100-40gb, b200, cpu, .*ideal, or the path of a YAML"):
+        Cluster.named(name)
 
 
 def test_groups_within_a_node_use_inner_links_and_others_outer_ones() -> None:
