@@ -122,8 +122,11 @@ def share_of(batch: Mapping[str, Tensor], rank: int, num_ranks: int = WORLD_SIZE
     return {name: value.chunk(num_ranks)[rank] for name, value in batch.items()}
 
 
+ADAMW: dict[str, Any] = {"lr": 1e-4, "foreach": True}
+
+
 def adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(module.parameters(), lr=1e-4, foreach=True)
+    return torch.optim.AdamW(module.parameters(), **ADAMW)
 
 
 def training_step(module: Callable[..., Tensor], optimizer: torch.optim.Optimizer, batch: Mapping[str, Tensor]) -> Step:
@@ -207,10 +210,11 @@ def microbatches_of(size: Size) -> int:
 
 
 class ParallelStep:
-    """A step of autopar's, which knows how long it was blocked."""
+    """A step of autopar's, which knows how long it was blocked: the user's loop, or `train_step` where it was compiled for that."""
 
-    def __init__(self, parallel: autopar.ParallelModule, batch: Mapping[str, Tensor]) -> None:
-        self._parallel, self._step = parallel, training_step(parallel, adamw(parallel), batch)
+    def __init__(self, parallel: autopar.ParallelModule, batch: Mapping[str, Tensor], trains: bool) -> None:
+        self._parallel = parallel
+        self._step = partial(parallel.train_step, **batch) if trains else training_step(parallel, adamw(parallel), batch)
 
     def __call__(self) -> Tensor:
         return self._step()
@@ -233,7 +237,11 @@ def ours(axis: str, size: Size, rank: int, backend: str, **more: Any) -> Step:
     mine = share_of(batch, rank, size.num_ranks) if axis == "dp" else batch
     cluster = {"cluster": "cpu"} if size.device == "cpu" else {}
     options: dict[str, Any] = {"backend": backend, "timeout": 600, **cluster, **options_of(axis, size), **more}
-    return ParallelStep(autopar.compile(model_of(size), mesh, example_inputs=mine, **options), mine)
+    return ParallelStep(autopar.compile(model_of(size), mesh, example_inputs=mine, **options), mine, "train_step" in options)
+
+
+# An update of its own for each parameter, on the tensors that DTensors hold.
+TRAINED: dict[str, Any] = {"optimizer": (torch.optim.AdamW, ADAMW), "train_step": autopar.TrainStep()}
 
 
 def options_of(axis: str, size: Size) -> dict[str, Any]:
@@ -279,7 +287,7 @@ def choice(size: Size, rank: int, backend: str) -> Step:
 # best beside the axis that ours would choose, `threads` two ranks of one thread beside one process with two, `buckets` and the `overlap`s
 # ours with itself.
 JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
-    "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": partial(ours, "dp")},
+    "dp": {"DDP": ddp, "FSDP2": fsdp, "autopar dp": partial(ours, "dp"), "autopar dp, train_step": partial(ours, "dp", **TRAINED)},
     "zero": {"FSDP2": fsdp, "DDP": ddp, "autopar, zero=3": partial(ours, "dp", zero=3)},
     "tp": {"torch tensor parallel": tensor_parallel, "autopar tp": partial(ours, "tp")},
     "pp": {"torch 1F1B": pipeline, "autopar 1F1B": partial(ours, "pp")},

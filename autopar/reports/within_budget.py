@@ -180,7 +180,9 @@ class _Attempts:
         if found is None:
             return self.refused
         peak = found.peak_bytes
-        return MemoryBudgetError(f"{self.refused}\ncounted call by call, the least that was found takes {in_bytes(peak)}: memory_budget={in_bytes_up(peak)!r}")
+        return MemoryBudgetError(
+            f"{self.refused}\ncounted call by call, the least that was found takes {in_bytes(peak)}: memory_budget={in_bytes_up(peak)!r}"
+        )
 
 
 def _could_move_more(compiled: Compiled) -> bool:

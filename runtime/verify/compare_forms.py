@@ -255,6 +255,8 @@ class _Forms:
             narrowest=_narrowest(self.compiled.forward),
             num_detached=sum(item.is_detached for item in self.compiled.forward.signature.outputs),
             own_statistics_error=self.own_errors.worst[0] if self.own_errors is not None else None,
+            without_numbers=self.reference.without_numbers(self.compiled.forward.signature),
+            has_numbers=self.reference.has_numbers,
         )
 
     def agrees(self, results: Results) -> bool:

@@ -72,6 +72,25 @@ class Results:
     buffers: Mapping[str, torch.Tensor]
     replica_errors: Mapping[str, float] = field(default_factory=dict[str, float])
 
+    @property
+    def has_numbers(self) -> bool:
+        """Whether an output holds a finite number, or all gradients do (those of a loss that ignores all labels are zero, and it NaN)."""
+        return (
+            not self.outputs
+            or not all(map(_has_none, self.outputs.values()))
+            or (bool(self.gradients) and not any(map(_has_none, self.gradients.values())))
+        )
+
+    def without_numbers(self, signature: Signature) -> tuple[str, ...]:
+        """The outputs and gradients that hold no finite number."""
+        losses = {item.name for item in signature.outputs_of("loss")}
+        outputs = ("the loss" if name in losses else f"output {name}" for name, value in self.outputs.items() if _has_none(value))
+        return (*outputs, *(f"the gradient of {name}" for name, value in self.gradients.items() if _has_none(value)))
+
+
+def _has_none(value: torch.Tensor) -> bool:
+    return value.numel() > 0 and not bool(value.isfinite().any())
+
 
 def tangents_of(signature: Signature) -> dict[str, torch.Tensor]:
     """A random tangent for each output that is no loss, the same at every call."""

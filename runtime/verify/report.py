@@ -80,6 +80,8 @@ class Report:
     cast_error       in a lower dtype the largest error of the reference against the original in float64; judged by `cast_tolerance`
     cast_loss_error  that of its loss and outputs, judged by `tolerance`
     padding          of a batch that `pad_to` made longer, what that changes; None of others. The other errors are on the longer batch
+    without_numbers  outputs and gradients of the reference that hold no finite number: that others are as NaN as they are proves nothing
+    has_numbers      whether any output of the reference holds one, or all of its gradients do
     """
 
     loss_error: float
@@ -100,8 +102,15 @@ class Report:
     cast_tolerance: float = math.inf
     cast_loss_error: float = 0.0
     padding: PaddingChange | None = None
+    without_numbers: tuple[str, ...] = ()
+    has_numbers: bool = True
 
     def __bool__(self) -> bool:
+        return self.are_all_within and self.has_numbers
+
+    @property
+    def are_all_within(self) -> bool:
+        """Whether no error is larger than it may be."""
         rest = replace(self, gradient_errors={}).worst
         allowed = max(self.tolerance, self.gradient_tolerance)
         are_within = rest <= self.tolerance and gradients_within(self.gradient_errors, allowed, self.gradient_limits)
@@ -126,13 +135,17 @@ class Report:
         return max(map(_known, [self.loss_error, *(error for table in tables for error in table.values())]))
 
     def __str__(self) -> str:
-        verdict = "equal" if self else "NOT EQUAL"
+        verdict = "NOT EQUAL" if not self.are_all_within else "equal" if self.has_numbers else "NOTHING PROVED: equal"
         is_rounded = not self.promoted and self.narrowest not in (torch.float32, torch.float64)
         name = str(self.narrowest).removeprefix("torch.")
         how = "promoted to float64" if self.promoted else "in the model's own precision" + (f", {name} in part" if is_rounded else "")
         lines = [f"{verdict} to the {self.reference}, {how}: worst error {self.worst:.3g}, tolerance {self.tolerance:g}"]
         if self.gradient_tolerance > self.tolerance:
             lines[0] += f", {self.gradient_tolerance:.3g} for gradients"
+        if self.without_numbers:
+            first, more = ", ".join(self.without_numbers[:3]), len(self.without_numbers) - 3
+            names = first + (f" and {more} more" if more > 0 else "")
+            lines.append(f"  (of the {self.reference} nothing is finite on this batch in {names}: equal there is no proof)")
         lines += self._about_reference()
         if self.cast_error is not None:
             eps = torch.finfo(self.narrowest).eps
@@ -144,7 +157,7 @@ class Report:
         if self.num_detached:
             outputs = f"{self.num_detached} other output{'s' if self.num_detached > 1 else ''}"
             lines.append(f"  (gradients are those of the loss alone: a pipeline refuses a backward through {outputs}, compared by value)")
-        if is_rounded and not self:
+        if is_rounded and not self.are_all_within:
             rounding = torch.finfo(self.narrowest).eps
             lines.append(f"  ({name} rounds by up to {rounding:.2g}, and more of a sum that cancels: promote=True compares without)")
         if self.own_statistics_error is not None:

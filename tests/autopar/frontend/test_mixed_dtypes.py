@@ -61,7 +61,9 @@ def test_what_plain_torch_runs_runs(name: str) -> None:
 
 
 def test_an_integer_input_where_a_float_is_asked_for() -> None:
-    with pytest.raises(InputError, match=r"'args\[0\]' is int64, the model's tensors there are float32: pass args\[0\].to\(torch.float32\)"):
+    with pytest.raises(
+        InputError, match=r"'args\[0\]' is int64, the model's tensors there are float32: pass args\[0\].to\(torch.float32\)"
+    ):
         compiled(Model(REFUSED["matmul"]), MESH)(torch.ones(4, 3, 8, dtype=torch.int64))
 
 

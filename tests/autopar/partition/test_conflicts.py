@@ -78,6 +78,8 @@ def test_of_a_pipeline_it_is_told_what_one_rank_is_asked_for() -> None:
     with pytest.raises(MemoryBudgetError) as caught:
         autopar.compile(Table(), virtual_mesh(pp=2), example_inputs=(ids,), backend="eager", memory_budget=5_000)
     text, ways = str(caught.value).split("ways out, and what a step then takes:")
-    assert text.startswith("no plan fits into memory_budget=5.0 kB: by the search's count a rank needs 59.6 kB at the least, where all 2 stages need as much")
+    assert text.startswith(
+        "no plan fits into memory_budget=5.0 kB: by the search's count a rank needs 59.6 kB at the least, where all 2 stages need as much"
+    )
     assert "37.4 kB  parameters, with gradients and 2 copies for adam" in text
     assert "memory_budget=59.6 kB" in ways and "mb" not in ways and "dp" not in ways

@@ -108,7 +108,8 @@ def test_what_no_search_finds_may_be_asked_for_by_name() -> None:
     assert asked == [(0, "auto"), (3, "auto"), (3, "full"), (2, "auto")]
     asked.clear()
     with pytest.raises(
-        MemoryBudgetError, match="the search says what conflicts\ncounted call by call, the least that was found takes 170 B: memory_budget='170 B'"
+        MemoryBudgetError,
+        match="the search says what conflicts\ncounted call by call, the least that was found takes 170 B: memory_budget='170 B'",
     ):
         within_budget(options, compile_by, memory({3: (140, 30), 0: (280, 90)}), by_name)
     assert asked == [(0, "auto"), (3, "auto")]

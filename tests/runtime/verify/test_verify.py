@@ -99,7 +99,20 @@ def test_results_that_are_not_what_the_fake_of_their_op_says_are_not_compared() 
 
 
 def test_all_labels_ignored_is_nan_on_both_sides() -> None:
-    assert parallel_net().verify(**batch(num_ignored=8), promote=True)
+    report = parallel_net().verify(**batch(num_ignored=8), promote=True)
+    assert report and "nothing is finite on this batch in the loss: equal there" in str(report)
+    assert "nothing is finite" not in str(parallel_net().verify(**batch(), promote=True))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_batch_without_numbers_proves_nothing(value: float) -> None:
+    """Anything is as NaN as the original is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    report = autopar.compile(model, MESH, backend="eager").verify(torch.full((8, 8), value), promote=True)
+    assert not report and report.worst <= 1e-9, str(report)
+    assert str(report).startswith("NOTHING PROVED: equal to the original model")
+    assert "nothing is finite on this batch in output 0, the gradient of 0.weight" in str(report)
 
 
 def test_dropout_is_compared_with_the_program_on_one_device() -> None:

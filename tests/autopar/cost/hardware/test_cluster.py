@@ -50,7 +50,9 @@ def test_an_unknown_device_warns_and_asks_for_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["h1000", "8xh1000", "foo", "", "8x"])
 def test_a_name_that_nobody_knows_is_refused(name: str) -> None:
-    with pytest.raises(ClusterError, match=f"no numbers for '{name}'; known are a100, a100-40gb, b200, cpu, .*ideal, or the path of a YAML"):
+    with pytest.raises(
+        ClusterError, match=f"no numbers for '{name}'; known are a100, a100-40gb, b200, cpu, .*ideal, or the path of a YAML"
+    ):
         Cluster.named(name)
 
 
