@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,9 @@ class FlightRecorder:
         if is_good and self._is_temporary:
             for name in (f"rank{self.rank}.ring", f"rank{self.rank}.json"):
                 (self.folder / name).unlink(missing_ok=True)
-            if not any(self.folder.glob("rank*")):
-                shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another rank, which leaves at the same time, has removed it
+                if not any(self.folder.glob("rank*")):
+                    shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import mmap
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -211,3 +212,10 @@ def test_recording_takes_no_time_worth_measuring(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     train_for_ever(int(sys.argv[1]), Path(sys.argv[2]))
+
+
+def test_a_rank_leaves_without_a_word_where_another_has_removed_the_folder(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path / "records", 0, 2, is_temporary=True)
+    shutil.rmtree(tmp_path / "records")
+    recorder._leave(os.getpid())
+    assert not (tmp_path / "records").exists()
