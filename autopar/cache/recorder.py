@@ -170,9 +170,10 @@ class Recorder(TorchDispatchMode):
 
 
 def value_of(tensor: torch.Tensor) -> str:
-    """The numbers of a literal."""
+    """The numbers of a literal; on meta it has none."""
     with outside_fake_modes():
-        return f"literal {tensor.tolist()}{_form(tensor)}"
+        numbers = None if tensor.is_meta else tensor.tolist()
+        return f"literal {numbers}{_form(tensor)}"
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from autopar.driver.compiled import Compiled
+from autopar.errors import InputError
 from autopar.graph.microbatches import summed
 from autopar.ir.mesh import MICROBATCHES, Mesh
 from autopar.ir.program import Input, Output
@@ -54,10 +55,19 @@ class Places:
         return tuple((item, self.of_input(item)) for item in self.compiled.signature.inputs_of("parameter"))
 
     def constant(self, name: str, device: torch.device) -> torch.Tensor:
-        """A constant of the program on `device`, where it stays: copying it there at every step would keep the host waiting."""
+        """A constant of the program on `device`, where it stays: copying it there at every step would keep the host waiting.
+
+        One on meta, of a model that was planned there, can be empty. Raises `InputError` where it is not.
+        """
         key = name, device
         if key not in self._constants:
-            self._constants[key] = self.compiled.constants[name].to(device)
+            constant = self.compiled.constants[name]
+            if constant.is_meta and constant.numel():
+                raise InputError(
+                    f"forward makes a tensor of shape {list(constant.shape)} ({name!r}) where the model is, which was on meta when it was "
+                    "compiled: its numbers are not known. Compile the model again now that it has values"
+                )
+            self._constants[key] = torch.empty_like(constant, device=device) if constant.is_meta else constant.to(device)
         return self._constants[key]
 
     def of_input(self, item: Input) -> tuple[InputPlace, ...]:

@@ -92,6 +92,27 @@ def test_what_has_no_values_does_not_run_until_it_has_some() -> None:
     assert parallel.verify(ids(), promote=True)
 
 
+def test_llama_as_it_is_configured_by_default() -> None:
+    """It keeps a cache of keys and values, whose empty tensors the program has as constants: on meta they have no numbers."""
+    torch.manual_seed(0)
+    real = LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, **SIZES))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, **SIZES))
+    plans = []
+    for each, device in ((real, "cpu"), (model, "meta")):
+        example = {"input_ids": ids(device), "labels": ids(device)}
+        parallel = autopar.compile(each, virtual_mesh(**MESHES[0]), example_inputs=example, cluster="8xH100", backend="eager")
+        plans.append(parallel.plan.to_json())
+        assert parallel.compiled.forms.forward.constants
+    assert plans[0] == plans[1]
+    model.to_empty(device="cpu")
+    model.load_state_dict(real.state_dict())
+    for name, buffer in real.named_buffers():  # which a state does not have
+        model.get_buffer(name).copy_(buffer)
+    example = {"input_ids": ids(), "labels": ids()}
+    torch.testing.assert_close(parallel(**example).loss, real(**example).loss)
+
+
 class Rotary(nn.Module):
     """Attention over turned queries and keys: fusing what turns them looks at tables of angles."""
 
