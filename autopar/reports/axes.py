@@ -23,7 +23,7 @@ from autopar.ir.sharding import REDUCTION_KINDS, Strategy
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.ops.lookup import rule_of
 from autopar.plans.decisions import StageDecision
-from autopar.reports.communication import sent
+from autopar.reports.communication import num_launches, sent
 from autopar.reports.explain import contraction_of, indivisible, is_among
 from autopar.reports.summary import contractions, flops_of, places_of, split_axes
 
@@ -145,8 +145,9 @@ def _parameters(program: Program, axis: str) -> str:
 def _sends(compiled: Compiled, cost: CostModel, axis: str) -> str:
     """`; a rank sends 0.5 MB a step over it`."""
     rows = [row for (axes, _, _), row in sent(compiled.program, cost, places_of(compiled)).items() if axis in axes.split("·")]
-    size, runs = sum(row.bytes for row in rows), sum(row.runs for row in rows)
-    return f"; a rank sends {in_bytes(size)} over it, {runs} times a step" if rows else "; nothing is sent over it"
+    size, runs = sum(row.bytes for row in rows), num_launches(compiled.schedules, axis)
+    times = "once" if runs == 1 else f"in {runs} collectives"
+    return f"; a rank sends {in_bytes(size)} a step {times}" if rows and runs else "; nothing is sent over it"
 
 
 def _why_not(compiled: Compiled, axis: str) -> str:

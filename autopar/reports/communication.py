@@ -10,11 +10,12 @@ from torch.fx import Node
 
 from autopar.cost.model import CostModel
 from autopar.ir.collectives import reshard
-from autopar.ir.instructions import Collective
+from autopar.ir.instructions import Collective, Launch
 from autopar.ir.keys import DIMS, PHASE, SHARDING
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.reshard import steps
+from autopar.ir.schedule import Schedule
 from autopar.pipeline.priced import value_bytes
 from autopar.pipeline.stage_work import Work
 
@@ -66,6 +67,17 @@ def transfers_of(node: Node, mesh: Mesh, cost: CostModel) -> Iterator[Traffic]:
         if step.collective != "slice" and axes:
             price = cost.step(step, value.dtype.itemsize)
             yield Traffic(node, axes, step.collective, PHASE.get(node) or "forward", price.bytes, price.seconds)
+
+
+def over(launch: Launch) -> str:
+    """The user's axes of a collective, `dp` or `dp·tp`; nothing for one between microbatches."""
+    return "·".join(dict.fromkeys(parent(axis) for axis in launch.axes if axis != MICROBATCHES))
+
+
+def num_launches(places: Sequence[Schedule], axis: str) -> int:
+    """How many collectives over an axis a rank launches in a step, of the one that launches most."""
+    mine = ([each for each in place.instructions if isinstance(each, Launch)] for place in places)
+    return max(sum(axis in over(each).split("·") for each in launches) for launches in mine)
 
 
 class Sent(NamedTuple):

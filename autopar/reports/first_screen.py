@@ -22,6 +22,7 @@ from autopar.reports.kinds import AS_GOOD, Kind, kind_lines, kinds
 from autopar.reports.step_parts import (
     ARITHMETIC,
     COMMUNICATION,
+    COPIES,
     HANDOVER,
     STARTS,
     TRAFFIC,
@@ -44,6 +45,7 @@ _LIMITS = {
     ARITHMETIC: "matmuls, convolutions, attention",
     TRAFFIC: "ops that read and write much and compute little",
     STARTS: "many ops, and small ones",
+    COPIES: "what offload= moves, where nothing hides it",
     WAITS: "they are not equally busy, or there are too few microbatches",
     HANDOVER: "Python and autograd, a parameter and its gradient at a time",
     UPDATE: "the optimizer's, of every parameter that a rank holds",

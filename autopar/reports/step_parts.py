@@ -9,23 +9,28 @@ from torch.fx import Node
 
 from autopar.cost.model import CostModel, is_view
 from autopar.driver.compiled import Compiled
+from autopar.ir.instructions import Launch
 from autopar.ir.keys import SOURCE, STRATEGY
 from autopar.ir.pattern import pattern_of
 from autopar.ir.program import Program
+from autopar.pipeline.exposure import exposure, predicted_intervals
+from autopar.pipeline.fragment_prices import fragment_seconds, on_paper
 from autopar.pipeline.report import StepOnPaper
+from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.stage_work import Work
+from autopar.reports.communication import over
 from autopar.reports.summary import calls, places_of, seconds
 
 ARITHMETIC, TRAFFIC, STARTS = "arithmetic", "memory traffic", "starting ops"
 WAITS, HANDOVER, UPDATE = "waiting for other stages", "handing over parameters", "update"
-COMMUNICATION = "communication"
+COMMUNICATION, COPIES = "communication", "copies to and from the device"
 # Parts that take less of a step than this are not told apart.
 _SMALL = 0.015
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of a step by what they are spent on; communication as if nothing else ran meanwhile. `num_starts`: ops that a rank starts."""
+    """Seconds of a step by what they are spent on; of communication what nothing hides. `num_starts`: ops that a rank starts."""
 
     parts: Mapping[str, float]
     num_starts: int
@@ -55,19 +60,38 @@ class StepParts:
 
 
 def step_parts(compiled: Compiled, cost: CostModel) -> StepParts:
-    """As the cost model has it."""
+    """As the cost model has it: what ops take, and what the schedule takes longer than these, with its buckets, its order and its host."""
     program, places = compiled.program, places_of(compiled)
     found = seconds(program, cost, places)
-    starts = _starts(program, places, found.get("rank", 0))
+    place = found.get("rank", 0)
+    starts = _starts(program, places, place)
     starting = min(starts * cost.cluster.device.launch_seconds, found["memory"])
     parts = {ARITHMETIC: found["compute"], TRAFFIC: found["memory"] - starting, STARTS: starting}
-    parts |= {f"{COMMUNICATION} over {axes}": value for axes, value in found["communication"].items()}
-    paper = StepOnPaper(program, cost, compiled.order)
-    if compiled.order.num_ranks > 1:
-        parts[WAITS] = max(paper.simulation.step_seconds - sum(parts.values()), 0.0)
+    for name, value in _beside_ops(compiled.schedule, cost, place, sum(parts.values())).items():
+        parts[name] = parts.get(name, 0.0) + value
     if program.signature.outputs_of("gradient"):
+        paper = StepOnPaper(program, cost, compiled.order)
         parts[HANDOVER], parts[UPDATE] = paper.handover_seconds, paper.update_seconds
     return StepParts({name: value for name, value in parts.items() if value > 0}, starts)
+
+
+def _beside_ops(program: ScheduleProgram, cost: CostModel, place: int, ops_seconds: float) -> dict[str, float]:
+    """What a step at this place along `pp` takes longer than its ops, part by part: copies and other stages that it waits for, and all
+    that collectives cost, by axes in the proportion of what each takes by itself."""
+    simulation, schedule = on_paper(program, cost, has_memory=False), program.places[place]
+    known = exposure([(schedule, predicted_intervals(simulation)[place])])
+    rest = max(simulation.step_seconds - ops_seconds, 0.0)
+    copies = min(known.copy_seconds, rest)
+    # The last event of a step may be another rank's; what this one does not wait for other stages, it spends on collectives.
+    waits = min(simulation.step_seconds - known.step_seconds + known.bubble_seconds, rest - copies) if len(program.places) > 1 else 0.0
+    price, alone = fragment_seconds(program, cost), dict[str, float]()
+    for each in schedule.instructions:
+        if isinstance(each, Launch) and (axes := over(each)):
+            alone[axes] = alone.get(axes, 0.0) + price(each)
+    left, total = rest - copies - waits, sum(alone.values())
+    parts = {f"{COMMUNICATION} over {axes}": left * value / total for axes, value in alone.items() if total}
+    others = f"{COMMUNICATION} over pp" if len(program.places) > 1 else STARTS
+    return {WAITS: waits, COPIES: copies, **(parts or {others: left})}
 
 
 def _starts(program: Program, places: Sequence[int], rank: int) -> int:
