@@ -110,6 +110,7 @@ def _inputs(exported: ExportedProgram, trainable: frozenset[str]) -> list[tuple[
 def _names(exported: ExportedProgram) -> list[str]:
     """Of each leaf of the call, as the user would name it."""
     structure = exported.call_spec.in_spec
+    assert structure is not None
     args, kwargs = pytree.tree_unflatten([0] * structure.num_leaves, structure)
     return leaf_names(args, kwargs)
 
