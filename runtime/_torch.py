@@ -14,7 +14,12 @@ from torch._dynamo import lookup_backend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor, Placement, Shard, _dtensor_spec
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -27,6 +32,7 @@ __all__ = [
     "Backend",
     "TorchDispatchMode",
     "all_gather_flat",
+    "around_steps",
     "backend_named",
     "below_autograd",
     "copy_all",
@@ -41,6 +47,7 @@ __all__ = [
     "is_accumulating",
     "is_alone",
     "is_fake_mode_active",
+    "lies_as",
     "metadata_of",
     "not_compiled",
     "paths_of",
@@ -130,9 +137,49 @@ def has_gradient_hooks(owner: torch.Tensor | nn.Module) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether something is called around each step of this optimizer, or of any."""
-    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    return any((*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks))
+    """Whether something of the user's is called around each step of this optimizer, or of any."""
+    everywhere = {*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()} - {_before_step, _after_step}
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or everywhere)
+
+
+_around_steps: list[tuple[Callable[..., torch.optim.Optimizer | None], Callable[..., None]]] = []
+
+
+def around_steps(
+    before: Callable[[torch.optim.Optimizer, bool], torch.optim.Optimizer | None],
+    after: Callable[[torch.optim.Optimizer, torch.optim.Optimizer], None],
+) -> None:
+    """From now on, in this process, the optimizer that `before` gives steps in place of one that is asked to (None: that itself), and
+    `after` is called with both. `before` is told whether there is a closure. What was asked for before is no longer done.
+
+    Torch documents that such a hook may return other arguments of the step; that `self` is the first of them is its code.
+    """
+    if not _around_steps:
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+    _around_steps[:] = [(before, after)]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    own, *others = args
+    if own is not optimizer or torch.compiler.is_compiling():
+        return None
+    ((before, _),) = _around_steps
+    stands_in = before(optimizer, any(each is not None for each in (*others, *kwargs.values())))
+    return None if stands_in is None else ((stands_in, *others), kwargs)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ((_, after),) = _around_steps
+    if args[0] is not optimizer:
+        after(optimizer, args[0])
+
+
+def lies_as(tensor: Any, parameter: torch.Tensor) -> bool:
+    """Whether these are DTensors of the same parts."""
+    if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+        return False
+    return tensor._spec is parameter._spec or (tensor.device_mesh, tensor.placements) == (parameter.device_mesh, parameter.placements)
 
 
 def share_contents(module: nn.Module, model: nn.Module) -> None:

@@ -47,6 +47,7 @@ from autopar.runtime.module.names import NamesOfModel, check_names
 from autopar.runtime.module.parameters import same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
+from autopar.runtime.train.plain_loop import step_by_parts
 from autopar.runtime.train.scaler import Scaler
 from autopar.runtime.train.trainer import Trainer
 
@@ -306,6 +307,8 @@ class CapturingModule(NamesOfModel):
             if not self._world.is_virtual:
                 gc.collect()  # torch's capture leaves cycles that hold the model's parameters, which are let go of next
             self._world.place(self._model, compiled, values)
+            if not self._world.is_virtual:
+                step_by_parts(self._model.parameters())
             if self._world.device(self._model).type == "cpu":
                 keep_freed_memory()
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)

@@ -29,7 +29,8 @@ from autopar.runtime.module.placement import like
 from autopar.runtime.offload.memories import Block, HostMemory
 from autopar.runtime.offload.state_files import Seal, StateFiles
 from autopar.runtime.offload.worker import Work, Worker
-from autopar.runtime.train.partial_step import check_parts, narrowed, parts_of_state
+from autopar.runtime.train.partial_step import narrowed
+from autopar.runtime.train.stand_ins import check_parts, parts_of_state
 
 # So many updates may wait for the host; a further one waits for the first of these.
 MAX_WAITING = 4

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
-from autopar.runtime.module.placement import like
 from autopar.runtime.train.placed import WholeParameters
-
-
-class _StandIn(NamedTuple):
-    """This rank's part of a parameter as a plain tensor, its state, what the optimizer holds for the parameter itself, and the entries
-    that this had."""
-
-    local: torch.Tensor
-    state: dict[str, Any]
-    outer: dict[str, Any]
-    entries: tuple[Any, ...]
-
-    def is_of(self, outer: dict[str, Any]) -> bool:
-        """Whether it holds the same objects: an entry that somebody has replaced is another."""
-        return self.outer is outer and len(outer) == len(self.entries) and all(map(operator.is_, outer.values(), self.entries))
+from autopar.runtime.train.stand_ins import StandIns, check_parts, parts_of_state
 
 
 class PartialStep:
@@ -43,7 +26,7 @@ class PartialStep:
 
     def __init__(self, optimizer: Optimizer, on_parts: bool = False, wholes: WholeParameters | None = None, joint: bool = False) -> None:
         self.optimizer, self._on_parts, self.wholes, self._is_joint = optimizer, on_parts, wholes, joint
-        self._stand_ins: dict[nn.Parameter, _StandIn] = {}
+        self._stand_ins = StandIns()
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """By the gradients that they have."""
@@ -63,8 +46,7 @@ class PartialStep:
         for each in parameters:
             if self.wholes is not None and each in self.wholes:
                 self._put_back(each, chosen[id(each)])
-            elif chosen[id(each)] is not each:
-                self._hand_back(each)
+        self._stand_ins.leave(self.optimizer.state, self.optimizer.state)
 
     def finish(self) -> None:
         """All is done by then."""
@@ -79,8 +61,8 @@ class PartialStep:
         if not self._on_parts:
             return
         for each in parameters:
-            outer, known = self.optimizer.state.get(each), self._stand_ins.get(each)
-            if outer and isinstance(each, DTensor) and not (known is not None and known.is_of(outer)):
+            outer = self.optimizer.state.get(each)
+            if outer and isinstance(each, DTensor) and not self._stand_ins.knows(each, self.optimizer.state):
                 check_parts(parts_of_state(outer), local_part(each))
 
     def _stood_in_for(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -91,42 +73,13 @@ class PartialStep:
             if parameter in self.optimizer.state:
                 self.optimizer.state[whole] = self.optimizer.state.pop(parameter)
             return whole
-        if not self._on_parts:
-            return parameter
-        known, outer = self._stand_ins.get(parameter), self.optimizer.state.get(parameter, {})
-        local = local_part(parameter).detach()
-        if known is None or not known.is_of(outer) or known.local.data_ptr() != local.data_ptr():
-            state = parts_of_state(outer)
-            check_parts(state, local)
-            known = self._stand_ins[parameter] = _StandIn(local, state, outer, tuple(outer.values()))
-        assert isinstance(parameter.grad, DTensor)
-        known.local.grad = local_part(parameter.grad)
-        if known.state:
-            self.optimizer.state[known.local] = known.state
-        return known.local
+        return self._stand_ins.enter(parameter, self.optimizer.state, self.optimizer.state) if self._on_parts else parameter
 
     def _put_back(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
         assert self.wholes is not None and isinstance(parameter, DTensor)
         self.wholes.put(parameter, whole)
         if whole in self.optimizer.state:
             self.optimizer.state[parameter] = self.optimizer.state.pop(whole)
-
-    def _hand_back(self, parameter: nn.Parameter) -> None:
-        known = self._stand_ins[parameter]
-        known.local.grad = None
-        state = self.optimizer.state.pop(known.local, None)
-        if state is None:
-            return
-        assert isinstance(parameter, DTensor)
-        outer = self.optimizer.state[parameter]
-        for key, value in state.items():
-            is_part = key != "step" and isinstance(value, torch.Tensor) and value.shape == known.local.shape
-            held = outer.get(key)
-            if not is_part:
-                outer[key] = value
-            elif not isinstance(held, DTensor) or local_part(held) is not value:
-                outer[key] = like(parameter, value)
-        self._stand_ins[parameter] = _StandIn(known.local, state, outer, tuple(outer.values()))
 
 
 @contextmanager
@@ -142,21 +95,6 @@ def narrowed(optimizer: Optimizer, chosen: Mapping[int, torch.Tensor]) -> Genera
         optimizer.param_groups = groups
         for group, params in zip(groups, wholes, strict=True):
             group["params"] = params
-
-
-def parts_of_state(outer: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer holds of a parameter, of DTensors this rank's parts."""
-    return {key: local_part(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
-
-
-def check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
-    """Raise `AutoparError` for state that cannot be this rank's part."""
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and value.ndim and value.shape != local.shape:
-            raise AutoparError(
-                f"the optimizer's state has {key!r} of shape {list(value.shape)} for a parameter of which this rank holds "
-                f"{list(local.shape)}: put a DTensor there that lies as the parameter does, or use optimizer.load_state_dict"
-            )
 
 
 def made_of(make: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter], is_stage: bool) -> Optimizer:

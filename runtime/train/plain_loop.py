@@ -1,0 +1,53 @@
+"""The optimizer of a plain loop, which the user made of a parallel module's parameters and steps by themselves.
+
+    optimizer.step()         the parameters are DTensors, so is the state between steps
+      └─ the class's step    of those that go element by element sees this rank's parts as plain tensors, as `train_step` has it
+
+Torch lets a hook that runs before each step say whose step it is: that is another object with the same options, so that an error in the
+midst of it leaves the groups and the state of the user's own in place.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autopar.driver.optimizers import scope_of
+from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
+from autopar.runtime.train.stand_ins import StandIns
+
+# The parameters of parallel modules on processes, by their ids.
+_PLACED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+_STAND_INS: WeakKeyDictionary[Optimizer, StandIns] = WeakKeyDictionary()
+
+
+def step_by_parts(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on optimizers of nothing but such `parameters`, DTensors of which this process has its part, step by these parts."""
+    _PLACED.update({id(each): each for each in parameters if isinstance(each, DTensor)})
+    around_steps(_before, _after)
+
+
+def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
+    """What steps in place of `optimizer`; None where that does it itself: its hooks, and a closure, are to see what they always did."""
+    if has_closure or scope_of(optimizer) != "element" or optimizer.defaults.get("differentiable") or has_step_hooks(optimizer):
+        return None
+    groups = [(group, [each for each in group["params"] if each.grad is not None]) for group in optimizer.param_groups]
+    stepped = [each for _, params in groups for each in params]
+    # A gradient that the user put there may lie otherwise.
+    if not stepped or not all(_PLACED.get(id(each)) is each and lies_as(each.grad, each) for each in stepped):
+        return None
+    known, state = _STAND_INS.setdefault(optimizer, StandIns()), defaultdict[Any, dict[str, Any]](dict)
+    chosen = [{**group, "params": [known.enter(each, optimizer.state, state) for each in params]} for group, params in groups]
+    stands_in = object.__new__(type(optimizer))
+    vars(stands_in).update(vars(optimizer), param_groups=chosen, state=state)
+    return stands_in
+
+
+def _after(optimizer: Optimizer, stood_in: Optimizer) -> None:
+    _STAND_INS[optimizer].leave(optimizer.state, stood_in.state)

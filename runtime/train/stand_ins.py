@@ -1,0 +1,108 @@
+"""What an optimizer that goes element by element sees: this rank's parts of DTensors as plain tensors, with their state.
+
+DTensor dispatches each op in Python, and torch's optimizers do not group DTensors into their `foreach` kernels by themselves.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.runtime._torch import local_part
+from autopar.runtime.module.placement import like
+
+# The state of an optimizer: by parameter its entries.
+State = MutableMapping[Any, dict[str, Any]]
+
+
+class _StandIn(NamedTuple):
+    """This rank's part of a parameter as a plain tensor, its state, what the optimizer holds for the parameter itself, and the entries
+    that these two had."""
+
+    local: torch.Tensor
+    state: dict[str, Any]
+    outer: dict[str, Any]
+    parts: tuple[Any, ...]
+    entries: tuple[Any, ...]
+
+    def is_of(self, outer: dict[str, Any], part: torch.Tensor) -> bool:
+        """Whether it holds the same objects: an entry that somebody has replaced is another."""
+        return self.outer is outer and _are_same(outer, self.entries) and self.local.data_ptr() == part.data_ptr()
+
+
+class StandIns:
+    """By parameter what stands in for it. State is handed on as DTensors, under the parameters themselves in `outer`, and what takes the
+    place of an entry there is used from then on."""
+
+    def __init__(self) -> None:
+        self._known: dict[nn.Parameter, _StandIn] = {}
+        self._entered: list[nn.Parameter] = []
+
+    def knows(self, parameter: nn.Parameter, outer: Mapping[Any, dict[str, Any]]) -> bool:
+        """Whether the state of `parameter` is what this handed on."""
+        known, entries = self._known.get(parameter), outer.get(parameter)
+        return known is not None and entries is not None and known.outer is entries and _are_same(entries, known.entries)
+
+    def enter(self, parameter: nn.Parameter, outer: State, inner: State) -> torch.Tensor:
+        """What stands in for `parameter`, a DTensor with a gradient; its state goes from `outer` to `inner`. Raises `AutoparError` for
+        state that cannot be this rank's part."""
+        assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+        known, entries, part = self._known.get(parameter), outer.get(parameter, {}), local_part(parameter)
+        if known is None or not known.is_of(entries, part):
+            state = parts_of_state(entries)
+            check_parts(state, part)
+            known = _StandIn(part.detach(), state, entries, tuple(state.values()), tuple(entries.values()))
+            self._known[parameter] = known
+        known.local.grad = local_part(parameter.grad)
+        if known.state:
+            inner[known.local] = known.state
+        self._entered.append(parameter)
+        return known.local
+
+    def leave(self, outer: State, inner: State) -> None:
+        """Hand the state of all that have entered back from `inner` to `outer`."""
+        for parameter in self._entered:
+            self._leave(parameter, outer, inner)
+        self._entered.clear()
+
+    def _leave(self, parameter: nn.Parameter, outer: State, inner: State) -> None:
+        known = self._known[parameter]
+        known.local.grad = None
+        state = inner.pop(known.local, None)
+        if state is None or (state is known.state and _are_same(state, known.parts)):
+            return
+        assert isinstance(parameter, DTensor)
+        entries = outer[parameter]
+        for key, value in state.items():
+            is_part = key != "step" and isinstance(value, torch.Tensor) and value.shape == known.local.shape
+            held = entries.get(key)
+            if not is_part:
+                entries[key] = value
+            elif not isinstance(held, DTensor) or local_part(held) is not value:
+                entries[key] = like(parameter, value)
+        self._known[parameter] = _StandIn(known.local, state, entries, tuple(state.values()), tuple(entries.values()))
+
+
+def _are_same(entries: Mapping[str, Any], known: tuple[Any, ...]) -> bool:
+    return len(entries) == len(known) and all(map(operator.is_, entries.values(), known))
+
+
+def parts_of_state(outer: Mapping[str, Any]) -> dict[str, Any]:
+    """What an optimizer holds of a parameter, of DTensors this rank's parts."""
+    return {key: local_part(value) if isinstance(value, DTensor) else value for key, value in outer.items()}
+
+
+def check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
+    """Raise `AutoparError` for state that cannot be this rank's part."""
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.ndim and value.shape != local.shape:
+            raise AutoparError(
+                f"the optimizer's state has {key!r} of shape {list(value.shape)} for a parameter of which this rank holds "
+                f"{list(local.shape)}: put a DTensor there that lies as the parameter does, or use optimizer.load_state_dict"
+            )

@@ -1,0 +1,165 @@
+"""The optimizer of a plain loop on processes: those that go element by element compute on plain tensors, and nothing else differs."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import autopar
+from tests.equivalence.test_gloo_train_step import ELEMENTWISE, MESHES, share
+from tests.support.models.trained import batch, small_gpt
+
+STEPS = 3
+
+
+# ---- what the ranks run
+
+
+class Theirs(torch.optim.AdamW):
+    """A class that nobody knows: it might take a statistic of all parameters."""
+
+
+def built(where: str) -> tuple[nn.Module, autopar.ParallelModule, Callable[[int], dict[str, Tensor]]]:
+    """A model, the same parallel, and this rank's share of the batch of a step."""
+    sizes, axes = MESHES[where]
+    model = small_gpt()
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=axes)
+    options: dict[str, Any] = {"backend": "eager", "cluster": autopar.Cluster.ideal()}
+    reference = copy.deepcopy(model)
+    return (
+        reference,
+        autopar.compile(model, mesh, example_inputs=share(batch(0), axes, sizes), **options),
+        lambda step: share(batch(step), axes, sizes),
+    )
+
+
+def seen_by(optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> set[type]:
+    """The types of the parameters that the class's own code gets."""
+    found: set[type] = set()
+    kind: Any = type(optimizer)
+    name = "_init_group"
+    original = getattr(kind, name)
+
+    def spied(self: Any, group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        found.update(DTensor if isinstance(each, DTensor) else Tensor for each in group["params"])
+        return original(self, group, *args, **kwargs)
+
+    setattr(kind, name, spied)
+    try:
+        step()
+    finally:
+        setattr(kind, name, original)
+    return found
+
+
+def trains(where: str, name: str) -> dict[str, Any]:
+    """The plain loop with a schedule of learning rates, its state saved and loaded half-way, beside one device's."""
+    reference, parallel, given = built(where)
+    make = ELEMENTWISE[name]
+    optimizer, wanted = make(parallel.parameters()), make(reference.parameters())
+    rates, wanted_rates = (torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, wanted))
+    seen: set[type] = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(STEPS):
+            parallel(**given(step)).backward()
+            seen |= seen_by(optimizer, optimizer.step)
+            optimizer.zero_grad()
+            rates.step()
+            reference(**batch(step)).backward()
+            wanted.step()
+            wanted.zero_grad()
+            wanted_rates.step()
+            if step == 0:
+                saved = copy.deepcopy(optimizer.state_dict())
+                optimizer = make(parallel.parameters())
+                optimizer.load_state_dict(saved)
+                rates.optimizer = optimizer
+    full, expected = parallel.full_state_dict(), reference.state_dict()
+    parts = [
+        value for each, of in optimizer.state.items() for value in of.values() if isinstance(value, Tensor) and value.shape == each.shape
+    ]
+    return {
+        "difference": max(float((full[each] - expected[each]).abs().max()) for each in expected),
+        "seen": seen,
+        "state": {type(each) for each in parts},
+        "keys": {id(each) for each in optimizer.state} <= {id(each) for each in parallel.parameters()},
+        "left": sum(each.grad is not None for each in parallel.parameters()),
+    }
+
+
+def own_ways() -> dict[str, Any]:
+    """What the class's own code sees where the user steps in; and what is left of a step that failed."""
+    _, parallel, given = built("dp2 tp2")
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    found: dict[str, Any] = {}
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        value = parallel(**given(0))
+        value.backward()
+        return value
+
+    def saw(step: Callable[[], object] = optimizer.step) -> set[type]:
+        return seen_by(optimizer, step)
+
+    loss()
+    found["plain"] = saw()
+    before = [group["params"][:] for group in optimizer.param_groups]
+    kind: Any = type(optimizer)
+    original = kind._init_group
+    kind._init_group = lambda *_: 1 / 0
+    try:
+        optimizer.step()
+    except ZeroDivisionError:
+        found["failed"] = "in the step"
+    finally:
+        kind._init_group = original
+    after = [group["params"] for group in optimizer.param_groups]
+    found["groups"] = all(one is other for mine, theirs in zip(before, after, strict=True) for one, other in zip(mine, theirs, strict=True))
+    found["parameters of the state"] = {type(each).__name__ for each in optimizer.state}
+    found["after a failure"] = saw()
+    found["closure"] = saw(lambda: optimizer.step(loss))
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    found["own hook"] = saw()
+    handle.remove()
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
+    found["hook of all"] = saw()
+    handle.remove()
+    found["without hooks"] = saw()
+    split = next(each for each in parallel.parameters() if any(place.is_shard() for place in each.placements))
+    assert isinstance(split, DTensor)
+    split.grad = split.grad.redistribute(placements=[*(torch.distributed.tensor.Replicate() for _ in split.placements)])  # type: ignore[union-attr]
+    found["another placement"] = saw()
+    theirs = Theirs(parallel.parameters())
+    found["another class"] = seen_by(theirs, theirs.step)
+    return found
+
+
+# ---- the tests
+
+OWN_WAYS = {"closure", "own hook", "hook of all", "another placement", "another class"}
+
+
+@pytest.mark.parametrize(("where", "name"), [("dp4", "adamw"), ("dp2 tp2", "momentum"), ("pp2 dp2", "adam"), ("dp2 tp2", "asgd")])
+def test_plain_tensors_in_the_step_dtensors_outside(gloo_ranks: Any, where: str, name: str) -> None:
+    for found in gloo_ranks.run(trains, where, name):
+        assert found["difference"] <= 1e-9, found
+        assert found["seen"] == {Tensor} and found["state"] == {DTensor}, found
+        assert found["keys"] and found["left"] == 0
+
+
+def test_who_steps_in_sees_what_torch_shows(gloo_ranks: Any) -> None:
+    for found in gloo_ranks.run(own_ways):
+        assert found["plain"] == found["after a failure"] == found["without hooks"] == {Tensor}, found
+        assert {key: seen for key, seen in found.items() if seen == {DTensor}}.keys() == OWN_WAYS, found
+        assert found["failed"] and found["groups"] and found["parameters of the state"] == {"DTensor"}, found
