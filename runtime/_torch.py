@@ -47,6 +47,7 @@ __all__ = [
     "is_accumulating",
     "is_alone",
     "is_fake_mode_active",
+    "is_made_like",
     "lies_as",
     "metadata_of",
     "not_compiled",
@@ -179,7 +180,7 @@ def lies_as(tensor: Any, parameter: torch.Tensor) -> bool:
     """Whether these are DTensors of the same parts."""
     if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
         return False
-    return tensor._spec is parameter._spec or (tensor.device_mesh, tensor.placements) == (parameter.device_mesh, parameter.placements)
+    return is_made_like(tensor, parameter) or (tensor.device_mesh, tensor.placements) == (parameter.device_mesh, parameter.placements)
 
 
 def share_contents(module: nn.Module, model: nn.Module) -> None:
@@ -282,6 +283,11 @@ def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """`local`, of the shape and dtype of this rank's part of `parameter`, as a DTensor that lies as it does: `from_local` without its
     checks, for what is made anew at every step. `DTensor.__init__`, which does nothing, takes as long as the rest together."""
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
+
+
+def is_made_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether `dtensor_like` made `tensor` for this parameter: shapes, dtypes and strides are equal."""
+    return isinstance(tensor, DTensor) and isinstance(parameter, DTensor) and tensor._spec is parameter._spec
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import BackwardError, ValueCheckError
@@ -17,13 +15,13 @@ from autopar.ir.instructions import Update
 from autopar.ir.program import Input, Output
 from autopar.ir.schedule import Schedule
 from autopar.pipeline.schedule_program import ScheduleProgram
-from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_alone, plain_part, scale_in_place
+from autopar.runtime._torch import scale_in_place
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.interpreter import RankState, Renewal, execute
-from autopar.runtime.execute.places import Places
+from autopar.runtime.execute.owned_memory import OwnedMemory
+from autopar.runtime.execute.places import Places, ResultPlace
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Parts, RankParts, World, local_of
-from autopar.runtime.module.outputs import refuse_detached
 from autopar.runtime.module.placement import widened
 from autopar.runtime.offload.copier import copier_of
 from autopar.runtime.offload.stored import lying
@@ -160,27 +158,15 @@ class Call:
         self._run()
         owned = OwnedMemory(self.transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
         found = {}
-        for item in self.signature.outputs_of("gradient"):
-            held = self.held(item)
-            if held.parts and item.name in reached:
-                parameter = self._tensors[item.name]
-                found[item.name] = widened(self.world.gradient(held.parts, held.item, held.mesh, parameter, owned.own), parameter)
+        for item, place in self.places.gradients:
+            if place.buffers and item.name in reached:
+                parameter, parts = self._tensors[item.name], self._parts_at(place)
+                found[item.name] = widened(self.world.gradient(parts, place.item, place.mesh, parameter, owned.own), parameter)
         if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             self._check_scale(scale)
             scale_in_place([local_of(gradient) for gradient in found.values()], scale if self._scale == 1.0 else scale / self._scale)
         return found
-
-    def put(self, name: str, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
-        """Let the parameter have its gradient where it has none and nobody waits for one; else the gradient, for autograd to hand on to
-        `node`. Autograd would make a second tensor of it, which for a DTensor takes longer than a small op."""
-        parameter = self._tensors[name]
-        if gradient is None or parameter.grad is not None or has_gradient_hooks(parameter) or not is_accumulating(node):
-            return gradient
-        if (gradient.dtype, gradient.stride()) != (parameter.dtype, parameter.stride()):
-            return gradient  # autograd has a rule for it
-        parameter.grad = gradient
-        return None
 
     def _check_scale(self, scale: torch.Tensor) -> None:
         """Raise `BackwardError` where the loss was scaled for the sake of a backward in float16 that is over by then."""
@@ -211,10 +197,14 @@ class Call:
         In a pipeline that is by their places on the mesh of one stage, and by microbatch where they hold one of each.
         """
         found = self.places.of(item)
+        return RankParts(self._parts_at(found), found.item, found.mesh)
+
+    def _parts_at(self, found: ResultPlace) -> Parts:
         parts: Parts = {}
         for place, rank, name in found.buffers:
-            parts.setdefault(place, self.states[rank].buffers[name])
-        return RankParts(parts, found.item, found.mesh)
+            if place not in parts:
+                parts[place] = self.states[rank].buffers[name]
+        return parts
 
     def _inputs_of(self, rank: int, state: RankState) -> list[torch.Tensor]:
         return [state.buffers[name] for name in self.schedules[rank].inputs if name in state.buffers]
@@ -287,70 +277,3 @@ class Call:
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """While this is entered fragments, which name a type of device, create tensors on this one: virtual ranks may be on any GPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-class OwnedMemory:
-    """Sees to it that a gradient shares memory with nothing: optimizers and clipping write into it. Its place in a bucket is its own.
-
-    Of what else there is only `others` may be the same tensor; that another one shares its memory is read off the memory itself.
-    """
-
-    def __init__(self, transports: Sequence[Transport], others: Iterable[torch.Tensor]) -> None:
-        self._others = set(map(id, others))
-        self._taken: set[int] = set()
-        parts = [each for transport in transports if (each := transport.bucket_parts())]
-        self._parts: Mapping[int, int] = parts[0] if len(parts) == 1 else ChainMap(*map(dict, parts))
-
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        address, needed = tensor.data_ptr(), tensor.nbytes
-        is_whole = self._parts.get(address) == needed or is_alone(tensor)
-        shared = not is_whole or address in self._taken or id(tensor) in self._others or not tensor.is_contiguous()
-        self._taken.add(address)
-        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
-
-
-class _Differentiable(torch.autograd.Function):
-    """Puts a `Call` on autograd's tape: parameters in, results out."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Call, names: tuple[str, ...], *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        results = call.forward()
-        # One that is detached is on the tape, too, so that a backward through it is refused instead of lost.
-        taped = {item.name for item in (*call.signature.inputs_of("tangent"), *call.detached)}
-        ctx.call, ctx.names, ctx.results = call, names, tuple(results)
-        # Saved for their version counters only: torch refuses a backward through parameters changed since.
-        ctx.save_for_backward(*(plain_part(tensor) if isinstance(tensor, DTensor) else tensor for tensor in parameters))
-        ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
-        ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in taped))
-        return tuple(results.values())
-
-    @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise BackwardError(_SECOND_DERIVATIVE)
-        if ctx.call is None:
-            raise BackwardError(_SECOND_TIME)
-        given = dict(zip(ctx.results, tangents, strict=True))
-        refuse_detached(ctx.call.signature, [item.name for item in ctx.call.detached if given[item.name] is not None])
-        _ = ctx.saved_tensors
-        call, ctx.call = ctx.call, None
-        gradients = call.backward(given)
-        leaves = zip(ctx.next_functions, ctx.names, strict=True)
-        return (None, None, *(call.put(name, gradients.get(name), node) for (node, _), name in leaves))
-
-
-_SECOND_DERIVATIVE = (
-    "backward was asked for with create_graph=True, but the gradients of a parallel module have no graph of their own: a gradient penalty "
-    "would be a constant. Leave create_graph out; for a penalty let the model itself compare its outputs at two inputs, "
-    "(f(x + h * v) - f(x)) / h, or train that model without autopar"
-)
-_SECOND_TIME = (
-    "backward ran a second time through one call of a parallel module; what it saved is gone after the first, with retain_graph=True, too: "
-    "add up the losses of one call and run backward once, or call the module again"
-)
-
-
-def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`call.forward()` with its results on autograd's tape; `parameters` are those that get gradients."""
-    results = _Differentiable.apply(call, tuple(parameters), *parameters.values())
-    return dict(zip((item.name for item in call.results), results, strict=True))

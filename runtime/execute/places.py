@@ -54,6 +54,11 @@ class Places:
         """The parameters that these ranks are given, with their buffers."""
         return tuple((item, self.of_input(item)) for item in self.compiled.signature.inputs_of("parameter"))
 
+    @cached_property
+    def gradients(self) -> tuple[tuple[Output, ResultPlace], ...]:
+        """The gradients that these ranks have parts of, and where."""
+        return tuple((item, self.of(item)) for item in self.compiled.signature.outputs_of("gradient"))
+
     def constant(self, name: str, device: torch.device) -> torch.Tensor:
         """A constant of the program on `device`, where it stays: copying it there at every step would keep the host waiting.
 

@@ -15,9 +15,10 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.train_step import LossScale
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime._torch import not_compiled
-from autopar.runtime.execute.call import Call, differentiate
+from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.fragments import rank_sizes
 from autopar.runtime.execute.random_key import random_key
+from autopar.runtime.execute.tape import differentiate
 from autopar.runtime.module.captures import Captured
 from autopar.runtime.module.copies import check_copy, share_captures
 from autopar.runtime.module.inputs import CallInputs, check_global, check_replicas

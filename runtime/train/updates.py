@@ -11,7 +11,8 @@ from torch import nn
 
 from autopar.ir.instructions import Update
 from autopar.ir.schedule import Schedule
-from autopar.runtime.execute.call import Call, OwnedMemory
+from autopar.runtime.execute.call import Call
+from autopar.runtime.execute.owned_memory import OwnedMemory
 from autopar.runtime.execute.world import local_of
 
 

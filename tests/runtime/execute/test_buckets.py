@@ -9,7 +9,7 @@ import torch
 from autopar.cost.memory_walk import BUCKET_ALIGNMENT_BYTES
 from autopar.ir.mesh import Mesh
 from autopar.runtime.execute.buckets import Bucket, BucketMemory
-from autopar.runtime.execute.call import OwnedMemory
+from autopar.runtime.execute.owned_memory import OwnedMemory
 from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport
 
 SHAPES = ((3, 5), (), (7,), (0,), (64,))
