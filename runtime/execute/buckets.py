@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -49,17 +49,15 @@ class Layout:
         return tuple(rows.unflatten(1, shape) if len(shape) else rows.squeeze(1) for rows, shape in zip(found, self.shapes, strict=True))
 
     def unpacked(self, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """New views of the tensors in `memory`."""
-        parts = memory.split(self._sizes)
-        return tuple(
-            (part if part.numel() == shape.numel() else part.narrow(0, 0, shape.numel())).view(shape)
-            for part, shape in zip(parts, self.shapes, strict=True)
-        )
+        """New views of the tensors in `memory`, flat and contiguous."""
+        # One call a tensor: there are as many as parameters, and a view takes longer than anything else that is done with each.
+        begin = memory.storage_offset()
+        places = zip(self.shapes, self._strides, self.offsets, strict=True)
+        return tuple([memory.as_strided(shape, stride, begin + offset) for shape, stride, offset in places])
 
     @cached_property
-    def _sizes(self) -> list[int]:
-        """How far it is from the beginning of each tensor to that of the next."""
-        return [end - begin for begin, end in pairwise((*self.offsets, self.size))]
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(torch.empty(shape, device="meta").stride() for shape in self.shapes)
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,8 @@ class Bucket:
 
 
 class Reserved(NamedTuple):
-    """A bucket that is to be filled: what makes a tensor may write it into its place, of `places`."""
+    """A bucket that is to be filled: what makes a tensor may write it into its place, of `places`, which are the results once it is
+    reduced, too."""
 
     bucket: Bucket
     places: tuple[torch.Tensor, ...]

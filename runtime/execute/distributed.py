@@ -74,7 +74,7 @@ class DistributedTransport:
     ) -> Flight:
         if reserved is not None:
             reserved.bucket.pack(tensors, reserved.places)
-            return _reduce_bucket(group, instruction, reserved.bucket)
+            return _reduce_bucket(group, instruction, reserved.bucket, lambda _: reserved.places)
         if len(tensors) > 1:
             return _BUCKET_FLIGHTS[instruction.collective](group, instruction, tensors, self._buckets)
         if is_spent and instruction.collective == "all_reduce":
@@ -262,11 +262,11 @@ _FLIGHTS: dict[str, Callable[[Group, Launch, torch.Tensor], Flight]] = {
 
 def _pack_and_reduce(group: Group, instruction: Launch, tensors: Sequence[torch.Tensor], memory: BucketMemory) -> Flight:
     """Copied into one memory, reduced in place, handed out as views."""
-    return _reduce_bucket(group, instruction, memory.packed(instruction.name, tensors))
+    bucket = memory.packed(instruction.name, tensors)
+    return _reduce_bucket(group, instruction, bucket, bucket.layout.unpacked)
 
 
-def _reduce_bucket(group: Group, instruction: Launch, bucket: Bucket) -> Flight:
-    finish = bucket.layout.unpacked
+def _reduce_bucket(group: Group, instruction: Launch, bucket: Bucket, finish: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> Flight:
     return Flight(partial(_reduce, bucket.memory, instruction.kind == "max", group), bucket.memory, bucket.memory, finish)
 
 
