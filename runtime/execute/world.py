@@ -41,6 +41,7 @@ from autopar.runtime.module.placement import (
     refined_device_mesh,
     stage_device_mesh,
     whole_placement,
+    widened,
 )
 from autopar.runtime.offload.stored import store_global, store_of
 
@@ -111,7 +112,7 @@ class World(Protocol):
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor: ...
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
-        """The gradient of `parameter`, in memory that nothing else looks at: `own` gives a part that."""
+        """The gradient of `parameter`, of its dtype, in memory that nothing else looks at: `own` gives a part that."""
         ...
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
@@ -177,8 +178,8 @@ class VirtualWorld:
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert item.sharding is not None, item
         if item.sharding.is_replicated and item.padding is None:
-            return own(parts[0])
-        return self.whole(parts, item, mesh)
+            return widened(own(parts[0]), parameter)
+        return widened(self.whole(parts, item, mesh), parameter)
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         return parameter.detach().clone()
@@ -336,7 +337,10 @@ class DistributedWorld:
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
         (part,) = parts.values()
-        return like(parameter, unpadded(own(part).to(local_part(parameter).device), self._local_padding(item, mesh)))
+        part, held = own(part), local_part(parameter)
+        if item.padding is None and part.dtype is held.dtype and part.device == held.device:  # nearly always, and for every parameter
+            return like(parameter, part)
+        return widened(like(parameter, unpadded(part.to(held.device), self._local_padding(item, mesh))), parameter)
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
         if item.padding is None:
