@@ -14,17 +14,20 @@ from autopar.compiler import compile
 from autopar.cost.hardware import calibrate as hardware
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.host import Host
+from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.runtime.execute.distributed import measurable
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.verify.host_seconds import runtime_seconds, update_seconds
+from autopar.runtime.verify.profile import Profile
+from autopar.runtime.verify.recalibration import recalibrated
 
 # A model of small parameters: what it computes is of no account.
 _LAYERS, _WIDTH, _SAMPLES, _MICROBATCHES = 64, 8, 2, 4
 _REPEATS = 15
 
 
-def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
+def calibrate(mesh: Any = None, path: str | Path | None = None, profile: Profile | None = None) -> Cluster:
     """The cluster that this process runs on, measured; written as YAML to `path`, where given.
 
     Call it on every rank of `torch.distributed` with the same DeviceMesh (named axes), all ranks of the world on it:
@@ -34,8 +37,18 @@ def calibrate(mesh: Any = None, path: str | Path | None = None) -> Cluster:
 
     On a CPU a small model of its own is compiled and run, for what the program takes beside the ops (`host:` in the file).
 
-    Raises `MeshError` for a mesh without names, of virtual ranks, or of a part of the world.
+    With a `profile` (`parallel.profile(...)`) nothing is measured: the cluster that its program was priced by is corrected, speed by speed,
+    by what its steps took (`autopar/runtime/verify/recalibration.py`). A profile of virtual ranks says nothing of links, and its cluster is
+    not kept.
+
+    Raises `MeshError` for a mesh without names, of virtual ranks, or of a part of the world, `AutoparError` for a mesh beside a profile.
     """
+    if profile is not None:
+        if mesh is not None:
+            raise AutoparError("calibrate(mesh, profile=...): a profile is of the mesh that its program ran on; leave out one of the two")
+        cluster = recalibrated(profile)
+        hardware.write(cluster, path, None if profile.is_virtual else profile.program.device)
+        return cluster
     return hardware.calibrate(mesh, path, host_of_runtime, measurable)
 
 

@@ -96,7 +96,8 @@ class Inspected(ModuleState):
 
     def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> Profile:
         """Run some steps on these inputs, measure every instruction, and set it beside the cost model: what is exposed, what idles, the
-        slowest fragments, and how far the model is off. A value that prints, and writes a trace. Nothing changes. Collective.
+        slowest fragments, and how far the model is off. A value that prints, writes a trace, and corrects the prices of the next plan
+        (`autopar.calibrate(profile=...)`). Nothing changes. Collective.
 
         Raises `AutoparError` for less than one step.
         """

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autopar.cost.model import CostModel, is_view
 from autopar.errors import AutoparError
 from autopar.ir.instructions import Launch, Pause, Run, Wait
 from autopar.ir.schedule import Schedule
@@ -50,6 +51,7 @@ class Profile:
 
     steps      by step and rank the instructions with their seconds from the start of the step
     predicted  a step of this program on paper, at the prices of `seconds`
+    cost       where these prices come from
     """
 
     program: ScheduleProgram
@@ -57,6 +59,7 @@ class Profile:
     is_virtual: bool
     seconds: Seconds | None = None
     predicted: Simulation | None = None
+    cost: CostModel | None = None
 
     @cached_property
     def median(self) -> Mapping[int, tuple[Interval, ...]]:
@@ -93,14 +96,14 @@ class Profile:
         return tuple(sorted(found.values(), key=lambda each: -each.seconds))
 
     def _what(self, name: str) -> str:
-        """The ops of a fragment, the most frequent first."""
+        """The ops of a fragment but for views, the most frequent first."""
         counts: dict[str, int] = {}
         for node in self.program.fragments[name].module.graph.nodes:
-            if node.op == "call_function":
+            if node.op == "call_function" and not is_view(node):
                 packet = str(getattr(node.target, "overloadpacket", node.target)).rsplit(".", 1)[-1]
                 counts[packet] = counts.get(packet, 0) + 1
         top = sorted(counts, key=lambda packet: -counts[packet])[:3]
-        return ", ".join(f"{packet} ×{counts[packet]}" for packet in top)
+        return ", ".join(f"{packet} ×{counts[packet]}" for packet in top) or "views alone"
 
     @cached_property
     def classes(self) -> dict[str, tuple[float, float]]:
@@ -120,7 +123,7 @@ class Profile:
                 instruction = schedule.instructions[number]
                 if isinstance(instruction, Run):
                     add(self._class(instruction.fragment), each, self.seconds(instruction))
-        for launch, seconds in () if self.is_virtual else self._flights():
+        for launch, seconds in () if self.is_virtual else self.flights():
             add(f"{launch.collective} {','.join(launch.axes)}", seconds, self.seconds(launch))
         return found
 
@@ -129,7 +132,7 @@ class Profile:
         rules = (registered_rule(node) for node in nodes if node.op == "call_function")
         return "contractions" if any(rule is not None and rule.flops for rule in rules) else "other compute"
 
-    def _flights(self) -> Iterator[tuple[Launch, float]]:
+    def flights(self) -> Iterator[tuple[Launch, float]]:
         """Collectives of the median step and what they took, from the last rank's launch on, or from the end of the one before over the
         same axes: of those that all ranks of a place waited for during most of that time, since when another ended is not known."""
         for place, schedule in enumerate(self.program.places):
@@ -188,8 +191,8 @@ def profile(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[str, Any]
         rows.append(_measured(call_of(parallel, args, kwargs)[0]))
     if compiled.cost is None:
         return Profile(compiled.schedule, tuple(rows), call.world.is_virtual)
-    seconds = fragment_seconds(compiled.schedule, compiled.cost)
-    return Profile(compiled.schedule, tuple(rows), call.world.is_virtual, seconds, on_paper(compiled.schedule, compiled.cost))
+    seconds, predicted = fragment_seconds(compiled.schedule, compiled.cost), on_paper(compiled.schedule, compiled.cost)
+    return Profile(compiled.schedule, tuple(rows), call.world.is_virtual, seconds, predicted, compiled.cost)
 
 
 def _measured(call: Call) -> dict[int, tuple[Interval, ...]]:

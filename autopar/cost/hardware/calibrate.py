@@ -101,11 +101,18 @@ def calibrate(
         measured = replace(measured, host=_measure_host(measure_host(), axes.values(), device))
     cluster = cluster_of(measured, samples, Mesh.of(mesh) if mesh is not None else None, hosts, busy)
     cluster = _from_first(cluster, device)
-    if not _is_distributed() or dist.get_rank() == 0:
-        keep(cluster, device.type)
-        if path is not None:
-            cluster.to_yaml(path)
+    write(cluster, path, device.type)
     return cluster
+
+
+def write(cluster: Cluster, path: str | Path | None, kept_for: str | None) -> None:
+    """By the first process: to `path`, where given, and to this machine's own file for devices of a type, where said."""
+    if _is_distributed() and dist.get_rank() != 0:
+        return
+    if kept_for is not None:
+        keep(cluster, kept_for)
+    if path is not None:
+        cluster.to_yaml(path)
 
 
 def _is_distributed() -> bool:
