@@ -55,6 +55,13 @@ def arguments(call: Node) -> tuple[Any, ...]:
     return call.args
 
 
+def all_named(call: Node) -> dict[str, Any]:
+    """All arguments of a call of an ATen op by name, defaults of its schema among them."""
+    known = call_of(call)._schema.arguments  # type: ignore[attr-defined]
+    found = {each.name: each.default_value for each in known}
+    return found | {each.name: value for each, value in zip(known, call.args, strict=False)} | call.kwargs
+
+
 def call_of(node: Node) -> Callable[..., Any]:
     """The function that `node` calls."""
     assert callable(node.target), f"{node.format_node()} calls nothing"

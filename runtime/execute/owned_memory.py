@@ -21,7 +21,7 @@ class OwnedMemory:
         self._others = set(map(id, others))
         self._taken: set[int] = set()
         parts = [each for transport in transports if (each := transport.bucket_parts())]
-        self._parts: Mapping[int, int] = parts[0] if len(parts) == 1 else ChainMap(*map(dict, parts))
+        self._parts: Mapping[int, int] = parts[0] if len(parts) == 1 else ChainMap(*map(dict, parts)) if parts else {}
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         address, needed = tensor.data_ptr(), tensor.nbytes

@@ -107,17 +107,17 @@ def test_an_axis_that_costs_more_than_it_saves_says_by_how_much() -> None:
 
 
 def test_the_first_line_says_what_ranks_repeat_of_other_ops() -> None:
-    """Bags have no rule: each rank looks them all up, which is most of the work, and no matmul."""
+    """Bags of unequal length have no rule: each rank looks them all up, which is most of the work, and no matmul."""
 
     class Bags(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.bags, self.out = nn.EmbeddingBag(4096, 64, mode="sum"), nn.Linear(64, 8)
 
-        def forward(self, symbols: torch.Tensor) -> torch.Tensor:
-            return self.out(self.bags(symbols)).square().mean()
+        def forward(self, symbols: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            return self.out(self.bags(symbols, offsets)).square().mean()
 
-    batch = {"symbols": torch.randint(0, 4096, (64, 8))}
+    batch = {"symbols": torch.randint(0, 4096, (512,)), "offsets": torch.arange(64) * 8}
     text = autopar.compile(Bags(), autopar.virtual_mesh(tp=4), example_inputs=batch, backend="eager").explain()
     found = re.search(r"all matmuls.* are split, others that ranks repeat take (\d+)% of op time, most of it (.*)\n", text)
     assert found is not None and int(found[1]) > 50 and found[2] == "aten._embedding_bag in bags"
