@@ -64,7 +64,8 @@ def _length(offsets: Any, ids: Any) -> int | None:
     """Of every bag; None where they differ, or may."""
     if not isinstance(offsets, Node) or offsets.target is not aten.arange.start_step:
         return None
-    start, end, step = (*offsets.args, 1)[:3]
+    given = all_named(offsets)
+    start, end, step = given["start"], given["end"], given["step"]
     return step if start == 0 and end == tensor_of(ids).numel() > 0 and end % step == 0 else None
 
 

@@ -57,6 +57,14 @@ def test_values_and_gradients_are_torchs(options: dict[str, Any], dtype: torch.d
     torch.testing.assert_close(ours.grad, model.weight.grad, rtol=tolerance, atol=4 * tolerance)
 
 
+@pytest.mark.parametrize("shape", [(6, 1), (1, 6)])
+def test_a_bag_of_one_and_one_bag(shape: tuple[int, int]) -> None:
+    model, ids = bag(mode="mean"), torch.arange(6).reshape(shape)
+    program = decomposed(model, ids)
+    assert not has_bags(program)
+    torch.testing.assert_close(program.module()(model.weight, ids)[0], model(ids))
+
+
 class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
