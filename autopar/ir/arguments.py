@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.fx import Node
 
+from autopar._torch import schema_of
+
 
 def node_at(call: Node, position: int) -> Node:
     """The argument at `position`, which is another node's value."""
@@ -57,7 +59,7 @@ def arguments(call: Node) -> tuple[Any, ...]:
 
 def all_named(call: Node) -> dict[str, Any]:
     """All arguments of a call of an ATen op by name, defaults of its schema among them."""
-    known = call_of(call)._schema.arguments  # type: ignore[attr-defined]
+    known = schema_of(call.target).arguments
     found = {each.name: each.default_value for each in known}
     return found | {each.name: value for each, value in zip(known, call.args, strict=False)} | call.kwargs
 

@@ -22,6 +22,7 @@ from autopar.runtime.execute.owned_memory import OwnedMemory
 from autopar.runtime.execute.places import Places, ResultPlace
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Parts, RankParts, World, local_of
+from autopar.runtime.module.placement import widened
 from autopar.runtime.offload.copier import copier_of
 from autopar.runtime.offload.stored import lying
 
@@ -160,7 +161,7 @@ class Call:
         for item, place in self.places.gradients:
             if place.buffers and item.name in reached:
                 parameter, parts = self._tensors[item.name], self._parts_at(place)
-                found[item.name] = self.world.gradient(parts, place.item, place.mesh, parameter, owned.own)
+                found[item.name] = widened(self.world.gradient(parts, place.item, place.mesh, parameter, owned.own), parameter)
         if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             self._check_scale(scale)

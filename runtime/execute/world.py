@@ -41,7 +41,6 @@ from autopar.runtime.module.placement import (
     refined_device_mesh,
     stage_device_mesh,
     whole_placement,
-    widened,
 )
 from autopar.runtime.offload.stored import store_global, store_of
 
@@ -112,7 +111,7 @@ class World(Protocol):
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor: ...
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
-        """The gradient of `parameter`, of its dtype, in memory that nothing else looks at: `own` gives a part that."""
+        """The gradient of `parameter`, in memory that nothing else looks at: `own` gives a part that."""
         ...
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
@@ -178,8 +177,8 @@ class VirtualWorld:
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert item.sharding is not None, item
         if item.sharding.is_replicated and item.padding is None:
-            return widened(own(parts[0]), parameter)
-        return widened(self.whole(parts, item, mesh), parameter)
+            return own(parts[0])
+        return self.whole(parts, item, mesh)
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         return parameter.detach().clone()
@@ -336,11 +335,8 @@ class DistributedWorld:
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        (part,) = parts.values()
-        part, held = own(part), local_part(parameter)
-        if item.padding is None and part.dtype is held.dtype and part.device == held.device:  # nearly always, and for every parameter
-            return like(parameter, part)
-        return widened(like(parameter, unpadded(part.to(held.device), self._local_padding(item, mesh))), parameter)
+        part, device = unpadded(own(*parts.values()), self._local_padding(item, mesh)), local_part(parameter).device
+        return like(parameter, part if part.device == device else part.to(device))
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
         if item.padding is None:

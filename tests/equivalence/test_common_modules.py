@@ -153,7 +153,7 @@ def test_a_pipeline_reads_a_buffer_late_that_it_wrote_early() -> None:
 
 
 def test_what_needs_all_samples_at_once_says_so() -> None:
-    bag = nn.EmbeddingBag(10, WIDTH, mode="sum").double()
+    bag = nn.EmbeddingBag(10, WIDTH, mode="max", padding_idx=0).double()
     model = Squared(lambda m, x: m.parts["linear"](m.parts["bag"]((x[..., 0].abs() * 4).long())), bag=bag, linear=nn.Linear(WIDTH, WIDTH))
     with pytest.raises(PlanError, match=r"(?s)test_common_modules\.py:\d+.* needs all samples of the batch at once.*num_microbatches=1"):
         autopar.compile(model.double(), autopar.virtual_mesh(pp=2), example_inputs=(X,), backend="eager", num_microbatches=2)

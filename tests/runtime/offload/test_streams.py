@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,10 @@ class Event:
         self.stream.run(self.end)
 
 
+# A worker waits for events, too: what one thread has begun the other must not take for done.
+PLAYING = threading.RLock()
+
+
 class Stream:
     """Does its work as late as it may."""
 
@@ -34,9 +39,10 @@ class Stream:
         self.done = 0
 
     def run(self, end: int | None = None) -> None:
-        while self.done < (len(self.work) if end is None else end):
-            self.done += 1
-            self.work[self.done - 1]()
+        with PLAYING:
+            while self.done < (len(self.work) if end is None else end):
+                self.done += 1
+                self.work[self.done - 1]()
 
     def record_event(self) -> Event:
         return Event(self)
