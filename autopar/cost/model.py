@@ -104,9 +104,12 @@ class CostModel:
         total = float(sum(value.nbytes for value in (*values.values(), *results_of(node)) if value is not None))
         if is_view(node):
             return Cost(_VIEW_SHARE * self.memory_seconds(total))
+        return Cost(self.local_contraction(node) + self.memory_seconds(total) + self.cluster.device.launch_seconds)
+
+    def local_contraction(self, node: Node) -> float:
+        """Of the seconds of `local` those of FLOPs."""
         rule = registered_rule(node)  # of a contraction; what has none has no FLOPs that count
-        seconds = self.compute_seconds(rule.flops if rule else 0.0, _dtype_of(node)) + self.memory_seconds(total)
-        return Cost(seconds + self.cluster.device.launch_seconds)
+        return self.compute_seconds(rule.flops, _dtype_of(node)) if rule else 0.0
 
     def traffic_bytes(self, node: Node, strategy: Strategy) -> float:
         """Bytes that one rank reads and writes: local operands (each value once) and local results."""

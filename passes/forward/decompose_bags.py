@@ -19,11 +19,12 @@ from torch.fx import Node
 from autopar.graph.emit import Emitter, replace, tensor_of
 from autopar.ir.arguments import all_named
 from autopar.ir.program import Program
+from autopar.kernels.registration import accumulation_dtype
 
 aten = torch.ops.aten
 
 # The numbers by which ATen schemas name modes.
-_SUM, _MEAN, _MAX = 0, 1, 2
+_MEAN, _MAX = 1, 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class DecomposeBags:
     """Embedding bags of equal length.
 
     Reads: a FORWARD program.
-    Writes: plain ATen ops in the place of `aten.embedding_bag`, summed in float32 for 16-bit weights and in their dtype otherwise.
+    Writes: plain ATen ops in the place of `aten.embedding_bag`, summed in float32, in float64 for float64.
     Ensures: the result has the shape and dtype of torch's. Of a max over bags with a padding id, and of gradients that are sparse or
         scaled by frequency, nothing is changed.
     """
@@ -56,7 +57,10 @@ def _decompose(node: Node, given: dict[str, Any]) -> None:
     emit = Emitter(node.graph, before=node)
     bags = _reduced(emit, given, length, padding)
     for user in results:
-        replace(user, bags) if user.args[1] == 0 else node.graph.erase_node(user)
+        if user.args[1] == 0:
+            replace(user, bags)
+        else:
+            node.graph.erase_node(user)
     node.graph.erase_node(node)
 
 
@@ -70,12 +74,12 @@ def _length(offsets: Any, ids: Any) -> int | None:
 
 
 def _reduced(emit: Emitter, given: dict[str, Any], length: int, padding: int | None) -> Node:
-    weight, dtype = given["weight"], tensor_of(given["weight"]).dtype
+    weight = given["weight"]
     ids = _by_bag(emit, given["indices"], length)
     rows = emit.call(aten.embedding.default, weight, ids)
     if given["mode"] == _MAX:
         return emit.call(operator.getitem, emit.call(aten.max.dim, rows, 1), 0)
-    rows = emit.cast(rows, torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+    rows = emit.cast(rows, accumulation_dtype(tensor_of(weight)))
     if given.get("per_sample_weights") is not None:
         weights = emit.cast(_by_bag(emit, given["per_sample_weights"], length), tensor_of(rows).dtype)
         rows = emit.call(aten.mul.Tensor, rows, emit.call(aten.unsqueeze.default, weights, -1))
@@ -87,7 +91,7 @@ def _reduced(emit: Emitter, given: dict[str, Any], length: int, padding: int | N
     if given["mode"] == _MEAN:
         number = length if counted is None else _at_least_one(emit, counted, tensor_of(bags).dtype)
         bags = emit.call(aten.div.Tensor, bags, number)
-    return emit.cast(bags, dtype)
+    return emit.cast(bags, tensor_of(weight).dtype)
 
 
 def _by_bag(emit: Emitter, flat: Node, length: int) -> Node:

@@ -1,8 +1,8 @@
 """What a profile says of the hardware: the cluster that a program was priced by, each of its speeds times one number.
 
-    products   FLOP/s                                over the fragments of a rank, least squares of relative errors
-    the rest   memory bandwidth, launches            likewise
-    links      latency, call and bandwidth of an axis, by the collectives over it whose end is known
+    contractions   FLOP/s, over the fragments of a rank, by least squares of relative errors
+    the rest       memory bandwidth and launches, likewise
+    links          latency, call and bandwidth of an axis, by the collectives over it whose end is known
 
 `autopar.calibrate` measures ops and messages of all sizes, and sees shapes; this sees the ones that a step is made of, and nothing else.
 """
@@ -18,12 +18,10 @@ import numpy as np
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.device import Device
 from autopar.cost.hardware.links import Link, Protocol
-from autopar.cost.model import CostModel
+from autopar.cost.model import CostModel, is_view
 from autopar.errors import AutoparError
-from autopar.ir.instructions import Launch, Run, Wait
+from autopar.ir.instructions import Copy, Launch, Receive, Run, Send, Wait
 from autopar.ir.mesh import MICROBATCHES, parent
-from autopar.ir.program import operands, results_of
-from autopar.ops.lookup import registered_rule
 from autopar.pipeline.fragment_prices import fragment_seconds
 from autopar.runtime.verify.profile import Profile
 
@@ -45,10 +43,10 @@ def recalibrated(profile: Profile) -> Cluster:
 
 def _device(profile: Profile, cost: CostModel) -> Device:
     device = cost.cluster.device
-    products, rest = _slower(profile, cost)
+    contractions, rest = _slower(profile, cost)
     return replace(
         device,
-        flops=tuple((dtype, rate / products) for dtype, rate in device.flops),
+        flops=tuple((dtype, rate / contractions) for dtype, rate in device.flops),
         memory_bandwidth=device.memory_bandwidth / rest,
         launch_seconds=device.launch_seconds * rest,
         source=_source(profile),
@@ -56,7 +54,7 @@ def _device(profile: Profile, cost: CostModel) -> Device:
 
 
 def _slower(profile: Profile, cost: CostModel) -> tuple[float, float]:
-    """How many times as long as on paper products take, and all else that fragments do."""
+    """How many times as long as on paper contractions take, and all else that fragments do."""
     measured = _undisturbed(profile)
     notable = [name for name, seconds in measured.items() if seconds >= _NOTABLE * sum(measured.values())]
     paper = np.array([_on_paper(profile, cost, name) for name in notable])
@@ -64,8 +62,8 @@ def _slower(profile: Profile, cost: CostModel) -> tuple[float, float]:
     common = float(seconds.sum() / paper.sum()) if paper.sum() else 1.0
     rows = np.vstack([paper / seconds[:, None], _DRAWN / common * np.eye(2)])
     found = np.linalg.lstsq(rows, np.array([1.0] * len(notable) + [_DRAWN] * 2), rcond=None)[0]
-    products, rest = (float(each) for each in found)
-    return (products, rest) if products > 0 and rest > 0 else (common, common)
+    contractions, rest = (float(each) for each in found)
+    return (contractions, rest) if contractions > 0 and rest > 0 else (common, common)
 
 
 def _undisturbed(profile: Profile) -> dict[str, float]:
@@ -80,21 +78,16 @@ def _undisturbed(profile: Profile) -> dict[str, float]:
                     (beside if under_way else alone).setdefault(instruction.fragment, []).append(each.seconds)
                 elif isinstance(instruction, Wait):
                     under_way.discard(instruction.target)
-                elif isinstance(instruction, Launch):
+                elif isinstance(instruction, (Launch, Copy, Send, Receive)):
                     under_way.add(instruction.name)
     return {name: statistics.median(seconds) for name, seconds in (beside | alone).items()}
 
 
 def _on_paper(profile: Profile, cost: CostModel, name: str) -> tuple[float, float]:
-    """Seconds of a fragment: those of its products, and the rest."""
+    """Seconds of a fragment: those of its contractions, and the rest."""
     nodes = [node for node in profile.program.fragments[name].module.graph.nodes if node.op == "call_function"]
-    products = 0.0
-    for node in nodes:
-        rule = registered_rule(node)
-        if rule is not None and rule.flops:
-            dtypes = (value.dtype for operand in operands(node) for value in results_of(operand)[:1] if value is not None)
-            products += cost.compute_seconds(rule.flops, next(dtypes))
-    return products, sum(cost.local(node).seconds for node in nodes) - products
+    contractions = sum(cost.local_contraction(node) for node in nodes if not is_view(node))
+    return contractions, sum(cost.local(node).seconds for node in nodes) - contractions
 
 
 def _links(profile: Profile, cost: CostModel) -> Mapping[str, Link]:

@@ -19,7 +19,8 @@ from autopar.pipeline.fragment_prices import fragment_seconds, on_paper
 from autopar.runtime.verify.profile import Profile
 
 WIDTH = 2048
-ASSUMED = Cluster.named("8xa100")
+A100 = Cluster.named("8xa100")
+ASSUMED = replace(A100, inner=replace(A100.inner, small=None))  # with one protocol, which one number corrects
 
 
 class Mixed(torch.nn.Module):
@@ -52,26 +53,23 @@ def slower(cluster: Cluster, products: float, rest: float, link: float) -> Clust
             latency_seconds=inner.latency_seconds * link,
             bytes_per_second=inner.bytes_per_second / link,
             call_seconds=inner.call_seconds * link,
-            small=None,
         ),
     )
 
 
 def measured_on(truth: Cluster, is_virtual: bool = False) -> Profile:
     """The profile of a program that was priced by `ASSUMED`, and ran where all is as `truth` says."""
-    assumed = replace(ASSUMED, inner=replace(ASSUMED.inner, small=None))
     with torch.device("meta"):
         model, batch = Mixed(), torch.ones(WIDTH, WIDTH)
-    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), backend="eager", cluster=assumed, zero=3, example_inputs=(batch,))
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), backend="eager", cluster=ASSUMED, zero=3, example_inputs=(batch,))
     program = parallel.compiled.schedule
-    cost = CostModel(assumed, parallel.compiled.mesh)
+    cost = CostModel(ASSUMED, parallel.compiled.mesh)
     (row,) = predicted_intervals(on_paper(program, CostModel(truth, parallel.compiled.mesh)))
     return Profile(program, ({0: tuple(row), 1: tuple(row)},), is_virtual, fragment_seconds(program, cost), on_paper(program, cost), cost)
 
 
 def test_what_was_measured_is_explained() -> None:
-    assumed = replace(ASSUMED, inner=replace(ASSUMED.inner, small=None))
-    truth = slower(assumed, products=6.0, rest=2.0, link=3.0)
+    truth = slower(ASSUMED, products=6.0, rest=2.0, link=3.0)
     profile = measured_on(truth)
     found = autopar.calibrate(profile=profile)
     for (dtype, rate), (_, true) in zip(found.device.flops, truth.device.flops, strict=True):
@@ -80,17 +78,16 @@ def test_what_was_measured_is_explained() -> None:
     assert found.device.launch_seconds == pytest.approx(truth.device.launch_seconds, rel=0.05)
     link = dict(found.links)["dp"]
     assert link.bytes_per_second == pytest.approx(truth.inner.bytes_per_second, rel=0.1)
-    assert (found.inner, found.outer, found.ranks_per_node) == (assumed.inner, assumed.outer, 8), "other axes were not seen"
+    assert (found.inner, found.outer, found.ranks_per_node) == (ASSUMED.inner, ASSUMED.outer, 8), "other axes were not seen"
     assert "profile of 1 steps" in found.device.source
     step = on_paper(profile.program, CostModel(found, profile.program.mesh)).step_seconds
     assert step == pytest.approx(on_paper(profile.program, CostModel(truth, profile.program.mesh)).step_seconds, rel=0.05)
 
 
 def test_a_cluster_that_is_right_stays_as_it_is() -> None:
-    assumed = replace(ASSUMED, inner=replace(ASSUMED.inner, small=None))
-    found = autopar.calibrate(profile=measured_on(assumed))
-    assert found.device.memory_bandwidth == pytest.approx(assumed.device.memory_bandwidth)
-    assert dict(found.device.flops) == pytest.approx(dict(assumed.device.flops))
+    found = autopar.calibrate(profile=measured_on(ASSUMED))
+    assert found.device.memory_bandwidth == pytest.approx(ASSUMED.device.memory_bandwidth)
+    assert dict(found.device.flops) == pytest.approx(dict(ASSUMED.device.flops))
 
 
 def test_virtual_ranks_say_nothing_of_links_and_are_not_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
