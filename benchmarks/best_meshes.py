@@ -19,14 +19,14 @@ import torch
 
 import autopar
 from benchmarks.foresight import PUBLISHED, tables
-from benchmarks.published_gpts import CLUSTER, megatron_plan, megatron_work
+from benchmarks.published_gpts import CLUSTER, megatron_step, megatron_work
 from benchmarks.published_models import GPT
 from benchmarks.published_rows import Row
 from benchmarks.reporting import print_table, write_json
 
 
 def compared(row: Row) -> tuple[dict[str, Any], autopar.RankedPlans]:
-    theirs = megatron_plan(row, megatron_work(row))
+    theirs = megatron_step(row, megatron_work(row)).prediction()
     width, heads, layers, length, symbols, gpus = (int(row[name]) for name in ("hidden", "heads", "layers", "seq", "vocab", "gpus"))
     cpu, start = time.process_time(), time.perf_counter()
     with torch.device("meta"):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 
-import autopar
+from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
-from autopar.predictor import measure_work
+from autopar.predictor import measure_work, step_of
 from benchmarks.published_models import LLAMA, Llama
-from benchmarks.published_rows import Compared, Row, Tables
+from benchmarks.published_rows import Case, Compared, Row, Tables
 
 CLUSTER = "8xH100"
 # The small models tie the head to the embeddings.
 TIED = ("1B", "3B")
-# In units of the memory column, as far as it agrees with counts by hand.
-GIB = 2**30
 FEW_NODES = 32
 USUAL_MFU = 20.0
 FAR = 0.2
@@ -38,17 +36,15 @@ def work_of(row: Row) -> ModelWork:
     return llama(vocabulary, layers, width, heads, hidden, length, row["model"] in TIED, int(row["tp"]))
 
 
-def ultrascale(tables: Tables) -> Iterator[Compared]:
+def ultrascale(tables: Tables) -> Iterator[Case]:
     """Rows that ran. Printed are tokens a GPU and second; the batch is dp · microbatch · accumulation, not always the one named."""
     for row in tables["ultrascale_h100_all_runs"]:
         if row["status"] != "ok" or not _is_expressed(row):
             continue
         dp, samples, number = (int(row[name]) for name in ("dp", "micro_batch", "grad_accum"))
-        found = _predicted(row)
         printed = dp * samples * number * int(row["seq"]) / (int(row["gpus"]) * float(row["tokens_per_s_per_gpu"]))
         where = {name: row[name] for name in ("model", "nodes", "dp", "tp", "pp", "micro_batch", "grad_accum", "zero_stage", "mfu_pct")}
-        memory = {"GiB": float(row["memory_GB"]), "predicted GiB": found.peak_bytes / GIB}
-        yield Compared(where, printed, found.step_seconds, memory)
+        yield Case(where, printed, _step(row), float(row["memory_GB"]))
 
 
 def _is_expressed(row: Row) -> bool:
@@ -56,9 +52,9 @@ def _is_expressed(row: Row) -> bool:
     return int(row["pp"]) <= int(row["layers"])
 
 
-def _predicted(row: Row) -> autopar.Prediction:
+def _step(row: Row) -> Step:
     tp, pp, dp, samples, number = (int(row[name]) for name in ("tp", "pp", "dp", "micro_batch", "grad_accum"))
-    return autopar.predict(
+    return step_of(
         work_of(row),
         cluster=CLUSTER,
         mesh={"pp": pp, "dp": dp, "tp": tp},
@@ -84,7 +80,7 @@ def runs(row: Row) -> bool:
     compute (the last may have the loss alone), and the fullest rank has to fit into the device."""
     if not _is_expressed(row) or int(row["grad_accum"]) < int(row["pp"]) - 1:
         return False
-    found = _predicted(row)
+    found = _step(row).prediction()
     return found.fits and sum(not stage.forward for stage in found.stages) <= 1
 
 
@@ -100,9 +96,14 @@ def right_of_runs(tables: Tables) -> dict[str, Any]:
     }
 
 
+def is_plain(where: Mapping[str, str]) -> bool:
+    """Few nodes and no pipeline."""
+    return where["pp"] == "1" and int(where["nodes"]) <= FEW_NODES
+
+
 def subsets(rows: Sequence[Compared]) -> dict[str, list[Compared]]:
     """By columns of the configuration, and by the printed MFU."""
-    plain = [row for row in rows if row.where["pp"] == "1" and int(row.where["nodes"]) <= FEW_NODES]
+    plain = [row for row in rows if is_plain(row.where)]
     return {
         f"up to {FEW_NODES} nodes, no pipeline": plain,
         f"of these MFU ≥ {USUAL_MFU:.0f}": [row for row in plain if float(row.where["mfu_pct"]) >= USUAL_MFU],

@@ -81,6 +81,7 @@ def clocked(plan: Values) -> Simulation:
             stage["forward"],
             stage["input_gradient"],
             stage["weight_gradient"],
+            backward_seconds=stage.get("backward"),
             saved_bytes=stage["saved_bytes"],
             weight_saved_bytes=0.5 * stage["saved_bytes"],
             held_bytes=held[stage["rank"]] if number < pp else 0.0,

@@ -63,7 +63,7 @@ class Constants:
 # H: fitted on ultrascale_h100_all_runs. M: measured, benchmarks/published (nccl_measured, matmul_mamf), see autopar/cost/hardware/clusters.
 CALIBRATED = {
     "a100": Constants(
-        product_flops=250e12,  # A: 92 % of the best measured shape
+        product_flops=248e12,  # A, 250 then: 91 % of the best measured shape
         attention_flops=150e12,  # no table has fused attention: 0.6 of the rate of products
         memory_bandwidth=1.5e12,  # A: a copy within the device reaches 1.58
         launch_seconds=4e-6,  # M
@@ -74,14 +74,14 @@ CALIBRATED = {
         peak_flops=312e12,
     ),
     "h100": Constants(
-        product_flops=761e12,  # H
-        attention_flops=220e12,  # H
-        memory_bandwidth=2.84e12,  # H
+        product_flops=700e12,  # H
+        attention_flops=268e12,  # H
+        memory_bandwidth=2.4e12,  # H
         launch_seconds=4e-6,  # M
         inner_latency=5.5e-6,  # M
-        inner_bandwidth=445e9,  # H, within the data sheet's
-        outer_latency=414e-6,  # H
-        outer_bandwidth=39.5e9,  # H
+        inner_bandwidth=450e9,  # H, the data sheet's
+        outer_latency=659e-6,  # H
+        outer_bandwidth=32.2e9,  # H
         peak_flops=989e12,
     ),
 }
@@ -96,6 +96,8 @@ class SoftwareProfile:
                          `collective_host_seconds`, what a collective of tensor parallelism takes besides. An action lasts as
                          long as the slower of CPU and device
     overlaps_gradients   whether sums of gradients over dp run beside the last backward: "always", "without zero", or "never"
+    overlaps_tp          which collectives of the input gradient move their bytes beside the products of the weight gradient, where both
+                         are one action: none, the "sums" of the input gradient, or "all". What starts them does not hide
     doubling_seconds     what a step waits longer, once, for every doubling of the number of nodes
     partition            "layers": as many layers to each stage as to others; "ends": one fewer to the first and the last stage;
                          "cost": a stage is full when one block more would make the products so far exceed its share; "past cost": when
@@ -103,6 +105,8 @@ class SoftwareProfile:
     gradient_bytes       bytes of an element of a gradient as it is accumulated, and, in `reduced_bytes`, as it goes over dp
     state_bytes          bytes a parameter of optimizer state and master weights, split by ZeRO
     keeps_gathered       whether the backward finds what was gathered over tp, or gathers it again from the parts
+    holds_ahead          whether, without a pipeline, as much as was gathered is held all the same while there is room: the CPU is a
+                         microbatch ahead of the device, and memory that a collective reads is not used again before it is through
     bucket_bytes         bytes a parameter of buckets of gradients, where there are sums over dp
     counts_working       "fused" or "eager": what the forward and the backward make and drop is counted, with chains as one kernel or op by
                          op; "" leaves it out
@@ -113,12 +117,14 @@ class SoftwareProfile:
     host_seconds: float = 0.0
     collective_host_seconds: float = 0.0
     overlaps_gradients: Literal["always", "without zero", "never"] = "never"
+    overlaps_tp: Literal["", "sums", "all"] = ""
     doubling_seconds: float = 0.0
     partition: Literal["layers", "ends", "cost", "past cost"] = "layers"
     gradient_bytes: float = 4.0
     reduced_bytes: float = 4.0
     state_bytes: float = 12.0
     keeps_gathered: bool = True
+    holds_ahead: bool = False
     bucket_bytes: float = 0.0
     counts_working: Literal["", "fused", "eager"] = ""
 
@@ -133,20 +139,28 @@ class SoftwareProfile:
 
 
 _MEGATRON = SoftwareProfile("megatron", reduced_bytes=2.0)
+_MEGATRON_2022 = replace(_MEGATRON, name="megatron-2022", overlaps_tp="sums")
 PROFILES = {
     "fused": SoftwareProfile("fused", overlaps_gradients="always", partition="cost"),
     "eager": SoftwareProfile("eager", pointwise="eager"),
     "megatron": _MEGATRON,
-    "zero-bubble": replace(_MEGATRON, name="zero-bubble", partition="ends"),
+    # Since sequence parallelism (arXiv:2205.05198) the sum of an input gradient runs beside the product of the weight gradient.
+    "megatron-2022": _MEGATRON_2022,
+    "zero-bubble": replace(_MEGATRON_2022, name="zero-bubble", partition="ends"),
     "nanotron": SoftwareProfile(
         "nanotron",
-        host_seconds=47.3e-6,  # H
-        collective_host_seconds=175e-6,  # H
+        host_seconds=64.4e-6,  # H
+        collective_host_seconds=133e-6,  # H
         # DistributedDataParallel's hooks reduce whole gradients during the last backward, ZeRO's reduce-scatters come behind it.
         overlaps_gradients="without zero",
-        doubling_seconds=30.2e-3,  # H
+        doubling_seconds=27.5e-3,  # H
         partition="past cost",
+        # Its asynchronous column-split products wait neither for the sum of their input gradient nor for what their weight gradient
+        # gathers again; that gathers of the row-split ones hide as well is what the rows say.
+        overlaps_tp="all",
         keeps_gathered=False,
+        # Where there is a pipeline, receiving waits for the device.
+        holds_ahead=True,
         bucket_bytes=2.0,  # gradients in 16 bits beside their float32 sums
         counts_working="fused",
     ),

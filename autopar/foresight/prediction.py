@@ -28,12 +28,13 @@ class StageMemory:
 @dataclass(frozen=True)
 class StageSeconds:
     """What a stage takes for one microbatch on the rank at `rank` along pp, sending to the next stage included, and bytes that it keeps for
-    the backward. What is recomputed is a part of the input gradient."""
+    the backward. What is recomputed is a part of the input gradient; an undivided `backward` may take less than both gradients."""
 
     rank: int
     forward: float
     input_gradient: float
     weight_gradient: float
+    backward: float
     send: float
     saved_bytes: float
 

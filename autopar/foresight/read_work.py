@@ -135,8 +135,11 @@ class _Reader:
         waits = self.reaching_earlier_blocks()
         groups = self.groups()
         for node in self.calls:
-            parts = [self.part_of(node, waits)] + ([self.blocks[self.place[node]].core] if node in core else [])
-            for part in parts:
+            block = self.blocks[self.place[node]]
+            if node.target is reshard and not _is_forward(node) and node not in waits and not self.has_batch(node):
+                block.gradient_sums.extend(self.transfers(node))
+                continue
+            for part in [self.part_of(node, waits)] + ([block.core] if node in core else []):
                 self.add(node, part)
         for group in groups:
             reads, writes = self.group_traffic(group)

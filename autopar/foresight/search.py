@@ -56,7 +56,7 @@ class Totals:
 
     work: ModelWork
     prices: Prices
-    _seconds: dict[tuple[int, str], Seconds] = field(default_factory=dict[tuple[int, str], Seconds])
+    _seconds: dict[tuple[int, str], float] = field(default_factory=dict[tuple[int, str], float])
 
     @cached_property
     def parameters(self) -> float:
@@ -71,8 +71,9 @@ class Totals:
         if key not in self._seconds:
             step = Step(self.work, StepPlan(microbatch, 1, recompute=recompute), self.prices)
             parts = ("forward", "again", "input_gradient", "weight_gradient")
-            self._seconds[key] = sum((step.seconds(part, 0) for part in parts), Seconds())
-        return self._seconds[key].total
+            whole = sum((step.seconds(part, 0) for part in parts), Seconds())
+            self._seconds[key] = max(whole.device - step.hidden_seconds(0), whole.host)
+        return self._seconds[key]
 
     def saved_bytes(self, microbatch: int, recompute: str) -> float:
         return Step(self.work, StepPlan(microbatch, 1, recompute=recompute), self.prices).saved_bytes(0)

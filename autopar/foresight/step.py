@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from autopar.cost.hardware.links import CommunicationKind
 from autopar.foresight.clock import Times, times
 from autopar.foresight.partition import Stages, cut
 from autopar.foresight.prediction import Prediction, StageMemory, StageSeconds
@@ -69,6 +70,10 @@ class Step:
                 total += self.of(block, "core", samples)
         return total
 
+    def hidden_seconds(self, stage: int) -> float:
+        """What of one microbatch's collectives runs beside products of an undivided backward."""
+        return self.prices.hidden_seconds(self.seconds("input_gradient", stage), self.seconds("weight_gradient", stage))
+
     def of(self, block: Block, part: str, samples: int) -> Seconds:
         return self.prices.part(getattr(block, part), samples)
 
@@ -79,10 +84,12 @@ class Step:
         # The CPU runs ahead of the device: what it is late in one part it may have gained in another of the microbatch.
         whole = forward + gradient + weight
         stretch = whole.total / whole.device if whole.device else 1.0
+        hidden = self.hidden_seconds(stage)
         return StageCost(
             stretch * forward.device,
             stretch * gradient.device,
             stretch * weight.device,
+            backward_seconds=max(whole.device - hidden, whole.host) - stretch * forward.device if hidden else None,
             saved_bytes=self.saved_bytes(stage),
             weight_saved_bytes=0.5 * self.saved_bytes(stage),
         )
@@ -133,6 +140,14 @@ class Step:
     def of_rank(self, rank: int) -> list[int]:
         return [stage for stage, place in enumerate(self.schedule.stages) if place == rank]
 
+    def sum_seconds(self, rank: int) -> float:
+        """The sums of a rank's gradients over tp: one collective for all of a kind."""
+        sizes: dict[tuple[CommunicationKind, tuple[str, ...]], tuple[float, float]] = {}
+        for each in (each for stage in self.of_rank(rank) for block in self.stages[stage] for each in block.gradient_sums):
+            before = sizes.get((each.collective, each.axes), (0.0, 0.0))
+            sizes[each.collective, each.axes] = before[0] + each.input.fixed, before[1] + each.output.fixed
+        return sum(self.prices.collective(kind, axes, *size) for (kind, axes), size in sizes.items())
+
     def reduction_seconds(self, rank: int) -> float:
         """The sum of a rank's gradients over dp; with ZeRO a reduce-scatter, and a gather of what was updated."""
         count = self.counts[rank]
@@ -170,9 +185,12 @@ class Step:
         """What one microbatch keeps from its forward to its backward."""
         samples, kind = self.plan.microbatch, RECOMPUTE[self.plan.recompute]
         kept = sum(getattr(block, kind if block.is_layer else "saved").of(samples) for block in self.stages[stage])
-        if self.prices.profile.keeps_gathered:
-            return kept
-        return kept - sum(block.gathered.of(samples) for block in self.stages[stage] if kind != "inputs" or not block.is_layer)
+        return kept if self.prices.profile.keeps_gathered else kept - self.gathered_bytes(stage)
+
+    def gathered_bytes(self, stage: int) -> float:
+        """What of `saved_bytes` can be gathered again from its parts."""
+        is_kept = RECOMPUTE[self.plan.recompute] != "inputs"
+        return sum(block.gathered.of(self.plan.microbatch) for block in self.stages[stage] if is_kept or not block.is_layer)
 
     def memory(self, rank: int, zero: int | None = None) -> StageMemory:
         """At another level of ZeRO than the plan's, where one is given."""
@@ -185,7 +203,11 @@ class Step:
         if counted := self.prices.profile.counts_working:
             sizes = (getattr(block, f"{counted}_working") for stage in stages for block in self.stages[stage])
             working += self.plan.microbatch * max(sizes, default=0.0)
-        return replace(self.state_memory(self.counts[rank], zero), activations=saved, working=working)
+        found = replace(self.state_memory(self.counts[rank], zero), activations=saved, working=working)
+        if self.prices.profile.holds_ahead and self.plan.pp == 1:
+            room = max(0.0, self.prices.cluster.device.memory_bytes - found.total)
+            found = replace(found, working=working + min(room, self.gathered_bytes(0)))
+        return found
 
     def peak_bytes(self, zero: int) -> float:
         """Of the rank that holds most."""
@@ -227,6 +249,7 @@ class Step:
         if self.overlaps_gradients:
             last = max(stage.seconds("B") for stage in self.pipeline.stages)
             reduction = max(0.0, reduction - last)
+        reduction += max(map(self.sum_seconds, ranks))
         update = max(map(self.update_seconds, ranks))
         slowest = max(ranks, key=lambda rank: times.busy_seconds[rank])
         parts = Seconds()
@@ -235,11 +258,12 @@ class Step:
                 parts += self.seconds(name, stage)
         number = plan.num_microbatches
         busy = times.busy_seconds[slowest]
+        hidden = sum(self.hidden_seconds(action.stage) for action in self.schedule.orders[slowest] if action.kind == "B")
         seconds = {
             "products": parts.products * number,
             "memory": parts.traffic * number,
-            "tensor_parallel": parts.collectives * number,
-            "launches": max(0.0, busy - (parts.products + parts.traffic + parts.collectives) * number),
+            "tensor_parallel": parts.collectives * number - hidden,
+            "launches": max(0.0, busy - parts.device * number + hidden),
             "bubble": pipeline_seconds - busy,
             "gradients": reduction,
             "update": update,
@@ -263,7 +287,15 @@ class Step:
         places = self.schedule.stages
         sends = [edge.seconds if places[at] != places[at + 1] else 0.0 for at, edge in enumerate(self.pipeline.edges.values())]
         return tuple(
-            StageSeconds(place, cost.forward_seconds, cost.input_gradient_seconds, cost.weight_gradient_seconds, send, cost.saved_bytes)
+            StageSeconds(
+                place,
+                cost.forward_seconds,
+                cost.input_gradient_seconds,
+                cost.weight_gradient_seconds,
+                cost.seconds("B"),
+                send,
+                cost.saved_bytes,
+            )
             for place, cost, send in zip(places, self.pipeline.stages, [*sends, 0.0], strict=True)
         )
 

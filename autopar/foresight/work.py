@@ -74,7 +74,8 @@ class Block:
     `core` is the part of the forward that selective recomputation runs again: from the first product of two activations to the last.
     `saved` is what the forward keeps for the backward, `saved_outside_core` the same without what `core` makes, `inputs` what comes in from
     blocks before (all that full recomputation keeps), `gathered` what of `saved` is left out where parts are kept and gathered again.
-    `parameters` counts elements that a rank holds by name, `itemsize` bytes of each.
+    `parameters` counts elements that a rank holds by name, `itemsize` bytes of each. `gradient_sums` run once a step and not for every
+    microbatch: sums over tp of gradients that no sample is a dim of, to which all microbatches add first.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Block:
     input_gradient: Part = field(default_factory=Part)
     weight_gradient: Part = field(default_factory=Part)
     core: Part = field(default_factory=Part)
+    gradient_sums: list[Transfer] = field(default_factory=list[Transfer])
     saved: Amount = Amount()
     saved_outside_core: Amount = Amount()
     inputs: Amount = Amount()
