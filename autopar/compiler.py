@@ -147,7 +147,7 @@ def compile(
                     `torch.utils.checkpoint`; "none" nothing; "full" every layer (a module with a number in its path) from what it reads;
                     "selective" all of a layer but what contractions and attentions make
     offload         "activations": what the backward reads lies in the memory of the host meanwhile, as far as that lowers the peak, and
-                    under a memory budget as little of it as that takes;
+                    under a memory budget as little of it as that takes; "auto" so where that is the fastest way into the budget;
                     "optimizer": its state lies there, and `train_step` updates there;
                     "parameters": they lie there, and are on the device while it reads them; so does the optimizer's state, and updates are
                     made there; or an `Offload`, which says what lies where, in files, too
@@ -232,7 +232,7 @@ def compile(
             by_name = here.by_name(logical, by_plan or bool(pins)) if is_open else ()
 
             def memory(compiled: Compiled) -> Memory:
-                return memory_of(compiled, rank_sizes(compiled, backend), *capacity_of(compiled))
+                return memory_of(compiled, rank_sizes(compiled, backend, model), *capacity_of(compiled))
 
             def compile_by(call: Call, options: Options, from_first: FromFirst | None, known: Captures) -> Compiled:
                 return compile_call(model, logical, *call, options, pins, from_first, known)

@@ -49,7 +49,7 @@ class Sizes:
     buffer_bytes   of a buffer with memory of its own, where no fragment says it
     working_bytes  what a RUN or an UPDATE needs besides its buffers while it runs
     held_bytes     what is there all the time and is no buffer: what an optimizer holds
-    given_bytes    likewise, what the caller passes: a call has copies, so that the caller may write into it meanwhile
+    given_bytes    likewise, what the caller passes, and the model's buffers: a call has copies, so that the caller may write meanwhile
     taken_bytes    results as the caller gets them at PAUSE, copies for the same reason
     parked_bytes   what an optimizer holds elsewhere than on the device
     arrival        when a receive or a collective takes its memory: at its launch, as on processes, or at its WAIT, as on virtual ranks

@@ -21,7 +21,7 @@ class RankSizes:
     """What schedules do not say of memory: fragments by their graphs, in the form in which they run, updates by their optimizer.
 
     A parameter that an update gathers has its parts on `stage_ranks` ranks. On processes the caller's own tensors, of which a call has
-    copies, take `given_bytes`.
+    copies, take `given_bytes`, and the model's own buffers, of which it has copies, too, `buffer_bytes`.
     """
 
     budget: MemoryBudget
@@ -30,6 +30,7 @@ class RankSizes:
     on_processes: bool = True
     stage_ranks: int = 1
     given_bytes: float = 0.0
+    buffer_bytes: float = 0.0
 
     def of(self, schedule: Schedule) -> Sizes:
         optimizer, is_updated = self.budget.optimizer, any(isinstance(each, Update) for each in schedule.instructions)
@@ -51,7 +52,7 @@ class RankSizes:
         named = zip(schedule.signature.inputs, schedule.inputs, strict=True)
         away = sum(optimizer.away_bytes(item, schedule.bytes_of(name)) for item, name in named) if is_updated else 0.0
         parked: dict[Memory, float] = {} if optimizer.away is None else {optimizer.away: away}
-        given = self.given_bytes if self.on_processes else 0.0
+        given = self.given_bytes + self.buffer_bytes if self.on_processes else 0.0
         arrival = "launch" if self.on_processes else "wait"
         taken = self._taken_bytes(schedule) if self.on_processes else 0.0
         return Sizes(schedule.bytes_of, working_bytes, state, given, taken, arrival, self.budget.over_gloo, parked)

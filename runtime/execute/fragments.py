@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule
 
 from autopar.cost.model import is_view
@@ -95,13 +96,15 @@ class CompiledFragments:
         return function
 
 
-def rank_sizes(compiled: Compiled, backend: str | Backend, on_processes: bool = True) -> RankSizes:
-    """What schedules do not say of memory, of fragments as `backend` runs them; of virtual ranks, too, as if they were processes."""
+def rank_sizes(compiled: Compiled, backend: str | Backend, model: nn.Module, on_processes: bool = True) -> RankSizes:
+    """What schedules do not say of memory, of fragments as `backend` runs them; of virtual ranks, too, as if they were processes. The
+    buffers of `model` are there besides, those that the program does not read as well."""
     form = simplified if backend == "eager" else _as_it_is
     mesh = compiled.mesh
     stage_ranks = mesh.size // mesh.size_of(mesh.parts("pp"))
     given = sum(_given_bytes(item, mesh.size_of(mesh.parts("dp"))) for item in compiled.signature.inputs_of("batch"))
-    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, stage_ranks, given)
+    buffers = sum(each.numel() * each.element_size() for each in model.buffers())
+    return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, stage_ranks, given, buffers)
 
 
 def _given_bytes(item: Input, num_shares: int) -> float:

@@ -60,7 +60,7 @@ class Inspected(ModuleState):
         Bytes are those of ranks that are processes, on a virtual mesh, too; of Adam's state where no optimizer is named. With a batch to
         `measure` forward and backward run once, nothing is changed by it, and what the allocator says stands beside. Collective then.
         """
-        sizes = rank_sizes(self.compiled, self._backend)
+        sizes = rank_sizes(self.compiled, self._backend, self._model)
         found = memory_of(self.compiled, sizes, *capacity_of(self.compiled))
         if measure is None:
             return found

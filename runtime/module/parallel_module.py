@@ -172,7 +172,7 @@ class ParallelModule(Inspected):
         tensors, places = self.tensors().named, captured.places
         call = Call(captured.compiled, captured.fragments, world, tensors, inputs.leaves, key, device, places, program, scale)
         if updates not in captured.ran and math.isfinite(captured.compiled.budget.capacity_bytes):
-            sizes = rank_sizes(captured.compiled, self._backend, on_processes=not world.is_virtual)
+            sizes = rank_sizes(captured.compiled, self._backend, self._model, on_processes=not world.is_virtual)
             held = partial(self._held, captured.compiled.stored)
             guard(call, sizes, held, device.type, lambda: self._state(call, updates))
         captured.ran.add(updates)

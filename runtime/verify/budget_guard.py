@@ -61,7 +61,7 @@ def guard(call: Call, sizes: RankSizes, held: Callable[[], Iterable[torch.Tensor
 def _most(trace: RankTrace, schedule: Schedule, sizes: RankSizes, state: State) -> tuple[float, str]:
     """The most that a rank took, with the state that was not there yet and what the caller passes, and where."""
     whole = sizes.of(with_update(schedule))
-    missing = whole.given_bytes + (0.0 if state == "held" else whole.held_bytes)
+    missing = (sizes.given_bytes if sizes.on_processes else 0.0) + (0.0 if state == "held" else whole.held_bytes)
     most, at, known = 0.0, 0, set[str]()
     for number, instruction in enumerate(schedule.instructions):
         if isinstance(instruction, Update) and state == "made":

@@ -109,7 +109,7 @@ def measured_peaks(parallel: ModuleState, args: tuple[Any, ...], kwargs: dict[st
     """By rank of the mesh the most that forward and backward of such a call took, beside what is predicted of them. Collective."""
     compiled = parallel.captured(args, kwargs)[1].compiled
     traces = tracked_step(parallel, args, kwargs)
-    sizes = rank_sizes(compiled, parallel._backend, on_processes=not parallel._world.is_virtual)
+    sizes = rank_sizes(compiled, parallel._backend, parallel._model, on_processes=not parallel._world.is_virtual)
     mine: list[tuple[int, MeasuredPeak]] = []
     for rank, trace in traces.items():
         schedule = compiled.schedule_of(rank)
