@@ -18,6 +18,7 @@ from autopar.driver.decide_once import FromFirst
 from autopar.driver.options import Options
 from autopar.plans.plan import Plan
 from autopar.reports.memory import Memory
+from autopar.reports.weighed import weighed
 from autopar.reports.within_budget import within_budget
 from autopar.runtime.module.placement import global_parameters
 
@@ -53,11 +54,15 @@ class CallCompiler:
         def compile_by(options: Options) -> Compiled:
             return self.compile_by(call, options, from_first, known)
 
+        def within(options: Options) -> Compiled:
+            by_name = [replace(each, offload=options.offload) for each in self.by_name]
+            return within_budget(options, compile_by, self.memory, by_name)
+
         options = self.question.options
         with outside_fake_modes():  # what we compute ourselves, masks and angles, has values
             if plan is not None:
-                return Made(compile_by(replace(options, plan=plan)), (*known.values(),))
-            return Made(within_budget(options, compile_by, self.memory, self.by_name), (*known.values(),))
+                return Made(weighed(replace(options, plan=plan), compile_by, from_first), (*known.values(),))
+            return Made(weighed(options, within, from_first), (*known.values(),))
 
     def _maker_of_forms(self) -> Callable[[Compiled], Forms]:
         """For a later time: by this rank alone, in what surrounds the call now. Of the batch nothing is kept."""

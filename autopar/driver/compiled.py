@@ -147,7 +147,7 @@ class Compiled:
     plan      the decisions with their reasons
     updating  the schedule of `train_step`, with its updates; None where there is no optimizer, or nothing to update
     budget    what a rank may hold, and whose optimizer state is counted
-    offload   what was asked to lie elsewhere than on the device
+    offload   what was asked to lie elsewhere than on the device, or was found to be best there; `weighed` says why
     make_forms  gives the `forms`, which a process that has read its program makes when somebody asks for them
     """
 
@@ -158,6 +158,7 @@ class Compiled:
     updating: ScheduleProgram | None = None
     budget: MemoryBudget = MemoryBudget()
     offload: Offload | None = None
+    weighed: str = ""
 
     @staticmethod
     def of(

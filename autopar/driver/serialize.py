@@ -41,7 +41,15 @@ class _Number:
 def dumped(compiled: Compiled) -> bytes:
     """All of `compiled` but its forms. Raises `CannotTravel`."""
     updating = compiled.updating and replace(compiled.updating, cut=None)
-    value = replace(compiled.schedule, cut=None), compiled.facts, compiled.plan, updating, compiled.budget, compiled.offload
+    value = (
+        replace(compiled.schedule, cut=None),
+        compiled.facts,
+        compiled.plan,
+        updating,
+        compiled.budget,
+        compiled.offload,
+        compiled.weighed,
+    )
     file = io.BytesIO()
     try:
         _Pickler(file).dump((compiled.fingerprint, value))
@@ -56,10 +64,10 @@ def loaded(content: bytes, structure: Any, leaves: tuple[Any, ...], make_forms: 
     Raises `CannotTravel` for a program that prints otherwise than the one that was written; for other bytes whatever pickle raises.
     """
     unpickler = _Unpickler(content, {"structure": structure, "leaves": leaves})
-    fingerprint, (schedule, facts, plan, updating, budget, offload) = cast("tuple[str, tuple[Any, ...]]", unpickler.load())
+    fingerprint, (schedule, facts, plan, updating, budget, offload, weighed) = cast("tuple[str, tuple[Any, ...]]", unpickler.load())
     if not isinstance(schedule, ScheduleProgram) or not isinstance(facts, CallFacts):
         raise CannotTravel(f"no compiled call, but a {type(schedule).__name__}")
-    found = Compiled(schedule, facts, make_forms, plan, updating, budget, offload)
+    found = Compiled(schedule, facts, make_forms, plan, updating, budget, offload, weighed)
     if found.fingerprint != fingerprint:
         raise CannotTravel("what was read is another program than the one that was written")
     return found

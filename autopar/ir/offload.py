@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,9 @@ SMALLEST_BYTES = 1 << 16
 class Offload:
     """What lies in "host" memory, pinned where the device is a GPU, or in a "file", until shortly before it is used.
 
-    activations     what the backward reads of the forward: so much of it as lowers the peak of a rank, what is needed last first
+    activations     what the backward reads of the forward: so much of it as lowers the peak of a rank, what is needed last first. With
+                    "auto" host memory, where a memory budget binds and a step takes less time so, on paper, than with all else that fits:
+                    computed again, or in parts over ranks
     optimizer       the optimizer's state, on the host, which updates there in a `train_step`, while the device goes on (ZeRO-Offload,
                     Ren et al., arXiv:2101.06840): gradients go there once they are final, and updated parameters come back. In a "file"
                     it is mapped into the host's memory, from which the system takes it where that runs short (ZeRO-Infinity's place for
@@ -30,15 +32,15 @@ class Offload:
     Raises `AutoparError` for values that it cannot have.
     """
 
-    activations: Away | None = None
+    activations: Away | Literal["auto"] | None = None
     optimizer: Away | None = None
     parameters: Away | None = None
     folder: str | None = None
     smallest_bytes: int = SMALLEST_BYTES
 
     def __post_init__(self) -> None:
-        if self.activations not in (None, "host", "file"):
-            raise AutoparError(f'Offload(activations={self.activations!r}) is no place; use "host", "file" or None')
+        if self.activations not in (None, "host", "file", "auto"):
+            raise AutoparError(f'Offload(activations={self.activations!r}) is no place; use "host", "file", "auto" or None')
         if self.optimizer not in (None, "host", "file"):
             raise AutoparError(f'Offload(optimizer={self.optimizer!r}) is no place; use "host", "file" or None')
         if self.parameters not in (None, "host", "file"):
@@ -51,6 +53,11 @@ class Offload:
             )
         if self.folder is not None and not Path(self.folder).is_dir():
             raise AutoparError(f"Offload(folder={self.folder!r}): there is no such folder; make it, or name another")
+
+    def with_activations(self, place: Away | None) -> Offload | None:
+        """The same with activations there; None where nothing is left that lies elsewhere."""
+        found = replace(self, activations=place)
+        return found if any((found.activations, found.optimizer, found.parameters)) else None
 
     @property
     def uses_files(self) -> bool:
@@ -68,8 +75,8 @@ class Offload:
 
     @staticmethod
     def of(asked: Any) -> Offload | None:
-        """`offload=` of `autopar.compile`: None, "activations", "optimizer" or "parameters", to host memory, or an `Offload`. Raises
-        `AutoparError` for another."""
+        """`offload=` of `autopar.compile`: None, "activations", "optimizer" or "parameters", to host memory, "auto", or an `Offload`.
+        Raises `AutoparError` for another."""
         if asked is None or isinstance(asked, Offload):
             return asked
         if asked == "activations":
@@ -78,6 +85,9 @@ class Offload:
             return Offload(optimizer="host")
         if asked == "parameters":
             return Offload(parameters="host")
+        if asked == "auto":
+            return Offload(activations="auto")
         raise AutoparError(
-            f'offload={asked!r} is unknown; use "activations", "optimizer", "parameters", or autopar.Offload(activations="host" or "file")'
+            f'offload={asked!r} is unknown; use "auto", "activations", "optimizer", "parameters", or '
+            'autopar.Offload(activations="host" or "file")'
         )

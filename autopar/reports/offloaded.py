@@ -22,6 +22,8 @@ from autopar.pipeline.visits import Visits
 
 def offload_lines(compiled: Compiled, cost: CostModel) -> Iterator[str]:
     """Nothing where nobody asked. Seconds are those of the place whose copies take longest."""
+    if compiled.weighed:
+        yield compiled.weighed
     if compiled.offload is None:
         return
     for step in compiled.schedule_steps:

@@ -54,7 +54,10 @@ class OffloadActivations:
 
     @property
     def memory(self) -> Memory | None:
-        return None if self.offload is None else self.offload.activations
+        if self.offload is None:
+            return None
+        assert self.offload.activations != "auto", "`autopar.reports.weighed` settles that"
+        return self.offload.activations
 
     def decide(self, program: ScheduleProgram) -> Trips:
         memory = self.memory

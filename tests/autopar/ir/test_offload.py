@@ -22,7 +22,7 @@ def test_a_word_or_a_value(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Offload.of("weights"), r"offload='weights' is unknown; use \"activations\", \"optimizer\""),
+        (lambda: Offload.of("weights"), r"offload='weights' is unknown; use \"auto\", \"activations\", \"optimizer\""),
         (lambda: Offload(activations="disk"), r"Offload\(activations='disk'\) is no place"),  # pyright: ignore[reportArgumentType]
         (lambda: Offload(optimizer="disk"), r"Offload\(optimizer='disk'\) is no place; use"),  # pyright: ignore[reportArgumentType]
         (lambda: Offload(parameters="disk"), r"Offload\(parameters='disk'\) is no place; use"),  # pyright: ignore[reportArgumentType]
