@@ -18,6 +18,7 @@ from autopar.cli.models import load_model
 from autopar.cli.places import devices_of
 from autopar.cli.plans import compared, explained, read_plan
 from autopar.errors import AutoparError, InputError
+from autopar.foresight.constants import PROFILES
 
 EPILOG = """\
   autopar plan --model config.json --cluster h100:128 --global-batch 1024 --seq-len 4096
@@ -105,7 +106,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
     parser.add_argument("--memory", help="what a device may hold, 72GiB; all it has by default")
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16")
-    parser.add_argument("--profile", default="fused", help="what the software does: fused, eager, megatron, zero-bubble, nanotron")
+    parser.add_argument("--profile", default="fused", help=f"what the software does: {', '.join(PROFILES)}")
     parser.add_argument("--tp", type=int, nargs="+", metavar="N", help="sizes of tp to look at; by default divisors of a node's devices")
 
 
