@@ -73,6 +73,11 @@ def saved_value(node: Node) -> Node:
     return unmoved(_operand(node))
 
 
+def _can_be_saved(value: Node) -> bool:
+    """Partial sums can; of partial maxima, and of logarithms of sums, only what ranks have together."""
+    return all(kind == "sum" for _, kind in SHARDING[value][0].unreduced)
+
+
 def _operand(node: Node) -> Node:
     operand = node.args[0]
     assert isinstance(operand, Node), f"{node} has no operand"
@@ -138,6 +143,8 @@ class _Rewriting:
             return source.op == "placeholder" or STAGE.get(source) in (None, stage)
         if node.target is reshard and not reduces(node):
             return self._is_again(_operand(node), stage)
+        if node.target is reshard and not _can_be_saved(_operand(node)) and not self._is_again(_operand(node), stage):
+            return False
         return node.name in self.chosen
 
     def _copied(self, node: Node, user: Node) -> Node:

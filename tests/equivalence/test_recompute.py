@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autopar.errors import MemoryBudgetError
-from autopar.ir.keys import RECOMPUTED
+from autopar.ir.collectives import reshard
+from autopar.ir.keys import RECOMPUTED, SHARDING
 from autopar.ir.markers import held
 from autopar.ir.units import in_bytes
 from autopar.plans.keys import node_keys
@@ -146,6 +147,38 @@ def test_whatever_is_kept_and_computed_again_it_is_the_same(name: str, pp: int, 
     report = parallel.verify(promote=True, **batch)
     own = report.own_statistics_error
     assert (report.worst if own is None else own) <= 1e-9, str(report)
+
+
+class Tokens(nn.Module):
+    """Cross entropy over classes that are split: ranks reduce maxima and logarithms of sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(8, 32), nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.tokens(tokens)), labels)
+
+
+def reduces_what_is_no_sum(node: fx.Node) -> bool:
+    return node.target is reshard and any(kind != "sum" for _, kind in SHARDING[node.args[0]][0].unreduced)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_maxima_and_logarithms_of_sums_are_reduced_again(share: float) -> None:
+    """Alone, with some and with all of the forward: of their operands, no rank can save its part."""
+    torch.manual_seed(0)
+    model, batch = Tokens(), (torch.randint(8, (256,)), torch.randint(64, (256,)))
+    parallel = compiled(model, {"tp": 2}, batch, recompute="none")
+    program = next(step.program for step in parallel.compiled.steps if step.name == "choose order")
+    keys = {key: node for node, key in node_keys(program, with_reshards=True).items() if is_forward(node)}
+    reduced = [key for key, node in keys.items() if reduces_what_is_no_sum(node)]
+    others = [key for key in keys if key not in reduced]
+    assert reduced and others
+    chosen = (*reduced, *random.Random(0).sample(others, int(share * len(others))))
+    parallel = compiled(model, {"tp": 2}, batch, plan=replace(parallel.plan, recomputed=chosen))
+    report = parallel.verify(*batch, promote=True)
+    assert report and report.worst <= 1e-9, str(report)
 
 
 @cache
