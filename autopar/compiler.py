@@ -182,6 +182,7 @@ def compile(
             recompute=recompute,
             kernels=kernels,
             precision=precision_of(precision, None),
+            offload=Offload.of(offload),
         )
     logical, pins = Mesh.of(mesh), without_styles(pins, model)
     logical.require_supported(None if isinstance(mesh, Mesh) else torch.distributed.get_world_size())

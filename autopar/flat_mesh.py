@@ -18,6 +18,7 @@ from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.ranking import RankedPlans
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.mesh import FLAT, Mesh
+from autopar.ir.offload import Offload
 from autopar.ir.precision import MixedPrecision
 from autopar.pipeline.schedules import generate
 from autopar.predictor import rank_plans
@@ -58,6 +59,7 @@ def chosen(
     recompute: str = "auto",
     kernels: str = "auto",
     precision: MixedPrecision | None = None,
+    offload: Offload | None = None,
 ) -> Chosen:
     """The fastest plan of the ranks of a flat `mesh` for batches as `example`, which is of the global batch; what was asked for stays.
 
@@ -87,6 +89,7 @@ def chosen(
             # What "selective" leaves out here is attention's core, and in a compile all but what products make.
             recompute=("none", "full") if recompute in ("auto", "selective") else recompute,
             zero=zero if isinstance(zero, int) else None,
+            offload=offload,
         )
         return _answer(ranked)
 

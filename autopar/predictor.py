@@ -21,6 +21,7 @@ from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.capture_work import shortened
 from autopar.foresight.constants import Constants, SoftwareProfile
+from autopar.foresight.offload import KINDS, choices
 from autopar.foresight.prediction import Prediction
 from autopar.foresight.price import Prices
 from autopar.foresight.question import SCHEDULES, Question, divisors
@@ -32,6 +33,7 @@ from autopar.foresight.work import ModelWork
 from autopar.graph.autocast import autocast_off
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.mesh import Mesh, virtual_mesh
+from autopar.ir.offload import Offload
 from autopar.ir.zero import LEVELS
 from autopar.partition.whole_batch import mixing
 from autopar.passes.default_passes import default_passes
@@ -66,6 +68,7 @@ def predict(
     kernels: str = "off",
     profile: str | SoftwareProfile = "fused",
     live_limit: float | None = None,
+    offload: str | Offload | None = None,
 ) -> Prediction:
     """Seconds and bytes of one training step of `model`, from its captured graph: nothing is allocated, and no device is needed.
 
@@ -82,13 +85,14 @@ def predict(
     precision       "bf16", "fp16" or "float32", that of parameters and activations; None leaves what the model has
     kernels         as `autopar.compile` has it; by default ops stay as they are written
     profile         what the software does: a name of `autopar.foresight.constants.PROFILES`, or a `SoftwareProfile`
+    offload         what lies on the host: "activations", all that forwards keep, "optimizer", its state, or an `Offload`
 
     Equal layers are captured twice and counted as often as they are there, see `autopar.foresight.capture_work`. Raises `MeshError`,
     `InputError`, `PlanError` and what a capture raises; each says what would work.
     """
     return step_of(
         model, cluster, mesh, global_batch, example_inputs, microbatch, schedule, num_chunks, recompute, zero, pins, precision, kernels,
-        profile, live_limit,
+        profile, live_limit, offload,
     ).prediction()  # fmt: skip
 
 
@@ -108,6 +112,7 @@ def step_of(
     kernels: str = "off",
     profile: str | SoftwareProfile = "fused",
     live_limit: float | None = None,
+    offload: str | Offload | None = None,
 ) -> Step:
     """What `predict` predicts of; others can be priced beside it."""
     place = virtual_mesh(**mesh) if isinstance(mesh, Mapping) else mesh
@@ -118,7 +123,10 @@ def step_of(
     known = SoftwareProfile.named(profile)
     work = model if isinstance(model, ModelWork) else measure_work(model, example_inputs, here, sizes["tp"], pins, precision, kernels)
     known = _with_masters(known, work)
-    plan = StepPlan(microbatch, per_replica, sizes["dp"], sizes["pp"], schedule, num_chunks, recompute, zero, live_limit)
+    away = choices(offload)
+    if len(away) != 1 or offload == "needed":
+        raise PlanError(f'offload={offload!r} leaves open what lies on the host: use "activations", "optimizer" or an Offload of both')
+    plan = StepPlan(microbatch, per_replica, sizes["dp"], sizes["pp"], schedule, num_chunks, recompute, zero, live_limit, away[0])
     ordered = Mesh(tuple((axis, sizes[axis]) for axis in AXES))
     return Step(work, plan, Prices(here, ordered, Constants.of(here, work.itemsize), known))
 
@@ -139,6 +147,7 @@ def rank_plans(
     schedule: str | None = None,
     recompute: str | Sequence[str] | None = None,
     zero: int | None = None,
+    offload: str | Offload | None = "needed",
 ) -> RankedPlans:
     """Which mesh, and what to run on it: the fastest plan of each pp × dp × tp of all devices, as `predict` prices them, best first.
 
@@ -149,6 +158,9 @@ def rank_plans(
     num_microbatches, schedule, recompute, zero
                   plans of these alone. Else all numbers of microbatches (one where the model mixes samples, as batch norm does in
                   training), 1F1B, interleaved, ZB-H1 and ZB-V, "none", "selective" and "full", all levels of ZeRO
+    offload       what may lie on the host: "needed" is whatever makes plans fit, where none does without; "auto" weighs plans with and
+                  without; "activations" (as much as it takes to fit), "optimizer" or an `Offload` are plans with these alone; None is
+                  nothing
 
     The model's shardings over tp are those that the search of `autopar.compile` finds. Ctrl-C gives what is known so far: while the model
     is read the plans of those sizes of tp that it has been read with, or, where there is none yet, a KeyboardInterrupt. Raises as `predict`
@@ -164,10 +176,7 @@ def rank_plans(
         raise PlanError(f"zero={zero!r} is no level of ZeRO: use 0, 1, 2 or 3")
     known_sizes = list(model) if isinstance(model, Mapping) else _tp_sizes(here, number)
     sizes = known_sizes if tp is None else list(tp)
-    if not sizes:
-        raise MeshError("no size of tp to look at: pass tp=(1,), or leave it out")
-    if wrong := [each for each in sizes if each < 1 or number % each]:
-        raise MeshError(f"tp = {wrong[0]} does not divide {number} devices: use divisors of it")
+    _refuse_sizes(sizes, number)
     with progress("planning") as show:
         works, is_complete, software = dict[int, ModelWork](), True, SoftwareProfile.named(profile)
         capacity = here.device.memory_bytes if memory is None else bytes_of(memory, "memory")
@@ -195,13 +204,23 @@ def rank_plans(
             (schedule,) if schedule is not None else SCHEDULES,
             _recomputations(recompute),
             (zero,) if zero is not None else tuple(LEVELS),
+            choices(offload),
         )
         search = Search(question, show)
         try:
             search.run()
+            if offload == "needed" and not search.has_plans:
+                search = _with_offload(search)
         except KeyboardInterrupt:
             is_complete = False
     return ranking(search, is_complete)
+
+
+def _with_offload(search: Search) -> Search:
+    """What fits where something lies on the host; the search that it was where nothing does."""
+    other = Search(replace(search.question, offloads=KINDS), search.told)
+    other.run()
+    return other if other.has_plans else search
 
 
 def measure_work(
@@ -258,6 +277,14 @@ def with_samples(example_inputs: Inputs, num_samples: int) -> Inputs:
 def _with_masters(profile: SoftwareProfile, work: ModelWork) -> SoftwareProfile:
     """Beside parameters in float32 there are none."""
     return profile if work.itemsize < 4 else replace(profile, state_bytes=8.0, reduced_bytes=4.0)
+
+
+def _refuse_sizes(sizes: Sequence[int], num_devices: int) -> None:
+    """Of tp."""
+    if not sizes:
+        raise MeshError("no size of tp to look at: pass tp=(1,), or leave it out")
+    if wrong := [each for each in sizes if each < 1 or num_devices % each]:
+        raise MeshError(f"tp = {wrong[0]} does not divide {num_devices} devices: use divisors of it")
 
 
 def _tp_sizes(cluster: Cluster, num_devices: int) -> list[int]:

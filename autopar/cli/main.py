@@ -19,6 +19,7 @@ from autopar.cli.places import devices_of
 from autopar.cli.plans import compared, explained, read_plan
 from autopar.errors import AutoparError, InputError
 from autopar.foresight.constants import PROFILES
+from autopar.foresight.offload import ASKED
 
 EPILOG = """\
   autopar plan --model config.json --cluster h100:128 --global-batch 1024 --seq-len 4096
@@ -107,6 +108,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--memory", help="what a device may hold, 72GiB; all it has by default")
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16")
     parser.add_argument("--profile", default="fused", help=f"what the software does: {', '.join(PROFILES)}")
+    parser.add_argument("--offload", choices=("none", *ASKED), default="needed", help="what may lie on the host; needed: what makes it fit")
     parser.add_argument("--tp", type=int, nargs="+", metavar="N", help="sizes of tp to look at; by default divisors of a node's devices")
 
 
@@ -156,6 +158,7 @@ def plan(options: argparse.Namespace) -> Answer:
         tp=options.tp,
         precision=options.precision,
         profile=options.profile,
+        offload=None if options.offload == "none" else options.offload,
     )
     if not found.plans and found.is_complete:
         why = found.advice or tuple(dict.fromkeys(reason for _, reason in found.missing))[:2]

@@ -100,6 +100,7 @@ def _on_best(options: argparse.Namespace, model: Any, batch: Example, cluster: C
         schedule=options.schedule,
         recompute=options.recompute or ("none", "full"),
         zero=options.zero,
+        offload=None,
     )
     if not found.plans:
         raise MeshError(
@@ -202,6 +203,8 @@ def _values(asked: _Asked, memory: Memory, step: Step | None, tokens: int, reaso
         "microbatch": plan.microbatch,
         "zero": plan.zero,
         "recompute": plan.recompute,
+        "offload": {},
+        "host_bytes": 0.0,
         "memory_bytes": [memory_values(place.kinds, place.peak_bytes) for place in memory.places],
         "capacity_bytes": memory.capacity_bytes if math.isfinite(memory.capacity_bytes) else None,
         "fits": memory.fits,

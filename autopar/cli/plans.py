@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.cli.answer import VERSION
 from autopar.errors import InputError
+from autopar.foresight.prediction import kinds_text
 from autopar.ir.units import in_bytes, in_seconds
 
 Values = dict[str, Any]
@@ -65,7 +66,8 @@ def is_saved_plan(values: Any) -> bool:
 def title(plan: Values) -> str:
     mesh = " × ".join(f"{axis}{size}" for axis, size in plan["mesh"].items() if size > 1) or "1 device"
     microbatches = f"{plan['num_microbatches']} microbatches of {plan['microbatch']}"
-    return f"{mesh}, {plan['schedule']}, {microbatches}, recompute {plan['recompute']}, zero {plan['zero']}"
+    away = "".join(f", {100 * share:.0f} % of {kind} on the host" for kind, share in plan.get("offload", {}).items())
+    return f"{mesh}, {plan['schedule']}, {microbatches}, recompute {plan['recompute']}, zero {plan['zero']}{away}"
 
 
 def explained(plan: Values) -> str:
@@ -75,8 +77,7 @@ def explained(plan: Values) -> str:
         lines.append(f"    {name:<16} {in_seconds(value):>9}  {100 * value / plan['step_seconds']:5.1f} %")
     lines.append(f"  memory, {'fits' if plan['fits'] else 'does not fit'}")
     for stage, held in enumerate(plan["memory_bytes"]):
-        kinds = ", ".join(f"{kind} {in_bytes(value)}" for kind, value in held.items() if kind != "total" and value)
-        lines.append(f"    pp {stage}: {in_bytes(held['total'])}: {kinds}")
+        lines.append(f"    pp {stage}: {in_bytes(held['total'])}: {kinds_text(held)}")
     return "\n".join([*lines, *(f"  {reason}" for reason in plan["reasons"])])
 
 

@@ -18,6 +18,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.progress import progress
 from autopar.errors import InputError
 from autopar.foresight.constants import Constants
+from autopar.foresight.prediction import kinds_text
 from autopar.ir.actions import chain
 from autopar.ir.instructions import Copy, Launch, Wait
 from autopar.ir.mesh import MICROBATCHES, parent
@@ -36,7 +37,7 @@ from autopar.reports.summary import flops
 # Parts of a predicted step by what they are for; the rest is the bubble.
 _CLASSES = {
     "compute": ("products", "memory", "launches", "host", "handover", "update"),
-    "exposed_communication": ("tensor_parallel", "gradients", "collectives"),
+    "exposed_communication": ("tensor_parallel", "gradients", "collectives", "copies"),
     "bubble": ("bubble", "nodes"),
 }
 # What is there once a step: its stream, its name, and the part of the prediction.
@@ -124,7 +125,7 @@ def _text(values: Values, trace: str | None) -> str:
         if rank == _SHOWN and len(found["ranks"]) > _SHOWN + 1:
             lines.append(f"  … and {len(found['ranks']) - _SHOWN} more stages: --json has them")
             break
-        kinds = ", ".join(f"{kind.replace('_', ' ')} {in_bytes(size)}" for kind, size in memory.items() if kind != "total" and size)
+        kinds = kinds_text(memory)
         lines.append(f"  pp {rank}: computes {in_seconds(row['busy_seconds'])}, holds {in_bytes(memory['total'])}: {kinds}")
     lines += [f"  the timeline of a rank of each stage is in {trace}: open it in ui.perfetto.dev or chrome://tracing"] if trace else []
     return "\n".join(lines)
@@ -195,6 +196,8 @@ def _what_runs(compiled: Compiled, sizes: Mapping[str, int], batch: int) -> Valu
         "num_microbatches": order.num_microbatches,
         "microbatch": -(-batch // (sizes.get("dp", 1) * order.num_microbatches)),
         "zero": zero.level if zero is not None else 0,
+        "offload": {},
+        "host_bytes": 0.0,
         "recompute": "as saved" if compiled.plan is not None and compiled.plan.recomputed else "none",
     }
 

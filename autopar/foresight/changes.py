@@ -77,6 +77,9 @@ def _others(step: Step, works: Mapping[int, ModelWork]) -> Iterator[tuple[str, S
     for level in LEVELS if plan.dp > 1 else ():
         if level > plan.zero:
             yield f"zero {level}", replace(step, plan=replace(plan, zero=level))
+    for kind, what in (("optimizer", "the optimizer's state on the host"), ("activations", "what forwards keep on the host")):
+        if kind not in plan.offload:
+            yield f'{what}, offload="{kind}"', replace(step, plan=replace(plan, offload=tuple(sorted((*plan.offload, kind)))))
     if plan.microbatch % 2 == 0 and not step.work.mixes_samples:
         number = 2 * plan.num_microbatches
         smaller = replace(plan, microbatch=plan.microbatch // 2, num_microbatches=number)

@@ -19,10 +19,23 @@ class StageMemory:
     activations: float
     # What is made again and dropped while it runs.
     working: float = 0.0
+    # In the host's memory, not on the device.
+    host: float = 0.0
 
     @property
     def total(self) -> float:
+        """On the device."""
         return self.parameters + self.gradients + self.optimizer_state + self.activations + self.working
+
+    @property
+    def on_device(self) -> dict[str, float]:
+        """By kind, and in total."""
+        return {name: value for name, value in vars(self).items() if name != "host"} | {"total": self.total}
+
+
+def kinds_text(held: Mapping[str, float]) -> str:
+    """What a device holds, kind by kind."""
+    return ", ".join(f"{name.replace('_', ' ')} {in_bytes(value)}" for name, value in held.items() if name != "total" and value)
 
 
 @dataclass(frozen=True)
@@ -44,8 +57,8 @@ class Prediction:
     """One step of a plan on a cluster.
 
     seconds   by part: products, memory (traffic of all other kernels, and their launch), tensor_parallel (collectives in a microbatch),
-              launches (what the CPU takes longer than the device), bubble, gradients (their sum over dp that nothing hides), update,
-              nodes (what all wait for the slowest one)
+              launches (what the CPU takes longer than the device), copies (to the host and back, that nothing hides), bubble, gradients
+              (their sum over dp that nothing hides), update, nodes (what all wait for the slowest one)
     memory    by place along pp, bytes of a rank
     stages    seconds of a microbatch on each: with the schedule they are all that the clock of the pipeline knows
     flops     of the model's products in a step on all ranks, recomputation left out
@@ -72,6 +85,11 @@ class Prediction:
         return max(each.total for each in self.memory)
 
     @property
+    def host_bytes(self) -> float:
+        """Of the rank that has most in the host's memory."""
+        return max(each.host for each in self.memory)
+
+    @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.capacity_bytes
 
@@ -95,7 +113,8 @@ class Prediction:
             "num_microbatches": self.num_microbatches,
             "step_seconds": self.step_seconds,
             "seconds": dict(self.seconds),
-            "memory_bytes": [vars(each) | {"total": each.total} for each in self.memory],
+            "memory_bytes": [each.on_device for each in self.memory],
+            "host_bytes": self.host_bytes,
             "capacity_bytes": self.capacity_bytes,
             "fits": self.fits,
             "mfu": self.mfu,
@@ -107,7 +126,7 @@ class Prediction:
         axes = " × ".join(f"{name}{size}" for name, size in self.mesh.items())
         parts = ", ".join(f"{name} {in_seconds(value)}" for name, value in self.seconds.items() if value > 0)
         most = max(range(len(self.memory)), key=lambda place: self.memory[place].total)
-        kinds = ", ".join(f"{name} {in_bytes(value)}" for name, value in vars(self.memory[most]).items() if value)
+        kinds = kinds_text(self.memory[most].on_device)
         fits = "fits into" if self.fits else "does not fit into"
         return "\n".join(
             [

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.foresight.constants import Constants, SoftwareProfile
+from autopar.foresight.offload import NOTHING
 from autopar.foresight.price import Prices
 from autopar.foresight.step import RECOMPUTE, StepPlan
 from autopar.foresight.work import ModelWork
@@ -25,7 +27,7 @@ class Question:
 
     works             what a rank does for a microbatch, by the size of tp
     tokens_per_sample 0 where samples have no tokens
-    num_microbatches  None where any number will do; `schedules`, `recomputations` and `levels` of ZeRO are those to look at
+    num_microbatches  None where any number will do; `schedules`, `recomputations`, `levels` of ZeRO and `offloads` are those to look at
     """
 
     works: Mapping[int, ModelWork]
@@ -39,6 +41,7 @@ class Question:
     schedules: tuple[str, ...] = SCHEDULES
     recomputations: tuple[str, ...] = tuple(RECOMPUTE)
     levels: tuple[int, ...] = tuple(LEVELS)
+    offloads: tuple[tuple[str, ...], ...] = (NOTHING,)
 
     @property
     def work(self) -> ModelWork:
@@ -76,10 +79,9 @@ class Question:
         """All that a mesh can run, without ZeRO."""
         sizes = dict(axes)
         share = self.global_batch // sizes["dp"]
-        for number in self._numbers(share):
-            for recompute in self.recomputations:
-                for schedule, chunks in self._schedules(sizes["pp"], number):
-                    yield StepPlan(share // number, number, sizes["dp"], sizes["pp"], schedule, chunks, recompute)
+        for moved, number, recompute in product(self.offloads, self._numbers(share), self.recomputations):
+            for schedule, chunks in self._schedules(sizes["pp"], number):
+                yield StepPlan(share // number, number, sizes["dp"], sizes["pp"], schedule, chunks, recompute, offload=moved)
 
     def _numbers(self, share: int) -> list[int]:
         """Of microbatches of a replica's share of the batch."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.foresight.larger import batch_advice, fewest_devices
+from autopar.foresight.offload import KINDS, NOTHING
 from autopar.foresight.prediction import Prediction
 from autopar.foresight.question import Axes, Question
 from autopar.foresight.search import WORTH_A_LOOK, Found, OnMesh, Search
@@ -49,6 +50,7 @@ def plan_values(plan: StepPlan, prediction: Prediction, tokens: float, reasons: 
         "num_chunks": plan.num_chunks,
         "zero": plan.zero,
         "recompute": plan.recompute,
+        "offload": plan.shares_on_host,
         "tokens_per_second_per_device": tokens,
         "reasons": list(reasons),
     }
@@ -144,7 +146,7 @@ def _best(each: OnMesh) -> Found:
 def _ranked(question: Question, axes: Axes, found: Found, first: Found | None, second: Found | None) -> RankedPlan:
     seconds = found.prediction.step_seconds
     tokens = question.global_batch * question.tokens_per_sample / seconds / question.num_devices
-    reasons = [_where(found.prediction)]
+    reasons = [_where(found.prediction), *([_on_host(found)] if found.plan.offload else [])]
     if first is not None and found is not first:
         reasons.append(f"against the first: {_slower(found.prediction, first.prediction)}")
     elif second is not None:
@@ -161,6 +163,19 @@ def _where(prediction: Prediction) -> str:
         f"{_name(name)} {100 * value / prediction.step_seconds:.0f} %" for name, value in parts if value > 0.005 * prediction.step_seconds
     )
     return f"where the time goes: {shares}"
+
+
+def _on_host(found: Found) -> str:
+    """What lies there, and what that takes."""
+    most = found.prediction.host_bytes
+    asked = ", ".join(f'{kind}="host"' for kind in found.plan.offload)
+    within = "a memory_budget and " if found.plan.moves_activations and found.plan.offloaded_share < 1 else ""
+    return f"on the host: {_away(found.plan)}, {in_bytes(most)} for each device; compile with {within}offload=autopar.Offload({asked})"
+
+
+def _away(plan: StepPlan) -> str:
+    parts = [f"{100 * plan.offloaded_share:.0f} % of activations"] if plan.moves_activations else []
+    return " and ".join([*parts, *(["the optimizer's state"] if plan.updates_on_host else [])]) or "–"
 
 
 def _slower(one: Prediction, other: Prediction) -> str:
@@ -198,6 +213,8 @@ def _advice(question: Question, found: Sequence[OnMesh], first: Found | None) ->
         least = min((each.least_bytes for each in found if each.least_bytes), default=math.inf)
         if least < math.inf:
             lines.append(f"nothing fits: a device would have to hold {in_bytes(least)} at least; take more devices, or larger ones")
+    if first is not None and question.offloads == KINDS:
+        lines += _without_offload(question)
     if first is None and found:
         larger = fewest_devices(question)
         lines += [f"{larger.num_devices} such devices would do: {larger}"] if larger is not None else []
@@ -206,11 +223,18 @@ def _advice(question: Question, found: Sequence[OnMesh], first: Found | None) ->
     return lines
 
 
+def _without_offload(question: Question) -> list[str]:
+    """Where something must lie on the host: how many devices would do without."""
+    larger = fewest_devices(replace(question, offloads=(NOTHING,)))
+    return [f"nothing fits with all on the devices; on {larger.num_devices} of them {larger}"] if larger is not None else []
+
+
 def _what(found: Found) -> str:
     prediction, plan = found.prediction, found.plan
     zero = f", zero {plan.zero}" if plan.zero else ""
     again = f", recompute {plan.recompute}" if plan.recompute != "none" else ""
-    return f"{mesh_text(tuple(prediction.mesh.items()))} with microbatches of {plan.microbatch}{again}{zero}"
+    away = f", {_away(plan)} on the host" if plan.offload else ""
+    return f"{mesh_text(tuple(prediction.mesh.items()))} with microbatches of {plan.microbatch}{again}{zero}{away}"
 
 
 def _name(part: str) -> str:
@@ -219,9 +243,9 @@ def _name(part: str) -> str:
 
 def _table(plans: Sequence[RankedPlan]) -> list[str]:
     has_tokens = any(each.tokens_per_second_per_device for each in plans)
-    rows = [
-        ["", "mesh", "schedule", "microbatches", "recompute", "zero", "step", *(["tokens/s/device"] if has_tokens else []), "MFU", "memory"]
-    ]
+    has_host = any(each.plan.offload for each in plans)
+    host, tokens = ["on the host"] * has_host, ["tokens/s/device"] * has_tokens
+    rows = [["", "mesh", "schedule", "microbatches", "recompute", "zero", *host, "step", *tokens, "MFU", "memory"]]
     for number, each in enumerate(plans, 1):
         plan, prediction = each.plan, each.prediction
         rows.append(
@@ -232,6 +256,7 @@ def _table(plans: Sequence[RankedPlan]) -> list[str]:
                 f"{plan.num_microbatches} of {plan.microbatch}",
                 plan.recompute,
                 str(plan.zero),
+                *([_away(plan)] if has_host else []),
                 in_seconds(prediction.step_seconds),
                 *([f"{each.tokens_per_second_per_device:,.0f}"] if has_tokens else []),
                 f"{100 * prediction.mfu:.1f} %",

@@ -88,7 +88,7 @@ class Search:
         self.num_simulated = 0
         # No plan is faster, whatever memory says.
         self.bound_seconds = math.inf
-        self._told = told
+        self.told = told
         self._totals: dict[int, Totals] = {}
         self._prices: dict[Axes, Prices] = {}
 
@@ -99,8 +99,12 @@ class Search:
         }
         self.bound_seconds = min(bounds.values(), default=math.inf)
         for axes in sorted(bounds, key=lambda each: (bounds[each], each)):
-            self._told(" × ".join(f"{name}{size}" for name, size in axes))
+            self.told(" × ".join(f"{name}{size}" for name, size in axes))
             self.found.append(self._on_mesh(axes))
+
+    @property
+    def has_plans(self) -> bool:
+        return any(each.best is not None for each in self.found)
 
     @property
     def best_seconds(self) -> float:
@@ -128,7 +132,8 @@ class Search:
         """Below which the rank that holds most cannot be: the mean over pp, one microbatch alive."""
         totals = self.totals(axes)
         state = Step(totals.work, plan, totals.prices).state_memory(totals.parameters, level)
-        return (state.total + totals.saved_bytes(plan.microbatch, plan.recompute)) / plan.pp
+        saved = 0.0 if plan.moves_activations else totals.saved_bytes(plan.microbatch, plan.recompute)
+        return (state.total + saved) / plan.pp
 
     def levels(self, plan: StepPlan) -> Iterator[int]:
         yield from self.question.levels if plan.dp > 1 else (0,)
@@ -161,14 +166,32 @@ class Search:
         return best, beyond if is_faster else None
 
     def simulated(self, axes: Axes, plan: StepPlan) -> Iterator[Found]:
-        """At each level of ZeRO that fits, or almost: the pipeline is the same."""
+        """At each level of ZeRO that fits, or almost."""
+        for step in self._that_move(axes, plan) if plan.moves_activations else self._at_levels(axes, plan):
+            yield Found(step.plan, replace(step.prediction(), capacity_bytes=self.question.capacity_bytes))
+
+    def _at_levels(self, axes: Axes, plan: StepPlan) -> Iterator[Step]:
+        """The pipeline of all is the same."""
         step = Step(self.totals(axes).work, plan, self.prices(axes))
-        most = ALMOST * self.question.capacity_bytes
-        levels = [level for level in self.levels(plan) if step.peak_bytes(level) <= most]
+        levels = [level for level in self.levels(plan) if step.peak_bytes(level) <= self._most_bytes]
         self.num_simulated += bool(levels)
-        for level in levels:
-            at = step.with_zero(level)
-            yield Found(at.plan, replace(at.prediction(), capacity_bytes=self.question.capacity_bytes))
+        yield from map(step.with_zero, levels)
+
+    def _that_move(self, axes: Axes, plan: StepPlan) -> Iterator[Step]:
+        """With as little of what forwards keep on the host as it takes to fit; with nothing there the plan is another one."""
+        work, prices = self.totals(axes).work, self.prices(axes)
+        kept = Step(work, plan, prices).without_copies
+        for level in self.levels(plan):
+            share = kept.share_that_fits(level, self.question.capacity_bytes)
+            step = Step(work, replace(plan, zero=level, offloaded_share=share), prices) if share else kept.with_zero(level)
+            is_other = share > 0 or kept.plan.offload not in self.question.offloads
+            if is_other and step.peak_bytes(level) <= self._most_bytes:
+                self.num_simulated += 1
+                yield step
+
+    @property
+    def _most_bytes(self) -> float:
+        return ALMOST * self.question.capacity_bytes
 
 
 def _seconds(found: Found) -> float:

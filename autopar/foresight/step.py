@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 
 from autopar.cost.hardware.links import CommunicationKind
 from autopar.foresight.clock import Times, times
+from autopar.foresight.offload import NOTHING, host_copy_seconds, host_update_seconds, share_on_host
 from autopar.foresight.partition import Stages, cut
 from autopar.foresight.prediction import Prediction, StageMemory, StageSeconds
 from autopar.foresight.price import Prices, Seconds
@@ -38,6 +39,21 @@ class StepPlan:
     recompute: str = "none"
     zero: int = 0
     live_limit: float | None = None
+    offload: tuple[str, ...] = NOTHING
+    offloaded_share: float = 1.0
+
+    @property
+    def moves_activations(self) -> bool:
+        return "activations" in self.offload
+
+    @property
+    def updates_on_host(self) -> bool:
+        return "optimizer" in self.offload
+
+    @property
+    def shares_on_host(self) -> dict[str, float]:
+        """By kind."""
+        return {kind: self.offloaded_share if kind == "activations" else 1.0 for kind in self.offload}
 
 
 @dataclass(frozen=True)
@@ -85,11 +101,13 @@ class Step:
         whole = forward + gradient + weight
         stretch = whole.total / whole.device if whole.device else 1.0
         hidden = self.hidden_seconds(stage)
+        backward = max(whole.device - hidden, whole.host) - stretch * forward.device if hidden else None
+        copies = host_copy_seconds(self.prices.cluster, self.moved_bytes(stage))
         return StageCost(
-            stretch * forward.device,
-            stretch * gradient.device,
+            max(stretch * forward.device, copies),
+            max(stretch * gradient.device, copies),
             stretch * weight.device,
-            backward_seconds=max(whole.device - hidden, whole.host) - stretch * forward.device if hidden else None,
+            backward_seconds=backward if backward is None else max(backward, copies),
             saved_bytes=self.saved_bytes(stage),
             weight_saved_bytes=0.5 * self.saved_bytes(stage),
         )
@@ -174,18 +192,34 @@ class Step:
 
     def seconds_to_update(self, count: float) -> float:
         """So many parameters of a rank."""
-        share = self.plan.dp if self.plan.zero else 1
-        profile = self.prices.profile
-        passes = profile.gradient_bytes + 2 * profile.state_bytes + self.work.itemsize
-        return count / share * passes / self.prices.constants.memory_bandwidth
+        here = count / (self.plan.dp if self.plan.zero else 1)
+        profile, itemsize = self.prices.profile, self.work.itemsize
+        passes = here * (profile.gradient_bytes + 2 * profile.state_bytes + itemsize)
+        if self.plan.updates_on_host:
+            return host_update_seconds(self.prices.cluster, here * profile.reduced_bytes, passes, here * itemsize)
+        return passes / self.prices.constants.memory_bandwidth
 
     # ---- bytes
 
     def saved_bytes(self, stage: int) -> float:
-        """What one microbatch keeps from its forward to its backward."""
+        """What one microbatch keeps on the device from its forward to its backward."""
+        return self.kept_bytes(stage) - self.moved_bytes(stage)
+
+    def moved_bytes(self, stage: int) -> float:
+        """What of it lies on the host meanwhile."""
+        return self.plan.offloaded_share * self.kept_bytes(stage) if self.plan.moves_activations else 0.0
+
+    def kept_bytes(self, stage: int) -> float:
+        """Wherever it lies."""
         samples, kind = self.plan.microbatch, RECOMPUTE[self.plan.recompute]
         kept = sum(getattr(block, kind if block.is_layer else "saved").of(samples) for block in self.stages[stage])
         return kept if self.prices.profile.keeps_gathered else kept - self.gathered_bytes(stage)
+
+    def staging_bytes(self, rank: int) -> float:
+        """What is on its way to the host and back, where all that a rank keeps moves."""
+        kind = RECOMPUTE[self.plan.recompute]
+        blocks = [block for stage in self.of_rank(rank) for block in self.stages[stage]]
+        return 2 * max((getattr(each, kind if each.is_layer else "saved").of(self.plan.microbatch) for each in blocks), default=0.0)
 
     def gathered_bytes(self, stage: int) -> float:
         """What of `saved_bytes` can be gathered again from its parts."""
@@ -203,11 +237,19 @@ class Step:
         if counted := self.prices.profile.counts_working:
             sizes = (getattr(block, f"{counted}_working") for stage in stages for block in self.stages[stage])
             working += self.plan.microbatch * max(sizes, default=0.0)
-        found = replace(self.state_memory(self.counts[rank], zero), activations=saved, working=working)
+        moved = sum(self.live[stage] * self.moved_bytes(stage) for stage in stages)
+        found = self.state_memory(self.counts[rank], zero)
+        found = replace(found, activations=saved + min(self.staging_bytes(rank), moved), working=working, host=found.host + moved)
         if self.prices.profile.holds_ahead and self.plan.pp == 1:
             room = max(0.0, self.prices.cluster.device.memory_bytes - found.total)
             found = replace(found, working=working + min(room, self.gathered_bytes(0)))
         return found
+
+    def share_that_fits(self, zero: int, capacity: float) -> float:
+        """Of what forwards keep, so much on the host makes every rank fit; the plan moves nothing yet. See `share_on_host`."""
+        held = (self.memory(rank, zero) for rank in range(self.plan.pp))
+        totals = ((each.total, each.activations, self.staging_bytes(rank)) for rank, each in enumerate(held))
+        return share_on_host(totals, capacity)
 
     def peak_bytes(self, zero: int) -> float:
         """Of the rank that holds most."""
@@ -217,11 +259,13 @@ class Step:
         """What so many parameters of a rank take before a step."""
         profile, dp = self.prices.profile, self.plan.dp
         level = self.plan.zero if zero is None else zero
+        state = count * profile.state_bytes / (dp if level else 1)
         return StageMemory(
             parameters=count * self.work.itemsize / (dp if level == 3 else 1),
             gradients=count * (profile.gradient_bytes / (dp if level >= 2 else 1) + (profile.bucket_bytes if dp > 1 else 0.0)),
-            optimizer_state=count * profile.state_bytes / (dp if level else 1),
+            optimizer_state=0.0 if self.plan.updates_on_host else state,
             activations=0.0,
+            host=state if self.plan.updates_on_host else 0.0,
         )
 
     @cached_property
@@ -259,11 +303,13 @@ class Step:
         number = plan.num_microbatches
         busy = times.busy_seconds[slowest]
         hidden = sum(self.hidden_seconds(action.stage) for action in self.schedule.orders[slowest] if action.kind == "B")
+        working = self.without_copies.times.busy_seconds[slowest] if plan.moves_activations else busy
         seconds = {
             "products": parts.products * number,
             "memory": parts.traffic * number,
             "tensor_parallel": parts.collectives * number - hidden,
-            "launches": max(0.0, busy - parts.device * number + hidden),
+            "launches": max(0.0, working - parts.device * number + hidden),
+            "copies": busy - working,
             "bubble": pipeline_seconds - busy,
             "gradients": reduction,
             "update": update,
@@ -281,6 +327,13 @@ class Step:
             peak_flops=self.prices.constants.peak_flops,
             stages=self.stage_seconds,
         )
+
+    @property
+    def without_copies(self) -> Step:
+        """The same step, were all that forwards keep on the device."""
+        kept = replace(self, plan=replace(self.plan, offload=tuple(kind for kind in self.plan.offload if kind != "activations")))
+        kept.__dict__.update(stages=self.stages, schedule=self.schedule)
+        return kept
 
     @cached_property
     def stage_seconds(self) -> tuple[StageSeconds, ...]:

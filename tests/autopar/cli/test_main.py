@@ -21,7 +21,8 @@ HELD = {"parameters", "gradients", "optimizer_state", "activations", "working", 
 # Of every plan in every JSON: programs read these names. A change of one wants another VERSION.
 PLAN = {
     "mesh": dict, "schedule": str, "num_chunks": int, "num_microbatches": int, "microbatch": int, "zero": int, "recompute": str,
-    "step_seconds": float, "seconds": dict, "samples_per_second": float, "tokens_per_second_per_device": float, "mfu": float,
+    "offload": dict, "host_bytes": float, "step_seconds": float, "seconds": dict, "samples_per_second": float,
+    "tokens_per_second_per_device": float, "mfu": float,
     "memory_bytes": list, "capacity_bytes": float, "fits": bool, "stages": list, "reasons": list,
 }  # fmt: skip
 
@@ -142,7 +143,7 @@ MEMORY = ["estimate-memory", "--model", "{config}", "--seq-len", "8"]
         ([*PLAN_SMALL, "--cluster", "h900:4", "--global-batch", "8"], "no numbers for 'h900'; known are a100"),
         ([*PLAN_SMALL, "--cluster", "{folder}/negative.yaml:4", "--global-batch", "8"], "device.memory_bandwidth must be more than 0"),
         ([*PLAN_SMALL, "--cluster", "8xh100:8", "--global-batch", "3", "--tp", "1"], "a batch of 3 samples does not divide over 2, 4, 8"),
-        ([*PLAN_SMALL, *ASKED, "--memory", "2MB"], "such devices would do: "),
+        ([*PLAN_SMALL, *ASKED, "--memory", "2MB", "--offload", "none"], "such devices would do: "),
         (["plan", "--model", "{config}", "--seq-len", "-1", *ASKED], "a sample has one token or more"),
         ([*PLAN_SMALL, *ASKED, "--json", "/no/such/folder/x.json"], "there is no folder"),
         ([*MEMORY, "--batch", "8"], "Pass --mesh dp=2,tp=4, or --cluster h100:8"),

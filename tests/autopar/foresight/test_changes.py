@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+import autopar
 from autopar.foresight.changes import until_saved
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
 from autopar.predictor import measure_work, step_of
 from benchmarks.published_models import GPT
+
+BOTH = autopar.Offload(activations="host", optimizer="host")
 
 
 @pytest.fixture(scope="module")
@@ -50,5 +53,5 @@ def test_one_change_that_is_enough_is_the_cheapest_of_these(works: dict[int, Mod
 
 def test_what_fits_wants_no_change_and_what_nothing_saves_gets_none(works: dict[int, ModelWork]) -> None:
     assert until_saved(step(works), works, -1.0) == []
-    least = step(works, mesh={"tp": 1}, global_batch=1, microbatch=1, recompute="full")
+    least = step(works, mesh={"tp": 1}, global_batch=1, microbatch=1, recompute="full", offload=BOTH)
     assert until_saved(least, works, 1e12) == []
