@@ -21,7 +21,7 @@ from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.capture_work import shortened
 from autopar.foresight.constants import Constants, SoftwareProfile
-from autopar.foresight.offload import KINDS, choices
+from autopar.foresight.offload import HOST_BYTES, KINDS, choices
 from autopar.foresight.prediction import Prediction
 from autopar.foresight.price import Prices
 from autopar.foresight.question import SCHEDULES, Question, divisors
@@ -148,6 +148,7 @@ def rank_plans(
     recompute: str | Sequence[str] | None = None,
     zero: int | None = None,
     offload: str | Offload | None = "needed",
+    host_memory: str | float = HOST_BYTES,
 ) -> RankedPlans:
     """Which mesh, and what to run on it: the fastest plan of each pp × dp × tp of all devices, as `predict` prices them, best first.
 
@@ -161,6 +162,7 @@ def rank_plans(
     offload       what may lie on the host: "needed" is whatever makes plans fit, where none does without; "auto" weighs plans with and
                   without; "activations" (as much as it takes to fit), "optimizer" or an `Offload` are plans with these alone; None is
                   nothing
+    host_memory   what the host has for each device: "256GiB", or bytes
 
     The model's shardings over tp are those that the search of `autopar.compile` finds. Ctrl-C gives what is known so far: while the model
     is read the plans of those sizes of tp that it has been read with, or, where there is none yet, a KeyboardInterrupt. Raises as `predict`
@@ -205,6 +207,7 @@ def rank_plans(
             _recomputations(recompute),
             (zero,) if zero is not None else tuple(LEVELS),
             choices(offload),
+            bytes_of(host_memory, "host_memory"),
         )
         search = Search(question, show)
         try:

@@ -19,7 +19,7 @@ from autopar.cli.places import devices_of
 from autopar.cli.plans import compared, explained, read_plan
 from autopar.errors import AutoparError, InputError
 from autopar.foresight.constants import PROFILES
-from autopar.foresight.offload import ASKED
+from autopar.foresight.offload import ASKED, HOST_BYTES
 
 EPILOG = """\
   autopar plan --model config.json --cluster h100:128 --global-batch 1024 --seq-len 4096
@@ -109,6 +109,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16")
     parser.add_argument("--profile", default="fused", help=f"what the software does: {', '.join(PROFILES)}")
     parser.add_argument("--offload", choices=("none", *ASKED), default="needed", help="what may lie on the host; needed: what makes it fit")
+    parser.add_argument("--host-memory", default=HOST_BYTES, help="what the host has for each device, 256GiB; 128 GB by default")
     parser.add_argument("--tp", type=int, nargs="+", metavar="N", help="sizes of tp to look at; by default divisors of a node's devices")
 
 
@@ -159,6 +160,7 @@ def plan(options: argparse.Namespace) -> Answer:
         precision=options.precision,
         profile=options.profile,
         offload=None if options.offload == "none" else options.offload,
+        host_memory=options.host_memory,
     )
     if not found.plans and found.is_complete:
         why = found.advice or tuple(dict.fromkeys(reason for _, reason in found.missing))[:2]

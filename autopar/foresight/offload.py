@@ -21,6 +21,8 @@ ASKED = ("needed", "auto", "activations", "optimizer")
 # Bytes a second that a host reads and writes for each of its devices, all updating at once. Assumed: an eighth of half of what two sockets
 # with eight channels of DDR4-3200 can move.
 HOST_BANDWIDTH = 25e9
+# What a host has for each of its devices, where nothing is said. Assumed: 1 TB for eight.
+HOST_BYTES = 128e9
 # So that what fits exactly fits.
 _ROUNDING = 1e-9
 

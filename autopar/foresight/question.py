@@ -8,7 +8,7 @@ from itertools import product
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.foresight.constants import Constants, SoftwareProfile
-from autopar.foresight.offload import NOTHING
+from autopar.foresight.offload import HOST_BYTES, NOTHING
 from autopar.foresight.price import Prices
 from autopar.foresight.step import RECOMPUTE, StepPlan
 from autopar.foresight.work import ModelWork
@@ -25,6 +25,7 @@ Axes = tuple[tuple[str, int], ...]
 class Question:
     """Which plan trains this model fastest on so many devices, each with so much memory?
 
+    capacity_bytes    of a device, and `host_bytes` of the host for each device
     works             what a rank does for a microbatch, by the size of tp
     tokens_per_sample 0 where samples have no tokens
     num_microbatches  None where any number will do; `schedules`, `recomputations`, `levels` of ZeRO and `offloads` are those to look at
@@ -42,6 +43,7 @@ class Question:
     recomputations: tuple[str, ...] = tuple(RECOMPUTE)
     levels: tuple[int, ...] = tuple(LEVELS)
     offloads: tuple[tuple[str, ...], ...] = (NOTHING,)
+    host_bytes: float = HOST_BYTES
 
     @property
     def work(self) -> ModelWork:

@@ -173,7 +173,7 @@ class Search:
     def _at_levels(self, axes: Axes, plan: StepPlan) -> Iterator[Step]:
         """The pipeline of all is the same."""
         step = Step(self.totals(axes).work, plan, self.prices(axes))
-        levels = [level for level in self.levels(plan) if step.peak_bytes(level) <= self._most_bytes]
+        levels = [level for level in self.levels(plan) if self._is_worth_it(step, level)]
         self.num_simulated += bool(levels)
         yield from map(step.with_zero, levels)
 
@@ -185,13 +185,15 @@ class Search:
             share = kept.share_that_fits(level, self.question.capacity_bytes)
             step = Step(work, replace(plan, zero=level, offloaded_share=share), prices) if share else kept.with_zero(level)
             is_other = share > 0 or kept.plan.offload not in self.question.offloads
-            if is_other and step.peak_bytes(level) <= self._most_bytes:
+            if is_other and self._is_worth_it(step, level):
                 self.num_simulated += 1
                 yield step
 
-    @property
-    def _most_bytes(self) -> float:
-        return ALMOST * self.question.capacity_bytes
+    def _is_worth_it(self, step: Step, level: int) -> bool:
+        """Whether it fits, or almost, and the host has what lies there."""
+        held = [step.memory(rank, level) for rank in range(step.plan.pp)]
+        most, on_host = max(each.total for each in held), max(each.host for each in held)
+        return most <= ALMOST * self.question.capacity_bytes and on_host <= self.question.host_bytes
 
 
 def _seconds(found: Found) -> float:

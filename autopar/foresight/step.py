@@ -303,7 +303,8 @@ class Step:
         number = plan.num_microbatches
         busy = times.busy_seconds[slowest]
         hidden = sum(self.hidden_seconds(action.stage) for action in self.schedule.orders[slowest] if action.kind == "B")
-        working = self.without_copies.times.busy_seconds[slowest] if plan.moves_activations else busy
+        kept = self.without_copies.pipeline.stages if plan.moves_activations else None
+        working = busy if kept is None else sum(kept[each.stage].seconds(each.kind) for each in self.schedule.orders[slowest])
         seconds = {
             "products": parts.products * number,
             "memory": parts.traffic * number,

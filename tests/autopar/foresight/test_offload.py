@@ -11,7 +11,7 @@ import torch
 import autopar
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.links import Link
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.foresight.constants import SoftwareProfile
 from autopar.foresight.offload import HOST_BANDWIDTH, KINDS, NOTHING
 from autopar.foresight.step import Step
@@ -120,6 +120,15 @@ def test_what_fits_nowhere_else_goes_to_the_host_and_says_what_would_do_without(
     assert values["memory_bytes"][0]["total"] == plan.prediction.peak_bytes
     free = rank_plans(works, **options)
     assert all(each.plan.offload == NOTHING for each in free.plans) and "on the host" not in str(free)
+
+
+def test_the_host_has_room_for_what_lies_there(works: dict[int, ModelWork]) -> None:
+    options: dict[str, Any] = {"cluster": "h100:1", "global_batch": 16, "tp": (1,), "offload": "optimizer"}
+    needed = rank_plans(works, **options).plans[0].prediction.host_bytes
+    assert rank_plans(works, **options, host_memory=1.01 * needed).plans
+    assert not rank_plans(works, **options, host_memory=0.99 * needed).plans
+    with pytest.raises(AutoparError, match="host_memory"):
+        rank_plans(works, **options, host_memory="much")
 
 
 def test_only_what_was_asked_for_is_moved_and_nonsense_is_refused(works: dict[int, ModelWork]) -> None:
