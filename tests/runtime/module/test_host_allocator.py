@@ -17,7 +17,7 @@ model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(16)))
 batch = torch.ones(4096, 64)
 parallel = autopar.compile(model, autopar.virtual_mesh(dp=1), backend="eager")
 faults = []
-for _ in range(5):
+for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     parallel(batch).sum().backward()
     parallel.zero_grad()
@@ -39,7 +39,7 @@ IS_GLIBC = platform.libc_ver()[0] == "glibc"
 def test_a_step_takes_no_new_pages() -> None:
     number, is_kept = faults_of_a_step({})
     assert is_kept == IS_GLIBC
-    assert number < 256 or not IS_GLIBC, "a MiB"
+    assert number < 1024 or not IS_GLIBC, "a quarter of what it takes otherwise: where the heap lies it may grow by a value still"
 
 
 def test_what_the_environment_says_holds() -> None:
