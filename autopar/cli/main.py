@@ -36,6 +36,7 @@ Exit codes: 0; 2 where something is wrong, with what would work; 130 after Ctrl-
 _PLAN_HELP = "FILE, the first plan in it, or FILE:3, the third"
 _MODEL_HELP = "a config.json of transformers, or package.module:function, which gives (model, batch)"
 _CLUSTER_HELP = "kind and number of devices: h100:128, 8xa100:64, cluster.yaml:32"
+_ASKED = ("model", "cluster", "global_batch", "seq_len", "memory", "precision", "profile", "offload")
 _PRECISIONS = ["bf16", "fp16", "float32"]
 
 
@@ -165,7 +166,7 @@ def plan(options: argparse.Namespace) -> Answer:
     if not found.plans and found.is_complete:
         why = found.advice or tuple(dict.fromkeys(reason for _, reason in found.missing))[:2]
         raise InputError(f"no plan for {number} devices of {cluster.name}: {'; '.join(why)}")
-    asked = {name: getattr(options, name) for name in ("model", "cluster", "global_batch", "seq_len", "memory", "precision", "profile")}
+    asked = {name: getattr(options, name) for name in _ASKED}
     return Answer(str(found), {"asked": asked, **found.to_dict()}, 0 if found.is_complete else INTERRUPTED)
 
 

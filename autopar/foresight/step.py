@@ -103,11 +103,13 @@ class Step:
         hidden = self.hidden_seconds(stage)
         backward = max(whole.device - hidden, whole.host) - stretch * forward.device if hidden else None
         copies = host_copy_seconds(self.prices.cluster, self.moved_bytes(stage))
+        if copies:  # an undivided backward hides them behind both gradients
+            backward = max(stretch * gradient.device + stretch * weight.device if backward is None else backward, copies)
         return StageCost(
             max(stretch * forward.device, copies),
             max(stretch * gradient.device, copies),
             stretch * weight.device,
-            backward_seconds=backward if backward is None else max(backward, copies),
+            backward_seconds=backward,
             saved_bytes=self.saved_bytes(stage),
             weight_saved_bytes=0.5 * self.saved_bytes(stage),
         )
@@ -303,14 +305,13 @@ class Step:
         number = plan.num_microbatches
         busy = times.busy_seconds[slowest]
         hidden = sum(self.hidden_seconds(action.stage) for action in self.schedule.orders[slowest] if action.kind == "B")
-        kept = self.without_copies.pipeline.stages if plan.moves_activations else None
-        working = busy if kept is None else sum(kept[each.stage].seconds(each.kind) for each in self.schedule.orders[slowest])
+        copies = self.copy_seconds(slowest)
         seconds = {
             "products": parts.products * number,
             "memory": parts.traffic * number,
             "tensor_parallel": parts.collectives * number - hidden,
-            "launches": max(0.0, working - parts.device * number + hidden),
-            "copies": busy - working,
+            "launches": max(0.0, busy - copies - parts.device * number + hidden),
+            "copies": copies,
             "bubble": pipeline_seconds - busy,
             "gradients": reduction,
             "update": update,
@@ -328,6 +329,13 @@ class Step:
             peak_flops=self.prices.constants.peak_flops,
             stages=self.stage_seconds,
         )
+
+    def copy_seconds(self, rank: int) -> float:
+        """What the actions of a rank take longer, in a step, because of copies to the host and back."""
+        if not self.plan.moves_activations:
+            return 0.0
+        now, kept = self.pipeline.stages, self.without_copies.pipeline.stages
+        return sum(now[at.stage].seconds(at.kind) - kept[at.stage].seconds(at.kind) for at in self.schedule.orders[rank])
 
     @property
     def without_copies(self) -> Step:
