@@ -28,6 +28,7 @@ class StepPlan:
 
     `schedule` is a name that `autopar.compile` knows, or a `PipelineSchedule`; "auto" is searched for under the memory of `live_limit`
     microbatches a rank. `num_chunks` stages lie on a rank of an interleaved one.
+    `offload` has what lies on the host: "optimizer", its state, and "activations", `offloaded_share` of what forwards keep.
     """
 
     microbatch: int
