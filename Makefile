@@ -1,5 +1,6 @@
 # make demo   trains a small GPT on a virtual 2 × 2 mesh in this one process
-# make test   runs the tests of one process, virtual ranks included, but for those marked slow
+# make test   runs the tests of parts, in one process, but for those marked slow
+# make test-equivalence   runs those of whole models on virtual ranks, but for those marked slow: a step is the model's, memory what was predicted
 # make test-ranks   runs those on ranks that are processes, but for those marked slow
 # make test-slow   runs the slow ones: every model on every mesh, 50 random plans each (docs/slow-suites.md has the last result)
 # make test-backends   a training step of eight models by each backend, on virtual ranks and on processes
@@ -17,13 +18,16 @@ TEST_ENVIRONMENT := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHINDUCTOR
 # loadgroup keeps the tests of a file, and those on real ranks, in one process, where they share fixtures and one pool of ranks.
 PYTEST_ARGS ?= -n 2 --dist loadgroup
 
-.PHONY: demo test test-ranks test-slow test-backends test-kernels lint format clean
+.PHONY: demo test test-equivalence test-ranks test-slow test-backends test-kernels lint format clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/train_gpt.py --mesh dp=2,tp=2
 
 test: $(VENV)/.installed-test
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not slow and not ranks" $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not slow and not ranks and not equivalence" $(PYTEST_ARGS)
+
+test-equivalence: $(VENV)/.installed-test
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "equivalence and not slow" $(PYTEST_ARGS)
 
 test-ranks: $(VENV)/.installed-test
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "ranks and not slow" $(PYTEST_ARGS)

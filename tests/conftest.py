@@ -16,6 +16,7 @@ from tests.support.stored import FOLDER
 
 _GLOO, _FIXTURE = "gloo", "gloo_ranks"
 _TESTS = Path(__file__).parent
+_EQUIVALENCE = _TESTS / "equivalence"
 # Cases that a quicker one of the same test, or a quicker test, stands for in `make test`.
 _SLOW = frozenset((_TESTS / "slow.txt").read_text().splitlines())
 
@@ -57,7 +58,7 @@ def gloo_ranks() -> Iterator[GlooRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases of `slow.txt` are slow; users of the ranks are marked so. One group for all of these, who come first, one for those of
+    """Cases of `slow.txt` are slow; users of the ranks, and other tests of `equivalence`, are marked so. One group for all of these, who come first, one for those of
     Inductor, which takes ten seconds to get ready, and one for each file, whose tests share fixtures and caches.
 
     xdist (--dist loadgroup) runs a group in one process. Before xdist reads the marks.
@@ -67,6 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if _is_on_ranks(item):
             item.add_marker(pytest.mark.ranks)
+        elif _EQUIVALENCE in item.path.parents:
+            item.add_marker(pytest.mark.equivalence)
         if item.get_closest_marker("xdist_group"):
             continue
         uses_inductor = "default_backend" in item.name or item.path.name == "test_readme.py"
