@@ -58,8 +58,9 @@ def gloo_ranks() -> Iterator[GlooRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases of `slow.txt` are slow; users of the ranks, and other tests of `equivalence`, are marked so. One group for all of these, who come first, one for those of
-    Inductor, which takes ten seconds to get ready, and one for each file, whose tests share fixtures and caches.
+    """Cases of `slow.txt` are slow; users of the ranks, and other tests of `equivalence`, are marked so. One group for all users of the
+    ranks, who come first, one for those of Inductor, which takes ten seconds to get ready, and one for each file, whose tests share
+    fixtures and caches.
 
     xdist (--dist loadgroup) runs a group in one process. Before xdist reads the marks.
     """

@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar._torch import schema_of
 from autopar.graph.awaited_together import awaited_together
+from autopar.graph.behind_launches import behind_launches
 from autopar.graph.cut_places import Place
 from autopar.graph.early_frees import last_reads
 from autopar.graph.late_readers import late_readers
@@ -61,13 +62,13 @@ class FragmentCutter:
 
     def section_without_late(self, nodes: Iterable[Node], under_way: set[Node]) -> tuple[tuple[Instruction, ...], tuple[Node, ...]]:
         """Likewise but for what only the caller reads of what collectives bring: these nodes are returned, and are not computed."""
-        nodes = list(nodes)
+        nodes, launches = behind_launches(list(nodes))
         apart, late = made_of_inputs(nodes), late_readers(nodes, under_way)
         now = [node for node in nodes if node not in late]
         if self.frees_early:
-            section = _Section(self, under_way, apart, ends=last_reads(nodes) if nodes else {})
+            section = _Section(self, under_way, apart, launches, ends=last_reads(nodes) if nodes else {})
         else:
-            section = _Section(self, under_way, apart, awaited_together(now, apart, under_way))
+            section = _Section(self, under_way, apart, launches, awaited_together(now, apart, under_way))
         for node in now:
             section.visit(node)
         section.cut()
@@ -106,6 +107,8 @@ class _Section:
     cutter: FragmentCutter
     under_way: set[Node]
     apart: frozenset[Node] = frozenset()
+    # At these a fragment ends, so that the next computes while they move.
+    hiding: frozenset[Node] = frozenset()
     together: Mapping[Node, Sequence[Node]] = field(default_factory=dict[Node, Sequence[Node]])
     ends: Mapping[Node, Sequence[Node]] = field(default_factory=dict[Node, Sequence[Node]])
     instructions: list[Instruction] = field(default_factory=list[Instruction])
@@ -127,7 +130,7 @@ class _Section:
             self.instructions += waits_for(needed, self.under_way)
         if is_launch(node):
             self.launch(node)
-            if needed:  # its operand has just arrived: nothing is gained by waiting for the next cut
+            if needed or node in self.hiding:  # its operand has just arrived: nothing is gained by waiting for the next cut
                 self.cut()
         elif node not in self.apart:
             self.current.append(node)

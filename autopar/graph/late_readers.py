@@ -7,16 +7,18 @@ from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
+from autopar.graph.behind_launches import is_gone_on_with
 from autopar.ir.collectives import is_launch, wait
+from autopar.ir.keys import PHASE
 
 
 def late_readers(nodes: Sequence[Node], under_way: Collection[Node] = ()) -> frozenset[Node]:
     """Those of `nodes`, the calls of one section in the order of the graph, that read what the section's collectives bring, or those
     `under_way` before it, and that nobody reads but such and the caller: the shape that a reduced gradient gets at the end. Collectives
-    themselves are none."""
+    themselves are none, and of the backward what it goes on with brings none: it is waited for anyway."""
     inside, follows = {*nodes, *under_way}, set[Node]()
     for node in nodes:
-        if any(operand in follows or is_launch(operand) for operand in node.all_input_nodes if operand in inside):
+        if any(operand in follows or _is_left(operand) for operand in node.all_input_nodes if operand in inside):
             follows.add(node)
     late: set[Node] = set()
     for node in reversed(nodes):
@@ -25,3 +27,7 @@ def late_readers(nodes: Sequence[Node], under_way: Collection[Node] = ()) -> fro
     # What an op of several results gives is named where the op is.
     named = {node for node in late if node.target is operator.getitem and node.all_input_nodes[0] not in late}
     return frozenset(node for node in late - named if node.target is not wait)
+
+
+def _is_left(node: Node) -> bool:
+    return is_launch(node) and (PHASE.get(node) != "backward" or not is_gone_on_with(node))

@@ -1,0 +1,115 @@
+"""Gradients of weights are computed while collectives of the backward move.
+
+Nobody but the caller waits for them, and all that follows waits for the collective:
+
+    products, weight gradients               products
+    LAUNCH all_reduce (…) -> h               LAUNCH all_reduce (…) -> h
+    WAIT h                           →       weight gradients
+    norms, products (h, …)                   WAIT h
+                                             norms, products (h, …)
+
+What Megatron's linear layers do by hand (Korthikanti et al. 2022, section 4.2.2; `async_tensor_model_parallel_allreduce`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.cut_places import Place
+from autopar.graph.pieces import rearranges
+from autopar.ir.collectives import is_launch, wait
+from autopar.ir.keys import PHASE
+from autopar.ops.lookup import rule_of
+
+aten = torch.ops.aten
+# What a sum over ranks goes through on its way to the caller, beside views: tied parameters have one gradient.
+_PASSES_ON = frozenset((aten._to_copy.default, aten.index_select.default, aten.add.Tensor))
+
+
+def behind_launches(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]:
+    """`nodes`, calls of one section in the order of the graph, in one in which collectives of the backward are launched before what only
+    the caller reads; and those of them at which a fragment has to end for that.
+
+    Nothing leaves its block of the model, nor what has no product among what would be moved: a fragment more would cost more.
+    """
+    spare = _spare(nodes)
+    found, ends = list[Node](), set[Node]()
+    for block in _blocks(nodes):
+        since: list[Node] = []  # the launch before
+        for node in block:
+            since.append(node)
+            if not _is_waited_for(node):
+                continue
+            behind = [each for each in since if each in spare]
+            if any(map(_is_product, behind)):
+                since = [*(each for each in since if each not in spare), *behind]
+                ends.add(node)
+            found += since
+            since = []
+        found += since
+    return found, frozenset(ends | _with_products_behind(found, spare))
+
+
+def _spare(nodes: Sequence[Node]) -> set[Node]:
+    """What only the caller reads, at once, through others such, or through a collective that nobody else waits for."""
+    found: set[Node] = set()
+    for node in reversed(nodes):
+        if all(user.op == "output" or user in found for user in node.users) and not (is_launch(node) and is_gone_on_with(node)):
+            found.add(node)
+    # A collective's WAIT, and what an op of several results gives, stand with it.
+    parts = (operator.getitem, wait)
+    return {node for node in found if node.target not in parts or node.all_input_nodes[0] in found}
+
+
+def _blocks(nodes: Sequence[Node]) -> Iterator[list[Node]]:
+    """Runs of calls between which a fragment ends anyway."""
+    block, place = list[Node](), Place()
+    for node in nodes:
+        before, place = place, place.at(node)
+        if place.is_cut_from(before):
+            yield block
+            block = []
+        block.append(node)
+    yield block
+
+
+def _with_products_behind(nodes: Sequence[Node], spare: set[Node]) -> set[Node]:
+    """The launches behind which a product that is spare comes before the first reader of what they bring."""
+    found, latest = set[Node](), None
+    for node in nodes:
+        if _is_waited_for(node):
+            latest = node
+        elif latest is not None and node in spare and _is_product(node):
+            found.add(latest)
+            latest = None
+        elif node.target is not wait and any(operand.target is wait and operand.args[0] is latest for operand in node.all_input_nodes):
+            latest = None
+    return found
+
+
+def is_gone_on_with(launch: Node) -> bool:
+    """Whether something computes with what a collective brings; gradients of parameters, and sums of them, are the caller's."""
+    pending, seen = [launch], set[Node]()
+    while pending:
+        for user in pending.pop().users:
+            if user.op != "output" and not rearranges(user) and user.target not in _PASSES_ON:
+                return True
+            if user not in seen:
+                seen.add(user)
+                pending.append(user)
+    return False
+
+
+def _is_waited_for(node: Node) -> bool:
+    """Whether `node` launches what the backward made and goes on with."""
+    operand = node.args[0] if is_launch(node) else None
+    return isinstance(operand, Node) and PHASE.get(node) == PHASE.get(operand) == "backward" and is_gone_on_with(node)
+
+
+def _is_product(node: Node) -> bool:
+    rule = rule_of(node)
+    return rule is not None and rule.flops > 0
