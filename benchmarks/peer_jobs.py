@@ -9,7 +9,7 @@ blocked so far, where the step can tell.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,10 +21,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.fx import Node
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from autopar.graph import fragments
 from autopar.passes.schedule.overlap_communication import Overlap, OverlapCommunication
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.reports.step_parts import step_parts
@@ -272,7 +274,10 @@ def in_order(axis: str, size: Size, rank: int, backend: str, **more: Any) -> Ste
     def decide(self: OverlapCommunication, program: ScheduleProgram) -> Overlap:
         return Overlap(None, reason="left as it is, to be compared with")
 
-    OverlapCommunication.decide = decide  # of this process alone
+    def as_they_are(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]:
+        return list(nodes), frozenset()
+
+    OverlapCommunication.decide, fragments.behind_launches = decide, as_they_are  # of this process alone
     options: dict[str, Any] = {"backend": backend, "cluster": "cpu", **options_of(axis, size), **more}
     planned = autopar.compile(model_of(size), autopar.virtual_mesh(**{axis: WORLD_SIZE}), example_inputs=batch_of(size), **options).plan
     assert planned is not None

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
+from autopar.cost.model import is_view
 from autopar.graph.microbatches import known_ahead
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import PHASE
@@ -94,6 +95,21 @@ def _backward_stage(node: Node, stages: Mapping[Node, int], partners: Mapping[ob
     gradients = [stages[each] for each in node.all_input_nodes if each in stages and PHASE.get(each) == "backward"]
     latest = min(gradients, default=num_stages - 1)
     is_accumulation = node.target is aten.add.Tensor and len(gradients) > 1
-    if gradients and (node.target is reshard or is_accumulation):
+    if gradients and (node.target is reshard or is_accumulation or _ends_a_gradient(node)):
         return latest
     return min(latest, partners.get(node.meta.get("seq_nr"), latest))
+
+
+def _ends_a_gradient(node: Node) -> bool:
+    """Whether `node` is a view that only the caller reads, through others such: of a parameter's gradient, which stays where it is made.
+
+    Its sequence number may be that of a view of an activation: autograd counts no call of which nothing needs a gradient.
+    """
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each.op != "output":
+            if not is_view(each) and each.target is not reshard:
+                return False
+            pending += each.users
+    return True

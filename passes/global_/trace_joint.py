@@ -163,8 +163,12 @@ def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: in
 
 
 def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """In ops that have rules, and a backward that is a sum over samples for all to see; the norm of 16 bits in float32, as on CUDA."""
-    others = [each for each in range(v.dim()) if each != dim % v.dim()]
+    """In ops that have rules, and a backward that is a sum over samples for all to see; the norm of 16 bits in float32, as on CUDA.
+
+    A `dim` of −1 is no last dim: it stands for the norm of all elements.
+    """
+    kept = dim if dim == -1 else dim % v.dim()
+    others = [each for each in range(v.dim()) if each != kept]
     norm = torch.linalg.vector_norm(v, 2, others, keepdim=True, dtype=torch.float32 if g.dtype == torch.bfloat16 else None)
     return v * (g / norm.to(g.dtype))
 

@@ -127,6 +127,8 @@ OURS: dict[str, list[Sample]] = {
     "_weight_norm.default": [
         lambda x: torch._weight_norm(shaped(x, 3, 4), shaped(x, 3, 1), 0),
         lambda x: torch._weight_norm(shaped(x, 3, 4, 2), shaped(x, 1, 4, 1), 1),
+        lambda x: torch._weight_norm(shaped(x, 3, 4, 2), shaped(x, 1, 4, 1), -2),
+        lambda x: torch._weight_norm(shaped(x, 3, 4), shaped(x, 1)[0], -1),
     ],
     "rrelu.default": [lambda x: F.rrelu(shaped(x, 3, 4)), lambda x: F.rrelu(shaped(x, 3, 4), 0.1, 0.4)],
     "multilabel_margin_loss.default": SAMPLES["multilabel_margin_loss_forward.default"],

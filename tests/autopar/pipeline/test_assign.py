@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
+import autopar
 from autopar.ir.keys import PHASE
 from autopar.ir.program import Program
 from autopar.kernels.normalisation import norm
@@ -96,3 +98,28 @@ def test_the_gradients_of_a_tie_are_summed_where_both_have_arrived() -> None:
     while gradient.target is not aten.add.Tensor:
         gradient = gradient.all_input_nodes[0]
     assert stages[gradient] == 0 and sorted(stages[each] for each in gradient.all_input_nodes) == [0, 1]
+
+
+class Dispatched(nn.Module):
+    """Who goes to which expert has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(8, 4))
+        self.experts = nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x @ self.router).detach()
+        return torch.einsum("ed,edf->ef", chosen.T @ x, self.experts).square().mean()
+
+
+def test_a_parameters_gradient_ends_where_the_parameter_is() -> None:
+    """What has no gradient moves autograd's numbers on by nothing: a view of it has that of a view of the parameter."""
+    model, x = Dispatched().double(), torch.randn(24, 8, dtype=torch.float64)
+    parallel = autopar.compile(copy.deepcopy(model), autopar.virtual_mesh(pp=2), example_inputs=(x,), backend="eager")
+    for module in (model, parallel):
+        module(x).backward()
+    assert len(parallel.compiled.schedule.places) == 2
+    gradients = {name: each.grad for name, each in parallel.named_parameters()}
+    assert gradients["router"] is None
+    assert torch.allclose(gradients["experts"], model.experts.grad, rtol=1e-9, atol=0)
