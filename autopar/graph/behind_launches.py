@@ -55,10 +55,11 @@ def behind_launches(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]
 
 
 def _spare(nodes: Sequence[Node]) -> set[Node]:
-    """What only the caller reads, at once, through others such, or through a collective that nobody else waits for."""
-    found: set[Node] = set()
+    """What nothing else of the section reads, at once, through others such, or through a collective that nobody else waits for: the
+    caller does, or a sum over microbatches."""
+    found, inside = set[Node](), frozenset(nodes)
     for node in reversed(nodes):
-        if all(user.op == "output" or user in found for user in node.users) and not (is_launch(node) and is_gone_on_with(node)):
+        if all(user in found or user not in inside for user in node.users) and not (is_launch(node) and is_gone_on_with(node)):
             found.add(node)
     # A collective's WAIT, and what an op of several results gives, stand with it.
     parts = (operator.getitem, wait)
