@@ -8,7 +8,7 @@ Nobody but the caller waits for them, and all that follows waits for the collect
     norms, products (h, …)                   WAIT h
                                              norms, products (h, …)
 
-What Megatron's linear layers do by hand (Korthikanti et al. 2022, section 4.2.2; `async_tensor_model_parallel_allreduce`).
+Megatron-LM writes it by hand into its linear layers (`LinearWithGradAccumulationAndAsyncCommunication`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def behind_launches(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]
     spare = _spare(nodes)
     found, ends = list[Node](), set[Node]()
     for block in _blocks(nodes):
-        since: list[Node] = []  # the launch before
+        since = list[Node]()  # the launch before
         for node in block:
             since.append(node)
             if not _is_waited_for(node):
