@@ -32,7 +32,9 @@ def mesh_of(text: str, num_devices: int | None) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
-        if not equals or not size.isdigit() or int(size) < 1 or name in sizes:
+        if name in sizes:
+            raise MeshError(f"--mesh {text}: {name} is there twice")
+        if not equals or not size.isdigit() or int(size) < 1:
             raise MeshError(f"--mesh {text}: {part.strip()!r} is no axis and its size; write dp=2,tp=4")
         sizes[name] = int(size)
     if unknown := [name for name in sizes if name not in AXES]:

@@ -98,7 +98,8 @@ class RankedPlans:
             gap = shown[0].prediction.step_seconds / self.bound_seconds - 1
             lines.append(f"  at most {100 * gap:.1f} % above the bound of {in_seconds(self.bound_seconds)}, where nobody ever waits")
         if len(self.plans) > _SHOWN:
-            lines.append(f"  and {len(self.plans) - _SHOWN} slower meshes")
+            more = len(self.plans) - _SHOWN
+            lines.append(f"  and {more} slower mesh{'es' if more > 1 else ''}")
         lines += [f"  {each}" for each in self.advice]
         reasons: dict[str, list[str]] = {}
         for mesh, reason in self.missing:

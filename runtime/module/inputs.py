@@ -147,7 +147,10 @@ def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.devi
         if tensor.device.type != device.type and tensor.ndim and not is_planned:
             problems.append(f"{name!r} is on {tensor.device}, the parameters are on {device}: pass {name}.to({str(device)!r})")
         if tensor.requires_grad and torch.is_grad_enabled():
-            problems.append(f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach()")
+            problems.append(
+                f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach(), or, "
+                "where what made it is trained as well, put both into one module"
+            )
         if index in dims and is_virtual and tensor.shape[dims[index]] == 0:
             problems.append(f"{name!r} has no samples (shape {list(tensor.shape)}): pass at least one")
     if problems:

@@ -22,6 +22,9 @@ class NamesOfModel(nn.Module):
     """
 
     def __getattr__(self, name: str) -> Any:
+        own = getattr(type(self), name, None)
+        if isinstance(own, property):  # reading it raised an AttributeError, which is what there is to say: no name of the model's
+            return own.__get__(self, type(self))
         if "_model" in self.__dict__ and not (name.startswith("__") and name.endswith("__")):
             return getattr(self.__dict__["_model"], name)
         return super().__getattr__(name)

@@ -20,7 +20,8 @@ def require_optimizer(recipe: OptimizerRecipe | None) -> None:
     if recipe is None:
         raise AutoparError(
             "train_step without an optimizer: pass optimizer= to autopar.compile, an optimizer, its class, (class, options), or a "
-            'function of the parameters; a name such as "adamw" says only what a memory budget counts'
+            'function of the parameters; a name such as "adamw" says only what a memory budget counts. '
+            "A deep copy of a parallel module has none: compile the copied model"
         )
 
 

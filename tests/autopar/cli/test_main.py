@@ -153,6 +153,7 @@ MEMORY = ["estimate-memory", "--model", "{config}", "--seq-len", "8"]
         ),
         ([*MEMORY, "--batch", "8", "--mesh", "dp=2,ep=4"], "the axes are pp, dp, tp, not ep"),
         ([*MEMORY, "--batch", "8", "--mesh", "dp2"], "'dp2' is no axis and its size; write dp=2,tp=4"),
+        ([*MEMORY, "--batch", "8", "--mesh", "dp=2,dp=4"], "--mesh dp=2,dp=4: dp is there twice"),
         ([*MEMORY, "--batch", "7", "--mesh", "dp=2"], "does not divide over dp=2: take 6 or 8"),
         ([*MEMORY, "--batch", "8", "--mesh", "dp=2", "--num-microbatches", "3"], "take one of 1, 2, 4"),
         ([*MEMORY, "--batch", "8", "--mesh", "dp=2", "--num-microbatches", "0"], "num_microbatches=0 is no number of microbatches"),

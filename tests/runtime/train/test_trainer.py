@@ -41,6 +41,17 @@ def test_without_an_optimizer_it_raises() -> None:
             parallel.train_step(torch.randn(8, 4))
 
 
+def test_an_error_of_the_users_function_is_theirs() -> None:
+    """Not that the model has no attribute `optimizer`, nor what it has there."""
+    model = Line()
+    model.kind = "mine"
+    model.optimizer = "the model's"  # type: ignore[assignment]
+    parallel = parallel_of(model, optimizer=lambda parameters: torch.optim.Nothing(parameters))  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="'torch.optim' has no attribute 'Nothing'"):
+        _ = parallel.optimizer
+    assert parallel.kind == "mine"
+
+
 def test_an_instance_is_the_users_own() -> None:
     model = Line()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
