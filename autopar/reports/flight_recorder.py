@@ -69,13 +69,18 @@ class FlightRecord:
 
     @cached_property
     def awaited(self) -> tuple[int, ...]:
-        """Those which failed by themselves, else are silent, else are waited for and wait for nobody, else are behind all others."""
+        """Those which failed by themselves, else are silent, else are waited for and wait for nobody, else are those of whom the others got
+        no answer before a call, else are behind all others."""
         failed = [each.rank for each in self.ranks if each.state == FAILED and not each.is_from_peer]
         if failed or self.silent:
             return tuple(failed) or self.silent
         wanted = {rank for each in self.waiting.values() for rank in each.missing}
         if wanted:
             return tuple(sorted(wanted - set(self.waiting)) or sorted(wanted))
+        if any(each.state == FAILED for each in self.ranks):  # for want of an answer, all of them, and at no WAIT
+            others = tuple(each.rank for each in self.ranks if each.state != FAILED) or self.missing
+            if others:
+                return others
         behind = min(_progress(each) for each in self.ranks)
         return tuple(each.rank for each in self.ranks if _progress(each) == behind < max(map(_progress, self.ranks)))
 
@@ -189,7 +194,7 @@ def _where(record: RankRecord) -> str:
     if last is None:
         return "before its first call"
     if instruction is None:
-        return f"behind call {last.call}, which ended at {_clock(last.seconds)}"
+        return f"after call {last.call}, which ended at {_clock(last.seconds)}"
     text = str(instruction)
     text = text if len(text) <= LONGEST else text[:LONGEST] + " …"
     return f"at instruction {last.number} of call {last.call} since {_clock(last.seconds)}: {text}"

@@ -92,7 +92,22 @@ def test_a_rank_between_calls_is_behind_one_that_waits_in_the_next(tmp_path: Pat
     found = read(tmp_path)
     assert found.awaited == (1,)
     assert found.instruction(1) is None
-    assert "behind call 1, which ended at" in str(found)
+    assert "after call 1, which ended at" in str(found)
+
+
+def test_a_rank_that_did_not_come_to_a_call_is_named(tmp_path: Path) -> None:
+    """The ranks agree before a call, which is no instruction: a loader hangs, or the loop left a step out."""
+    at = recorders(tmp_path, {0: 6, 1: 6, 2: 6}, Mesh((("dp", 3), ("tp", 1))), TP_THEN_DP)
+    for rank in (0, 2):
+        at[rank].failed(PeerError(f"rank {rank} got no answer from rank 1 for a comparison of the ranks' calls"))
+    assert read(tmp_path).awaited == (1,)
+    assert str(read(tmp_path)).startswith("everybody waits for rank 1\n  rank 1 ")
+
+
+def test_a_rank_that_has_left_is_named(tmp_path: Path) -> None:
+    at = recorders(tmp_path, {0: 6}, Mesh((("dp", 1), ("tp", 2))), TP_THEN_DP)
+    at[0].failed(PeerError("rank 0 got no answer from rank 1 for a comparison of the ranks' calls"))
+    assert str(read(tmp_path)).startswith("everybody waits for rank 1\nno record of rank 1: ended, or never ran")
 
 
 def test_a_rank_without_a_sign_of_life_is_named_though_all_have_launched(tmp_path: Path) -> None:
