@@ -78,7 +78,10 @@ class WhatIf:
             return
         added = self.seconds - self.seconds_now
         share = f", {100 * added / self.seconds_now:+.1f} %" if self.seconds_now > 0 else ""
-        yield f"a step takes {in_seconds(self.seconds)}, now {in_seconds(self.seconds_now)} ({in_seconds(added, sign=True)}{share})"
+        yield (
+            f"a step takes {in_seconds(self.seconds)}, now {in_seconds(self.seconds_now)} ({in_seconds(added, sign=True)}{share}), before "
+            "collectives are joined and hidden, as explain() counts them"
+        )
         yield from (f"  {line}" for line in _table(self.now.parts, self.prices.parts, in_seconds))
         yield "bytes a rank holds"
         yield from (f"  {line}" for line in _table(self.now.memory, self.prices.memory, in_bytes))
