@@ -311,7 +311,7 @@ class Step:
             "products": parts.products * number,
             "memory": parts.traffic * number,
             "tensor_parallel": parts.collectives * number - hidden,
-            "launches": max(0.0, busy - copies - parts.device * number + hidden),
+            "launches": _above_rounding(busy - copies - parts.device * number + hidden, busy),
             "copies": copies,
             "bubble": pipeline_seconds - busy,
             "gradients": reduction,
@@ -374,3 +374,8 @@ def _drawn(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) ->
     """A schedule, and of how many microbatches each stage holds values: many plans have the same."""
     schedule = generate(name, num_ranks, num_microbatches, num_chunks)
     return schedule, live_microbatches(schedule)
+
+
+def _above_rounding(seconds: float, of: float) -> float:
+    """A difference of sums as large as `of`; 0 where it is no more than they are rounded by, or less."""
+    return seconds if seconds > 1e-12 * of else 0.0
