@@ -26,8 +26,12 @@ from autopar.ir.keys import PHASE
 from autopar.ops.lookup import rule_of
 
 aten = torch.ops.aten
-# What a sum over ranks goes through on its way to the caller, beside views: tied parameters have one gradient.
-_PASSES_ON = frozenset((aten._to_copy.default, aten.index_select.default, aten.add.Tensor))
+# What a sum over ranks goes through on its way to the caller, beside what only rearranges it: tied parameters have one gradient, others a
+# part of one, or a mean.
+_PASSES_ON = frozenset(
+    (aten._to_copy.default, aten.index_select.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
+    + (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
+)
 
 
 def behind_launches(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]:
