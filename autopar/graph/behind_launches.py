@@ -43,7 +43,7 @@ def behind_launches(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]
     spare = _spare(nodes)
     found, ends = list[Node](), set[Node]()
     for block in _blocks(nodes):
-        since = list[Node]()  # the launch before
+        since = list[Node]()  # since the launch before
         for node in block:
             since.append(node)
             if not _is_waited_for(node):

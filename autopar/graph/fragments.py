@@ -130,7 +130,8 @@ class _Section:
             self.instructions += waits_for(needed, self.under_way)
         if is_launch(node):
             self.launch(node)
-            if needed or node in self.hiding:  # its operand has just arrived: nothing is gained by waiting for the next cut
+            # Its operand has just arrived, and nothing is gained by waiting for the next cut; or what follows is to hide it.
+            if needed or node in self.hiding:
                 self.cut()
         elif node not in self.apart:
             self.current.append(node)

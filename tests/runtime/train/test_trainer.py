@@ -43,13 +43,16 @@ def test_without_an_optimizer_it_raises() -> None:
 
 def test_an_error_of_the_users_function_is_theirs() -> None:
     """Not that the model has no attribute `optimizer`, nor what it has there."""
-    model = Line()
-    model.kind = "mine"
-    model.optimizer = "the model's"  # type: ignore[assignment]
-    parallel = parallel_of(model, optimizer=lambda parameters: torch.optim.Nothing(parameters))  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="'torch.optim' has no attribute 'Nothing'"):
-        _ = parallel.optimizer
-    assert parallel.kind == "mine"
+
+    class Named(Line):
+        optimizer = "the model's"
+
+    def misspelt(parameters: Any) -> torch.optim.Optimizer:
+        raise AttributeError("module 'torch.optim' has no attribute 'Nothing'")
+
+    for model in (Line(), Named()):
+        with pytest.raises(AttributeError, match="'torch.optim' has no attribute 'Nothing'"):
+            _ = parallel_of(model, optimizer=misspelt).optimizer
 
 
 def test_an_instance_is_the_users_own() -> None:
