@@ -246,6 +246,9 @@ def ours(axis: str, size: Size, rank: int, backend: str, **more: Any) -> Step:
 # The loop in one call: updates are part of the program, on the tensors that DTensors hold.
 TRAINED: dict[str, Any] = {"optimizer": (torch.optim.AdamW, ADAMW), "train_step": autopar.TrainStep()}
 
+# Both halves of the batch forward, then both backward: each computes while collectives of the other move.
+HALVES: dict[str, Any] = {"num_microbatches": 2, "schedule": "gpipe"}
+
 
 def options_of(axis: str, size: Size) -> dict[str, Any]:
     return {"num_microbatches": microbatches_of(size), "schedule": "1f1b"} if axis == "pp" else {}
@@ -304,6 +307,11 @@ JOBS: dict[str, dict[str, Callable[[Size, int, str], Step]]] = {
     "buckets": {"autopar dp, no buckets": without_buckets, "autopar dp": partial(ours, "dp")},
     "overlap dp": {"zero=3, in order": partial(in_order, "dp", zero=3), "autopar, zero=3": partial(ours, "dp", zero=3)},
     "overlap tp": {"tp, in order": partial(in_order, "tp"), "autopar tp": partial(ours, "tp")},
+    "overlap tp in turns": {
+        "tp, 2 microbatches, in order": partial(in_order, "tp", **HALVES),
+        "autopar tp, 2 microbatches": partial(ours, "tp", **HALVES),
+        "autopar tp": partial(ours, "tp"),
+    },
     "overlap pp": {"1F1B, in order": partial(in_order, "pp"), "autopar 1F1B": partial(ours, "pp")},
 }
 

@@ -147,13 +147,16 @@ class Walk:
 
     @cached_property
     def savers(self) -> dict[str, int]:
-        """By saved buffer the stage whose backward reads it here; of what is saved for other ranks alone there is none."""
+        """By saved buffer the stage whose backward reads it here; of what is saved for other ranks alone there is none. Where two actions
+        take turns, the end of one lies in the span of the other, which is of another microbatch."""
         found: dict[str, int] = {}
         for span in self.schedule.spans:
-            action = parse_action(span.action)
+            action, inside = parse_action(span.action), self.schedule.instructions[span.begin : span.end]
             if action.kind != "F":
-                names = {name for each in self.schedule.instructions[span.begin : span.end] for name in touched(each)}
-                found |= {name: action.stage for name in names if self._is_saved(name)}
+                found |= {name: action.stage for each in inside for name in touched(each) if self._is_saved(name)}
+            for name in {name for each in inside for name in each.reads if self._is_saved(name)}:
+                if self.schedule.buffers[name].microbatch != action.microbatch:
+                    found.setdefault(name, action.stage)
         return found
 
     def _is_saved(self, name: str) -> bool:

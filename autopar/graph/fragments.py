@@ -19,7 +19,7 @@ is short (`autopar.graph.awaited_together`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -60,10 +60,13 @@ class FragmentCutter:
         instructions, late = self.section_without_late(nodes, under_way)
         return (*instructions, *self.late(late, under_way))
 
-    def section_without_late(self, nodes: Iterable[Node], under_way: set[Node]) -> tuple[tuple[Instruction, ...], tuple[Node, ...]]:
-        """Likewise but for what only the caller reads of what collectives bring: these nodes are returned, and are not computed."""
+    def section_without_late(
+        self, nodes: Iterable[Node], under_way: set[Node], summed: Collection[Node] = ()
+    ) -> tuple[tuple[Instruction, ...], tuple[Node, ...]]:
+        """Likewise but for what only the caller, or a sum over microbatches of `summed`, reads of what collectives bring: these nodes are
+        returned, and are not computed."""
         nodes, launches = behind_launches(list(nodes))
-        apart, late = made_of_inputs(nodes), late_readers(nodes, under_way)
+        apart, late = made_of_inputs(nodes), late_readers(nodes, under_way, summed)
         now = [node for node in nodes if node not in late]
         if self.frees_early:
             section = _Section(self, under_way, apart, launches, ends=last_reads(nodes) if nodes else {})

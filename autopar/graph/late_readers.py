@@ -12,17 +12,20 @@ from autopar.ir.collectives import is_launch, wait
 from autopar.ir.keys import PHASE
 
 
-def late_readers(nodes: Sequence[Node], under_way: Collection[Node] = ()) -> frozenset[Node]:
+def late_readers(nodes: Sequence[Node], under_way: Collection[Node] = (), summed: Collection[Node] = ()) -> frozenset[Node]:
     """Those of `nodes`, the calls of one section in the order of the graph, that read what the section's collectives bring, or those
-    `under_way` before it, and that nobody reads but such and the caller: the shape that a reduced gradient gets at the end. Collectives
-    themselves are none, and of the backward what it goes on with brings none: it is waited for anyway."""
+    `under_way` before it, and that nobody reads but such and the caller, or the sums over microbatches that `summed` go to: the shape that
+    a reduced gradient gets at the end. Collectives themselves are none, and of the backward what it goes on with brings none: it is waited
+    for anyway."""
     inside, follows = {*nodes, *under_way}, set[Node]()
     for node in nodes:
         if any(operand in follows or _is_left(operand) for operand in node.all_input_nodes if operand in inside):
             follows.add(node)
     late: set[Node] = set()
     for node in reversed(nodes):
-        if node in follows and not is_launch(node) and all(user in late or user.op == "output" for user in node.users):
+        if node not in follows or is_launch(node):
+            continue
+        if all(user in late or user.op == "output" or (node in summed and user not in inside) for user in node.users):
             late.add(node)
     # What an op of several results gives is named where the op is.
     named = {node for node in late if node.target is operator.getitem and node.all_input_nodes[0] not in late}

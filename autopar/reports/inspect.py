@@ -10,13 +10,13 @@ from torch.fx import Node
 from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError
 from autopar.ir import printing
-from autopar.ir.actions import PipelineSchedule
+from autopar.ir.actions import PipelineSchedule, parse_action
 from autopar.ir.instructions import Instruction, Run
 from autopar.ir.keys import ORIGIN, SOURCE
 from autopar.ir.pattern import is_meant, near_names
 from autopar.ir.printing import op_name
 from autopar.ir.program import Form, Program
-from autopar.ir.schedule import Schedule
+from autopar.ir.schedule import Schedule, Span
 from autopar.reports.explain import details, details_of
 from autopar.reports.first_screen import first_screen
 from autopar.reports.summary import summary
@@ -129,11 +129,19 @@ def _headings(schedule: Schedule) -> dict[int, list[str]]:
     for span in spans:
         if span.begin > end:
             found[end] = ["between actions" if end else "before the first microbatch"]
-        found[span.begin] = [span.action]
+        found[span.begin] = [span.action + _rest(schedule, span)]
         end = span.end
     if spans and end < len(schedule.instructions):
         found[end] = ["after the last microbatch"]
     return found
+
+
+def _rest(schedule: Schedule, span: Span) -> str:
+    """What else is computed there: actions take turns, and what waits for a sum lets others go first."""
+    runs = [each for each in schedule.instructions[span.begin : span.end] if isinstance(each, Run)]
+    numbers = {schedule.buffers[name].microbatch for each in runs for name in each.outputs}
+    others = sorted(number for number in numbers if number is not None and number != parse_action(span.action).microbatch)
+    return f", with some of microbatch{'es' * (len(others) > 1)} {', '.join(map(str, others))}" if others else ""
 
 
 def _local(compiled: Compiled) -> Program:

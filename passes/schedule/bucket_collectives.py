@@ -26,7 +26,7 @@ MOST_DOUBLINGS = 10
 
 @dataclass(frozen=True)
 class BucketCollectives:
-    """Join reductions of one kind, group and dtype, in the order in which their operands become ready, to buckets.
+    """Join reductions of one kind, group, dtype and microbatch, in the order in which their operands become ready, to buckets.
 
     Each is delayed until the last operand of its bucket is there, by at most half of the fragments that it could hide behind: buckets
     get smaller towards the end of the backward, and one that is waited for at once joins only what is launched beside it. Source of the
@@ -104,6 +104,7 @@ class _Member:
     launch: Launch
     num_bytes: int
     dtype: object
+    microbatch: int | None
     begin: int
     end: int
     runs_before: int
@@ -111,8 +112,8 @@ class _Member:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Members of a bucket are of one."""
-        return self.launch.collective, self.launch.kind, self.launch.axes, self.dtype
+        """Members of a bucket are of one; those of two microbatches would make one of these wait for the other."""
+        return self.launch.collective, self.launch.kind, self.launch.axes, self.dtype, self.microbatch
 
     @property
     def latest(self) -> int:
@@ -141,7 +142,8 @@ def _launches(schedule: Schedule, pieces: frozenset[str]) -> Iterator[_Member]:
             tensor_type = schedule.type_of(each.sources[0]) if made is None or made.value not in pieces else None
             if tensor_type is not None and tensor_type[1] != torch.bool and each.name in waits:
                 end, runs_until = waits[each.name]
-                yield _Member(each, math.prod(tensor_type[0]) * tensor_type[1].itemsize, tensor_type[1], position, end, runs, runs_until)
+                num_bytes, microbatch = schedule.bytes_of(each.sources[0]), schedule.buffers[each.sources[0]].microbatch
+                yield _Member(each, num_bytes, tensor_type[1], microbatch, position, end, runs, runs_until)
 
 
 @dataclass
@@ -167,7 +169,8 @@ def _chosen(schedule: Schedule, together: Iterable[frozenset[str]], pieces: froz
         kinds, soonest = {each.kind for each in bucket}, min((each.end for each in bucket), default=0)
         late = [each for each in bucket if each.begin > soonest]
         if late or len(kinds) > 1:
-            why = f"{late[0].launch} begins behind the first WAIT of them" if late else f"they are of {len(kinds)} kinds, axes or dtypes"
+            differ = f"they are of {len(kinds)} kinds, axes, dtypes or microbatches"
+            why = f"{late[0].launch} begins behind the first WAIT of them" if late else differ
             raise ScheduleError(f"these cannot go together: {', '.join(each.launch.name for each in bucket)}; {why}")
     return found
 

@@ -15,6 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.units import in_seconds
 from autopar.pipeline.exposure import Exposure, predicted_exposure
 from autopar.pipeline.fragment_prices import fragment_seconds
+from autopar.pipeline.lockstep import in_lockstep
 from autopar.pipeline.overlap import Haste, ListSchedule, reordered
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import LinkOf, Seconds, simulate
@@ -48,8 +49,9 @@ class Overlap:
 class OverlapCommunication:
     """List-schedule what every rank executes (`autopar.pipeline.overlap`), and keep the order with the shortest step on paper.
 
-    One collective goes over a link at a time, those of all mesh axes that use it. What is computed, and in which order sums are added up,
-    stays as it is. All ranks at a place along `pp` run one schedule, so that each group has one order of its collectives.
+    Without a pipeline that is also tried with microbatches that take turns (`autopar.pipeline.lockstep`). One collective goes over a link
+    at a time, those of all mesh axes that use it. What is computed, and in which order sums are added up, stays as it is. All ranks at a
+    place along `pp` run one schedule, so that each group has one order of its collectives.
 
     Reads: a `ScheduleProgram` without FREEs. Writes: the order of its instructions. Ensures: within the budget, or as before; a step is
     not longer on paper.
@@ -89,15 +91,26 @@ class OverlapCommunication:
 
     def _candidates(self, program: ScheduleProgram, seconds: Seconds, links: LinkOf) -> Iterator[tuple[tuple[int, ...], ...]]:
         """Orders for all places, those that take less memory first."""
+        yield from _listed(program, seconds, links)
+        if len(program.places) != 1:
+            return
+        turns = in_lockstep(program.places[0], seconds, links)
+        if turns != tuple(range(len(turns))):
+            for (order,) in _listed(ordered(program, [turns]), seconds, links):
+                yield (tuple(turns[number] for number in order),)
 
-        def unhindered(each: Run | Send | Launch | Copy) -> float:
-            return 0.0 if isinstance(each, Launch) else seconds(each)
 
-        clock = simulate(program, unhindered, has_memory=False).instruction_seconds
-        rows = [ListSchedule(schedule, seconds, ends, links) for schedule, ends in zip(program.places, clock, strict=True)]
-        for haste in HASTES:
-            here = replace(haste, ahead_bytes=haste.ahead_bytes * _largest(program))
-            yield tuple(row.order(here) for row in rows)
+def _listed(program: ScheduleProgram, seconds: Seconds, links: LinkOf) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """List schedules of all places."""
+
+    def unhindered(each: Run | Send | Launch | Copy) -> float:
+        return 0.0 if isinstance(each, Launch) else seconds(each)
+
+    clock = simulate(program, unhindered, has_memory=False).instruction_seconds
+    rows = [ListSchedule(schedule, seconds, ends, links) for schedule, ends in zip(program.places, clock, strict=True)]
+    for haste in HASTES:
+        here = replace(haste, ahead_bytes=haste.ahead_bytes * _largest(program))
+        yield tuple(row.order(here) for row in rows)
 
 
 def _largest(program: ScheduleProgram) -> int:

@@ -120,7 +120,7 @@ class _Writer:
         key = stage, kind, frozenset(under_way)
         if key not in self.sections:
             after = set(under_way)
-            instructions, late = self.cutter.section_without_late(nodes, after)
+            instructions, late = self.cutter.section_without_late(nodes, after, self.parts)
             # A gradient is not held so long, nor has the next microbatch the time.
             if kind != "F" or self.program.order.is_single or set(self.carried).intersection(late):
                 instructions, late = (*instructions, *self.cutter.late(late, after)), ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
 from autopar.cost.schedule_memory import peak_bytes_on_processes
+from autopar.ir.instructions import Run
 from autopar.passes.schedule.overlap_communication import Overlap, OverlapCommunication, links_of, ordered
 from autopar.pipeline.exposure import predicted_exposure
 from autopar.pipeline.fragment_prices import fragment_seconds
@@ -187,3 +189,41 @@ def test_an_order_by_hand_is_applied_as_it_is() -> None:
     orders = random_orders(program, 0)
     found = ordered(program, orders)
     assert [str(each) for each in found.places[0].instructions] == [str(program.places[0].instructions[number]) for number in orders[0]]
+
+
+# ---- microbatches in turns
+
+
+class Blocks(nn.Module):
+    """Three blocks whose products are large enough to be split over tensor parallelism on an A100."""
+
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = 4 * width
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, inner), nn.Tanh(), nn.Dropout(0.1), nn.Linear(inner, width))
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def test_a_forward_computes_while_collectives_of_a_backward_move() -> None:
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"example_inputs": (x,), "backend": "eager", "cluster": "8xa100", "num_microbatches": 4, "zero": 3}
+    parallel = autopar.compile(Blocks(), autopar.virtual_mesh(dp=2, tp=2), **options)
+    program, result, decision = before_and_after(parallel)
+    assert decision.before is not None and decision.after is not None
+    assert decision.after.step_seconds < 0.95 * decision.before.step_seconds
+    (schedule,) = result.places
+    # Of each fragment the microbatch that it computes: 0, 0, … without turns.
+    numbers = [schedule.microbatch_of(each.outputs[0]) for each in schedule.instructions if isinstance(each, Run) and each.outputs]
+    assert sum(one == other + 1 for one, other in pairwise(numbers)) > 12
+    held = peak_bytes_on_processes(schedule) / peak_bytes_on_processes(program.places[0])
+    assert held < 1.25
+    assert "# 0F1, with some of microbatch 0" in parallel.print_program()
+    assert parallel.verify(x, promote=True)
