@@ -20,6 +20,7 @@ from autopar.cost.memory import MemoryBudget
 from autopar.cost.model import CostModel
 from autopar.cost.schedule_memory import peak_bytes_on_processes
 from autopar.ir.instructions import Run
+from autopar.ir.schedule import Schedule
 from autopar.passes.schedule.overlap_communication import Overlap, OverlapCommunication, links_of, ordered
 from autopar.pipeline.exposure import predicted_exposure
 from autopar.pipeline.fragment_prices import fragment_seconds
@@ -212,6 +213,12 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+def turns_of(schedule: Schedule) -> int:
+    """How often a fragment of one microbatch follows one of the next."""
+    numbers = [schedule.microbatch_of(each.outputs[0]) for each in schedule.instructions if isinstance(each, Run) and each.outputs]
+    return sum(one == other + 1 for one, other in pairwise(numbers))
+
+
 def test_a_forward_computes_while_collectives_of_a_backward_move() -> None:
     x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
     options: dict[str, Any] = {"example_inputs": (x,), "backend": "eager", "cluster": "8xa100", "num_microbatches": 4, "zero": 3}
@@ -220,10 +227,34 @@ def test_a_forward_computes_while_collectives_of_a_backward_move() -> None:
     assert decision.before is not None and decision.after is not None
     assert decision.after.step_seconds < 0.95 * decision.before.step_seconds
     (schedule,) = result.places
-    # Of each fragment the microbatch that it computes: 0, 0, … without turns.
-    numbers = [schedule.microbatch_of(each.outputs[0]) for each in schedule.instructions if isinstance(each, Run) and each.outputs]
-    assert sum(one == other + 1 for one, other in pairwise(numbers)) > 12
+    assert turns_of(schedule) > 12
     held = peak_bytes_on_processes(schedule) / peak_bytes_on_processes(program.places[0])
     assert held < 1.25
     assert "# 0F1, with some of microbatch 0" in parallel.print_program()
     assert parallel.verify(x, promote=True)
+
+
+def trains_in_turns(backend: str) -> tuple[float, int]:
+    """The largest error of a gradient, as a share of its largest element, and how often a fragment of one microbatch follows one of the
+    next."""
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
+    plain = Blocks().eval()
+    plain(x).backward()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine = x.chunk(2)[mesh.get_local_rank("dp")]
+    options: dict[str, Any] = {"example_inputs": (mine,), "backend": backend, "cluster": "8xa100", "zero": 3, "num_microbatches": 4}
+    parallel = autopar.compile(Blocks().eval(), mesh, timeout=120, **options)
+    parallel(mine).backward()
+    theirs = dict(plain.named_parameters())
+    errors = [0.0]
+    for name, parameter in parallel.named_parameters():
+        wanted = theirs[name].grad
+        assert parameter.grad is not None and wanted is not None
+        errors.append(float((parameter.grad.full_tensor() - wanted).abs().max() / wanted.abs().max()))
+    return max(errors), turns_of(parallel.compiled.schedule.places[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_ranks_train_in_turns(gloo_ranks: Any, backend: str) -> None:
+    for error, turns in gloo_ranks.run(trains_in_turns, backend):
+        assert error < 1e-4 and turns > 6
