@@ -16,22 +16,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch.fx import Node
 
 from autopar.graph.cut_places import Place
-from autopar.graph.pieces import rearranges
+from autopar.graph.gone_on_with import is_gone_on_with
 from autopar.ir.collectives import is_launch, wait
 from autopar.ir.keys import PHASE
-from autopar.ops.lookup import rule_of
-
-aten = torch.ops.aten
-# What a sum over ranks goes through on its way to the caller, beside what only rearranges it: tied parameters have one gradient, others a
-# part of one, or a mean.
-_PASSES_ON = frozenset(
-    (aten._to_copy.default, aten.index_select.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
-    + (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
-)
+from autopar.ops.lookup import is_contraction
 
 
 def behind_launches(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]:
@@ -49,7 +40,7 @@ def behind_launches(nodes: Sequence[Node]) -> tuple[list[Node], frozenset[Node]]
             if not _is_waited_for(node):
                 continue
             behind = [each for each in since if each in spare]
-            if any(map(_is_product, behind)):
+            if any(map(is_contraction, behind)):
                 since = [*(each for each in since if each not in spare), *behind]
                 ends.add(node)
             found += since
@@ -88,7 +79,7 @@ def _with_products_behind(nodes: Sequence[Node], spare: set[Node]) -> set[Node]:
     for node in nodes:
         if _is_waited_for(node):
             latest = node
-        elif latest is not None and node in spare and _is_product(node):
+        elif latest is not None and node in spare and is_contraction(node):
             found.add(latest)
             latest = None
         elif node.target is not wait and any(operand.target is wait and operand.args[0] is latest for operand in node.all_input_nodes):
@@ -96,25 +87,7 @@ def _with_products_behind(nodes: Sequence[Node], spare: set[Node]) -> set[Node]:
     return found
 
 
-def is_gone_on_with(launch: Node) -> bool:
-    """Whether something computes with what a collective brings; gradients of parameters, and sums of them, are the caller's."""
-    pending, seen = [launch], set[Node]()
-    while pending:
-        for user in pending.pop().users:
-            if user.op != "output" and not rearranges(user) and user.target not in _PASSES_ON:
-                return True
-            if user not in seen:
-                seen.add(user)
-                pending.append(user)
-    return False
-
-
 def _is_waited_for(node: Node) -> bool:
     """Whether `node` launches what the backward made and goes on with."""
     operand = node.args[0] if is_launch(node) else None
     return isinstance(operand, Node) and PHASE.get(node) == PHASE.get(operand) == "backward" and is_gone_on_with(node)
-
-
-def _is_product(node: Node) -> bool:
-    rule = rule_of(node)
-    return rule is not None and rule.flops > 0

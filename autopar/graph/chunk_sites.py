@@ -9,13 +9,14 @@ Never along the inner dim of a product: each row is computed as it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch.fx import Node
 
+from autopar.graph.gone_on_with import is_gone_on_with
 from autopar.graph.pieces import PRODUCT, Digit, after, before, rearranges, shape_at
 from autopar.ir.arguments import list_at, node_at
 from autopar.ir.collectives import all_gather, all_reduce, is_launch, reduce_scatter, wait
@@ -28,8 +29,6 @@ aten = torch.ops.aten
 _SUM = aten.add.Tensor
 # What of the second operand of a product may be computed earlier than it is, beside views and collectives.
 _LIGHT = frozenset((aten.clone.default, aten._to_copy.default, aten.cat.default, aten.select.int))
-# What a sum over ranks goes through on its way to the caller.
-_PASSES_ON = frozenset((aten._to_copy.default, aten.index_select.default))
 
 
 @dataclass(frozen=True)
@@ -196,7 +195,7 @@ def hoisted(product: Node, launch: Node, first: Node) -> list[Node] | None:
 
 def _ahead(launch: Node, taken: set[Node]) -> set[Node]:
     """A sum over ranks and what its operand alone is made of, products the first; empty where there is none, or nobody waits for it."""
-    if launch.target not in (all_reduce, reduce_scatter) or launch.args[2] != "sum" or not _is_awaited(launch):
+    if launch.target not in (all_reduce, reduce_scatter) or launch.args[2] != "sum" or not is_gone_on_with(launch):
         return set()
     reached, stack = {launch}, [launch]
     while stack:
@@ -215,20 +214,6 @@ def _goes_by_rows(node: Node) -> bool:
     if node.target is _SUM:
         return not node.kwargs and all(isinstance(each, Node) and shape_at(each) == shape_at(node) for each in node.args)
     return node.target is PRODUCT or (rearranges(node) and not is_launch(node) and node.target is not wait)
-
-
-def _is_awaited(launch: Node) -> bool:
-    """Whether something computes with the sum; the caller's results, gradients of parameters, are in no hurry."""
-    return any(user.op != "output" for user in _readers(launch))
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """Who reads a value, through views, casts, and other collectives."""
-    for user in node.users:
-        if rearranges(user) or user.target in _PASSES_ON:
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _is_beside(node: Node, launch: Node) -> bool:

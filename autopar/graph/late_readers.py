@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from torch.fx import Node
 
-from autopar.graph.behind_launches import is_gone_on_with
+from autopar.graph.gone_on_with import is_gone_on_with
 from autopar.ir.collectives import is_launch, wait
 from autopar.ir.keys import PHASE
 

@@ -36,6 +36,12 @@ def rule_of(node: Node) -> Rule | None:
     return found if linear == found.linear else replace(found, linear=linear)
 
 
+def is_contraction(node: Node) -> bool:
+    """Whether `node` multiplies matrices, convolves or attends."""
+    rule = rule_of(node)
+    return rule is not None and rule.flops > 0
+
+
 def _tag_rule(target: object) -> RuleFunction | None:
     tags = getattr(target, "tags", ())
     return next((function for tag, function in TAG_RULES.items() if tag in tags), None)

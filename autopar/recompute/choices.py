@@ -24,7 +24,7 @@ from autopar.ir.markers import save
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Program, operands
 from autopar.ir.reshard import moves
-from autopar.ops.lookup import rule_of
+from autopar.ops.lookup import is_contraction
 from autopar.pipeline.stage_work import Work
 from autopar.recompute.again import is_forward, reduces
 
@@ -90,12 +90,6 @@ def readers(node: Node) -> Iterator[Node]:
                 yield from readers(user)
             else:
                 yield user
-
-
-def is_contraction(node: Node) -> bool:
-    """Whether `node` multiplies matrices, convolves or attends."""
-    rule = rule_of(node)
-    return rule is not None and rule.flops > 0
 
 
 def fixed(program: Program) -> frozenset[Node]:

@@ -14,8 +14,8 @@ from torch.fx import Graph
 import autopar
 from autopar.driver.manager import run_passes
 from autopar.frontend.capture import capture
-from autopar.graph.behind_launches import is_gone_on_with
 from autopar.graph.fragments import FragmentCutter
+from autopar.graph.gone_on_with import is_gone_on_with
 from autopar.ir.collectives import LAUNCHES, all_reduce, is_launch, wait
 from autopar.ir.instructions import Free, Launch, Pause, Run, Wait, parse
 from autopar.ir.keys import BATCH, DIMS
