@@ -131,7 +131,8 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         HandOut(),  # needs all results
         GatherAhead(cluster, buckets, budget),  # after all collectives are written
         BucketCollectives(cluster, buckets, budget),  # after gathers, which take memory first
-        OverlapCommunication(cluster, budget),  # the last that knows of no FREEs: what it moves takes memory for longer
+        # The last that knows of no FREEs: what it moves takes memory for longer.
+        OverlapCommunication(cluster, budget, keeps_actions=options.versions is not None),
         WaitForSums(cluster),  # needs the final order of what is launched
         OffloadParameters(options.offload, cluster, options.limit or budget),  # needs the final order: what is away is there in time
         # Likewise, and what the device holds of parameters.

@@ -1,4 +1,4 @@
-"""Two actions of one rank that do not need each other take turns: while a collective of one moves, the other computes.
+"""Two actions of one rank, on two microbatches, take turns: while a collective of one moves, the other computes.
 
 RUN b0 (…)                                      backward of microbatch 0                RUN b0 (…)
 LAUNCH all_reduce sum tp (b) -> g@0                                                     LAUNCH all_reduce sum tp (b) -> g@0
@@ -33,14 +33,15 @@ def in_lockstep(schedule: Schedule, seconds: Seconds, link_of: LinkOf) -> tuple[
     """
     before, order, end = dependencies(schedule.instructions), list[int](), 0
     for first, second in _pairs(schedule):
-        lanes = range(first.begin, first.end), range(first.end, second.end)
+        lanes = range(first.begin, first.end), range(first.end, second.end)  # what lies between goes with the second
         order += [*range(end, first.begin), *_Turns(schedule, before, seconds, link_of, lanes).order()]
         end = second.end
     return (*order, *range(end, len(schedule.instructions)))
 
 
 def _pairs(schedule: Schedule) -> Iterator[tuple[Span, Span]]:
-    """Neighbours that work on two microbatches: neither reads what the other makes, and sums are still added up in their order."""
+    """Neighbours that work on two microbatches. The first needs nothing of the second; what the second needs of the first, a buffer that is
+    carried over or the ADD before its own, it waits for."""
     spans = [span for span in schedule.spans if span.begin < span.end]
     position = 0
     while position + 1 < len(spans):
@@ -84,7 +85,8 @@ class _Turns:
         return self.written
 
     def _ready(self, number: int) -> float:
-        """When an instruction can be executed; what only starts something does so at once."""
+        """When an instruction can be executed; what only starts something does so at once. Never, while it needs what is not written: of
+        the first lane that is none."""
         if not self.before[number].isdisjoint(self.left):
             return float("inf")
         each = self.schedule.instructions[number]

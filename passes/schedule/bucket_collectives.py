@@ -112,7 +112,7 @@ class _Member:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Members of a bucket are of one; those of two microbatches would make one of these wait for the other."""
+        """Members of a bucket are of one; in a bucket of two microbatches one would wait for the other's operand."""
         return self.launch.collective, self.launch.kind, self.launch.axes, self.dtype, self.microbatch
 
     @property

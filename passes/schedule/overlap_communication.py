@@ -53,15 +53,21 @@ class OverlapCommunication:
     at a time, those of all mesh axes that use it. What is computed, and in which order sums are added up, stays as it is. All ranks at a
     place along `pp` run one schedule, so that each group has one order of its collectives.
 
+    With `keeps_actions`, where weights are updated between the actions of a rank, a rank without a pipeline keeps its order: what one
+    microbatch computes must not pass the update that the one before it makes.
+
     Reads: a `ScheduleProgram` without FREEs. Writes: the order of its instructions. Ensures: within the budget, or as before; a step is
     not longer on paper.
     """
 
     cluster: Cluster
     budget: MemoryBudget = field(default_factory=MemoryBudget)
+    keeps_actions: bool = False
     name: str = "overlap communication"
 
     def decide(self, program: ScheduleProgram) -> Overlap:
+        if self.keeps_actions and len(program.places) == 1:
+            return Overlap(None, reason="weights are updated between microbatches")
         launches = [each for schedule in program.places for each in schedule.instructions if isinstance(each, Launch)]
         cost = CostModel(self.cluster, program.mesh)
         if all(cost.collective("all_gather", each.axes, 0, 0).seconds <= 0 for each in launches):
@@ -97,6 +103,7 @@ class OverlapCommunication:
         turns = in_lockstep(program.places[0], seconds, links)
         if turns != tuple(range(len(turns))):
             for (order,) in _listed(ordered(program, [turns]), seconds, links):
+                # `order` numbers what stands in turns.
                 yield (tuple(turns[number] for number in order),)
 
 

@@ -120,8 +120,10 @@ class _Writer:
         key = stage, kind, frozenset(under_way)
         if key not in self.sections:
             after = set(under_way)
-            instructions, late = self.cutter.section_without_late(nodes, after, self.parts)
-            # A gradient is not held so long, nor has the next microbatch the time.
+            # What is summed up in the backward goes to nothing but its sum; where memory is short it goes there at once.
+            summed = frozenset(self.parts) if kind != "F" and not self.cutter.frees_early else frozenset[Node]()
+            instructions, late = self.cutter.section_without_late(nodes, after, summed)
+            # A gradient is not held until the end of the rank, nor has the next microbatch the time.
             if kind != "F" or self.program.order.is_single or set(self.carried).intersection(late):
                 instructions, late = (*instructions, *self.cutter.late(late, after)), ()
             self.sections[key] = instructions, frozenset(after), late

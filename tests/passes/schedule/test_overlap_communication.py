@@ -234,6 +234,27 @@ def test_a_forward_computes_while_collectives_of_a_backward_move() -> None:
     assert parallel.verify(x, promote=True)
 
 
+def test_weights_that_are_updated_between_microbatches_are_not_overtaken() -> None:
+    """What is awaited of one microbatch would let the next go first, past the update."""
+    x = torch.randn(256, 512, generator=torch.Generator().manual_seed(1))
+    versions = autopar.TrainStep(weight_versions="stash")
+    options: dict[str, Any] = {"optimizer": (torch.optim.SGD, {"lr": 10.0}), "train_step": versions, "num_microbatches": 4}
+    options |= {"example_inputs": (x,), "backend": "eager", "cluster": "8xa100"}
+    parallel = autopar.compile(Blocks().eval(), autopar.virtual_mesh(dp=2, tp=2), **options)
+    assert before_and_after(parallel)[2].reason == "weights are updated between microbatches"
+    plain = Blocks().eval()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=10.0)
+    for parts in zip(*(share.chunk(4) for share in x.chunk(2)), strict=True):
+        optimizer.zero_grad()
+        plain(torch.cat(parts)).backward()
+        optimizer.step()
+    parallel.train_step(x)
+    theirs, given = dict(plain.named_parameters()), dict(Blocks().named_parameters())
+    for name, parameter in parallel.named_parameters():
+        change = float((theirs[name] - given[name]).abs().max())
+        assert change > 0 and float((parameter - theirs[name]).abs().max()) < 1e-3 * change
+
+
 def trains_in_turns(backend: str) -> tuple[float, int]:
     """The largest error of a gradient, as a share of its largest element, and how often a fragment of one microbatch follows one of the
     next."""
