@@ -213,6 +213,18 @@ def test_what_cannot_go_together_is_refused() -> None:
             BucketCollectives(Cluster.ideal()).apply(whole(DP2, schedule), BucketSizes({}, together=(frozenset(names),)))
 
 
+def test_a_bucket_has_collectives_of_one_microbatch() -> None:
+    """All four are there before the first is waited for; one microbatch would wait for what the other computes."""
+    names = ["a@0", "b@0", "a@1", "b@1"]
+    lines = [f"LAUNCH all_reduce sum dp ({name}) -> s{name}" for name in names] + [f"WAIT s{name}" for name in names]
+    schedule = schedule_of("\n".join(lines), " ".join(names), " ".join(f"s{name}" for name in names))
+    typed = retyped(schedule, dict.fromkeys(schedule.buffers, ((4,), torch.float32)))
+    found = BucketCollectives(Cluster.ideal()).apply(whole(DP2, typed), BucketSizes({"dp": 2**20})).places[0]
+    assert [each.sources for each in found.instructions if isinstance(each, Launch)] == [("a@0", "b@0"), ("a@1", "b@1")]
+    with pytest.raises(ScheduleError, match="they are of 2 kinds, axes, dtypes or microbatches"):
+        BucketCollectives(Cluster.ideal()).apply(whole(DP2, typed), BucketSizes({}, together=(frozenset(("sa@0", "sa@1")),)))
+
+
 def test_reduce_scatters_maxima_and_counts_go_together_each_with_their_own() -> None:
     kinds = ("all_reduce sum", "all_reduce max", "reduce_scatter sum")
     lines = [f"LAUNCH {kind} dp ({name}{n}) -> {name}{n}_1" for n, kind in enumerate(kinds) for name in "abij"]
