@@ -77,8 +77,8 @@ def capture(
     """Capture `model(*args, **kwargs)` as a FORWARD program.
 
     Inputs have the global batch's shapes; their values are not read. `outputs="all"` keeps every tensor of
-    the output, "loss" the loss alone where there is one. None does that where gradients are on; where they are off it keeps what lies
-    beside the loss, too, but for objects of other kinds (a key-value cache). `batch_dims` gives the batch dim of every input
+    the output, "loss" the loss alone where there is one. None does that where gradients are on; where they are off, or there is no loss,
+    it keeps every tensor, but not what lies in objects of other kinds (a key-value cache). `batch_dims` gives the batch dim of every input
     that has one; by default it is dim 0 of every tensor whose dim 0 is as long as the first one's.
     Raises `CaptureError`.
     """
@@ -138,8 +138,10 @@ def _device(model: nn.Module) -> torch.device:
 
 def _kept(spec: OutputSpec, outputs: str | None) -> tuple[OutputElement, ...] | None:
     """The elements of the output that are computed; None for all that it is."""
-    if outputs == "all" or spec.loss is None:
+    if outputs == "all":
         return None
+    if spec.loss is None:
+        return spec.elements if spec.has_objects and spec.elements else None
     return (spec.loss,) if outputs == "loss" or torch.is_grad_enabled() else spec.elements
 
 

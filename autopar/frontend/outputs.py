@@ -31,7 +31,8 @@ class OutputSpec:
     """The user's output: its pytree `structure`, its `leaves` (TENSOR where a tensor stands), the `elements` in which tensors are and
     nothing else, and the flat index of the loss, where there is one; it is the output itself, or the element `loss`.
 
-    `assigned` are the buffers for which the forward sets another tensor (`self.mean = ...`), rather than writing into them.
+    `assigned` are the buffers for which the forward sets another tensor (`self.mean = ...`), rather than writing into them. Where
+    `has_objects`, something else than tensors and constants comes out, too (a key-value cache), which no program can compute.
     """
 
     structure: Any
@@ -40,12 +41,14 @@ class OutputSpec:
     loss: OutputElement | None = None
     elements: tuple[OutputElement, ...] = ()
     assigned: tuple[str, ...] = ()
+    has_objects: bool = False
 
     @staticmethod
     def of(output: Any, assigned: tuple[str, ...] = (), batch_size: int | None = None) -> OutputSpec:
-        """`output` is of fake tensors. With `batch_size`, elements are those alone that have it as their first dim, and the loss."""
+        """`output` is of fake tensors. With `batch_size`, elements beside a loss are those alone that have it as their first dim."""
         leaves, structure = flattened(output)
         flat = tuple(leaf if _is_constant(leaf) else TENSOR for leaf in leaves)
+        has_objects = any(leaf is TENSOR and not isinstance(given, torch.Tensor) for leaf, given in zip(flat, leaves, strict=True))
         if _is_scalar(output):
             return OutputSpec(structure, flat, 0, assigned=assigned)
         loss = _find_loss(output)
@@ -56,11 +59,12 @@ class OutputSpec:
                 "return a dict, a tuple, a dataclass or a ModelOutput, or register the class with torch.utils._pytree.register_pytree_node"
             )
         places = tuple(_elements(output, leaves))
-        kept = tuple(place for place in places if index in place.leaves or _holds_tensors(place.of(output), batch_size))
+        size = None if loss is None else batch_size
+        kept = tuple(place for place in places if index in place.leaves or _holds_tensors(place.of(output), size))
         # An object of another class that torch can take apart has the loss by name.
         by_name = OutputElement("loss", False, (index,)) if index is not None else None
         place = next((place for place in places if place.leaves == (index,)), by_name)
-        return OutputSpec(structure, flat, index, place, kept or (() if place is None else (place,)), assigned)
+        return OutputSpec(structure, flat, index, place, kept or (() if place is None else (place,)), assigned, has_objects)
 
 
 def flattened(output: Any) -> tuple[list[Any], Any]:

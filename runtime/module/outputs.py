@@ -17,7 +17,7 @@ class OmittedTensor:
     """Stands where the user's output has a tensor that the program does not compute; any use raises `AutoparError`."""
 
     def __repr__(self) -> str:
-        return "<tensor not computed: outputs='loss'>"
+        return "<not computed: see outputs= of autopar.compile>"
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _omitted(f"its attribute {name!r} was read")
@@ -30,7 +30,8 @@ class OmittedTensor:
 def _omitted(what: str) -> AutoparError:
     return AutoparError(
         f"this output was not computed, and {what}: where gradients are on, only the loss leaves the mesh by default; "
-        'compile with outputs="all" to get every tensor of the output'
+        'compile with outputs="all" to get every tensor of the output. An object that is no structure of tensors (a key-value cache) '
+        "never leaves it"
     )
 
 

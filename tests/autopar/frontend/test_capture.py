@@ -195,6 +195,19 @@ def test_a_cache_beside_the_loss_is_left_out() -> None:
     assert set(program.signature.leaves) == {TENSOR}
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_without_a_loss_a_cache_is_left_out_too(trains: bool) -> None:
+    case = ZOO["gpt2"]()
+    case.model.config.use_cache = True
+    ids = {"input_ids": case.batch["input_ids"]}
+    with torch.set_grad_enabled(trains):
+        program = capture(case.model, (), ids, MESH)
+        with pytest.raises(CaptureError, match="use_cache=False"):
+            capture(case.model, (), ids, MESH, outputs="all")
+    assert [(item.kind, item.name) for item in program.signature.outputs] == [("output", "0")]
+    assert program.signature.outputs[0].shape[:2] == case.batch["input_ids"].shape
+
+
 def test_tied_frozen_and_unused_parameters() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
