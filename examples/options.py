@@ -45,8 +45,8 @@ def parse_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         name, equals, size = part.partition("=")
-        if not equals or not size.isdigit() or name in axes:
-            raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write each axis once with its size, as in dp=2,tp=2")
+        if not equals or not size.isdigit() or name not in ("pp", "dp", "tp") or name in axes:
+            raise argparse.ArgumentTypeError(f"{text!r} is no mesh; write each of pp, dp, tp at most once with its size, as in dp=2,tp=2")
         axes[name] = int(size)
     return axes
 

@@ -30,6 +30,7 @@ def blocks(language: str) -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.equivalence  # minutes of Inductor
 def test_every_block_of_python_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # blocks write files
     assert len(SUBSTITUTIONS) <= 3 and all(each in README for each in SUBSTITUTIONS)

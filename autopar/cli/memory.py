@@ -12,7 +12,7 @@ import autopar
 from autopar.cli.answer import Answer
 from autopar.cli.models import Example, load_model
 from autopar.cli.places import cluster_of, mesh_of, size_of
-from autopar.cli.plans import Values
+from autopar.cli.plans import Values, microbatches_text
 from autopar.cli.simulation import memory_values
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import OptimizerKind, bytes_of
@@ -160,7 +160,8 @@ def _lines(asked: _Asked, memory: Memory, step: Step | None, formulas: Formulas,
     plan = asked.plan
     axes = " × ".join(f"{axis}{size}" for axis, size in asked.sizes.items())
     order = f"{plan.schedule}, " if plan.pp > 1 else ""
-    yield f"{axes}: {order}{plan.num_microbatches} microbatches of {plan.microbatch}, recompute {plan.recompute}, zero {plan.zero}"
+    microbatches = microbatches_text(plan.num_microbatches, plan.microbatch)
+    yield f"{axes}: {order}{microbatches}, recompute {plan.recompute}, zero {plan.zero}"
     yield str(memory)
     if step is not None:
         yield f"  predicted: {in_seconds(step.prediction().step_seconds)} a step"

@@ -28,10 +28,9 @@ def read_plan(spec: str) -> Values:
         )
     if not isinstance(values, dict) or not isinstance(plans := values.get("plans"), list):
         raise InputError(f"{name} is no file that `autopar plan --json {Path(name).name}` wrote: it has no list of plans")
-    if values.get("version") != VERSION:
-        raise InputError(
-            f"{name} is of version {values.get('version')!r}, and this autopar reads version {VERSION}: write it anew with autopar plan"
-        )
+    if (found := values.get("version")) != VERSION:
+        version = "says no version" if found is None else f"is of version {found!r}"
+        raise InputError(f"{name} {version}, and this autopar reads version {VERSION}: write it anew with autopar plan")
     if not 0 < number <= len(plans):
         raise InputError(f"{name} has no plan {number}: it has {len(plans) or 'none'}")
     found = plans[number - 1]
@@ -63,9 +62,13 @@ def is_saved_plan(values: Any) -> bool:
     return isinstance(values, dict) and "strategies" in values and "parameters" in values
 
 
+def microbatches_text(number: int, samples: int) -> str:
+    return f"{number} microbatch{'' if number == 1 else 'es'} of {samples}"
+
+
 def title(plan: Values) -> str:
     mesh = " × ".join(f"{axis}{size}" for axis, size in plan["mesh"].items() if size > 1) or "1 device"
-    microbatches = f"{plan['num_microbatches']} microbatches of {plan['microbatch']}"
+    microbatches = microbatches_text(plan["num_microbatches"], plan["microbatch"])
     away = "".join(f", {100 * share:.0f} % of {kind} on the host" for kind, share in plan.get("offload", {}).items())
     return f"{mesh}, {plan['schedule']}, {microbatches}, recompute {plan['recompute']}, zero {plan['zero']}{away}"
 
@@ -74,7 +77,8 @@ def explained(plan: Values) -> str:
     """Where time and memory go."""
     lines = [title(plan), f"  {in_seconds(plan['step_seconds'])} a step, MFU {100 * plan['mfu']:.1f} %"]
     for name, value in sorted(plan["seconds"].items(), key=lambda part: -part[1]):
-        lines.append(f"    {name:<16} {in_seconds(value):>9}  {100 * value / plan['step_seconds']:5.1f} %")
+        if value:
+            lines.append(f"    {name:<16} {in_seconds(value):>9}  {100 * value / plan['step_seconds']:5.1f} %")
     lines.append(f"  memory, {'fits' if plan['fits'] else 'does not fit'}")
     for stage, held in enumerate(plan["memory_bytes"]):
         lines.append(f"    pp {stage}: {in_bytes(held['total'])}: {kinds_text(held)}")
@@ -85,6 +89,7 @@ def compared(one: Values, other: Values) -> str:
     """Part by part what the second takes more or less."""
     lines = [f"1: {title(one)}", f"2: {title(other)}", f"  {'':<16} {'1':>9} {'2':>9} {'2 − 1':>10}"]
     parts = [(name, one["seconds"].get(name, 0.0), other["seconds"].get(name, 0.0)) for name in {**one["seconds"], **other["seconds"]}]
+    parts = [part for part in parts if any(part[1:])]
     for name, first, second in [*parts, ("step", one["step_seconds"], other["step_seconds"])]:
         lines.append(f"  {name:<16} {in_seconds(first):>9} {in_seconds(second):>9} {in_seconds(second - first, sign=True):>10}")
     first, second = (max(held["total"] for held in each["memory_bytes"]) for each in (one, other))

@@ -27,6 +27,8 @@ aten = torch.ops.aten
 _RANDOM_KEY = "random_key"
 # Where attention takes what it draws from.
 _DRAWS = slice(6, 9)
+# λα of SELU.
+_SATURATION = 1.7580993408473766
 Lowered = Node | tuple[Node, Node]
 
 
@@ -47,7 +49,7 @@ class KeyRandom:
 
     def apply(self, program: Program) -> Program:
         program = program.copy()
-        for node in [node for node in program.graph.nodes if node.target in _DROPOUTS_AND_ALPHA and not _drops(node)]:
+        for node in [node for node in program.graph.nodes if node.target in _DROPOUTS and not _drops(node)]:
             _replace(node, _kept(node))
         sites = [node for node in program.graph.nodes if _is_random(node)]
         _refuse({node: why for node in sites if (why := _why_not(node)) is not None})
@@ -66,7 +68,7 @@ class KeyRandom:
 
 def number_sites(program: Program) -> Program:
     """`program`, as it was captured, with a SITE on every op that draws: its number is its own, whatever is fused later."""
-    drawing = [node for node in program.graph.nodes if _is_random(node) and (node.target not in _DROPOUTS_AND_ALPHA or _drops(node))]
+    drawing = [node for node in program.graph.nodes if _is_random(node) and (node.target not in _DROPOUTS or _drops(node))]
     number = 0
     for node in drawing:
         SITE[node] = Site(number)
@@ -116,7 +118,7 @@ def _is_random(node: Node) -> bool:
     if node.target in _RECURRENT:
         dropout = _RECURRENT[node.target]
         return bool(node.args[dropout + 1]) and float_at(node, dropout) > 0.0
-    return node.target is not aten.rrelu.default or bool(argument(node, 3, "training", False))
+    return node.target not in (aten.rrelu.default, aten.rrelu_.default) or bool(argument(node, 3, "training", False))
 
 
 def _why_not(node: Node) -> str | None:
@@ -180,8 +182,37 @@ def _native_dropout(draws: Draws, emit: Emitter, node: Node) -> tuple[Node, Node
 
 def _feature_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
     """Drops whole channels."""
+    return _dropped(emit, node, draws.mask(emit, _channels(node), 1.0 - argument(node, 1, "p")))
+
+
+def _channels(node: Node) -> list[int]:
     shape = tensor_of(node).shape
-    return _dropped(emit, node, draws.mask(emit, [*shape[:2], *(1 for _ in shape[2:])], 1.0 - argument(node, 1, "p")))
+    return [*shape[:2], *(1 for _ in shape[2:])]
+
+
+def _alpha_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _saturated(emit, node, draws.mask(emit, tensor_of(node).shape, 1.0 - argument(node, 1, "p")))
+
+
+def _feature_alpha_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return _saturated(emit, node, draws.mask(emit, _channels(node), 1.0 - argument(node, 1, "p")))
+
+
+def _saturated(emit: Emitter, node: Node, mask: Node) -> Node:
+    """What is dropped becomes SELU's limit −λα, then all is scaled and shifted to mean 0 and variance 1 (Klambauer et al., Self-normalizing
+    neural networks, section 2); all zeros where all is dropped, as torch has it."""
+    value, probability = argument(node, 0), argument(node, 1, "p")
+    scale = ((1.0 + _SATURATION**2 * probability) * (1.0 - probability)) ** -0.5 if probability < 1.0 else 0.0
+    kept = emit.call(aten.mul.Tensor, emit.call(aten.mul.Tensor, value, mask), scale)
+    limit = emit.call(aten.mul.Tensor, emit.cast(mask, tensor_of(value).dtype), _SATURATION * scale)
+    return emit.call(aten.add.Tensor, kept, emit.call(aten.sub.Tensor, limit, _SATURATION * scale * (1.0 - probability)))
+
+
+def _rrelu(draws: Draws, emit: Emitter, node: Node) -> Node:
+    """Each number that is not above 0 has a slope of its own."""
+    value, low, high = argument(node, 0), argument(node, 1, "lower", 1 / 8), argument(node, 2, "upper", 1 / 3)
+    slopes = _affine(emit, _uniform(draws, emit, node), high - low, low)
+    return emit.call(aten.where.self, emit.call(aten.gt.Scalar, value, 0), value, emit.call(aten.mul.Tensor, value, slopes))
 
 
 def _attention(draws: Draws, emit: Emitter, node: Node) -> Node:
@@ -251,14 +282,10 @@ _DROPOUTS: dict[object, _Site] = {
     aten.native_dropout.default: _Site(_native_dropout),
     aten.feature_dropout.default: _Site(_feature_dropout),
     aten.feature_dropout_.default: _Site(_feature_dropout, in_place=True),
-}
-# The alpha dropouts are not keyed, but in evaluation they are nothing, too.
-_DROPOUTS_AND_ALPHA = {
-    *_DROPOUTS,
-    aten.alpha_dropout.default,
-    aten.alpha_dropout_.default,
-    aten.feature_alpha_dropout.default,
-    aten.feature_alpha_dropout_.default,
+    aten.alpha_dropout.default: _Site(_alpha_dropout),
+    aten.alpha_dropout_.default: _Site(_alpha_dropout, in_place=True),
+    aten.feature_alpha_dropout.default: _Site(_feature_alpha_dropout),
+    aten.feature_alpha_dropout_.default: _Site(_feature_alpha_dropout, in_place=True),
 }
 # Recurrent networks, with the position of their dropout, in front of whether they train.
 _RECURRENT: dict[object, int] = {
@@ -275,6 +302,8 @@ _SITES: dict[object, _Site] = _DROPOUTS | {
     aten.randn_like.default: _Site(_normal, 2),
     aten.normal_.default: _Site(_normal_in_place, 2, in_place=True),
     aten.exponential_.default: _Site(_exponential, in_place=True),
+    aten.rrelu.default: _Site(_rrelu),
+    aten.rrelu_.default: _Site(_rrelu, in_place=True),
     aten.randint.default: _Site(_integer),
     aten.randint.low: _Site(_integer_between),
     aten.bernoulli.default: _Site(_bernoulli),

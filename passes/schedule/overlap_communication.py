@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.units import in_seconds
 from autopar.pipeline.exposure import Exposure, predicted_exposure
 from autopar.pipeline.fragment_prices import fragment_seconds
-from autopar.pipeline.lockstep import in_lockstep
+from autopar.pipeline.in_turns import in_turns
 from autopar.pipeline.overlap import Haste, ListSchedule, reordered
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import LinkOf, Seconds, simulate
@@ -49,7 +49,7 @@ class Overlap:
 class OverlapCommunication:
     """List-schedule what every rank executes (`autopar.pipeline.overlap`), and keep the order with the shortest step on paper.
 
-    Without a pipeline that is also tried with microbatches that take turns (`autopar.pipeline.lockstep`). One collective goes over a link
+    Without a pipeline that is also tried with microbatches that take turns (`autopar.pipeline.in_turns`). One collective goes over a link
     at a time, those of all mesh axes that use it. What is computed, and in which order sums are added up, stays as it is. All ranks at a
     place along `pp` run one schedule, so that each group has one order of its collectives.
 
@@ -100,7 +100,7 @@ class OverlapCommunication:
         yield from _listed(program, seconds, links)
         if len(program.places) != 1:
             return
-        turns = in_lockstep(program.places[0], seconds, links)
+        turns = in_turns(program.places[0], seconds, links)
         if turns != tuple(range(len(turns))):
             for (order,) in _listed(ordered(program, [turns]), seconds, links):
                 # `order` numbers what stands in turns.

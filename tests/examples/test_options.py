@@ -22,9 +22,9 @@ def test_mesh_keeps_the_order_of_its_axes() -> None:
     assert list(parse_mesh("tp=4,dp=2").items()) == [("tp", 4), ("dp", 2)]
 
 
-@pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "dp=2,dp=2", "", "dp=2,"])
+@pytest.mark.parametrize("text", ["dp", "dp=", "dp=two", "dp=2,dp=2", "cp=2", "", "dp=2,"])
 def test_what_is_no_mesh_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="is no mesh; write each axis once"):
+    with pytest.raises(argparse.ArgumentTypeError, match="is no mesh; write each of pp, dp, tp at most once"):
         parse_mesh(text)
 
 

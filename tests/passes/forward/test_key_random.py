@@ -355,6 +355,31 @@ def test_dropouts_in_evaluation_draw_nothing(function: Callable[..., Tensor]) ->
     torch.testing.assert_close(found.module()(x)[0], 2 * x)
 
 
-def test_alpha_dropout_in_training_is_refused() -> None:
-    with pytest.raises(CaptureError, match="alpha_dropout"):
-        keyed(lambda x: F.alpha_dropout(x, 0.5, training=True), torch.randn(4, 3))
+@pytest.mark.parametrize("probability", [0.3, 1.0])
+@pytest.mark.parametrize("function", [F.alpha_dropout, F.feature_alpha_dropout], ids=str)
+def test_alpha_dropouts_are_torchs_with_other_draws(function: Callable[..., Tensor], probability: float) -> None:
+    """Both make two affine functions of each number, by whether it is kept; torch's are read off it at 0 and 1."""
+    x = torch.randn(8, 16, 8)
+    (found,) = run(keyed(lambda x: function(x, probability, training=True), x), x)
+    at_zero, at_one = (function(torch.full((64, 64, 1), value), probability, training=True) for value in (0.0, 1.0))
+    if probability == 1.0:
+        assert not found.any() and not at_one.any()
+        return
+    dropped_to, shift = at_zero.min(), at_zero.max()
+    scale = at_one.max() - shift
+    is_kept = (found - dropped_to).abs() > 1e-5
+    torch.testing.assert_close(found, torch.where(is_kept, scale * x + shift, dropped_to))
+    share = float(is_kept.double().mean())
+    num = x.numel() if function is F.alpha_dropout else 8 * 16
+    assert abs(share - (1 - probability)) < 5 * (probability * (1 - probability) / num) ** 0.5
+    if function is F.feature_alpha_dropout:
+        assert (is_kept == is_kept[..., :1]).all()
+
+
+def test_slopes_of_rrelu_are_uniform_draws_in_training() -> None:
+    x = torch.randn(64, 256)
+    (found,) = run(keyed(lambda x: F.rrelu(x, 0.1, 0.4, training=True), x), x)
+    slopes = (found / x)[x < 0]
+    assert (found[x > 0] == x[x > 0]).all()
+    assert 0.1 <= slopes.min() < 0.11 and 0.39 < slopes.max() <= 0.4 + 1e-6 and abs(slopes.mean() - 0.25) < 0.005
+    torch.testing.assert_close(keyed(lambda x: F.rrelu(x, 0.1, 0.4), x).module()(x)[0], F.rrelu(x, 0.1, 0.4))

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.ir.instructions import Launch
 from autopar.ir.schedule import Schedule, Span
-from autopar.pipeline.lockstep import in_lockstep
+from autopar.pipeline.in_turns import in_turns
 from tests.support.schedules import schedule_of
 
 BACKWARD = ["RUN b0 (t@0) -> (b@0)", "LAUNCH all_reduce sum tp (b@0) -> g@0", "WAIT g@0", "RUN b1 (g@0) -> (d@0)", "ADD s (d@0)"]
@@ -21,7 +21,7 @@ def lines(first: str, second: str, between: list[str] | None = None, backward: l
     rows = [*backward, *(between or []), *FORWARD]
     spans = (Span(first, 0, end), Span(second, end + len(between or []), len(rows)))
     given: Schedule = replace(schedule_of("\n".join(rows), "x@1 t@0"), spans=spans)
-    order = in_lockstep(given, lambda each: 0.5 if isinstance(each, Launch) else 1.0, ",".join)
+    order = in_turns(given, lambda each: 0.5 if isinstance(each, Launch) else 1.0, ",".join)
     assert sorted(order) == list(range(len(rows)))
     return [str(given.instructions[number]) for number in order]
 
@@ -55,7 +55,7 @@ def test_sums_are_added_up_in_their_order() -> None:
     second = ["RUN f0 (x@1) -> (a@1)", "ADD s (a@1)", "RUN f1 (a@1) -> (l@1)"]
     rows = [*BACKWARD, *second]
     given = replace(schedule_of("\n".join(rows), "x@1 t@0"), spans=(Span("0B0", 0, 5), Span("0B1", 5, 8)))
-    order = in_lockstep(given, lambda each: 9.0 if isinstance(each, Launch) else 1.0, ",".join)
+    order = in_turns(given, lambda each: 9.0 if isinstance(each, Launch) else 1.0, ",".join)
     found = [str(given.instructions[number]) for number in order]
     assert found.index("RUN f0 (x@1) -> (a@1)") < found.index("RUN b1 (g@0) -> (d@0)")
     assert found.index("ADD s (d@0)") < found.index("ADD s (a@1)") < found.index("RUN f1 (a@1) -> (l@1)")

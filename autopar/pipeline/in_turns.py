@@ -26,7 +26,7 @@ from autopar.ir.schedule import Schedule, Span
 from autopar.pipeline.simulate import LinkOf, Seconds
 
 
-def in_lockstep(schedule: Schedule, seconds: Seconds, link_of: LinkOf) -> tuple[int, ...]:
+def in_turns(schedule: Schedule, seconds: Seconds, link_of: LinkOf) -> tuple[int, ...]:
     """The numbers of the instructions as they are to stand: each action and the next one in turns, where these are of two microbatches.
 
     Of ranks that hold a whole model: in a pipeline the other places wait for what an action sends, and would wait for longer.
