@@ -8,7 +8,9 @@ its copies, and the tail of its products.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
+import torch
 from torch.fx import Graph, Node
 
 from autopar.cost.model import CostModel
@@ -86,8 +88,15 @@ def _call_seconds(node: Node, cost: CostModel) -> float:
 
 
 def _is_view(node: Node) -> bool:
+    value = tensor_of(node_at(node, 0))
+    return _can_view(tuple(value.shape), value.stride(), tuple(tensor_of(node).shape))
+
+
+@lru_cache(maxsize=1024)
+def _can_view(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a tensor of these strides is one of shape `wanted` as it lies. Layers ask alike; asking torch takes half a millisecond."""
     try:
-        tensor_of(node_at(node, 0)).view(tensor_of(node).shape)
+        torch.empty_strided(shape, strides, device="meta").view(wanted)
     except (RuntimeError, ValueError):
         return False
     return True

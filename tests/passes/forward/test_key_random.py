@@ -356,7 +356,7 @@ def test_dropouts_in_evaluation_draw_nothing(function: Callable[..., Tensor]) ->
 
 
 @pytest.mark.parametrize("probability", [0.3, 1.0])
-@pytest.mark.parametrize("function", [F.alpha_dropout, F.feature_alpha_dropout], ids=str)
+@pytest.mark.parametrize("function", [F.alpha_dropout, F.feature_alpha_dropout])
 def test_alpha_dropouts_are_torchs_with_other_draws(function: Callable[..., Tensor], probability: float) -> None:
     """Both make two affine functions of each number, by whether it is kept; torch's are read off it at 0 and 1."""
     x = torch.randn(8, 16, 8)
