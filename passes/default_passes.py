@@ -11,6 +11,7 @@ from autopar.passes.forward.cast_to_precision import CastToPrecision
 from autopar.passes.forward.choose_kernels import ChooseKernels
 from autopar.passes.forward.decompose_bags import DecomposeBags
 from autopar.passes.forward.decompose_losses import DecomposeLosses
+from autopar.passes.forward.decompose_masked_writes import DecomposeMaskedWrites
 from autopar.passes.forward.detach_outputs import DetachOutputs
 from autopar.passes.forward.drop_empty_parts import DropEmptyParts
 from autopar.passes.forward.fuse_attention import FuseAttention
@@ -84,6 +85,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         FuseRotary(options.writes_rows),
         FuseAttention(options.fuses_attention),  # … random ops keyed and attention unified: these take what is left
         DecomposeBags(),  # lookups and sums are split, bags are not
+        DecomposeMaskedWrites(),  # before the trace: their backward would ask how many positions are true
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
         FuseNorms(is_asked=options.writes_rows),  # after attention, whose forms it would hide

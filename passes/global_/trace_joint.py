@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, Interpreter, Node
 from torch.fx.graph import CodeGen
 
-from autopar._torch import FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
+from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
 from autopar.errors import CaptureError
 from autopar.graph.emit import Emitter
 from autopar.graph.late_code import code_written_late
@@ -70,8 +70,11 @@ def _traced_by_layers(program: Program, training: bool) -> Program | None:
 def _traced(program: Program, training: bool) -> Program:
     """The joint graph in the order in which it was traced."""
     mode = fake_mode_of(program.placeholders[0].meta["val"])
-    with code_written_late():
-        graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
+    try:
+        with code_written_late():
+            graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
+    except DATA_DEPENDENT_ERRORS as error:
+        raise _of_no_known_size(program) from error
     graph.set_codegen(CodeGen())
     for target in _CHECKS:
         for node in graph.find_nodes(op="call_function", target=target):
@@ -95,6 +98,16 @@ def _traced(program: Program, training: bool) -> Program:
         autocast=program.autocast,
         precision=program.precision,
         reduce=program.reduce,
+    )
+
+
+def _of_no_known_size(program: Program) -> CaptureError:
+    """Naming the writes by a mask, of which autograd gathers what was written."""
+    writes = [node for node in program.graph.nodes if node.op == "call_function" and "index_put" in str(node.target)]
+    lines = "".join(f"\n  {node.target} at {SOURCE.get(node) or '(no source line)'}" for node in writes)
+    return CaptureError(
+        f"the backward has a value whose size depends on data, as where a mask says which rows are written{lines and ':' + lines}\n"
+        "  how to mend it: torch.where(mask, values, x) or x.masked_fill(mask, value) choose for each position by itself"
     )
 
 
