@@ -46,7 +46,7 @@ from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
 from autopar.graph.late_code import code_written_late
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
+from autopar.ir.program import Output, Program
 
 logger = logging.getLogger("autopar")
 # The batch dim of each input that has one, by the input's flat index.
@@ -99,7 +99,10 @@ def capture(
             )
         program = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs), autocast)
     refuse_lost(program, spec.assigned)
-    return replace(_with_batch_dims(program, batch_dims), written=tuple(sorted(written)))
+    program = _with_batch_dims(program, batch_dims)
+    if mesh.size_of(mesh.parts("dp")) > 1 and program.signature.outputs_of("output"):
+        program = _with_batch_dims_of_outputs(program, model, args, kwargs)
+    return replace(program, written=tuple(sorted(written)))
 
 
 def _exported(
@@ -171,6 +174,29 @@ def _with_batch_dims(program: Program, batch_dims: BatchDimByIndex) -> Program:
         replace(item, batch_dim=batch_dims.get(int(item.name))) if item.kind == "batch" else item for item in program.signature.inputs
     )
     return replace(program, signature=replace(program.signature, inputs=inputs))
+
+
+def _with_batch_dims_of_outputs(program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+    """With the dim of each tensor of the output that counts samples: the first that is twice as long for twice the batch. No size alone
+    tells (8 samples, 8 classes), nor does the graph where an op goes across samples (`flip(0)`). Unknown where forward fails on such a batch."""
+    dims = {int(item.name): item.batch_dim for item in program.signature.inputs_of("batch") if item.batch_dim is not None}
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    twice = [torch.cat((leaf, leaf), dims[index]) if index in dims else leaf for index, leaf in enumerate(leaves)]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, found = described_output(model, *pytree.tree_unflatten(twice, structure))
+    except Exception as error:  # whatever a model says to a batch that nobody gave it
+        logger.debug("which dims of the output count samples is read off the graph: %s", error)
+        return program
+
+    def counted(item: Output) -> Output:
+        shape = found[int(item.name)] if item.kind == "output" and int(item.name) < len(found) else None
+        if not isinstance(shape, torch.Size) or len(shape) != len(item.shape):
+            return item
+        return replace(item, batch_dim=next((dim for dim, size in enumerate(item.shape) if shape[dim] == 2 * size > 0), None))
+
+    return replace(program, signature=replace(program.signature, outputs=tuple(map(counted, program.signature.outputs))))
 
 
 def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

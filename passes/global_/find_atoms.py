@@ -19,7 +19,8 @@ class FindAtoms:
     """Break every dim into atoms, and follow the batch from the inputs through all ops.
 
     Reads: val, the signature's batch dims. Writes: DIMS, BATCH. Ensures: dims with equal labels in an op's rule have
-    equal atoms; every atom that walks with an input's batch dim is marked, one of a constant where all its uses are.
+    equal atoms; every atom that walks with an input's batch dim is marked, one of a constant where all its uses are. So is what walks with
+    the batch dim of an output, which ranks get their shares of, where that walks with no input's: behind an op that goes across samples.
     """
 
     name: str = "find atoms"
@@ -29,6 +30,7 @@ class FindAtoms:
         constants = _constants(program)
         classes = AtomClasses.of(program.graph, apart=constants)
         roots = {classes.find(atom) for atom in _batch_atoms(program)}
+        roots |= {classes.find(atom) for atom in _batch_atoms_of_outputs(program, lambda atom: classes.find(atom) in roots)}
         of_constants: set[Atom] = set()
 
         def is_batch(atom: Atom) -> bool:
@@ -71,4 +73,18 @@ def _batch_atoms(program: Program) -> list[Atom]:
         if item.batch_dim is not None:
             start = sum(len(dim) for dim in DIMS[node][0][: item.batch_dim])
             found += [(node, 0, start + i) for i in range(len(DIMS[node][0][item.batch_dim]))]
+    return found
+
+
+def _batch_atoms_of_outputs(program: Program, is_known: Callable[[Atom], bool]) -> list[Atom]:
+    """The major atom of each output's batch dim of which none `is_known`, and of its tangent's."""
+    tangents = {item.name: node for item, node in program.named_inputs() if item.kind == "tangent"}
+    found: list[Atom] = []
+    for item, node in program.named_outputs():
+        if item.kind != "output" or item.batch_dim is None:
+            continue
+        first = sum(map(len, DIMS[node][0][: item.batch_dim]))
+        atoms = [(node, 0, first + number) for number in range(len(DIMS[node][0][item.batch_dim]))]
+        if atoms and not any(map(is_known, atoms)):
+            found += [atoms[0], *([(tangents[item.name], 0, first)] if item.name in tangents else [])]
     return found

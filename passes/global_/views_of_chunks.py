@@ -139,6 +139,8 @@ def _cat(emit: Emitter, node: Node) -> Node | None:
 _REWRITES = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.unsafe_split.Tensor: _split,  # of recurrent cells without gradients
+    aten.unsafe_split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,
     aten.slice_backward.default: _slice_backward,
     aten.cat.default: _cat,

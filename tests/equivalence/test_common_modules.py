@@ -88,6 +88,16 @@ def test_exact_and_split(name: str) -> None:
     assert parallel.summary()["flops_split"] >= (0.8 if name == "spectral norm" else 0.98), parallel.explain()
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_recurrent_layer_in_float32_is_split(trains: bool) -> None:
+    """Of which torch makes one op of oneDNN on a CPU, where nobody asks for the gradient of what it reads."""
+    model, x = MODELS["LSTM"](), X.float()
+    with torch.set_grad_enabled(trains):
+        parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+        assert parallel.verify(x)
+    assert parallel.summary()["flops_split"] >= 0.98, parallel.explain()
+
+
 def test_a_recurrent_network_that_drops_between_its_layers_is_refused() -> None:
     model = Squared(lambda m, x: m.parts["lstm"](x)[0], lstm=nn.LSTM(WIDTH, WIDTH, 2, batch_first=True, dropout=0.5)).double()
     with pytest.raises(autopar.AutoparError, match=r"aten\.lstm\.input"):

@@ -90,8 +90,10 @@ def test_what_is_overwritten_is_seen_by_other_names() -> None:
 
 
 def test_what_no_choice_can_say_is_refused_with_its_line() -> None:
+    num_rows = int(batch()["mask"].sum())
+
     def own_values(x: Tensor, mask: Tensor, token: Tensor) -> Tensor:
-        return x.index_put((mask,), token.expand(int(batch()["mask"].sum()), 6))
+        return x.index_put((mask,), token.expand(num_rows, 6))
 
     with pytest.raises(CaptureError, match=r"(?s)depends on .*test_decompose_masked_writes.py.*how to mend it"):
         autopar.compile(Model(own_values), autopar.virtual_mesh(dp=2), example_inputs=batch(), backend="eager")
