@@ -178,7 +178,7 @@ def _with_batch_dims(program: Program, batch_dims: BatchDimByIndex) -> Program:
 
 def _with_batch_dims_of_outputs(program: Program, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
     """With the dim of each tensor of the output that counts samples: the first that is twice as long for twice the batch. No size alone
-    tells (8 samples, 8 classes), nor does the graph where an op goes across samples (`flip(0)`). Unknown where forward fails on such a batch."""
+    tells (8 samples, 8 classes), nor does the graph where an op goes across samples (`flip(0)`). Left open where forward fails on that."""
     dims = {int(item.name): item.batch_dim for item in program.signature.inputs_of("batch") if item.batch_dim is not None}
     leaves, structure = pytree.tree_flatten((args, kwargs))
     twice = [torch.cat((leaf, leaf), dims[index]) if index in dims else leaf for index, leaf in enumerate(leaves)]

@@ -81,6 +81,7 @@ def forward_program(
     # As data-parallel training has it: autocast gives a parameter of float32 a gradient of float32, and that is what is summed.
     reduce = torch.float32 if kinds else None
     program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None), reduce=reduce)
+    _refuse_transforms(graph)
     try:
         set_fake_values(program, copies.regions)
         set_sources(program.graph, WRAPPED)
@@ -267,6 +268,17 @@ def _with_dtypes(program: Program) -> Program:
     """Outputs in the dtypes that they have once casts are written out: export does not see those of an autocast in forward."""
     outputs = tuple(replace_fields(output, dtype=tensor_of(node).dtype) for output, node in program.named_outputs())
     return replace_fields(program, signature=replace_fields(program.signature, outputs=outputs))
+
+
+def _refuse_transforms(graph: Graph) -> None:
+    """Their levels are entered and left by calls, between which ops compute on what only torch.func can read."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            raise CaptureError(
+                "forward computes under a transform of torch.func (vmap, jvp, grad), which is no graph of plain ops\n"
+                f"  where: {source_of(node).at}\n"
+                "  how to mend it: in place of vmap write its dim out (torch.einsum, bmm, broadcasting); derivatives have no such form"
+            )
 
 
 def _refuse_sparse(graph: Graph) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -138,10 +138,8 @@ class _Question:
             )
         try:
             wanted, returned = self._events(NOTHING, self.autocast)
-        except RuntimeError:
-            if self.autocast.device == "cuda" and not self._is_cast_inside():
-                return NOTHING
-            raise
+        except (RuntimeError, AssertionError) as error:  # the latter where only a kernel of CUDA's can tell
+            return self._where_it_does_not_run(error)
         with fake_errors_quiet():
             for casts in self._guesses(wanted):
                 try:
@@ -155,6 +153,18 @@ class _Question:
         if odd:
             raise CastInsideError(f"{self.target} is cast inside, where it is made of {', '.join(dict.fromkeys(odd))}")
         return Casts(events=wanted, returned=returned)
+
+    def _where_it_does_not_run(self, error: Exception) -> Casts:
+        """On fakes of a device that is not there: as on contiguous operands, which take fewer ways; else by what it is made of on a CPU."""
+        tensors = {place: leaf for place, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
+        compact = {place: torch.empty_like(leaf, memory_format=torch.contiguous_format) for place, leaf in tensors.items()}
+        if any(compact[place].stride() != leaf.stride() for place, leaf in tensors.items()):
+            return replace(self, leaves=[compact.get(place, leaf) for place, leaf in enumerate(self.leaves)]).answer()
+        if self.autocast.device == "cuda" and not self._is_cast_inside():
+            return NOTHING
+        if isinstance(error, AssertionError):
+            raise CastInsideError(f"{self.target} is cast inside, as CUDA alone can tell") from error
+        raise error
 
     def _is_eligible(self, leaf: Any) -> bool:
         return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != torch.float64

@@ -65,9 +65,11 @@ def classes_of(node: Node) -> Node | None:
 
 def can_be_padded(node: Node, dims: Dims) -> bool:
     """Whether a node that makes a range, with atoms `dims`, or reads one, still does with one atom padded: padding stands at the end."""
-    classes = classes_of(node)
-    if classes is not None and len(DIMS[classes][0][0]) != 1:
-        return False
+    traits = traits_of(node)
+    if traits is not None and traits.classes is not None:  # whether it passes over padding or not, it looks labels up in a range
+        numbers = arguments(node)[traits.classes.numbers]
+        if len(DIMS[numbers][0][0]) != 1:
+            return False
     return node.target not in _ARANGES or len(dims[0]) == 1
 
 

@@ -78,6 +78,8 @@ def connectionist(layer: Layer, x: Tensor) -> Tensor:
     return F.ctc_loss(layer.linear(x)[:, None].log_softmax(-1), torch.tensor([[1, 2]]), (8,), (2,))
 
 
+TRANSFORM = "a transform of torch.func"
+
 # By what a user may write: what the first line, and what the way out says.
 MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "if, while": (branch, READS, "torch.where"),
@@ -85,7 +87,8 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "tolist": (lambda layer, x: layer.linear(x).sum() * sum(x[0].tolist()), READS, "before the call"),
     "item in a Function": (lambda layer, x: Cube.apply(layer.linear(x)).sum(), READS, "before the call"),
     "item of a pytree": (lambda layer, x: layer.linear(x).sum() * pytree.tree_leaves({"x": x.sum()})[0].item(), READS, "before the call"),
-    "generator": (lambda layer, x: (layer.linear(x), (y for y in (x,))), "no structure of tensors", "return tensors in tuples"),
+    "vmap of rows": (lambda layer, x: torch.func.vmap(lambda row: x * row)(layer.linear.weight).sum(), TRANSFORM, "write its dim out"),
+    "generator": (lambda layer, x: (y for y in (layer.linear(x),)), "no structure of tensors", "return tensors in tuples"),
     "f-string": (formatted, READS, "before the call"),
     "classes": (lambda layer, x: (layer.linear(x) * F.one_hot(x.argmax(1)).sum()).sum(), "how many classes", "one_hot(x, num_classes)"),
     "boolean index": (lambda layer, x: layer.linear(x)[x > 0].sum(), SIZE, "mask with torch.where"),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar._torch import OpOverload
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, CaptureError
 from autopar.frontend.capture import capture
 from autopar.graph.promote import default_float64, promote
 from autopar.ir.mesh import virtual_mesh
@@ -210,6 +210,40 @@ def test_a_copy_and_a_dtype_that_were_asked_for_are_kept() -> None:
     model, x = Copies(), torch.randn(8, 4)
     parallel = autopar.compile(model, virtual_mesh(dp=2), example_inputs=(x,), backend="eager", precision="bf16")
     torch.testing.assert_close(parallel(x), model(x), rtol=0.02, atol=1e-3)
+
+
+class Convolved(nn.Module):
+    """Over what a transposition leaves, which a fake GPU does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(6, 6, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.transpose(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_convolution_of_strided_operands_is_cast(trains: bool) -> None:
+    x = torch.randn(4, 5, 6)
+    with torch.set_grad_enabled(trains):
+        parallel = autopar.compile(Convolved(), virtual_mesh(dp=2), example_inputs=(x,), backend="eager", precision="bf16")
+        assert parallel.verify(x)
+    (node,) = [each for each in parallel.compiled.forward.graph.nodes if "conv" in str(each.target)]
+    assert {operand.meta["val"].dtype for operand in node.all_input_nodes} == {torch.bfloat16}
+
+
+def test_a_cell_that_is_one_kernel_on_a_gpu_is_refused() -> None:
+    class Stepped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRUCell(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.cell(x).square().mean()
+
+    with pytest.raises(CaptureError, match=r"(?s)gru_cell.default is cast inside.*test_cast_to_precision.py.*how to mend it"):
+        autopar.compile(Stepped(), virtual_mesh(dp=2), example_inputs=(torch.randn(4, 4),), backend="eager", precision="bf16")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ WRITES: dict[str, Write] = {
     "a row of rows": put(lambda token: token[None]),
     "samples": put(lambda token: token, at=lambda mask: mask[:, 0]),
     "positions": put(lambda token: token, slice(None), at=lambda mask: mask[0]),
-    "a row for each sample": put(lambda token: token.expand(8, 1, 6) * torch.arange(8.0).view(8, 1, 1), slice(None), at=lambda mask: mask[0]),
+    "a row for each sample": put(lambda token: token * torch.arange(8.0).view(8, 1, 1), slice(None), at=lambda mask: mask[0]),
     "elements": put(lambda token: token[:1], at=lambda mask: mask[..., None].expand(8, 4, 6)),
     "a mask and a slice": put(lambda token: token, behind=(slice(None),)),
     "a mask and a number": put(lambda token: token[0], behind=(0,)),

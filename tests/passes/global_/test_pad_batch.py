@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import autopar
 from autopar.ir.keys import BATCH
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
@@ -80,3 +82,25 @@ def test_real_ranks_with_unequal_shares_are_told_of_them() -> None:
 def test_an_even_batch_is_left_as_it_is() -> None:
     before = program(8, dp=2)
     assert PadBatch().apply(before, PadBatch().decide(before)) is before
+
+
+class TwoViews(nn.Module):
+    """Each of 2 · B rows is told from all the others: its label is a row, so that classes are padded where samples are, in their middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(10, 8)
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        rows = torch.cat((self.inner(one), self.inner(other)))
+        labels = torch.arange(len(rows)).roll(len(one))
+        return F.cross_entropy(rows @ rows.T, labels)
+
+
+@pytest.mark.parametrize("samples", [4, 5, 7])
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_labels_that_are_samples(samples: int, kernels: str) -> None:
+    batch = {"one": torch.randn(samples, 10), "other": torch.randn(samples, 10)}
+    parallel = autopar.compile(TwoViews(), autopar.virtual_mesh(dp=2), example_inputs=batch, backend="eager", kernels=kernels)
+    assert parallel.verify(promote=True, **batch).worst < 1e-9
