@@ -113,7 +113,7 @@ _FAULTS = (
             ".backward(",
         ),
         "forward differentiates inside itself (a gradient penalty, forces, .backward()), and a captured forward has no backward inside",
-        "write the derivative out, compare outputs at two inputs, (f(x + h * v) - f(x)) / h, or take that gradient outside of forward",
+        "write the derivative out, compare outputs at two inputs, (f(x + h * v) - f(x)) / h; gradients of inputs are not computed outside of it, either",
     ),
     _Fault(
         ("assert ",),

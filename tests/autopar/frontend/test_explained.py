@@ -104,7 +104,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "deepcopy": (lambda layer, x: copy.deepcopy(layer.linear)(x).sum(), "this line leaves the graph", "out of forward"),
     "log": (lambda layer, x: logging.getLogger("x").info("%s", x.mean()) or layer.linear(x).sum(), "logs what a graph", "out of forward"),
     "new parameter": (lambda layer, x: (layer.linear(x) * nn.Parameter(torch.ones(4))).sum(), "makes a parameter", "make it in __init__"),
-    "autograd": (differentiated, "differentiates inside itself", "outside of forward"),
+    "autograd": (differentiated, "differentiates inside itself", "compare outputs at two inputs"),
     "vmap": (lambda layer, x: torch.vmap(layer.linear)(x).sum(), "a transform of torch.func", "functional_call"),
     "shapes": (lambda layer, x: layer.linear(x[:, :2]).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "dtypes": (lambda layer, x: F.embedding(x, layer.linear.weight).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
