@@ -25,7 +25,7 @@ from autopar.driver.decide_once import FromFirst
 from autopar.driver.garbage import collection_paused
 from autopar.driver.manager import History, Log, Next, run_passes
 from autopar.driver.optimizers import OptimizerRecipe, gathered_by, refuse_no_host_update, updates_of
-from autopar.driver.options import BatchDims, Options, refuse_no_number
+from autopar.driver.options import BatchOfFirst, Options, refuse_no_number
 from autopar.driver.pad_to import PadTo
 from autopar.driver.progress import progress
 from autopar.driver.train_step import TrainStep
@@ -84,7 +84,7 @@ def compile(
     cluster: Cluster | str | None = None,
     memory_budget: str | float | None = None,
     optimizer: Any = None,
-    batch_dims: BatchDims = None,
+    batch_dims: int | Mapping[str, int | None] | None = None,
     outputs: str | None = None,
     search_timeout: float | None = None,
     timeout: float | None = None,
@@ -122,7 +122,7 @@ def compile(
                     parameters, a class, (class, options), a `functools.partial`, or a function of the parameters. A memory budget
                     counts its state; a name ("adamw", "sgd") is for that alone. Adam's by default
     train_step      what `parallel.train_step` does besides, see `TrainStep`: clipping, accumulation, scaling, averages
-    batch_dims      batch dims of inputs by name; by default dim 0 of every input as long there as the first
+    batch_dims      batch dims of inputs by name; by default dim 0 of every input as long there as that of forward's first
     outputs         "loss": the loss alone, where there is one (the default where gradients are on); "all": every tensor of the output
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
     timeout         seconds that a real rank waits for its peers
@@ -174,7 +174,7 @@ def compile(
             mesh,
             example_inputs,
             Cluster.asked_for(cluster, mesh),
-            batch_dims=batch_dims,
+            batch_dims=BatchOfFirst.of(model) if batch_dims is None else batch_dims,
             memory=memory_budget,
             schedule=schedule,
             num_microbatches=num_microbatches,
@@ -196,7 +196,7 @@ def compile(
     options = Options(
         cluster=Cluster.asked_for(cluster, mesh),
         outputs=outputs,
-        batch_dims=batch_dims,
+        batch_dims=BatchOfFirst.of(model) if batch_dims is None else batch_dims,
         plan=plan,
         pins=without_batch(pins),
         search_timeout=search_timeout,
@@ -248,7 +248,7 @@ def compile(
             capture=capture_call,
             backend=backend,
             device_mesh=None if isinstance(mesh, Mesh) else mesh,
-            batch_dims=batch_dims,
+            batch_dims=options.batch_dims,
             timeout=timeout,
             num_microbatches=num_microbatches,
             world=world,

@@ -51,7 +51,7 @@ def chosen(
     example: Example,
     cluster: Cluster,
     *,
-    batch_dims: BatchDims = None,
+    batch_dims: BatchDims,
     memory: str | float | None = None,
     schedule: str | PipelineSchedule | None = None,
     num_microbatches: int | None = None,

@@ -16,7 +16,7 @@ from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import bytes_of
 from autopar.cost.model import CostModel
 from autopar.driver.manager import run_passes
-from autopar.driver.options import Options, refuse_no_number
+from autopar.driver.options import BatchOfFirst, Options, refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.capture_work import shortened
@@ -242,12 +242,12 @@ def measure_work(
     here = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     args, kwargs = pytree.tree_map(lambda leaf: _cast(leaf, _DTYPES[precision]), (args, kwargs))
-    inputs = CallInputs.of(args, kwargs)
-    dims = batch_dims_of(inputs, None)
+    inputs, counted = CallInputs.of(args, kwargs), BatchOfFirst.of(model)
+    dims = batch_dims_of(inputs, counted)
     num_samples = next((tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims), 0)
     if num_samples < 2:
         raise InputError(f"example_inputs has {num_samples} samples; pass 2 or more, so that the batch can be told from what has length 1")
-    options = Options(here, pins=without_styles(pins, short.model), kernels=kernels)
+    options = Options(here, pins=without_styles(pins, short.model), kernels=kernels, batch_dims=counted)
     with outside_fake_modes(), autocast_off(), torch.enable_grad():
         program = captured(short.model, virtual_mesh(dp=1, tp=tp), inputs, options)
         passes = default_passes(options, training=True)
@@ -260,11 +260,11 @@ def measure_work(
         return replace(work, mixes_samples=mixes)
 
 
-def with_samples(example_inputs: Inputs, num_samples: int) -> Inputs:
-    """A batch of so many samples on meta, of the shapes and dtypes of `example_inputs`; what has no batch stays."""
+def with_samples(model: nn.Module, example_inputs: Inputs, num_samples: int) -> Inputs:
+    """A batch of so many samples for `model`, on meta, of the shapes and dtypes of `example_inputs`; what has no batch stays."""
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     inputs = CallInputs.of(args, kwargs)
-    dims = batch_dims_of(inputs, None)
+    dims = batch_dims_of(inputs, BatchOfFirst.of(model))
     sizes = {id(tensor): (dims[index], tensor) for index, _, tensor in inputs.tensors if index in dims}
 
     def larger(leaf: Any) -> Any:

@@ -117,7 +117,7 @@ def _estimated(options: argparse.Namespace, model: Any, batch: Example, asked: _
     parallel = autopar.compile(
         model,
         autopar.virtual_mesh(**asked.sizes),
-        example_inputs=with_samples(batch, options.batch),
+        example_inputs=with_samples(model, batch, options.batch),
         backend="eager",
         cluster=asked.cluster,
         optimizer=options.optimizer,

@@ -146,7 +146,7 @@ def _of_saved(content: Any, options: argparse.Namespace) -> tuple[Values, Simula
     for axis, size in plan.mesh.axes:
         if axis != MICROBATCHES:
             sizes[parent(axis)] = sizes.get(parent(axis), 1) * size
-    inputs = with_samples(batch, options.global_batch)
+    inputs = with_samples(model, batch, options.global_batch)
     parallel = autopar.compile(
         model,
         autopar.virtual_mesh(**sizes),

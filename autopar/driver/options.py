@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
+
+from torch import nn
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import MemoryBudget
@@ -21,8 +25,31 @@ from autopar.partition.whole_batch import Mixing, Statistics
 from autopar.pipeline.weight_versions import WeightVersions
 from autopar.plans.plan import Pins, Plan
 
-# A dim for all inputs, or by name; None for an input without one.
-BatchDims = int | Mapping[str, int | None] | None
+
+@dataclass(frozen=True)
+class BatchOfFirst:
+    """Dim 0 of every input that is as long there as the first one, in the order of forward's parameters: what they are called, and in which
+    order a call has them, says nothing. Keywords that forward does not name follow."""
+
+    parameters: tuple[str, ...] = ()
+
+    @staticmethod
+    def of(model: nn.Module) -> BatchOfFirst:
+        return BatchOfFirst(tuple(inspect.signature(model.forward).parameters))
+
+    def first(self, names: Iterable[str]) -> str | None:
+        """Of inputs by name, positional ones in front."""
+        return min(names, key=self._place, default=None)
+
+    def _place(self, name: str) -> int:
+        argument = re.split(r"[\[.]", name, maxsplit=1)[0]
+        if argument not in self.parameters:
+            return -1 if argument == "args" else len(self.parameters)
+        return self.parameters.index(argument)
+
+
+# A dim for all inputs, or by name (None for an input without one); else by their lengths.
+BatchDims = int | Mapping[str, int | None] | BatchOfFirst
 
 _KNOWN = {
     "outputs": (None, "loss", "all"),
@@ -59,7 +86,7 @@ class Options:
     cluster: Cluster
     _: KW_ONLY
     outputs: str | None = None
-    batch_dims: BatchDims = None
+    batch_dims: BatchDims = BatchOfFirst()
     plan: Plan | None = None
     pins: Pins | Plan | None = None
     search_timeout: float | None = None

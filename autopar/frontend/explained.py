@@ -113,7 +113,7 @@ _FAULTS = (
             ".backward(",
         ),
         "forward differentiates inside itself (a gradient penalty, forces, .backward()), and a captured forward has no backward inside",
-        "write the derivative out, compare outputs at two inputs, (f(x + h * v) - f(x)) / h; gradients of inputs are not computed outside of it, either",
+        "write the derivative out, or compare outputs at two inputs, (f(x + h * v) - f(x)) / h; outside of forward no input has a gradient",
     ),
     _Fault(
         ("assert ",),

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._torch import outside_fake_modes
 from autopar.driver.compiled import TENSOR, Compiled
-from autopar.driver.options import BatchDims
+from autopar.driver.options import BatchDims, BatchOfFirst
 from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
@@ -147,7 +147,7 @@ class CapturingModule(NamesOfModel):
         capture: Capture,
         backend: str | Backend = "inductor",
         device_mesh: DeviceMesh | None = None,
-        batch_dims: BatchDims = None,
+        batch_dims: BatchDims | None = None,
         timeout: float | None = None,
         num_microbatches: int | None = None,
         world: World | None = None,
@@ -164,7 +164,8 @@ class CapturingModule(NamesOfModel):
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
-        self._capture, self._backend, self._batch_dims, self._num_microbatches = capture, backend, batch_dims, num_microbatches
+        self._capture, self._backend, self._num_microbatches = capture, backend, num_microbatches
+        self._batch_dims = BatchOfFirst.of(model) if batch_dims is None else batch_dims
         self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
         self._captures: dict[CallKey, Captured] = {}
         self._placements: dict[str, Placement] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autopar.driver.options import BatchDims
+from autopar.driver.options import BatchDims, BatchOfFirst
 from autopar.errors import InputError, MeshError
 from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
@@ -103,15 +103,16 @@ def _leaf_kind(leaf: Any) -> Any:
 def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
     """The batch dim of each tensor that has one, by flat index.
 
-    None: dim 0 of every tensor whose dim 0 equals the first tensor's. An int: that dim of every tensor. A mapping:
-    from an input's name, or that of the argument it is nested in, to its dim; unnamed inputs have none.
+    An int: that dim of every tensor. A mapping: from an input's name, or that of the argument it is nested in, to its dim; unnamed
+    inputs have none.
     """
     if inputs.dims is not None:
         return dict(inputs.dims)
     tensors = [(index, name, tensor) for index, name, tensor in inputs.tensors if tensor.ndim]
-    if batch_dims is None:
-        first = tensors[0][2].shape[0] if tensors else 0
-        return {index: 0 for index, _, tensor in tensors if tensor.shape[0] == first}
+    if isinstance(batch_dims, BatchOfFirst):
+        first = batch_dims.first(name for _, name, _ in tensors)
+        length = next((tensor.shape[0] for _, name, tensor in tensors if name == first), 0)
+        return {index: 0 for index, _, tensor in tensors if tensor.shape[0] == length}
     if isinstance(batch_dims, int):
         return {index: batch_dims % tensor.ndim for index, _, tensor in tensors}
     unknown = [given for given in batch_dims if not any(_covers(given, name) for name in inputs.names)]
@@ -224,12 +225,16 @@ def unequal_shares(
 ) -> UnequalShares:
     """What each place along dp passes of each input with a batch dim; `shapes` and dtypes are by rank and by the inputs' names.
 
-    Without `batch_dims` an input has one where its dim 0 is, on every rank, as long as that of the first. Raises `InputError` where
+    By the first input's length, an input has a batch dim where its dim 0 is, on every rank, as long as that. Raises `InputError` where
     shapes differ in anything else.
     """
-    sized = [name for _, name, tensor in inputs.tensors if tensor.ndim]
-    counted = {name for name in sized if all(len(of[name][0]) and of[name][0][0] == of[sized[0]][0][0] for of in shapes)}
-    dims = {index: 0 for index, name, _ in inputs.tensors if name in counted} if batch_dims is None else batch_dims_of(inputs, batch_dims)
+    if isinstance(batch_dims, BatchOfFirst):
+        sized = [name for _, name, tensor in inputs.tensors if tensor.ndim]
+        key = batch_dims.first(sized)
+        counted = {name for name in sized if key and all(len(of[name][0]) and of[name][0][0] == of[key][0][0] for of in shapes)}
+        dims = {index: 0 for index, name, _ in inputs.tensors if name in counted}
+    else:
+        dims = batch_dims_of(inputs, batch_dims)
     first = {mesh.index(rank, mesh.parts("dp")): rank for rank in reversed(range(mesh.size))}
     found: list[tuple[int, int, tuple[int, ...]]] = []
     for index, name, _ in inputs.tensors:

@@ -3,10 +3,12 @@ from typing import Any
 import pytest
 import torch
 
+from autopar.driver.options import BatchOfFirst
 from autopar.errors import InputError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of, check_inputs, check_replicas, check_values, global_call, unequal_shares
 
+FIRST = BatchOfFirst()
 INPUTS = CallInputs.of(
     (torch.ones(3, 4),), {"extra": {"mask": torch.ones(2, 3), "flag": None}, "bias": torch.ones(7), "n": 5, "ids": torch.ones(3)}
 )
@@ -20,7 +22,7 @@ def test_leaves_are_named_as_the_user_would() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (None, {0: 0, 4: 0}),
+        (FIRST, {0: 0, 4: 0}),
         (0, {0: 0, 1: 0, 2: 0, 4: 0}),
         ({"args[0]": 1, "extra": -1}, {0: 1, 2: 1}),
         ({"ids": 0, "bias": None}, {4: 0}),
@@ -28,6 +30,21 @@ def test_leaves_are_named_as_the_user_would() -> None:
 )
 def test_batch_dims(given: Any, expected: dict[int, int]) -> None:
     assert batch_dims_of(INPUTS, given) == expected
+
+
+@pytest.mark.parametrize("names", [("x", "edges"), ("a", "zebra")])
+def test_the_first_input_is_the_first_of_forward_however_it_is_called(names: tuple[str, str]) -> None:
+    """Two of 8 nodes and 12 edges, called by keywords in another order."""
+    nodes, edges = torch.ones(8, 4), torch.ones(12)
+    inputs = CallInputs.of((), {names[1]: edges, names[0]: {"values": nodes}, "more": torch.ones(8)})
+    found = batch_dims_of(inputs, BatchOfFirst((*names, "more")))
+    assert {inputs.names[index] for index in found} == {f"{names[0]}['values']", "more"}
+
+
+def test_keywords_that_forward_does_not_name_follow() -> None:
+    inputs = CallInputs.of((), {"a": torch.ones(12), "x": torch.ones(8), "y": torch.ones(8)})
+    assert {inputs.names[index] for index in batch_dims_of(inputs, BatchOfFirst(("x", "kwargs")))} == {"x", "y"}
+    assert {inputs.names[index] for index in batch_dims_of(inputs, BatchOfFirst(("args", "kwargs")))} == {"a"}
 
 
 def test_batch_dims_of_an_unknown_input_are_refused() -> None:
@@ -88,7 +105,7 @@ def test_what_has_no_values_is_named() -> None:
         check_values(inputs, {"weight": torch.ones(2), "scale": torch.ones(2, device="meta")}.items())
 
 
-def shares_of(*sizes: int, dims: Any = None, width: int = 4) -> Any:
+def shares_of(*sizes: int, dims: Any = FIRST, width: int = 4) -> Any:
     """Of two places along dp, two ranks each: x [n, 4], y [n] and a table [3, 4]."""
     every = [{"x": ((size, 4), "f"), "y": ((size,), "f"), "z": ((3, width if rank else 4), "f")} for rank, size in enumerate(sizes)]
     inputs = CallInputs.of((), {"x": torch.ones(sizes[0], 4), "y": torch.ones(sizes[0]), "z": torch.ones(3, 4)})
