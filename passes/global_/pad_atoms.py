@@ -170,18 +170,20 @@ def _flops(node: Node) -> float:
 def _as_placed(
     padded: dict[Atom, int], placed: Mapping[str, KnownPadding], program: Program, classes: AtomClasses, num_ranks: int
 ) -> dict[Atom, int]:
-    """`padded`, but a class with a parameter that is `placed` as it is there, if that divides here."""
-    found = dict(padded)
+    """`padded`, but a class with a parameter that is `placed` as it is there, if that divides here.
+
+    A class of which one parameter has no padding was not padded here: that of others is `PadParameters`', each parameter's own.
+    """
+    found, whole = dict(padded), set[Atom]()
     for name, (node, _, position) in _of_parameters(program):
         if name not in placed:
             continue
         root, padding = classes.find((node, 0, position)), placed[name].padding
-        if padding is None:
-            found.pop(root, None)
-        elif padding.before == DIMS[node][0] and flat(padding.after)[position] % num_ranks == 0:
-            after = flat(padding.after)[position]
-            found |= {root: after} if after != flat(padding.before)[position] else {}
-    return found
+        if padding is None or (padding.before == DIMS[node][0] and flat(padding.before)[position] == flat(padding.after)[position]):
+            whole.add(root)
+        elif num_ranks > 1 and padding.before == DIMS[node][0] and flat(padding.after)[position] % num_ranks == 0:
+            found[root] = flat(padding.after)[position]
+    return {root: after for root, after in found.items() if root not in whole}
 
 
 def _paddings(program: Program, classes: AtomClasses, padded: Mapping[Atom, int]) -> Iterator[tuple[str, Padding]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import autopar
 from autopar.ir.freedom import Freedom
 from autopar.ir.keys import DIMS
 from autopar.ir.program import Program
@@ -48,3 +51,31 @@ def test_nothing_is_padded_without_zero_or_below_level_3_where_nothing_is_traine
     frozen = program(ZeRO(2))
     inputs = tuple(replace(item, requires_grad=False) for item in frozen.signature.inputs)
     assert not PadParameters().decide(replace(frozen, signature=replace(frozen.signature, inputs=inputs))).sizes
+
+
+class Head(nn.Module):
+    """5 classes on 2 ranks: the bias is padded for itself, and the weight, whose other dim divides, is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(9, 14), nn.Linear(14, 5)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        logits = self.head(self.inner(x).relu())
+        return logits if y is None else F.cross_entropy(logits, y)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_calls_of_another_kind_find_parameters_as_they_lie(zero: int, axes: dict[str, int]) -> None:
+    model, x, y = Head(), torch.randn(4, 9), torch.randint(0, 5, (4,))
+    parallel = autopar.compile(model, autopar.virtual_mesh(**axes), backend="eager", zero=zero)
+    parallel(x, y).backward()
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x, y), model(x, y))
+        torch.testing.assert_close(parallel(x), model(x))
+    more = torch.randn(6, 9), torch.randint(0, 5, (6,))
+    assert parallel.verify(*more)
+    parallel.eval()
+    torch.testing.assert_close(parallel(*more), model(*more))
