@@ -23,14 +23,22 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_case import AGAIN, Place, Row
-from benchmarks.gpu_workers import Order, answers, every_case
+from benchmarks.gpu_accuracy import accuracy_cases
+from benchmarks.gpu_attention_accuracy import attention_accuracy_cases
+from benchmarks.gpu_block_sparse import block_sparse_cases
+from benchmarks.gpu_case import AGAIN, Case, Place, Row
+from benchmarks.gpu_speed import speed_cases
+from benchmarks.gpu_workers import Order, answers
 from benchmarks.reporting import print_table, write_json
 
 # Of the time, what checks and compiling may take before what is timed begins.
 FIRST_SHARE = 0.5
 COMPILE_LIMIT_SECONDS, TIMED_LIMIT_SECONDS = 100.0, 60.0
 UNITS = {"TFLOP/s": "matmul", "GB/s": "copy"}
+
+
+def every_case(place: Place) -> list[Case]:
+    return [*attention_accuracy_cases(place), *accuracy_cases(place), *speed_cases(place), *block_sparse_cases(place)]
 
 
 def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
@@ -47,7 +55,7 @@ def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
     results: dict[str, Any] = {"device": device_name(place), "tiny": place.tiny, "rows": []}
     for orders, num_workers, until, limit_seconds in phases:
         left = {order: None for order in orders}
-        for answer in answers(place, orders, num_workers, until, limit_seconds):
+        for answer in answers(every_case, place, orders, num_workers, until, limit_seconds):
             del left[answer.order]
             results["rows"] += answer.rows
             results["seconds"] = time.monotonic() - begin

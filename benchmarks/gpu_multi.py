@@ -3,6 +3,7 @@
     python -m benchmarks.gpu_multi                                             all GPUs here, eager and inductor
     python -m benchmarks.gpu_multi --ranks 2 --backends eager --json gpu_multi.json
     torchrun --nproc-per-node 4 -m benchmarks.gpu_multi                        ranks that are there, one job after another in them
+    torchrun --nproc-per-node 2 -m benchmarks.gpu_multi --share --size tiny --axes dp zero tp pp features     on one GPU: losses alone
     python -m benchmarks.gpu_multi --device cpu --size tiny --ranks 2          the rehearsal: gloo, sizes that say nothing of speed
 
 Without torchrun each job has processes of its own, one job after another, so that what fails or hangs ends with them. Each line has the
@@ -35,6 +36,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_case import Place, Row, first_line
+from benchmarks.gpu_features import JOBS as FEATURES
+from benchmarks.gpu_features import dtype_of
 from benchmarks.gpu_place import allocated_peak, begin_peak, environment, is_good, largest_difference, without_nan
 from benchmarks.peer_jobs import JOBS, ONE_PROCESS, Size, Step
 from benchmarks.reporting import print_table, write_json
@@ -46,13 +49,14 @@ SIZES = {
     "tiny": Size(layers=2, width=32, heads=4, batch=8, length=16, symbols=64),
 }
 AXES = ("dp", "zero", "tp", "pp")
+EVERY_JOB = {**JOBS, "features": FEATURES}
 WARM_UP, BLOCKS, STEPS = 3, 5, 5
 PATIENCE_SECONDS = 1800
 
 
 def jobs_of(axis: str) -> list[str]:
     """Of one table; the first peer twice."""
-    names = list(JOBS[axis])
+    names = list(EVERY_JOB[axis])
     return [*names, f"{names[0]}, again"]
 
 
@@ -61,7 +65,7 @@ def measured(axis: str, name: str, size: Size, backend: str, rank: int) -> Row:
     place = Place(size.device)
     try:
         before = begin_peak(place)
-        step = JOBS[axis][name.removesuffix(", again")](size, rank, backend)
+        step = EVERY_JOB[axis][name.removesuffix(", again")](size, rank, backend)
         losses = [step() for _ in range(WARM_UP)]
         blocks = [_seconds(place, step) for _ in range(BLOCKS)]
         return {"seconds": blocks, "peak": allocated_peak(place, before), "losses": [float(each) for each in losses]}
@@ -83,10 +87,16 @@ def _seconds(place: Place, step: Step) -> float:
     return (time.perf_counter() - start) / STEPS
 
 
+def share_device(size: Size, rank: int) -> None:
+    """Where ranks outnumber GPUs each says that it is a host of its own: NCCL refuses two of one host on a device. It goes by sockets."""
+    if size.device == "cuda" and size.num_ranks > torch.cuda.device_count():
+        os.environ |= {"NCCL_HOSTID": f"rank {rank}", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def join_world(size: Size, rank: int, address: str | None = None) -> None:
     """Of `size.num_ranks`; by the launcher's environment where there is no `address`."""
     if size.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if size.device == "cuda" else "gloo"
     where: dict[str, Any] = {} if address is None else {"init_method": address, "rank": rank, "world_size": size.num_ranks}
     dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE_SECONDS / 3), **where)
@@ -95,6 +105,7 @@ def join_world(size: Size, rank: int, address: str | None = None) -> None:
 def _serve(axis: str, name: str, size: Size, backend: str, rank: int, folder: str) -> None:
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size.num_ranks), "LOCAL_RANK": str(rank)}
+    share_device(size, rank)
     if size.device == "cpu":
         torch.set_num_threads(1)
     if size.num_ranks > 1:
@@ -162,17 +173,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=SIZES, default="1b")
     parser.add_argument("--ranks", type=int, help="so many processes; all GPUs if it is left out")
-    parser.add_argument("--axes", nargs="+", choices=AXES, default=list(AXES))
+    parser.add_argument("--axes", nargs="+", choices=(*AXES, "features"), default=list(AXES))
+    parser.add_argument("--share", action="store_true", help="fewer GPUs than ranks are enough: losses count, times say nothing")
     parser.add_argument("--backends", nargs="+", default=["eager", "inductor"])
     parser.add_argument("--json", type=Path, help="write the numbers here")
     options = parser.parse_args(arguments)
     is_launched = "TORCHELASTIC_RUN_ID" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_launched else options.ranks or max(torch.cuda.device_count(), 2)
-    if num_ranks < 2 or (options.device == "cuda" and torch.cuda.device_count() < (1 if is_launched else num_ranks)):
+    if num_ranks < 2 or (options.device == "cuda" and torch.cuda.device_count() < (1 if is_launched or options.share else num_ranks)):
         print(f"{num_ranks} ranks need as many devices, and at least 2; there are {torch.cuda.device_count()} GPUs here", file=sys.stderr)
         return 2
     size = replace(SIZES[options.size], num_ranks=num_ranks, device=options.device)
     if is_launched:
+        share_device(size, int(os.environ["RANK"]))
         join_world(size, int(os.environ["RANK"]))
     is_first = not is_launched or dist.get_rank() == 0
     about = environment(Place(options.device), num_ranks=num_ranks, size=options.size, dtype=str(size.dtype))
@@ -186,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
     if is_launched:
         dist.destroy_process_group()
-    return 0 if all(is_good(row, size.dtype) for rows in found.values() for row in rows) else 1
+    return 0 if all(is_good(row, dtype_of(row["job"], size)) for rows in found.values() for row in rows) else 1
 
 
 def compare(size: Size, options: argparse.Namespace, is_launched: bool, is_first: bool) -> tuple[dict[str, list[Row]], list[float] | None]:

@@ -6,18 +6,17 @@ import contextlib
 import multiprocessing
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_accuracy import accuracy_cases
-from benchmarks.gpu_attention_accuracy import attention_accuracy_cases
-from benchmarks.gpu_block_sparse import block_sparse_cases
 from benchmarks.gpu_case import Case, Place, Row, first_line
-from benchmarks.gpu_speed import speed_cases
+
+# What a process makes its cases by: a function of a module, since cases do not travel.
+Cases = Callable[[Place], list[Case]]
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,10 @@ class Answer:
     is_broken: bool = False
 
 
-def every_case(place: Place) -> list[Case]:
-    return [*attention_accuracy_cases(place), *accuracy_cases(place), *speed_cases(place), *block_sparse_cases(place)]
-
-
-def serve(pipe: Connection, place: Place) -> None:
+def serve(pipe: Connection, place: Place, make_cases: Cases) -> None:
     """Answer orders until None comes."""
     torch.set_num_threads(1)
-    cases = {case.name: case for case in every_case(place)}
+    cases = {case.name: case for case in make_cases(place)}
     while (order := pipe.recv()) is not None:
         answer = answered(cases[order.name], order, place)
         pipe.send(answer)
@@ -76,10 +71,10 @@ def failure(order: Order, error: str) -> Row:
 class Worker:
     """A process that runs `serve`, and the order that it is at."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, make_cases: Cases) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self._process: Any = context.Process(target=serve, args=(theirs, place), daemon=True)
+        self._process: Any = context.Process(target=serve, args=(theirs, place, make_cases), daemon=True)
         self._process.start()
         theirs.close()  # so that a process that dies ends our wait
         self.order: Order | None = None
@@ -123,10 +118,12 @@ class Worker:
             self._process.join(10)
 
 
-def answers(place: Place, orders: Sequence[Order], num_workers: int, until: float, limit_seconds: float) -> Iterator[Answer]:
+def answers(
+    make_cases: Cases, place: Place, orders: Sequence[Order], num_workers: int, until: float, limit_seconds: float
+) -> Iterator[Answer]:
     """As they come. None is started after `until` (`time.monotonic`); each may take `limit_seconds`, its process's start included."""
     waiting = deque(orders)
-    idle = [Worker(place) for _ in range(min(num_workers, len(orders)))]
+    idle = [Worker(place, make_cases) for _ in range(min(num_workers, len(orders)))]
     busy: list[Worker] = []
     try:
         while True:
@@ -140,7 +137,7 @@ def answers(place: Place, orders: Sequence[Order], num_workers: int, until: floa
                 busy.remove(worker)
                 if answer.is_broken:
                     worker.close()
-                    worker = Worker(place) if waiting else None
+                    worker = Worker(place, make_cases) if waiting else None
                 idle += [worker] if worker else []
                 yield answer
     finally:
