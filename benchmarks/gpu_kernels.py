@@ -44,7 +44,8 @@ def every_case(place: Place) -> list[Case]:
 def measure(options: argparse.Namespace, place: Place) -> dict[str, Any]:
     """All rows, and the names of what was not run. Written to the file as it grows."""
     begin = time.monotonic()
-    cases = [case for case in every_case(place) if options.only in case.name or case.name == "ceilings"]
+    wanted = [case for case in every_case(place) if options.only in case.name or case.name == "ceilings"]
+    cases = [case for case in wanted if options.part in (None, case.part)]
     checks = [Order(case.name) for case in cases if case.part == "accuracy"]
     timed = [Order(case.name) for case in cases if case.part == "speed"]
     compiles = [Order(order.name, only_compile=True) for order in timed] if place.on_gpu else []
@@ -160,6 +161,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=460.0, help="start no case after so many")
     parser.add_argument("--workers", type=int, default=10, help="processes that check and compile at once")
     parser.add_argument("--only", default="", help="only cases whose name has this in it")
+    parser.add_argument("--part", choices=("accuracy", "speed"), help="this alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes")
     options = parser.parse_args()

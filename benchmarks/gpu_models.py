@@ -79,7 +79,9 @@ def every_case(place: Place) -> list[Case]:
 
 def checked(place: Place, name: str, backend: str, only_compile: bool) -> list[Row]:
     """One row: what `verify` says of a step of the model in float32, and under eager in float64, too."""
+    torch.backends.cudnn.allow_tf32 = False  # of convolutions, where it is the default: `verify` computes in float32 on the host
     setting, start = SETTINGS[name], time.perf_counter()
+    torch.manual_seed(0)
     case = setting.make().to(torch.float32)
     model, batch = case.model.to(place.device), {key: value.to(place.device) for key, value in case.batch.items()}
     options = {"cluster": autopar.Cluster.ideal(), "backend": backend, **setting.options}
@@ -106,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write every row to this file, as they come")
     parser.add_argument("--seconds", type=float, default=300.0, help="start no case after so many")
     parser.add_argument("--workers", type=int, default=14, help="processes at once")
-    parser.add_argument("--only", default="", help="only cases whose name has this in it")
+    parser.add_argument("--only", nargs="+", default=[""], help="only cases whose name has one of these in it")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -115,7 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     place = Place(options.device)
     # Inductor's, which take the longest, first.
-    names = sorted((case.name for case in every_case(place) if options.only in case.name), key=lambda name: "inductor" not in name)
+    names = sorted(
+        (case.name for case in every_case(place) if any(word in case.name for word in options.only)),
+        key=lambda name: "inductor" not in name,
+    )
     rows: list[Row] = []
     until = time.monotonic() + options.seconds
     for answer in answers(every_case, place, [Order(name) for name in names], options.workers, until, LIMIT_SECONDS):

@@ -161,7 +161,11 @@ def peak_flops(place: Place) -> float | None:
 
 def compare(names: list[str], size: Size, place: Place, rounds: int) -> list[Row]:
     weights = llama(size, place)
-    jobs = {name: Job(name, weights, size, place) for name in [*names, f"{names[0]}, again"]}
+    jobs = dict[str, Job]()
+    for name in [*names, f"{names[0]}, again"]:
+        start = time.perf_counter()
+        jobs[name] = Job(name, weights, size, place)
+        print(f"{name}: ready after {time.perf_counter() - start:.0f} s", file=sys.stderr)
     for _ in range(rounds):
         for job in jobs.values():
             job.turn()

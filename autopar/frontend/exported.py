@@ -10,7 +10,7 @@ import operator
 import re
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.export import ExportedProgram
@@ -71,7 +71,7 @@ def forward_program(
         mapping[node] = _placeholder(graph, item)
         mapping[node].meta = dict(node.meta)
         if item.kind == "constant":
-            constants[item.name] = exported.constants[item.name]  # type: ignore[assignment]
+            constants[item.name] = _on_host(cast(torch.Tensor, exported.constants[item.name]))
     copies = _Copies(graph, mapping, device)
     copies.calls(exported.graph_module, None if autocast is None else Region(autocast))
     hooks_placed(graph)
@@ -207,6 +207,11 @@ class _Copies:
             keeps = (autocast is None or autocast.caches) if caches is None else bool(caches)
             autocast = Autocast(device, dtype or torch.get_autocast_dtype(device), keeps) if enabled else None
         return Region(autocast, outer.weights) if outer is not None else Region(autocast)
+
+
+def _on_host(constant: torch.Tensor) -> torch.Tensor:
+    """Where a program is looked at: ops there name the CPU, whatever the model is on. On meta there are no values to bring."""
+    return constant if constant.is_meta else constant.cpu()
 
 
 def _on_cpu(argument: Any) -> Any:

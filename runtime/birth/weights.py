@@ -90,9 +90,17 @@ class _FilesFirst(Values):
         return self._files.part(name, placement, rank) if name in self._files else super().part(name, placement, rank)
 
 
-def give_buffers(model: nn.Module, values: Values, device: torch.device) -> None:
-    """The buffers of `model` get their values, each whole, on `device`."""
-    _give(model, values, device, buffers_alone=True)
+def place_buffers(model: nn.Module, values: Values | None, device: torch.device) -> None:
+    """The buffers of `model` get their values, each whole, and all are on `device` then: a model may have been built on the CPU."""
+    if values is not None:
+        _give(model, values, device, buffers_alone=True)
+    slots = slots_of(model)
+    for first, names in names_of(model).items():
+        tensor = slots[first]
+        if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and tensor.device != device:
+            tensor = tensor.to(device)
+            for name in names:
+                put(model, name, tensor)
 
 
 def _give(model: nn.Module, values: Values, device: torch.device | None, buffers_alone: bool = False) -> None:

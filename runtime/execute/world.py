@@ -21,7 +21,7 @@ from autopar.ir.program import Input, Output
 from autopar.ir.sharding import Sharding
 from autopar.runtime._torch import local_part, plain_part
 from autopar.runtime.birth.values import Values
-from autopar.runtime.birth.weights import give_buffers
+from autopar.runtime.birth.weights import place_buffers
 from autopar.runtime.execute.agreement import accepted
 from autopar.runtime.execute.distributed import DistributedTransport
 from autopar.runtime.execute.group_cache import distrust
@@ -237,8 +237,7 @@ class DistributedWorld:
             device_mesh = stage_device_mesh(self.device_mesh, stage)
         store = store_of(compiled, self.groups.device)
         place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
-        if values is not None:
-            give_buffers(model, values, self.device(model))
+        place_buffers(model, values, self.device(model))
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:

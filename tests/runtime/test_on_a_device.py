@@ -72,6 +72,28 @@ def test_a_step_with_its_update(step: autopar.TrainStep, options: dict[str, Any]
             assert parallel.train_step(**batch()).device.type == "meta"
 
 
+class Scaled(Reader):
+    """With a buffer, and two names for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((16,), 2.0))
+        self.mlp_in.register_buffer("scale", self.scale, persistent=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(tokens, labels) * (self.scale * self.mlp_in.scale).mean()
+
+
+def test_a_model_that_was_built_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its buffers come to the device as its parameters do, those that share memory as one."""
+    with played_mesh(monkeypatch, dp=2, tp=2) as mesh:
+        model = Scaled()
+        parallel = autopar.compile(model, mesh, example_inputs=batch(), backend="eager", cluster="8xH100")
+        assert {name: each.device.type for name, each in parallel.named_buffers()} == {"scale": "meta"}
+        assert parallel.get_submodule("mlp_in").scale is parallel.scale
+        assert parallel(**batch()).device.type == "meta"
+
+
 def test_a_look_at_a_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this device is for."""
     wait = DistributedTransport.wait
