@@ -24,6 +24,7 @@ from autopar.cost.hardware.cluster import Cluster
 TABLE = Path(attention_rates.__file__).with_suffix(".csv")
 # By the contestants' names in `benchmarks/gpu_speed.py`.
 KERNELS = {"ours": "triton", "flash": "aten", "cudnn": "aten"}
+NAMES = {"ours": OURS, "flash": "FlashAttention-2", "cudnn": "cuDNN"}
 
 
 def rates_of(results: Mapping[str, Any]) -> list[Rate]:
@@ -40,8 +41,7 @@ def _both(device: str, run: str, case: str, who: str, rows: Sequence[Mapping[str
     _, head_size, kind, length = case.split()
     milliseconds = sum(row["ms"] for row in rows)
     tflops = round(sum(row["TFLOP/s"] * row["ms"] for row in rows) / milliseconds, 1)
-    name = OURS if who == "ours" else who
-    return Rate(device, "both", int(head_size), kind == "causal", int(length), KERNELS[who], name, tflops, run)
+    return Rate(device, "both", int(head_size), kind == "causal", int(length), KERNELS[who], NAMES[who], tflops, run)
 
 
 def merged(rates: Sequence[Rate], new: Sequence[Rate]) -> list[Rate]:

@@ -34,7 +34,7 @@ def _told(axis: str, look: Callable[[autopar.ParallelModule, dict[str, Tensor]],
     return stepped
 
 
-def _saved(parallel: autopar.ParallelModule, batch: dict[str, Tensor]) -> None:
+def _saved(parallel: autopar.ParallelModule, batch: dict[str, Any]) -> None:
     """Away, spoiled, and back."""
     folder = [tempfile.mkdtemp()]
     if dist.is_initialized():
@@ -45,13 +45,13 @@ def _saved(parallel: autopar.ParallelModule, batch: dict[str, Tensor]) -> None:
         raise RuntimeError("the checkpoint's note is another")
 
 
-def _verified(parallel: autopar.ParallelModule, batch: dict[str, Tensor]) -> None:
+def _verified(parallel: autopar.ParallelModule, batch: dict[str, Any]) -> None:
     report = parallel.verify(**batch)
     if not report:
         raise RuntimeError(f"not as the user's model: {report}")
 
 
-def _reports(parallel: autopar.ParallelModule, batch: dict[str, Tensor]) -> None:
+def _reports(parallel: autopar.ParallelModule, batch: dict[str, Any]) -> None:
     for report in (parallel.profile(**batch), parallel.timeline(**batch), parallel.memory(measure=batch), parallel.explain()):
         if not str(report):
             raise RuntimeError("a report is empty")

@@ -83,8 +83,9 @@ def checked(place: Place, name: str, backend: str, only_compile: bool) -> list[R
     setting, start = SETTINGS[name], time.perf_counter()
     torch.manual_seed(0)
     case = setting.make().to(torch.float32)
-    model, batch = case.model.to(place.device), {key: value.to(place.device) for key, value in case.batch.items()}
-    options = {"cluster": autopar.Cluster.ideal(), "backend": backend, **setting.options}
+    model = case.model.to(place.device)
+    batch: dict[str, Any] = {key: value.to(place.device) for key, value in case.batch.items()}
+    options: dict[str, Any] = {"cluster": autopar.Cluster.ideal(), "backend": backend, **setting.options}
     parallel = autopar.compile(model, autopar.virtual_mesh(**setting.axes), example_inputs=batch, **options)
     plain = parallel.verify(**batch)
     # Casts are the program's: in float64 there are none.
@@ -125,6 +126,7 @@ def main(arguments: list[str] | None = None) -> int:
     until = time.monotonic() + options.seconds
     for answer in answers(every_case, place, [Order(name) for name in names], options.workers, until, LIMIT_SECONDS):
         rows += answer.rows
+        print(answer.order.name, *("holds" if row.get("ok") else "DOES NOT HOLD" for row in answer.rows), file=sys.stderr, flush=True)
         write_json(options.json, {"rows": rows, "left_out": names[len(rows) :] if len(rows) < len(names) else []})
     return show(rows, len(names))
 

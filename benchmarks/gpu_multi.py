@@ -1,4 +1,5 @@
-"""Training steps of autopar on all GPUs of a machine, beside DDP, FSDP2, torch's tensor parallel and pipelining. Not run on GPUs yet.
+"""Training steps of autopar on all GPUs of a machine, beside DDP, FSDP2, torch's tensor parallel and pipelining. Not run on
+several GPUs yet; two ranks that share one have.
 
     python -m benchmarks.gpu_multi                                             all GPUs here, eager and inductor
     python -m benchmarks.gpu_multi --ranks 2 --backends eager --json gpu_multi.json

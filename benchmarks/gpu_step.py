@@ -1,5 +1,4 @@
-"""Training steps of a Llama of 1.04 billion parameters in bfloat16 on one GPU: autopar beside plain PyTorch and torch.compile. Not run on
-a GPU yet.
+"""Training steps of a Llama of 1.04 billion parameters in bfloat16 on one GPU: autopar beside plain PyTorch and torch.compile.
 
     python -m benchmarks.gpu_step --json gpu_step.json
     python -m benchmarks.gpu_step --jobs "plain, eager" "autopar, eager" --batch 2

@@ -1,8 +1,8 @@
 """Which attention kernel was measured to be the fastest, by device, head size, length and causality: data, `attention_rates.csv`.
 
 "aten" is torch's own (FlashAttention-2, cuDNN), "triton" one written in Triton. Where autopar's own kernels were measured on a device
-(rows of "autopar", as `benchmarks/attention_rates.py` writes them from a run on a GPU) only such runs count there. Until then rows
-of papers do, whose Triton kernels are of the same design and not ours.
+(rows of "autopar", as `benchmarks/attention_rates.py` writes them from a run on a GPU) only such runs count there: on H100s, and
+on H200s by theirs. Elsewhere rows of papers do, whose Triton kernels are of the same design and not ours.
 """
 
 from __future__ import annotations

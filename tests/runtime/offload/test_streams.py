@@ -26,6 +26,9 @@ class Event:
     def synchronize(self) -> None:
         self.stream.run(self.end)
 
+    def query(self) -> bool:
+        return self.stream.done >= self.end
+
 
 # A worker waits for events, too: what one thread has begun the other must not take for done.
 PLAYING = threading.RLock()
@@ -110,3 +113,18 @@ def test_pinned_memory_is_not_filled_anew_under_a_copy() -> None:
     HostMemory.bytes_of(again).fill_(1)
     event.synchronize()
     assert (found == 7).all()
+
+
+def test_memory_is_held_until_its_copy_is_waited_for_or_over() -> None:
+    """Behind the WAIT the stream that computes may have it at once; before that an error may drop it."""
+    cuda, host = Cuda(), HostMemory(CPU)
+    streams = Late(CPU, cuda)
+    waited_for, dropped, next_one = (torch.full((100,), 3, dtype=torch.uint8) for _ in range(3))
+    blocks = [host.take(100) for _ in range(3)]
+    waits, over = streams.away(waited_for, blocks[0]), streams.away(dropped, blocks[1])
+    streams.wait(waits)
+    assert [memory is dropped for _, memory in streams._under_way] == [True]
+    over.synchronize()
+    streams.away(next_one, blocks[2])
+    assert [memory is next_one for _, memory in streams._under_way] == [True]
+    assert (HostMemory.bytes_of(blocks[1]) == 3).all()

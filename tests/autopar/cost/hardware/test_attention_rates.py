@@ -22,9 +22,9 @@ def test_the_rows_that_come_with_autopar() -> None:
     [
         ("a100", 128, 4096, True, "aten", "FlashAttention-2 173 TFLOP/s, FlashAttention Triton 74 (a100, heads of 128, 4096 rows, causal"),
         ("a100-40gb", 96, 3000, True, "aten", "(a100, heads of "),
-        ("h100", 64, 1024, True, "triton", "Triton 291 TFLOP/s, cuDNN 288 (h100, heads of 64, 1024 rows, causal, forward)"),
-        ("h100", 128, 16384, False, "aten", "cuDNN 595 TFLOP/s, Triton 395"),
-        ("h200", 128, 10**6, False, "aten", "cuDNN 595 TFLOP/s, Triton 395 (h100"),
+        ("h100", 64, 1024, True, "aten", "cuDNN 254.8 TFLOP/s, autopar 110.7 (h100, heads of 64, 1024 rows, causal, forward and backward)"),
+        ("h100", 128, 16384, False, "aten", "cuDNN 571.3 TFLOP/s, autopar 178.5"),
+        ("h200", 128, 10**6, False, "aten", "cuDNN 571.3 TFLOP/s, autopar 178.5 (h100"),
     ],
 )
 def test_the_nearest_shape_decides(device: str, head_size: int, length: int, is_causal: bool, kernel: str, reason: str) -> None:
@@ -70,9 +70,9 @@ def test_a_run_on_a_gpu_becomes_rows_that_come_first() -> None:
     new = rates_of({"device": "NVIDIA H200", "rows": [*rows, {"case": "copy", "who": "torch", "ms": 1.0, "GB/s": 1.0}]})
     assert [(rate.kernel, rate.who, rate.tflops, rate.device) for rate in new] == [
         ("triton", "autopar", 525.0, "h200"),
-        ("aten", "cudnn", 425.0, "h200"),
+        ("aten", "cuDNN", 425.0, "h200"),
     ]
     rates = read(text_of(merged(table(), new)))
     assert rates == (*table(), *new) and merged(rates, new) == list(rates)
     found = winner("h200", 128, 4096, True, rates)
-    assert found is not None and str(found).startswith("autopar 525 TFLOP/s, cudnn 425 (h200, heads of 128, 4096 rows, causal, forward and")
+    assert found is not None and str(found).startswith("autopar 525 TFLOP/s, cuDNN 425 (h200, heads of 128, 4096 rows, causal, forward and")
