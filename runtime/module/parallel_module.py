@@ -131,6 +131,7 @@ class ParallelModule(Inspected):
     def _updating_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.enable_grad():
             if self._trainer.takes_closure:
+                self.prepare(args, kwargs)  # it is made of placed parameters
                 return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)
             call, captured, inputs = self.start(args, kwargs, updates=True)
         self._trainer.prepare(self)

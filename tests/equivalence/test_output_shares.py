@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import autopar
 
@@ -53,8 +54,13 @@ def differences(name: str, samples: int) -> dict[str, Any]:
         parallel(mine)[0].square().mean().backward()
         wanted.square().mean().backward()
         pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
-        found["gradient"] = max(_apart(ours.grad.full_tensor(), theirs.grad) for ours, theirs in pairs)  # type: ignore[union-attr]
+        found["gradient"] = max(_apart(_whole(ours.grad), theirs.grad) for ours, theirs in pairs)
     return found
+
+
+def _whole(gradient: Tensor | None) -> Tensor:
+    assert isinstance(gradient, DTensor)
+    return gradient.full_tensor()
 
 
 def _apart(ours: Tensor, theirs: Tensor | None) -> float:

@@ -72,6 +72,13 @@ def test_a_step_with_its_update(step: autopar.TrainStep, options: dict[str, Any]
             assert parallel.train_step(**batch()).device.type == "meta"
 
 
+def test_an_optimizer_that_asks_for_the_loss_is_made_at_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with played_mesh(monkeypatch, dp=2) as mesh:
+        parallel = autopar.compile(Reader(), mesh, backend="eager", cluster="8xH100", optimizer=torch.optim.LBFGS)
+        with pytest.raises(autopar.AutoparError, match="LBFGS joins all parameters into one vector"):
+            parallel.train_step(**batch())
+
+
 class Scaled(Reader):
     """With a buffer, and two names for it."""
 
