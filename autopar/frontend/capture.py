@@ -181,8 +181,8 @@ def _with_batch_dims_of_outputs(program: Program, model: nn.Module, args: tuple[
     tells (8 samples, 8 classes), nor does the graph where an op goes across samples (`flip(0)`). Left open where forward fails on that."""
     dims = {int(item.name): item.batch_dim for item in program.signature.inputs_of("batch") if item.batch_dim is not None}
     leaves, structure = pytree.tree_flatten((args, kwargs))
-    twice = [torch.cat((leaf, leaf), dims[index]) if index in dims else leaf for index, leaf in enumerate(leaves)]
     try:
+        twice = [_empty_twice(leaf, dims[index]) if index in dims else leaf for index, leaf in enumerate(leaves)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _, found = described_output(model, *pytree.tree_unflatten(twice, structure))
@@ -197,6 +197,11 @@ def _with_batch_dims_of_outputs(program: Program, model: nn.Module, args: tuple[
         return replace(item, batch_dim=next((dim for dim, size in enumerate(item.shape) if shape[dim] == 2 * size > 0), None))
 
     return replace(program, signature=replace(program.signature, outputs=tuple(map(counted, program.signature.outputs))))
+
+
+def _empty_twice(leaf: torch.Tensor, dim: int) -> torch.Tensor:
+    """As long again along `dim`, without values."""
+    return leaf.new_empty([size * (1 + (number == dim)) for number, size in enumerate(leaf.shape)])
 
 
 def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

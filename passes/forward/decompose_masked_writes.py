@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.graph.emit import Emitter, replace, tensor_of
+from autopar.graph.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.ir.arguments import all_named
 from autopar.ir.program import Program
 
@@ -60,7 +60,11 @@ def _decompose(node: Node, self: Node, indices: list[Node | None], values: Node,
     for _ in range(behind):
         mask = emit.call(aten.unsqueeze.default, mask, -1)
     written = _written(emit, self, mask, values, accumulate)
-    replace(node, emit.call(aten.copy_.default, self, written) if node.target in _IN_PLACE else written)
+    result = emit.call(aten.copy_.default, self, written) if node.target in _IN_PLACE else written
+    strides = tensor_of(node).stride()
+    replace(node, result)
+    if tensor_of(result).stride() != strides:
+        lay_out_anew(result)
 
 
 def _written(emit: Emitter, value: Any, mask: Node, values: Node, accumulate: bool) -> Node:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
+from math import prod
 
 from torch.fx import Node
 
 from autopar.ir.keys import BATCH, DIMS
-from autopar.ir.program import Program
+from autopar.ir.program import Input, Output, Program
 from autopar.ops.atom_classes import Atom, AtomClasses, atoms_of, read_by
 from autopar.ops.atoms import find_atoms
 from autopar.ops.strategies import factors_of
@@ -29,8 +30,11 @@ class FindAtoms:
         program = find_atoms(program)
         constants = _constants(program)
         classes = AtomClasses.of(program.graph, apart=constants)
-        roots = {classes.find(atom) for atom in _batch_atoms(program)}
-        roots |= {classes.find(atom) for atom in _batch_atoms_of_outputs(program, lambda atom: classes.find(atom) in roots)}
+        of_inputs = _batch_atoms(program)
+        roots = {classes.find(atom) for atom in of_inputs}
+        others = {classes.find(atom) for atom in _input_atoms(program) if atom not in set(of_inputs)}
+        returned = _sample_atoms_of_outputs(program, classes, roots, others)
+        roots |= {classes.find(atom) for atom in returned}
         of_constants: set[Atom] = set()
 
         def is_batch(atom: Atom) -> bool:
@@ -41,7 +45,7 @@ class FindAtoms:
                 continue
             atoms = [[(node, result, i) for i in range(sum(map(len, dims)))] for result, dims in enumerate(DIMS[node])]
             if node in constants:
-                of_constants.update(atom for each in atoms for atom in each if _is_used_as(is_batch, atom))
+                of_constants.update(atom for each in atoms for atom in each if _is_used_as(is_batch, atom, atom in returned))
             BATCH[node] = tuple(tuple(i for i, atom in enumerate(each) if is_batch(atom)) for each in atoms)
         return program
 
@@ -56,9 +60,9 @@ def _constants(program: Program) -> set[Node]:
     return found
 
 
-def _is_used_as(is_batch: Callable[[Atom], bool], atom: Atom) -> bool:
-    """Whether every use of a constant's atom is the batch."""
-    uses: list[bool] = []
+def _is_used_as(is_batch: Callable[[Atom], bool], atom: Atom, is_returned: bool) -> bool:
+    """Whether every use of a constant's atom is the batch, which one that `is_returned` as samples has, too."""
+    uses = [True] * is_returned
     for user in atom[0].users:
         if user.op == "call_function":
             sources = read_by(user)
@@ -76,15 +80,35 @@ def _batch_atoms(program: Program) -> list[Atom]:
     return found
 
 
-def _batch_atoms_of_outputs(program: Program, is_known: Callable[[Atom], bool]) -> list[Atom]:
-    """The major atom of each output's batch dim of which none `is_known`, and of its tangent's."""
+def _input_atoms(program: Program) -> list[Atom]:
+    """Of what the program is given, but for tangents, which walk with outputs."""
+    nodes = [node for item, node in program.named_inputs() if item.kind != "tangent"]
+    return [(node, 0, number) for node in nodes for number in range(sum(map(len, DIMS[node][0])))]
+
+
+def _lengths(item: Input | Output, node: Node) -> set[int]:
+    """Of the batch dim, with and without its padding."""
+    return set() if item.batch_dim is None else {item.shape[item.batch_dim], prod(DIMS[node][0][item.batch_dim])}
+
+
+def _sample_atoms_of_outputs(program: Program, classes: AtomClasses, known: Set[Atom], others: Set[Atom]) -> set[Atom]:
+    """The major atom of each output's batch dim, and of its tangent's, where that is as long as the batch and its samples are not `known`
+    by walking with an input's: behind an op that goes across samples, or of no input.
+
+    A longer dim (samples of several views, positions of all samples) is left open: which of its atoms the samples are, nobody says. So
+    is one that walks with an `others` dim of an input, as where a batch size stands in the code: that dim is no rank's share.
+    """
     tangents = {item.name: node for item, node in program.named_inputs() if item.kind == "tangent"}
-    found: list[Atom] = []
+    sizes = {size for item, node in program.named_inputs() if item.kind == "batch" for size in _lengths(item, node)}
+    found: set[Atom] = set()
     for item, node in program.named_outputs():
-        if item.kind != "output" or item.batch_dim is None:
+        if item.kind != "output" or item.batch_dim is None or sizes.isdisjoint(_lengths(item, node)):
+            continue
+        every = range(sum(map(len, DIMS[node][0])))
+        if any(classes.find((node, 0, number)) in known for number in every):
             continue
         first = sum(map(len, DIMS[node][0][: item.batch_dim]))
-        atoms = [(node, 0, first + number) for number in range(len(DIMS[node][0][item.batch_dim]))]
-        if atoms and not any(map(is_known, atoms)):
-            found += [atoms[0], *([(tangents[item.name], 0, first)] if item.name in tangents else [])]
+        own = range(first, first + len(DIMS[node][0][item.batch_dim]))
+        if own and not any(classes.find((node, 0, number)) in others for number in own):
+            found |= {(each, 0, first) for each in (node, tangents.get(item.name)) if each is not None}
     return found

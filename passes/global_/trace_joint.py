@@ -159,10 +159,14 @@ class _Run(Interpreter):
         return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
 
 
-def _rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> torch.Tensor:
-    """In evaluation, where it draws nothing; `KeyRandom` refuses it in training."""
-    assert not training
-    return torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
+def _rrelu(in_place: bool) -> Callable[..., torch.Tensor]:
+    """In evaluation, where it draws nothing; `KeyRandom` takes the draws out of it in training."""
+
+    def rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> torch.Tensor:
+        assert not training
+        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace=in_place)
+
+    return rrelu
 
 
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
@@ -318,7 +322,8 @@ def _new(*default: float) -> Callable[..., torch.Tensor]:
 # of those there are), and those of `torch.linalg` inside other functions (`matrix_power` to a negative one).
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
 _CALLED_INSTEAD: dict[Any, Any] = {
-    aten.rrelu.default: _rrelu,
+    aten.rrelu.default: _rrelu(in_place=False),
+    aten.rrelu_.default: _rrelu(in_place=True),
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
     aten._weight_norm.default: _weight_norm,
 }

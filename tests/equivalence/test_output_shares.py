@@ -77,3 +77,54 @@ def test_outputs_behind_ops_across_samples(gloo_ranks: Any, name: str) -> None:
 def test_unequal_shares(gloo_ranks: Any) -> None:
     for found in gloo_ranks.run(differences, "flip", 7):
         assert max(found.values()) < 1e-9, found
+
+
+class Returns(nn.Module):
+    """What `forward` makes of a linear layer's result."""
+
+    def __init__(self, returned: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.returned = nn.Linear(8, 8, dtype=torch.float64), returned
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returned(self.linear(x))
+
+
+def shared(h: Tensor) -> Tensor:
+    """A rank's share of the whole."""
+    return h.tensor_split(2)[dist.get_rank() // 2]
+
+
+# What is returned, of an input of which shape, the samples along which dim; what of the whole results a rank has.
+RETURNED: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], int, Callable[..., Any]]] = {
+    # Dims longer than the batch behind an op across samples: which of their atoms the samples are, nobody says. Whole, but right.
+    "positions of samples that are mixed": (lambda h: (h.softmax(1).reshape(-1, 8),), (4, 6, 8), 1, lambda h: (h,)),
+    "views of samples that are mixed": (lambda h: (torch.cat([h.flip(0), 2 * h.flip(0)]),), (8, 8), 0, lambda h: (h,)),
+    "beside one that is the batch": (
+        lambda h: (h.transpose(0, 1), h.flip(0).transpose(0, 1).reshape(-1, 8)),
+        (8, 4, 8),
+        0,
+        lambda h, mixed: (shared(h.transpose(0, 1)).transpose(0, 1), mixed),
+    ),
+    "a batch size in the code": (lambda h: (h.view(8, -1),), (8, 8), 0, lambda h: (shared(h),)),
+    "labels of no input": (lambda h: (h, torch.arange(len(h)), torch.zeros(len(h), 3)), (8, 8), 0, lambda *each: (*map(shared, each),)),
+    "halves of the batch": (lambda h: (h.flip(0), h.flip(0).view(-1, 4, 8).mean(0)), (8, 8), 0, lambda h, mean: (shared(h), mean)),
+}
+
+
+def returned_differences(name: str) -> list[float]:
+    returned, shape, dim, wanted = RETURNED[name]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    x = torch.randn(shape, dtype=torch.float64)
+    parallel = autopar.compile(Returns(returned), mesh, backend="eager", timeout=180, batch_dims=dim)
+    with torch.no_grad():
+        found, whole = parallel(x.tensor_split(2, dim)[dist.get_rank() // 2]), Returns(returned)(x)
+    return [_apart(ours.double(), theirs.double()) for ours, theirs in zip(found, wanted(*whole), strict=True)]
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_outputs_whose_samples_nobody_can_tell_are_right(gloo_ranks: Any, name: str) -> None:
+    for found in gloo_ranks.run(returned_differences, name):
+        assert max(found) < 1e-9, found

@@ -89,6 +89,23 @@ def test_what_is_overwritten_is_seen_by_other_names() -> None:
     assert parallel.verify(**batch())
 
 
+def test_a_copy_lies_in_memory_as_a_choice_does() -> None:
+    """torch's has the strides of what it is a copy of, by which forward may view it; a choice has those of the mask."""
+
+    class Copied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.token = nn.Linear(6, 6), nn.Parameter(torch.randn(6))
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            written = self.linear(x).transpose(0, 1).index_put((mask,), self.token)
+            return written.transpose(0, 1).view(len(x), -1).square().mean()
+
+    given = {"x": torch.randn(8, 4, 6), "mask": torch.rand(4, 8) < 0.5}
+    parallel = autopar.compile(Copied(), autopar.virtual_mesh(dp=2), example_inputs=given, backend="eager")
+    assert parallel.verify(**given)
+
+
 def test_what_no_choice_can_say_is_refused_with_its_line() -> None:
     num_rows = int(batch()["mask"].sum())
 

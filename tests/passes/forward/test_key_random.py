@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+import autopar
 from autopar._torch import fake_mode
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
@@ -383,3 +384,11 @@ def test_slopes_of_rrelu_are_uniform_draws_in_training() -> None:
     assert (found[x > 0] == x[x > 0]).all()
     assert 0.1 <= slopes.min() < 0.11 and 0.39 < slopes.max() <= 0.4 + 1e-6 and abs(slopes.mean() - 0.25) < 0.005
     torch.testing.assert_close(keyed(lambda x: F.rrelu(x, 0.1, 0.4), x).module()(x)[0], F.rrelu(x, 0.1, 0.4))
+
+
+def test_rrelu_in_place_draws_nothing_in_evaluation() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.RReLU(inplace=True), nn.Linear(8, 4)).eval(), torch.randn(8, 8)
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x), model(x))
+    assert parallel.verify(x)
