@@ -131,6 +131,7 @@ OURS: dict[str, list[Sample]] = {
         lambda x: torch._weight_norm(shaped(x, 3, 4), shaped(x, 1)[0], -1),
     ],
     "rrelu.default": [lambda x: F.rrelu(shaped(x, 3, 4)), lambda x: F.rrelu(shaped(x, 3, 4), 0.1, 0.4)],
+    "rrelu_.default": [lambda x: F.rrelu(2 * shaped(x, 3, 4), inplace=True)],
     "multilabel_margin_loss.default": SAMPLES["multilabel_margin_loss_forward.default"],
 }
 # By name: why there is no sample.
