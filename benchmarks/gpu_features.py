@@ -36,13 +36,16 @@ def _told(axis: str, look: Callable[[autopar.ParallelModule, dict[str, Tensor]],
 
 def _saved(parallel: autopar.ParallelModule, batch: dict[str, Any]) -> None:
     """Away, spoiled, and back."""
-    folder = [tempfile.mkdtemp()]
-    if dist.is_initialized():
-        dist.broadcast_object_list(folder, device=torch.device("cpu"))
-    autopar.save(folder[0], parallel, note=1)
-    parallel.train_step(**batch)
-    if autopar.load(folder[0], parallel) != 1:
-        raise RuntimeError("the checkpoint's note is another")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as own:
+        folder = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(folder, device=torch.device("cpu"))
+        autopar.save(folder[0], parallel, note=1)
+        parallel.train_step(**batch)
+        if autopar.load(folder[0], parallel) != 1:
+            raise RuntimeError("the checkpoint's note is another")
+        if dist.is_initialized():
+            dist.barrier()  # the folder is the first rank's, and goes when it leaves
 
 
 def _verified(parallel: autopar.ParallelModule, batch: dict[str, Any]) -> None:

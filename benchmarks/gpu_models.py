@@ -38,7 +38,7 @@ BACKENDS = ("eager", "inductor")
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, its mesh, and what else is asked of the compile; its dropout draws alike under every backend but Inductor."""
+    """A model, its mesh, and what else is asked of the compile."""
 
     make: Callable[[], zoo.Case]
     axes: Mapping[str, int] = field(default_factory=lambda: DP_TP)
@@ -122,12 +122,13 @@ def main(arguments: list[str] | None = None) -> int:
         (case.name for case in every_case(place) if any(word in case.name for word in options.only)),
         key=lambda name: "inductor" not in name,
     )
-    rows: list[Row] = []
+    rows, left = list[Row](), dict.fromkeys(names)
     until = time.monotonic() + options.seconds
     for answer in answers(every_case, place, [Order(name) for name in names], options.workers, until, LIMIT_SECONDS):
         rows += answer.rows
+        del left[answer.order.name]
         print(answer.order.name, *("holds" if row.get("ok") else "DOES NOT HOLD" for row in answer.rows), file=sys.stderr, flush=True)
-        write_json(options.json, {"rows": rows, "left_out": names[len(rows) :] if len(rows) < len(names) else []})
+        write_json(options.json, {"rows": rows, "left_out": list(left)})
     return show(rows, len(names))
 
 

@@ -30,9 +30,9 @@ class FindAtoms:
         program = find_atoms(program)
         constants = _constants(program)
         classes = AtomClasses.of(program.graph, apart=constants)
-        of_inputs = _batch_atoms(program)
+        of_inputs = set(_batch_atoms(program))
         roots = {classes.find(atom) for atom in of_inputs}
-        others = {classes.find(atom) for atom in _input_atoms(program) if atom not in set(of_inputs)}
+        others = {classes.find(atom) for atom in _input_atoms(program) if atom not in of_inputs}
         returned = _sample_atoms_of_outputs(program, classes, roots, others)
         roots |= {classes.find(atom) for atom in returned}
         of_constants: set[Atom] = set()
