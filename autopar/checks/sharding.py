@@ -5,6 +5,7 @@ an op's strategy is one of those that its rule allows, and its results are shard
 once reshards are in (the signature then names shardings) every operand arrives as the strategy wants
 a reshard reduces or moves, it never makes a value unreduced
 a gradient is sharded as its parameter; a buffer's new value as the buffer; the loss is on every rank
+what splits the batch splits inputs, outputs and tangents along the dim that counts samples alone: ranks have shares of nothing else
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.printing import op_name
 from autopar.ir.program import Program, operands
 from autopar.ir.reshard import reachable
-from autopar.ir.sharding import Dims, Sharding, Strategy, flat
+from autopar.ir.sharding import Dims, Sharding, Strategy, atoms_of_dim, flat
 from autopar.ops.atoms import operand_result
 from autopar.ops.strategies import Space, signature_of, space_of, strategies_in
 
@@ -51,7 +52,7 @@ def check_shardings(program: Program, spaces: dict[Hashable, Space] | None = Non
         return found
     for node in sharded:
         found += arrivals(node)
-    return found + list(_ends(program))
+    return found + list(_ends(program)) + list(_shares(program))
 
 
 def is_resharded(program: Program) -> bool:
@@ -193,3 +194,21 @@ def _ends(program: Program) -> Iterator[Violation]:
             yield Violation(
                 what, at(node), describe_sharding(SHARDING[home][0], dims), describe_sharding(got, dims), "reshard it before it leaves"
             )
+
+
+def _shares(program: Program) -> Iterator[Violation]:
+    """What real ranks are given, and give, is read as their shares of the samples."""
+    counting = {item.name: item for item in program.signature.outputs if item.kind in ("output", "loss")}
+    dealt = [(item, node) for item, node in program.named_inputs() if item.kind == "batch"]
+    dealt += [(counting[item.name], node) for item, node in program.named_inputs() if item.kind == "tangent"]
+    dealt += [(item, node) for item, node in program.named_outputs() if item.kind == "output"]
+    for item, node in dealt:
+        if node not in SHARDING or node not in DIMS:
+            continue
+        dims, sharding = DIMS[node][0], summed(SHARDING[node][0])
+        shared = () if item.batch_dim is None else atoms_of_dim(dims, item.batch_dim)
+        others = [axis for atom, split in enumerate(sharding.splits) if atom not in shared for axis in split]
+        if beside := [axis for axis in others if program.freedom.is_batch(axis)]:
+            counts = "no dim counts samples" if item.batch_dim is None else f"dim {item.batch_dim} counts samples"
+            what = f"{', '.join(beside)} split{'s' if len(beside) == 1 else ''} a dim of {node.name} that is no rank's share"
+            yield Violation(what, at(node), counts, describe_sharding(sharding, dims), "split it along its samples, or leave it whole")

@@ -194,7 +194,8 @@ def _with_batch_dims_of_outputs(program: Program, model: nn.Module, args: tuple[
         shape = found[int(item.name)] if item.kind == "output" and int(item.name) < len(found) else None
         if not isinstance(shape, torch.Size) or len(shape) != len(item.shape):
             return item
-        return replace(item, batch_dim=next((dim for dim, size in enumerate(item.shape) if shape[dim] == 2 * size > 0), None))
+        dim = next((dim for dim, size in enumerate(item.shape) if shape[dim] == 2 * size > 0), None)
+        return replace(item, batch_dim=dim, is_whole=shape == item.shape)
 
     return replace(program, signature=replace(program.signature, outputs=tuple(map(counted, program.signature.outputs))))
 

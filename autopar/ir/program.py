@@ -72,8 +72,10 @@ class Output:
 
     `name` is a gradient's parameter, a buffer's name, or the flat index in the user's output structure. A gradient has its
     parameter's `padding`, and comes back `through` the outputs of these flat indices; through all where none is named. Of an output
-    that `is_detached` the model would let gradients come back, and this program does not. `shares` say how many samples along `batch_dim`
-    each place along dp gets of the user's output, where real ranks pass unequal shares of the batch.
+    that `is_detached` the model would let gradients come back, and this program does not.
+    `batch_dim` is the dim of the user's output that counts samples, None where that is not known; one that `is_whole` is known to have
+    none, and every rank gets all of it. `shares` say how many samples along `batch_dim` each place along dp gets, where real ranks pass
+    unequal shares of the batch.
     """
 
     kind: OutputKind
@@ -87,6 +89,7 @@ class Output:
     through: tuple[str, ...] = ()
     is_detached: bool = False
     batch_dim: int | None = None
+    is_whole: bool = False
     shares: tuple[int, ...] = ()
 
 

@@ -23,6 +23,12 @@ def flat(dims: Dims) -> tuple[int, ...]:
     return tuple(atom for dim in dims for atom in dim)
 
 
+def atoms_of_dim(dims: Dims, dim: int) -> range:
+    """Where the atoms of `dim` stand among all."""
+    first = sum(map(len, dims[:dim]))
+    return range(first, first + len(dims[dim]))
+
+
 def shape_of(dims: Dims) -> tuple[int, ...]:
     return tuple(math.prod(dim) for dim in dims)
 

@@ -19,8 +19,8 @@ from autopar.ir.arguments import int_at, node_at
 from autopar.ir.freedom import Freedom
 from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.mesh import Mesh, parent
-from autopar.ir.program import InputKind, operands, results_of
-from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy, flat
+from autopar.ir.program import Input, InputKind, Output, operands, results_of
+from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy, atoms_of_dim, flat
 from autopar.ops.lookup import rule_of
 from autopar.ops.rule import Labels, Rule
 from autopar.ops.rules.labels import is_zero
@@ -320,12 +320,21 @@ def _one(sharding: Sharding) -> Sharding:
     return sharding
 
 
+def shared_atoms(item: Input | Output, node: Node) -> tuple[int, ...]:
+    """Along which atoms a batch input or an output may be dealt out to the ranks: those of the dim that counts samples. Other dims may walk
+    with the batch (both of `x @ x.T`, the 4 of `x.view(-1, 4)`), but are no rank's share. Reads DIMS, and BATCH where it is set.
+    """
+    if item.batch_dim is None or node not in BATCH:
+        return ()
+    return tuple(atom for atom in BATCH[node][0] if atom in atoms_of_dim(DIMS[node][0], item.batch_dim))
+
+
 def placeholder_strategies(
     kind: InputKind, dims: Dims, mesh: Mesh, batch: Sequence[int] = (), freedom: Freedom = _DEFAULT
 ) -> tuple[Strategy, ...]:
     """How an input may lie on the mesh; `batch` holds the positions of its batch atoms.
 
-    Parameters: any atom on any axis that `freedom` leaves them. Batch inputs and tangents: the batch atom on the axes
+    Parameters: any atom on any axis that `freedom` leaves them. Batch inputs and tangents: the batch atoms on the axes
     of the batch. The rest: replicated.
     """
     is_batch = kind in ("batch", "tangent")

@@ -25,7 +25,7 @@ from autopar.ir.mesh import Mesh, parent
 from autopar.ir.program import Input, Output, Program, operands, results_of
 from autopar.ir.reshard import is_slice
 from autopar.ir.sharding import Dims, Sharding, Strategy
-from autopar.ops.strategies import operand_dims, placeholder_strategies, signature_of, strategies_of
+from autopar.ops.strategies import operand_dims, placeholder_strategies, shared_atoms, signature_of, strategies_of
 from autopar.partition.solver.assignment import AssignmentNode, Candidate, Problem, State, ValueIndex
 from autopar.partition.zero_placements import has_copy, in_parts, is_in_parts, kept_whole, of_copies
 
@@ -299,9 +299,8 @@ class _Builder:
 
 def required_sharding(output: Output, node: Node, program: Program) -> Sharding:
     """How a result that belongs to no input leaves: the user's output as its share of the batch, a loss whole."""
-    dims = DIMS[node][0]
-    batch = BATCH[node][0] if output.kind == "output" else ()
-    return placeholder_strategies("tangent", dims, program.mesh, batch, program.freedom)[0].results[0]
+    batch = shared_atoms(output, node) if output.kind == "output" else ()
+    return placeholder_strategies("tangent", DIMS[node][0], program.mesh, batch, program.freedom)[0].results[0]
 
 
 def _keeps_bytes(node: Node) -> bool:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from torch.fx import Node
 
 from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.program import Input, Output, Program
+from autopar.ir.sharding import atoms_of_dim
 from autopar.ops.atom_classes import Atom, AtomClasses, atoms_of, read_by
 from autopar.ops.atoms import find_atoms
-from autopar.ops.strategies import factors_of
+from autopar.ops.strategies import factors_of, shared_atoms
 
 
 @dataclass(frozen=True)
 class FindAtoms:
     """Break every dim into atoms, and follow the batch from the inputs through all ops.
 
-    Reads: val, the signature's batch dims. Writes: DIMS, BATCH. Ensures: dims with equal labels in an op's rule have
+    Reads: val, the signature's batch dims. Writes: DIMS, BATCH, batch dims of outputs. Ensures: dims with equal labels in an op's rule have
     equal atoms; every atom that walks with an input's batch dim is marked, one of a constant where all its uses are. So is what walks with
     the batch dim of an output, which ranks get their shares of, where that walks with no input's: behind an op that goes across samples.
+    Of inputs, outputs and tangents only the dim that counts samples is dealt out, which the signature then names.
     """
 
     name: str = "find atoms"
@@ -47,6 +49,12 @@ class FindAtoms:
             if node in constants:
                 of_constants.update(atom for each in atoms for atom in each if _is_used_as(is_batch, atom, atom in returned))
             BATCH[node] = tuple(tuple(i for i, atom in enumerate(each) if is_batch(atom)) for each in atoms)
+        outputs = tuple(_counted(item, node, program) for item, node in program.named_outputs())
+        program = replace(program, signature=replace(program.signature, outputs=outputs))
+        counting = {item.name: item for item in outputs if item.kind in ("output", "loss")}
+        for item, node in program.named_inputs():
+            if item.kind in ("batch", "tangent"):
+                BATCH[node] = (shared_atoms(counting[item.name] if item.kind == "tangent" else item, node),)
         return program
 
 
@@ -71,19 +79,31 @@ def _is_used_as(is_batch: Callable[[Atom], bool], atom: Atom, is_returned: bool)
     return bool(uses) and all(uses)
 
 
+def _counted(item: Output, node: Node, program: Program) -> Output:
+    """With the dim that ranks get shares of: of those that walk with the batch the one that counts samples; where that is not known the
+    first, and where it does not walk, as where a batch size stands in the code (`x.view(8, -1)`), one that is as long as the batch."""
+    if item.kind != "output" or item.is_whole:
+        return item
+    dims, sizes = DIMS[node][0], _batch_sizes(program)
+    walking = [dim for dim in range(len(dims)) if any(atom in BATCH[node][0] for atom in atoms_of_dim(dims, dim))]
+    if item.batch_dim is not None and item.batch_dim not in walking:
+        walking = [dim for dim in walking if item.shape[dim] in sizes]
+    return item if item.batch_dim in walking or not walking else replace(item, batch_dim=walking[0])
+
+
 def _batch_atoms(program: Program) -> list[Atom]:
-    found: list[Atom] = []
-    for item, node in program.named_inputs():
-        if item.batch_dim is not None:
-            start = sum(len(dim) for dim in DIMS[node][0][: item.batch_dim])
-            found += [(node, 0, start + i) for i in range(len(DIMS[node][0][item.batch_dim]))]
-    return found
+    inputs = [(item.batch_dim, node) for item, node in program.named_inputs()]
+    return [(node, 0, number) for dim, node in inputs if dim is not None for number in atoms_of_dim(DIMS[node][0], dim)]
 
 
 def _input_atoms(program: Program) -> list[Atom]:
     """Of what the program is given, but for tangents, which walk with outputs."""
     nodes = [node for item, node in program.named_inputs() if item.kind != "tangent"]
     return [(node, 0, number) for node in nodes for number in range(sum(map(len, DIMS[node][0])))]
+
+
+def _batch_sizes(program: Program) -> set[int]:
+    return {size for item, node in program.named_inputs() if item.kind == "batch" for size in _lengths(item, node)}
 
 
 def _lengths(item: Input | Output, node: Node) -> set[int]:
@@ -99,7 +119,7 @@ def _sample_atoms_of_outputs(program: Program, classes: AtomClasses, known: Set[
     is one that walks with an `others` dim of an input, as where a batch size stands in the code: that dim is no rank's share.
     """
     tangents = {item.name: node for item, node in program.named_inputs() if item.kind == "tangent"}
-    sizes = {size for item, node in program.named_inputs() if item.kind == "batch" for size in _lengths(item, node)}
+    sizes = _batch_sizes(program)
     found: set[Atom] = set()
     for item, node in program.named_outputs():
         if item.kind != "output" or item.batch_dim is None or sizes.isdisjoint(_lengths(item, node)):
@@ -107,8 +127,7 @@ def _sample_atoms_of_outputs(program: Program, classes: AtomClasses, known: Set[
         every = range(sum(map(len, DIMS[node][0])))
         if any(classes.find((node, 0, number)) in known for number in every):
             continue
-        first = sum(map(len, DIMS[node][0][: item.batch_dim]))
-        own = range(first, first + len(DIMS[node][0][item.batch_dim]))
+        own = atoms_of_dim(DIMS[node][0], item.batch_dim)
         if own and not any(classes.find((node, 0, number)) in others for number in own):
-            found |= {(each, 0, first) for each in (node, tangents.get(item.name)) if each is not None}
+            found |= {(each, 0, own.start) for each in (node, tangents.get(item.name)) if each is not None}
     return found

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 from torch.fx import Node
 
-from autopar.ir.keys import BATCH, DIMS
+from autopar.ir.keys import DIMS
 from autopar.ir.padding import Padding
 from autopar.ir.program import Input, Output, Program
-from autopar.ir.sharding import Dims, flat
+from autopar.ir.sharding import atoms_of_dim, flat
 from autopar.ir.shares import UnequalShares
 from autopar.ops.atom_classes import Atom, AtomClasses
 from autopar.ops.padded_ops import with_atoms
+from autopar.ops.strategies import shared_atoms
 from autopar.partition.pad_graph import padded_program
 from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.passes.global_.pad_atoms import PaddingDecision, work_of
@@ -65,19 +66,20 @@ class PadBatch:
         return self._with_shares(program, self.shares) if self.shares else program
 
     def _with_shares(self, program: Program, shares: UnequalShares) -> Program:
-        inputs = tuple(self._input(item, node, shares) for item, node in program.named_inputs())
         outputs = tuple(self._output(item, node, shares) for item, node in program.named_outputs())
+        shared = {item.name: item for item in outputs if item.shares}
+        inputs = tuple(self._input(item, shared, shares) for item in program.signature.inputs)
         return replace(program, signature=replace(program.signature, inputs=inputs, outputs=outputs))
 
-    def _input(self, item: Input, node: Node, shares: UnequalShares) -> Input:
+    def _input(self, item: Input, outputs: Mapping[str, Output], shares: UnequalShares) -> Input:
         if item.kind == "batch" and int(item.name) in shares.sizes:
             return replace(item, shares=shares.sizes[int(item.name)])
-        if item.kind == "tangent" and (dim := _batch_dim(node, item.shape, shares)) is not None:
-            return replace(item, batch_dim=dim, shares=shares.of_size(item.shape[dim]))
+        if item.kind == "tangent" and (output := outputs.get(item.name)):
+            return replace(item, batch_dim=output.batch_dim, shares=output.shares)
         return item
 
     def _output(self, item: Output, node: Node, shares: UnequalShares) -> Output:
-        if item.kind == "output" and (dim := _batch_dim(node, item.shape, shares)) is not None:
+        if item.kind == "output" and (dim := _batch_dim(item, node, shares)) is not None:
             return replace(item, batch_dim=dim, shares=shares.of_size(item.shape[dim]))
         return item
 
@@ -107,7 +109,7 @@ def _paddings(program: Program, needed: int, multiple: int) -> Iterator[tuple[st
     for item, node in batches:
         dims, dim = DIMS[node][0], item.batch_dim
         if dim is not None and dims[dim] and item.shape[dim] % needed:
-            sizes[classes.find((node, 0, sum(map(len, dims[:dim]))))] = -(-dims[dim][0] // multiple) * multiple
+            sizes[classes.find((node, 0, atoms_of_dim(dims, dim).start))] = -(-dims[dim][0] // multiple) * multiple
     for item, node in batches:
         dims = DIMS[node][0]
         roots = {position: classes.find((node, 0, position)) for position in range(len(flat(dims)))}
@@ -116,16 +118,10 @@ def _paddings(program: Program, needed: int, multiple: int) -> Iterator[tuple[st
             yield item.name, Padding(dims, after)
 
 
-def _batch_dim(node: Node, shape: Sequence[int], shares: UnequalShares) -> int | None:
-    """The dim of a value that counts samples. Of a single sample no dim has atoms: it is the dim that counts an input's."""
-    atoms, dims = BATCH[node][0], DIMS[node][0]
-    if atoms:
-        return _dim_at(dims, atoms[0])
-    if all(sum(each) > 1 for each in shares.sizes.values()):
+def _batch_dim(output: Output, node: Node, shares: UnequalShares) -> int | None:
+    """The dim of an output that ranks get shares of. Of a single sample no dim has atoms: it is the dim that counts an input's."""
+    if shared_atoms(output, node):
+        return output.batch_dim
+    if output.is_whole or all(sum(each) > 1 for each in shares.sizes.values()):
         return None
-    return next((dim for dim, size in enumerate(shape) if size == 1), None)
-
-
-def _dim_at(dims: Dims, position: int) -> int:
-    """The dim that has the atom at `position`."""
-    return next(dim for dim in range(len(dims)) if position < sum(map(len, dims[: dim + 1])))
+    return next((dim for dim, size in enumerate(output.shape) if size == 1), None)

@@ -100,6 +100,12 @@ def _made_unreduced(program: Program) -> Node:
     return node
 
 
+def _features_split_by_dp(program: Program) -> Node:
+    node = next(node for item, node in program.named_inputs() if item.kind == "batch")
+    SHARDING[node] = (Sharding((*((),) * (len(SHARDING[node][0].splits) - 1), ("dp",))),)
+    return node
+
+
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
@@ -110,6 +116,7 @@ def _made_unreduced(program: Program) -> Node:
         (_axis_used_twice, "axis 'dp' is used 2 times"),
         (_claimed_linear, "the op's rule does not allow its strategy"),
         (_made_unreduced, "the reshard makes a value unreduced"),
+        (_features_split_by_dp, "that is no rank's share"),
     ],
     ids=lambda value: getattr(value, "__name__", "").strip("_"),
 )

@@ -109,6 +109,11 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], int, Callabl
     ),
     "a batch size in the code": (lambda h: (h.view(8, -1),), (8, 8), 0, lambda h: (shared(h),)),
     "labels of no input": (lambda h: (h, torch.arange(len(h)), torch.zeros(len(h), 3)), (8, 8), 0, lambda *each: (*map(shared, each),)),
+    # The 4 walks with the samples, but counts none: whole.
+    "places within groups": (lambda h: (h, h.view(-1, 4, 8).mean(0)), (16, 8), 0, lambda h, mean: (shared(h), mean)),
+    "groups": (lambda h: (h.view(-1, 4, 8).cumsum(0),), (16, 8), 0, lambda h: (h,)),
+    "pairs of samples": (lambda h: (h @ h.T,), (8, 8), 0, lambda h: (shared(h),)),
+    "pairs, the other dim first": (lambda h: ((h @ h.T)[:, :4],), (8, 8), 0, lambda h: (shared(h),)),
     "halves of the batch": (lambda h: (h.flip(0), h.flip(0).view(-1, 4, 8).mean(0)), (8, 8), 0, lambda h, mean: (shared(h), mean)),
 }
 
@@ -128,3 +133,31 @@ def returned_differences(name: str) -> list[float]:
 def test_outputs_whose_samples_nobody_can_tell_are_right(gloo_ranks: Any, name: str) -> None:
     for found in gloo_ranks.run(returned_differences, name):
         assert max(found) < 1e-9, found
+
+
+class PairModel(nn.Module):
+    """Weighs each pair of samples: both dims of `pairs` walk with the batch, one counts the samples of a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(8, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
+        h = self.linear(x)
+        return (h @ h.T * pairs.transpose(0, 1)).square().mean()
+
+
+def pair_differences(dim: int) -> float:
+    """Of the loss on `(2, 2)`, where each rank is given its share of the pairs along `dim`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    x, pairs = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    parallel = autopar.compile(PairModel(), mesh, backend="eager", timeout=180, batch_dims={"x": 0, "pairs": dim})
+    place = dist.get_rank() // 2
+    return _apart(parallel(x=x.tensor_split(2)[place], pairs=pairs.tensor_split(2, dim)[place]), PairModel()(x, pairs))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_input_that_walks_twice_with_the_batch_is_shared_out_once(gloo_ranks: Any, dim: int) -> None:
+    assert max(gloo_ranks.run(pair_differences, dim)) < 1e-12

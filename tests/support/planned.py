@@ -45,7 +45,7 @@ def program(width: int = 6, mesh: Mesh = MESH, prefix: str = "", with_reshard: b
         STRATEGY[node] = Strategy((WHOLE,), (WHOLE,), (("dp", "d0"),), 2)
     STRATEGY[product] = Strategy((X, WEIGHT), (PRODUCT,), (("dp", "m"), ("tp", "k")), 4)
     signature = Signature(
-        (Input("batch", "0", (8, 16), torch.float32), Input("parameter", "h.0.fc.weight", (16, width), torch.float32, True)),
-        (Output("output", "0", (8, width), torch.float32),),
+        (Input("batch", "0", (8, 16), torch.float32, batch_dim=0), Input("parameter", "h.0.fc.weight", (16, width), torch.float32, True)),
+        (Output("output", "0", (8, width), torch.float32, batch_dim=0),),
     )
     return Program(graph, mesh, signature, Form.GLOBAL)

@@ -57,7 +57,7 @@ def sharded() -> Program:
     STRATEGY[total] = Strategy((WHOLE,), (SUMMED,), (("dp", "d0"),), 2)
     signature = Signature(
         (
-            Input("batch", "0", (8, 16), torch.float32, dims=((8,), (16,)), sharding=X),
+            Input("batch", "0", (8, 16), torch.float32, dims=((8,), (16,)), sharding=X, batch_dim=0),
             Input("parameter", "layer.weight", (16, 4), torch.float32, True, ((16,), (4,)), WEIGHT),
         ),
         (Output("loss", "0", (), torch.float32, True, (), LOSS),),
