@@ -49,6 +49,7 @@ def assert_equal(found: Program, whole: Program) -> None:
             assert list(module_calls(node)) == list(module_calls(other))
 
 
+@pytest.mark.equivalence
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
 def test_a_program_of_few_layers_written_out_is_that_of_all(name: str, said: Callable[[], str]) -> None:
     case = ZOO[name](num_layers=LAYERS)
@@ -57,6 +58,7 @@ def test_a_program_of_few_layers_written_out_is_that_of_all(name: str, said: Cal
     assert_equal(found, capture(case.model, (), dict(case.batch), MESH, None, _batch_dims(case.batch)))
 
 
+@pytest.mark.equivalence
 def test_dropout_is_drawn_in_each_layer(said: Callable[[], str]) -> None:
     case = ZOO["gpt2"](num_layers=LAYERS, dropout=0.1)
     found = by_layers(case.model, case.batch)
@@ -64,6 +66,7 @@ def test_dropout_is_drawn_in_each_layer(said: Callable[[], str]) -> None:
     assert_equal(found, capture(case.model, (), dict(case.batch), MESH, None, _batch_dims(case.batch)))
 
 
+@pytest.mark.equivalence
 def test_evaluation_without_gradients(said: Callable[[], str]) -> None:
     case = ZOO["llama"](num_layers=LAYERS)
     case.model.eval()
@@ -217,6 +220,7 @@ def test_what_capture_refuses_it_refuses_still() -> None:
     assert len(model.layers) == LAYERS
 
 
+@pytest.mark.equivalence
 def test_what_runs_is_exact(said: Callable[[], str]) -> None:
     case = ZOO["llama"](num_layers=LAYERS)
     parallel = autopar.compile(case.model, virtual_mesh(pp=2, tp=2), example_inputs=dict(case.batch), backend="eager")
