@@ -72,6 +72,8 @@ class Call:
                 state.copier = copier_of(world, device, compiled.offload.folder)
         # Entered around each half while ranks run.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        # Told when gradients have been handed to the user's tape.
+        self.after_backward: Callable[[], None] = lambda: None
         if world.recorder is not None:
             for rank, state in self.states.items():
                 state.record = world.recorder.call(self.schedules[rank])

@@ -40,6 +40,7 @@ class _Differentiable(torch.autograd.Function):
         _ = ctx.saved_tensors
         call, ctx.call = ctx.call, None
         gradients = call.backward(given)
+        call.after_backward()
         leaves = zip(ctx.next_functions, ctx.named.items(), strict=True)
         return (None, None, *(_put(parameter, gradients.get(name), node) for (node, _), (name, parameter) in leaves))
 
@@ -56,8 +57,12 @@ _SECOND_TIME = (
 
 
 def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`call.forward()` with its results on autograd's tape; `parameters` are those that get gradients."""
-    results = _Differentiable.apply(call, parameters, *parameters.values())
+    """`call.forward()` with its results on autograd's tape; `parameters` are those that get gradients.
+
+    A stage of a pipeline may hold none of these: what it returns can be differentiated as on the others.
+    """
+    leaves = parameters or {"": torch.empty(0, requires_grad=True)}
+    results = _Differentiable.apply(call, leaves, *leaves.values())
     return dict(zip((item.name for item in call.results), results, strict=True))
 
 

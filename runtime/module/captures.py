@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -47,6 +48,7 @@ from autopar.runtime.module.names import NamesOfModel, check_names
 from autopar.runtime.module.parameters import same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
+from autopar.runtime.module.trained import take_over
 from autopar.runtime.train.plain_loop import step_by_parts
 from autopar.runtime.train.scaler import Scaler
 from autopar.runtime.train.trainer import Trainer
@@ -77,6 +79,7 @@ _PRIVATE_NAMES = (
     "_weights",
     "_pad_to",
     "_is_cached",
+    "_num_backwards",
 )
 
 Capture = Callable[..., Compiled]
@@ -164,6 +167,7 @@ class CapturingModule(NamesOfModel):
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
+        self._num_backwards = 0
         self._capture, self._backend, self._num_microbatches = capture, backend, num_microbatches
         self._batch_dims = BatchOfFirst.of(model) if batch_dims is None else batch_dims
         self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
@@ -265,8 +269,12 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            told = (inputs.kinds, *key[1:], self._trainer.told, self.seed, self.step) if key else ()
+            told = (inputs.kinds, *key[1:], self._trainer.told, self.seed, self.step, self._num_backwards) if key else ()
             shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, self._world.is_equal)
+        except InputError as refusal:
+            if self.mesh.size_of(self.mesh.parts("pp")) > 1 and take_over(self._model, self._world.gather):
+                return self._agreed(inputs)  # all ranks were refused, and all come here
+            raise refusal from error
         except AutoparError as refusal:
             raise refusal from error
         if shares is None:
@@ -307,9 +315,10 @@ class CapturingModule(NamesOfModel):
         if not self._captures:
             if not self._world.is_virtual:
                 gc.collect()  # torch's capture leaves cycles that hold the model's parameters, which are let go of next
+            before = {name: weakref.ref(parameter) for name, parameter in self._model.named_parameters()}
             self._world.place(self._model, compiled, values)
             if not self._world.is_virtual:
-                step_by_parts(self._model.parameters())
+                step_by_parts(self._model.parameters(), before)
             if self._world.device(self._model).type == "cpu":
                 keep_freed_memory()
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)
