@@ -44,7 +44,8 @@ class Input:
     `shape` is the logical shape in every form; a parameter, batch input or tangent with `padding` enters the graph with it.
     A tied parameter is one input under its first name.
     `batch_dim` is the dim of a batch input, or of a tangent of which ranks have unequal shares, that counts samples; None for one that
-    every rank gets whole. `shares` says how many of them each place along dp passes, where real ranks pass unequal ones.
+    every rank gets whole. `shares` says how many of them each place along dp passes, where real ranks pass unequal ones; for a tangent see
+    `Output`.
     """
 
     kind: InputKind
@@ -57,6 +58,7 @@ class Input:
     batch_dim: int | None = None
     padding: Padding | None = None
     shares: tuple[int, ...] = ()
+    views: int = 1
 
     def entering(self, value: torch.Tensor) -> torch.Tensor:
         """`value`, whole and of the logical shape, with the padding that it enters the graph with."""
@@ -75,7 +77,7 @@ class Output:
     that `is_detached` the model would let gradients come back, and this program does not.
     `batch_dim` is the dim of the user's output that counts samples, None where that is not known; one that `is_whole` is known to have
     none, and every rank gets all of it. `shares` say how many samples along `batch_dim` each place along dp gets, where real ranks pass
-    unequal shares of the batch.
+    unequal shares of the batch: of each of its `views`, all samples one way and then all another (`cat([h, g])`).
     """
 
     kind: OutputKind
@@ -91,6 +93,7 @@ class Output:
     batch_dim: int | None = None
     is_whole: bool = False
     shares: tuple[int, ...] = ()
+    views: int = 1
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ from autopar.ops.strategies import Space, operand_dims
 
 # Ops that look rows up by id: no id names a row of the padding.
 LOOKUPS = frozenset({aten.embedding.default, aten.gather.default, aten.index.Tensor, aten.index_select.default})
+# Ops that write rows by the ids that are their second operand.
+SCATTERS = frozenset({aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two})
 # Ops whose result is zero where their operands are, beside those that are linear.
 _KEEP_ZERO = frozenset(
     {aten.gelu.default, aten.relu.default, aten.silu.default, aten.tanh.default, aten.sin.default, aten.abs.default, aten.sqrt.default}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
 
 from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
+from autopar.cost.model import is_view
 from autopar.graph.emit import copy_origin
 from autopar.ir.arguments import node_at
 from autopar.ir.keys import DIMS, PHASE
@@ -18,7 +19,19 @@ from autopar.ir.program import Input, InputKind, Output, Program, operands, resu
 from autopar.ir.sharding import Dims, ReductionKind, flat, shape_of
 from autopar.ops.atom_classes import Atom, AtomClasses, atoms_of, read_by
 from autopar.ops.localise import LocalBuilder
-from autopar.ops.padded_ops import LOOKUPS, can_be_padded, classes_of, inside, keeps_clean, mask, pad, padded_call, unpad, with_atoms
+from autopar.ops.padded_ops import (
+    LOOKUPS,
+    SCATTERS,
+    can_be_padded,
+    classes_of,
+    inside,
+    keeps_clean,
+    mask,
+    pad,
+    padded_call,
+    unpad,
+    with_atoms,
+)
 from autopar.ops.rules.labels import aten, value_of
 from autopar.ops.strategies import Factor, Space, operand_dims
 
@@ -156,23 +169,34 @@ class _Rewrite:
         operand, dims = operands(node)[index], operand_dims(node)[index]
         found, phase = self._as_padded(operand, node), PHASE.get(node) or "forward"
         sizes = self._sizes(operand, 0, dims)
-        if node.target in LOOKUPS:
-            return found
+        padding = Padding(dims, with_atoms(dims, sizes))
+        for position, kind in self._passed_over(node, index, space, sizes):
+            key = (found, position, kind, phase)
+            if key not in self.masked:
+                self.masked[key] = mask(found, self._inside(padding, position, phase), padding.after, position, kind, self.builder)
+            found = self.masked[key]
+        return found
+
+    def _passed_over(self, node: Node, index: int, space: Space, sizes: Mapping[int, int]) -> Iterator[tuple[int, ReductionKind]]:
+        """The padded atoms of an operand that are masked for `node`, and for which kind of reduction."""
+        operand = operands(node)[index]
+        is_ids = (node.target in LOOKUPS and index > 0) or (node.target in SCATTERS and index == 1)
+        if is_ids and value_of(operand).dtype in (torch.int64, torch.int32) and not _is_given(operand):
+            # The padding names some row, too, and what stands there was computed from nothing: none that there is, perhaps.
+            for position in sizes:
+                if (operand, 0, position) not in self.clean:
+                    yield position, "sum"
+        if node.target in LOOKUPS or is_ids:
+            return
         for factor in space.factors:
             position = factor.operands[index]
             kinds, classes = _reducing(node, factor), classes_of(node)
             if classes is not None and operand is not classes and "logsumexp" in kinds:
                 continue
-            if position not in sizes or not kinds or (kinds == {"sum"} and (operand, 0, position) in self.clean):
+            if position is None or position not in sizes or not kinds or (kinds == {"sum"} and (operand, 0, position) in self.clean):
                 continue
-            kind = "logsumexp" if operand is classes else next(iter(kinds))
             assert len(kinds) == 1 or operand is classes, (node.format_node(), kinds)
-            key = (found, position, kind, phase)
-            if key not in self.masked:
-                padding = Padding(dims, with_atoms(dims, sizes))
-                self.masked[key] = mask(found, self._inside(padding, position, phase), padding.after, position, kind, self.builder)
-            found = self.masked[key]
-        return found
+            yield position, "logsumexp" if operand is classes else next(iter(kinds))
 
     def _inside(self, padding: Padding, position: int, phase: str) -> Node:
         made = inside(padding, position, self.builder)
@@ -264,6 +288,13 @@ def _reducing(node: Node, factor: Factor) -> set[ReductionKind]:
     """How the results of `node` are reduced over `factor`."""
     results = zip(factor.results, factor.kinds, results_of(node), strict=True) if factor.kinds else ()
     return {kind for place, kind, value in results if place is None and value is not None}
+
+
+def _is_given(node: Node) -> bool:
+    """Whether a value is an input as it is, or a view of one: the padding of a batch repeats its first sample."""
+    while node.op == "call_function" and is_view(node):
+        node = operands(node)[0]
+    return node.op == "placeholder"
 
 
 def _layouts(node: Node) -> list[tuple[object, ...] | None]:

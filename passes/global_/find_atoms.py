@@ -92,7 +92,8 @@ def _counted(item: Output, node: Node, program: Program) -> Output:
 
 
 def _batch_atoms(program: Program) -> list[Atom]:
-    inputs = [(item.batch_dim, node) for item, node in program.named_inputs()]
+    """Of what is given: that of a tangent may be positions of samples, `h.reshape(-1)`."""
+    inputs = [(item.batch_dim, node) for item, node in program.named_inputs() if item.kind == "batch"]
     return [(node, 0, number) for dim, node in inputs if dim is not None for number in atoms_of_dim(DIMS[node][0], dim)]
 
 

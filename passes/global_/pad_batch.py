@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from torch.fx import Node
 
-from autopar.ir.keys import DIMS
+from autopar.ir.keys import BATCH, DIMS
 from autopar.ir.padding import Padding
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.sharding import atoms_of_dim, flat
@@ -66,7 +67,8 @@ class PadBatch:
         return self._with_shares(program, self.shares) if self.shares else program
 
     def _with_shares(self, program: Program, shares: UnequalShares) -> Program:
-        outputs = tuple(self._output(item, node, shares) for item, node in program.named_outputs())
+        tangents = {item.name: node for item, node in program.named_inputs() if item.kind == "tangent"}
+        outputs = tuple(self._output(item, node, tangents.get(item.name), shares) for item, node in program.named_outputs())
         shared = {item.name: item for item in outputs if item.shares}
         inputs = tuple(self._input(item, shared, shares) for item in program.signature.inputs)
         return replace(program, signature=replace(program.signature, inputs=inputs, outputs=outputs))
@@ -75,12 +77,16 @@ class PadBatch:
         if item.kind == "batch" and int(item.name) in shares.sizes:
             return replace(item, shares=shares.sizes[int(item.name)])
         if item.kind == "tangent" and (output := outputs.get(item.name)):
-            return replace(item, batch_dim=output.batch_dim, shares=output.shares)
+            return replace(item, batch_dim=output.batch_dim, shares=output.shares, views=output.views)
         return item
 
-    def _output(self, item: Output, node: Node, shares: UnequalShares) -> Output:
+    def _output(self, item: Output, node: Node, tangent: Node | None, shares: UnequalShares) -> Output:
+        """An output lies as its tangent does, which may walk with the batch where it does not itself: behind an op that is not split."""
+        if tangent is not None and not shared_atoms(item, node):
+            node = tangent
         if item.kind == "output" and (dim := _batch_dim(item, node, shares)) is not None:
-            return replace(item, batch_dim=dim, shares=shares.of_size(item.shape[dim]))
+            views = _views(node, dim)
+            return replace(item, batch_dim=dim, shares=shares.of_size(item.shape[dim] // views), views=views)
         return item
 
     def written(self, program: Program, decision: PaddingDecision) -> dict[str, Json]:
@@ -116,6 +122,13 @@ def _paddings(program: Program, needed: int, multiple: int) -> Iterator[tuple[st
         after = with_atoms(dims, {position: sizes[root] for position, root in roots.items() if root in sizes})
         if after != dims:
             yield item.name, Padding(dims, after)
+
+
+def _views(node: Node, dim: int) -> int:
+    """How often all samples come along `dim`: what its atoms before the first that counts them multiply to."""
+    atoms, own = flat(DIMS[node][0]), atoms_of_dim(DIMS[node][0], dim)
+    counting = next((atom for atom in own if atom in BATCH[node][0]), own.start)
+    return prod(atoms[own.start : counting])
 
 
 def _batch_dim(output: Output, node: Node, shares: UnequalShares) -> int | None:

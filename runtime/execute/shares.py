@@ -16,11 +16,13 @@ from autopar.runtime.module.parameters import assemble
 def joined(share: torch.Tensor, item: Input, gather: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> torch.Tensor:
     """The whole of an input of which each place along dp has its share; `gather` gives what each of these has, in order. Collective."""
     assert item.batch_dim is not None, item
-    dim, shape = item.batch_dim, list(share.shape)
+    own, dim = _opened(share.detach(), item), item.batch_dim + 1
+    shape = list(own.shape)
     shape[dim] = max(item.shares)  # what ranks exchange is equally long
-    longest = share.new_zeros(shape)
-    longest.narrow(dim, 0, share.shape[dim]).copy_(share.detach())
-    return torch.cat([part.narrow(dim, 0, size) for part, size in zip(gather(longest), item.shares, strict=True)], dim)
+    longest = own.new_zeros(shape)
+    longest.narrow(dim, 0, own.shape[dim]).copy_(own)
+    whole = torch.cat([part.narrow(dim, 0, size) for part, size in zip(gather(longest), item.shares, strict=True)], dim)
+    return whole.flatten(item.batch_dim, dim)
 
 
 def own_share(
@@ -46,4 +48,11 @@ def share_of(whole: torch.Tensor, item: Input | Output, mesh: Mesh, rank: int) -
     """The samples of `rank` in a value of which real ranks have unequal shares."""
     assert item.batch_dim is not None, item
     place = mesh.index(rank, mesh.parts("dp"))
-    return whole.narrow(item.batch_dim, sum(item.shares[:place]), item.shares[place]).clone()
+    found = _opened(whole, item).narrow(item.batch_dim + 1, sum(item.shares[:place]), item.shares[place])
+    return found.clone(memory_format=torch.contiguous_format).flatten(item.batch_dim, item.batch_dim + 1)
+
+
+def _opened(value: torch.Tensor, item: Input | Output) -> torch.Tensor:
+    """Its views and the samples of one as two dims."""
+    assert item.batch_dim is not None, item
+    return value.unflatten(item.batch_dim, (item.views, value.shape[item.batch_dim] // item.views))

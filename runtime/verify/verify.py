@@ -138,12 +138,12 @@ class _OwnRun:
         call.backward(tangents)
 
     def _share(self, tangent: torch.Tensor, item: Input, mesh: Mesh) -> torch.Tensor:
-        """This rank's part along dp of an output's tangent."""
+        """This rank's part along dp of an output's tangent, as if of its own loss: gradients are of the mean of these."""
         assert item.sharding is not None, item
         if item.shares:
-            return share_of(tangent, item, mesh, self.world.ranks[0]).to(self.device)
+            return share_of(tangent, item, mesh, self.world.ranks[0]).to(self.device) * mesh.size_of(mesh.parts("dp"))
         along = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in item.sharding.splits))
-        return local_shard(tangent, item.dims, along, mesh, self.world.ranks[0]).to(self.device)
+        return local_shard(tangent, item.dims, along, mesh, self.world.ranks[0]).to(self.device) * mesh.size_of(along.axes)
 
     def _everyones(self, held: RankParts) -> RankParts:
         gathered: Parts = {}
