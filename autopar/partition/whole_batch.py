@@ -9,7 +9,8 @@ microbatch can have it
     affine     such a sum, and with it what all have alike (a loss and a penalty on the weights). Of a loss or a gradient that is the
                mean over the microbatches of what each makes of its own samples, and so of whatever is linear in it
 
-and all of it at once where it is known ahead, from the inputs alone (a count of tokens). An op whose result a microbatch
+and all of it at once where it is known ahead, from the inputs alone (a count of tokens), and no other such sum: what is known ahead is
+added up once, before the first microbatch. An op whose result a microbatch
 can have in none of these ways *mixes* microbatches: the root of a mean, the statistics of a batch norm, a sort over samples. So does a
 buffer to which more is done than adding sums over the samples.
 """
@@ -38,8 +39,20 @@ _SHOWN = 4
 
 # None: the model's own, of the whole batch. "own": each microbatch takes its own where the model needs the whole batch's.
 Statistics = Literal["own"] | None
-Needed = Literal["a sum over the batch", "a maximum over the batch", "all samples of the batch at once", "a buffer", "whole groups"]
-_HARDEST_FIRST: tuple[Needed, ...] = ("all samples of the batch at once", "a maximum over the batch", "a sum over the batch")
+Needed = Literal[
+    "a sum over the batch",
+    "a sum over the batch of what another is part of",
+    "a maximum over the batch",
+    "all samples of the batch at once",
+    "a buffer",
+    "whole groups",
+]
+_HARDEST_FIRST: tuple[Needed, ...] = (
+    "all samples of the batch at once",
+    "a sum over the batch of what another is part of",
+    "a maximum over the batch",
+    "a sum over the batch",
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +70,7 @@ class Mixing:
     @property
     def has_estimate(self) -> bool:
         """Whether a microbatch can take its own in place of what is needed."""
-        return self.needs not in ("all samples of the batch at once", "whole groups")
+        return self.needs not in (_HARDEST_FIRST[0], _HARDEST_FIRST[1], "whole groups")
 
     @property
     def place(self) -> str:
@@ -74,10 +87,12 @@ class Mixing:
 
 @dataclass(frozen=True)
 class _Forms:
-    """The forms in which a microbatch can have a value: each of `shardings`, and as a term of a sum over the samples (`part`)."""
+    """The forms in which a microbatch can have a value: each of `shardings`, and as a term of a sum over the samples (`part`). It has those
+    of `summable` before anything is added up."""
 
     shardings: frozenset[Sharding]
     part: Literal["sum", "affine"] | None = None
+    summable: frozenset[Sharding] = frozenset()
 
     @property
     def is_whole(self) -> bool:
@@ -129,13 +144,14 @@ class _Following:
     def run(self) -> list[tuple[str, Mixing]]:
         for item, node in self.program.named_inputs():
             strategies = placeholder_strategies(item.kind, DIMS[node][0], self.mesh, BATCH[node][0], self.program.freedom)
-            self.forms[node, 0] = _Forms(frozenset(strategy.results[0] for strategy in strategies))
+            found = frozenset(strategy.results[0] for strategy in strategies)
+            self.forms[node, 0] = _Forms(found, summable=found)
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._follow(node)
         for output, node in self.program.named_outputs():
             if output.kind != "buffer" and not self._is_exact(output, node):
-                self._report(node, [self.forms[node, 0]])
+                self._report(node, [(self.forms[node, 0], node in self.ahead)])
         self._follow_buffers()
         return self.found
 
@@ -152,9 +168,13 @@ class _Following:
         if not fitting and part is None:
             fitting = list(strategies[:1])  # as if it had been given what it needs: one report for each cause
             read = zip(fitting[0].operands, sources, operands, strict=True)
-            self._report(node, [forms for wanted, source, forms in read if not _is_available(forms, wanted, source[0] in self.ahead)])
+            lacking = [(forms, source[0] in self.ahead, wanted) for wanted, source, forms in read]
+            self._report(node, [(forms, is_ahead) for forms, is_ahead, wanted in lacking if not _is_available(forms, wanted, is_ahead)])
+        before = [_Forms(forms.summable) for forms in operands]
+        first = [each for each in fitting if all(map(_is_there, before, each.operands))]
         for result in range(len(DIMS[node])):
-            self.forms[node, result] = _Forms(frozenset(each.results[result] for each in fitting), part)
+            results, summable = (frozenset(each.results[result] for each in chosen) for chosen in (fitting, first))
+            self.forms[node, result] = _Forms(results, part, summable)
 
     def _fits(self, strategy: Strategy, sources: Sequence[tuple[Node, int]], operands: Sequence[_Forms]) -> bool:
         read = zip(strategy.operands, sources, operands, strict=True)
@@ -179,9 +199,10 @@ class _Following:
             if not chain or len(old[name].users) != 1 or not all(self.forms[value, 0].is_sum for value in added):
                 self.found.append(("buffer", Mixing(name, "", "a buffer")))
 
-    def _report(self, node: Node, lacking: Sequence[_Forms]) -> None:
-        """Note that `node` mixes microbatches; `lacking` are the operands that no microbatch has in a form that it takes."""
-        needs: set[Needed] = {_need(forms) for forms in lacking}
+    def _report(self, node: Node, lacking: Sequence[tuple[_Forms, bool]]) -> None:
+        """Note that `node` mixes microbatches; `lacking` are the operands that no microbatch has in a form that it takes, and whether they
+        are known ahead."""
+        needs: set[Needed] = {_need(*each) for each in lacking}
         needed = min(needs, key=_HARDEST_FIRST.index)
         self.found.append((PHASE.get(node) or "forward", Mixing(node.name, op_name(node.target), needed, SOURCE.get(node))))
 
@@ -190,9 +211,15 @@ def _is_available(forms: _Forms, wanted: Sharding, is_ahead: bool) -> bool:
     """Whether a microbatch has a value as an op wants it, perhaps after a slice; after a sum over them if it is known ahead."""
 
     def is_free(move: Move) -> bool:
-        return move.collective == "slice" or (is_ahead and (move.collective, move.kind) == ("all_reduce", "sum"))
+        return move.collective == "slice" or (move.collective, move.kind) == ("all_reduce", "sum")
 
-    return any(reachable(each, wanted) and all(map(is_free, moves(each, wanted))) for each in forms.shardings)
+    summed = forms.summable if is_ahead else frozenset[Sharding]()
+    return _is_there(forms, wanted) or any(reachable(each, wanted) and all(map(is_free, moves(each, wanted))) for each in summed)
+
+
+def _is_there(forms: _Forms, wanted: Sharding) -> bool:
+    """Likewise, with nothing added up for it."""
+    return any(reachable(each, wanted) and all(move.collective == "slice" for move in moves(each, wanted)) for each in forms.shardings)
 
 
 def _part_of(node: Node, operands: Sequence[_Forms], same: frozenset[Node]) -> Literal["sum", "affine"] | None:
@@ -209,9 +236,9 @@ def _part_of(node: Node, operands: Sequence[_Forms], same: frozenset[Node]) -> L
     return None
 
 
-def _need(forms: _Forms) -> Needed:
+def _need(forms: _Forms, is_ahead: bool) -> Needed:
     if forms.part is not None or forms.is_sum:
-        return "a sum over the batch"
+        return "a sum over the batch of what another is part of" if is_ahead else "a sum over the batch"
     is_maximum = any((MICROBATCHES, "max") in sharding.unreduced for sharding in forms.shardings)
     return "a maximum over the batch" if is_maximum else "all samples of the batch at once"
 

@@ -161,3 +161,69 @@ def pair_differences(dim: int) -> float:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_input_that_walks_twice_with_the_batch_is_shared_out_once(gloo_ranks: Any, dim: int) -> None:
     assert max(gloo_ranks.run(pair_differences, dim)) < 1e-12
+
+
+# Of all samples h (with a feature that tells them apart): what a rank has is what the model makes of its own samples alone.
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "two": lambda h: torch.cat([h, 2 * h]),
+    "stacked": lambda h: torch.stack([h, 2 * h, 3 * h]).flatten(0, 1),
+    "expanded": lambda h: h[None].expand(2, -1, -1).reshape(-1),
+    "repeated": lambda h: h.repeat(2, 1),
+    "each twice": lambda h: h.repeat_interleave(2, 0),
+    "positions": lambda h: h.reshape(-1),
+}
+
+
+def views_of_own_samples(name: str, samples: tuple[int, int]) -> list[float]:
+    """Of the output, of gradients of the mean of the ranks' losses, and what `verify` finds."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    x = torch.randn(sum(samples), 8, dtype=torch.float64)
+    mine = x.split(samples)[dist.get_rank() // 2]
+    parallel = autopar.compile(Returns(VIEWS[name]), mesh, backend="eager", timeout=180)
+    plain = Returns(VIEWS[name])
+    found, wanted = parallel(mine), plain(mine)
+    found.square().sum().backward()
+    (sum(plain(each).square().sum() for each in x.split(samples)) / 2).backward()
+    pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
+    gradients = max(_apart(_whole(ours.grad), theirs.grad) for ours, theirs in pairs)
+    return [_apart(found, wanted), gradients, parallel.verify(mine, promote=True).worst]
+
+
+@pytest.mark.parametrize("samples", [(4, 4), (5, 3), (4, 3)])
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_samples_are_shared_out_view_by_view(gloo_ranks: Any, name: str, samples: tuple[int, int]) -> None:
+    for found in gloo_ranks.run(views_of_own_samples, name, samples):
+        assert max(found) < 1e-9, found
+
+
+class Both(nn.Module):
+    """As many features as samples: a dim tells nothing by its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        h = self.linear(x)
+        return {"loss": h.square().mean(), "p": h.softmax(0), "flat": h.reshape(-1)}
+
+
+def beside_positions() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    x, place = torch.randn(8, 6, dtype=torch.float64), dist.get_rank() // 2
+    parallel, plain = autopar.compile(Both(), mesh, backend="eager", timeout=180, outputs="all"), Both()
+    found, wanted = parallel(x.split((5, 3))[place]), plain(x)
+    found["loss"].backward()
+    wanted["loss"].backward()
+    pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
+    gradients = max(_apart(_whole(ours.grad), theirs.grad) for ours, theirs in pairs)
+    return max(
+        gradients, _apart(found["p"], wanted["p"].split((5, 3))[place]), _apart(found["flat"], wanted["flat"].split((40, 24))[place])
+    )
+
+
+def test_an_output_of_all_positions_leaves_the_dims_of_others_alone(gloo_ranks: Any) -> None:
+    assert max(gloo_ranks.run(beside_positions)) < 1e-9

@@ -93,6 +93,19 @@ def test_counts_of_what_is_known_ahead_may_be_used_at_will() -> None:
     assert not mixing(program(lambda m, h, y: h.sum() / (y > 1).sum().to(h.dtype).sqrt()), 4)
 
 
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda m, h, y: ((h.sum(1) - y) ** 2).sum() / ((y - y.to(h.dtype).mean()) ** 2).sum(),
+        lambda m, h, y: ((h.sum(1) - y) / ((y - y.to(h.dtype).mean()).square().mean() + 1e-5).sqrt()).sum(),
+        lambda m, h, y: nn.functional.cross_entropy(h, y, weight=1 / nn.functional.one_hot(y, h.shape[1]).sum(0).clamp(min=1).to(h.dtype)),
+    ],
+)
+def test_a_count_of_what_a_count_is_part_of_is_not_known_ahead(end: Callable[[Ends, Tensor, Tensor], Tensor]) -> None:
+    found = mixing(program(end), 4)
+    assert [each.needs for each in found] == ["a sum over the batch of what another is part of"] and not found[0].has_estimate
+
+
 def test_a_decision_and_a_refusal_name_places_and_ways_out() -> None:
     root, sort = Mixing("sqrt", "aten.sqrt", SUM, Source("a.py", 3, "x.sqrt()")), Mixing("sort", "aten.sort", SAMPLES)
     assert list(MicrobatchDecision(8, 8).lines()) == []

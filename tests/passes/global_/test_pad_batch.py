@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -104,3 +105,35 @@ def test_labels_that_are_samples(samples: int, kernels: str) -> None:
     batch = {"one": torch.randn(samples, 10), "other": torch.randn(samples, 10)}
     parallel = autopar.compile(TwoViews(), autopar.virtual_mesh(dp=2), example_inputs=batch, backend="eager", kernels=kernels)
     assert parallel.verify(promote=True, **batch).worst < 1e-9
+
+
+class Numbered(nn.Module):
+    """Reads, or writes, rows by ids that it makes of how many samples there are: in the padding they name no row."""
+
+    def __init__(self, end: Callable[[Numbered, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.table, self.end = nn.Linear(10, 8), nn.Embedding(7, 8), end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self, self.inner(x), torch.arange(len(x)))
+
+
+NUMBERED: dict[str, Callable[[Numbered, Tensor, Tensor], Tensor]] = {
+    "embedding": lambda m, h, ids: (m.table(ids) * h).mean(),
+    "from the end": lambda m, h, ids: (m.table(6 - ids) * h).mean(),
+    "counted": lambda m, h, ids: (m.table(torch.ones_like(ids).cumsum(0) - 1) * h).mean(),
+    "selected": lambda m, h, ids: (m.table.weight.index_select(0, ids) * h).mean(),
+    "gathered": lambda m, h, ids: h.gather(1, (ids + 1)[:, None]).tanh().sum(),
+    "added": lambda m, h, ids: h.new_zeros(1, 8).index_add(0, ids // 7, h).tanh().sum(),
+    "scattered": lambda m, h, ids: h.new_zeros(1, 8).scatter_add(0, (ids // 7)[:, None].expand(-1, 8), h).tanh().sum(),
+    "put": lambda m, h, ids: h.new_zeros(1, 8).index_put((ids // 7,), h, accumulate=True).tanh().sum(),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_ids_in_the_padding_name_a_row(name: str) -> None:
+    model, x = Numbered(NUMBERED[name]), torch.randn(7, 10)
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    assert parallel.verify(x, promote=True).worst < 1e-9
+    assert parallel.compiled.signature.inputs_of("batch")[0].padding is not None
