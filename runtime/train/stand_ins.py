@@ -104,5 +104,6 @@ def check_parts(state: Mapping[str, Any], local: torch.Tensor) -> None:
         if isinstance(value, torch.Tensor) and value.ndim and value.shape != local.shape:
             raise AutoparError(
                 f"the optimizer's state has {key!r} of shape {list(value.shape)} for a parameter of which this rank holds "
-                f"{list(local.shape)}: put a DTensor there that lies as the parameter does, or use optimizer.load_state_dict"
+                f"{list(local.shape)}: put a DTensor there that lies as the parameter does; autopar.save and autopar.load cut whole state "
+                "for any mesh"
             )
