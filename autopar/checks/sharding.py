@@ -5,7 +5,7 @@ an op's strategy is one of those that its rule allows, and its results are shard
 once reshards are in (the signature then names shardings) every operand arrives as the strategy wants
 a reshard reduces or moves, it never makes a value unreduced
 a gradient is sharded as its parameter; a buffer's new value as the buffer; the loss is on every rank
-what splits the batch splits inputs, outputs and tangents along the dim that counts samples alone: ranks have shares of nothing else
+what splits the batch splits inputs, outputs and tangents along the dim that counts samples alone
 """
 
 from __future__ import annotations
@@ -207,8 +207,8 @@ def _shares(program: Program) -> Iterator[Violation]:
             continue
         dims, sharding = DIMS[node][0], summed(SHARDING[node][0])
         shared = () if item.batch_dim is None else atoms_of_dim(dims, item.batch_dim)
-        others = [axis for atom, split in enumerate(sharding.splits) if atom not in shared for axis in split]
-        if beside := [axis for axis in others if program.freedom.is_batch(axis)]:
+        off_share = [axis for atom, split in enumerate(sharding.splits) if atom not in shared for axis in split]
+        if beside := [axis for axis in off_share if program.freedom.is_batch(axis)]:
             counts = "no dim counts samples" if item.batch_dim is None else f"dim {item.batch_dim} counts samples"
             what = f"{', '.join(beside)} split{'s' if len(beside) == 1 else ''} a dim of {node.name} that is no rank's share"
             yield Violation(what, at(node), counts, describe_sharding(sharding, dims), "split it along its samples, or leave it whole")

@@ -178,7 +178,7 @@ class _Rewrite:
         return found
 
     def _passed_over(self, node: Node, index: int, space: Space, sizes: Mapping[int, int]) -> Iterator[tuple[int, ReductionKind]]:
-        """The padded atoms of an operand that are masked for `node`, and for which kind of reduction."""
+        """The padded atoms of an operand that are masked for `node`: with what a reduction passes over, ids with 0, a row that there is."""
         operand = operands(node)[index]
         is_ids = (node.target in LOOKUPS and index > 0) or (node.target in SCATTERS and index == 1)
         if is_ids and value_of(operand).dtype in (torch.int64, torch.int32) and not _is_given(operand):
@@ -291,7 +291,7 @@ def _reducing(node: Node, factor: Factor) -> set[ReductionKind]:
 
 
 def _is_given(node: Node) -> bool:
-    """Whether a value is an input as it is, or a view of one: the padding of a batch repeats its first sample."""
+    """Whether a value is an input as it is, or a view of one. The padding of a batch repeats its first sample, that of others is zero."""
     while node.op == "call_function" and is_view(node):
         node = operands(node)[0]
     return node.op == "placeholder"

@@ -70,7 +70,7 @@ class Mixing:
     @property
     def has_estimate(self) -> bool:
         """Whether a microbatch can take its own in place of what is needed."""
-        return self.needs not in (_HARDEST_FIRST[0], _HARDEST_FIRST[1], "whole groups")
+        return self.needs not in ("all samples of the batch at once", "a sum over the batch of what another is part of", "whole groups")
 
     @property
     def place(self) -> str:
@@ -88,7 +88,7 @@ class Mixing:
 @dataclass(frozen=True)
 class _Forms:
     """The forms in which a microbatch can have a value: each of `shardings`, and as a term of a sum over the samples (`part`). It has those
-    of `summable` before anything is added up."""
+    of `summable` before any sum over the batch is added up."""
 
     shardings: frozenset[Sharding]
     part: Literal["sum", "affine"] | None = None
@@ -168,8 +168,8 @@ class _Following:
         if not fitting and part is None:
             fitting = list(strategies[:1])  # as if it had been given what it needs: one report for each cause
             read = zip(fitting[0].operands, sources, operands, strict=True)
-            lacking = [(forms, source[0] in self.ahead, wanted) for wanted, source, forms in read]
-            self._report(node, [(forms, is_ahead) for forms, is_ahead, wanted in lacking if not _is_available(forms, wanted, is_ahead)])
+            known = [(wanted, forms, source[0] in self.ahead) for wanted, source, forms in read]
+            self._report(node, [(forms, is_ahead) for wanted, forms, is_ahead in known if not _is_available(forms, wanted, is_ahead)])
         before = [_Forms(forms.summable) for forms in operands]
         first = [each for each in fitting if all(map(_is_there, before, each.operands))]
         for result in range(len(DIMS[node])):
@@ -218,7 +218,7 @@ def _is_available(forms: _Forms, wanted: Sharding, is_ahead: bool) -> bool:
 
 
 def _is_there(forms: _Forms, wanted: Sharding) -> bool:
-    """Likewise, with nothing added up for it."""
+    """Whether a microbatch has a value as an op wants it, perhaps after a slice, with nothing added up for it."""
     return any(reachable(each, wanted) and all(move.collective == "slice" for move in moves(each, wanted)) for each in forms.shardings)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -49,7 +49,12 @@ class FindAtoms:
             if node in constants:
                 of_constants.update(atom for each in atoms for atom in each if _is_used_as(is_batch, atom, atom in returned))
             BATCH[node] = tuple(tuple(i for i, atom in enumerate(each) if is_batch(atom)) for each in atoms)
-        outputs = tuple(_counted(item, node, program) for item, node in program.named_outputs())
+        majors = {classes.find(atom) for atom in (*_major_atoms(program), *returned)}
+
+        def is_major(atom: Atom) -> bool:
+            return atom in returned or classes.find(atom) in majors
+
+        outputs = tuple(_counted(item, node, program, is_major) for item, node in program.named_outputs())
         program = replace(program, signature=replace(program.signature, outputs=outputs))
         counting = {item.name: item for item in outputs if item.kind in ("output", "loss")}
         for item, node in program.named_inputs():
@@ -79,16 +84,32 @@ def _is_used_as(is_batch: Callable[[Atom], bool], atom: Atom, is_returned: bool)
     return bool(uses) and all(uses)
 
 
-def _counted(item: Output, node: Node, program: Program) -> Output:
-    """With the dim that ranks get shares of: of those that walk with the batch the one that counts samples; where that is not known the
-    first, and where it does not walk, as where a batch size stands in the code (`x.view(8, -1)`), one that is as long as the batch."""
-    if item.kind != "output" or item.is_whole:
+def _counted(item: Output, node: Node, program: Program, is_major: Callable[[Atom], bool]) -> Output:
+    """With the dim that ranks get shares of, or whole.
+
+    It is the one that counts samples where the first of its atoms that walks with the batch is the major one of these, by which inputs are
+    dealt out: of pairs of samples, all first ones and then all second ones, no rank has a share. Where the dim is not known it is the
+    first like that; where a batch size stands in the code (`x.view(8, -1)`), so that another was taken for it, one as long as the batch.
+    """
+    if item.kind != "output" or item.is_whole or not BATCH[node][0]:
         return item
     dims, sizes = DIMS[node][0], _batch_sizes(program)
-    walking = [dim for dim in range(len(dims)) if any(atom in BATCH[node][0] for atom in atoms_of_dim(dims, dim))]
-    if item.batch_dim is not None and item.batch_dim not in walking:
-        walking = [dim for dim in walking if item.shape[dim] in sizes]
-    return item if item.batch_dim in walking or not walking else replace(item, batch_dim=walking[0])
+    first = {dim: [atom for atom in atoms_of_dim(dims, dim) if atom in BATCH[node][0]][:1] for dim in range(len(dims))}
+    found = [dim for dim, atoms in first.items() if any(is_major((node, 0, atom)) for atom in atoms)]
+    as_long = [dim for dim in found if item.shape[dim] in sizes]
+    if item.batch_dim in found:
+        return item
+    if item.batch_dim is None:
+        found = as_long or found
+    else:
+        found = [] if first[item.batch_dim] or item.shape[item.batch_dim] in sizes else as_long
+    return replace(item, batch_dim=found[0]) if found else replace(item, batch_dim=None, is_whole=True)
+
+
+def _major_atoms(program: Program) -> Iterator[Atom]:
+    for item, node in program.named_inputs():
+        if item.kind == "batch" and item.batch_dim is not None:
+            yield from ((node, 0, number) for number in atoms_of_dim(DIMS[node][0], item.batch_dim)[:1])
 
 
 def _batch_atoms(program: Program) -> list[Atom]:

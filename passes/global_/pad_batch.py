@@ -67,6 +67,7 @@ class PadBatch:
         return self._with_shares(program, self.shares) if self.shares else program
 
     def _with_shares(self, program: Program, shares: UnequalShares) -> Program:
+        program = program.copy()
         tangents = {item.name: node for item, node in program.named_inputs() if item.kind == "tangent"}
         outputs = tuple(self._output(item, node, tangents.get(item.name), shares) for item, node in program.named_outputs())
         shared = {item.name: item for item in outputs if item.shares}
@@ -86,7 +87,11 @@ class PadBatch:
             node = tangent
         if item.kind == "output" and (dim := _batch_dim(item, node, shares)) is not None:
             views = _views(node, dim)
-            return replace(item, batch_dim=dim, shares=shares.of_size(item.shape[dim] // views), views=views)
+            if found := shares.of_size(item.shape[dim] // views):
+                return replace(item, batch_dim=dim, shares=found, views=views)
+            if tangent is not None:
+                BATCH[tangent] = ((),)
+            return replace(item, batch_dim=None, is_whole=True)  # pairs of samples, of which one rank may have half
         return item
 
     def written(self, program: Program, decision: PaddingDecision) -> dict[str, Json]:
@@ -125,16 +130,19 @@ def _paddings(program: Program, needed: int, multiple: int) -> Iterator[tuple[st
 
 
 def _views(node: Node, dim: int) -> int:
-    """How often all samples come along `dim`: what its atoms before the first that counts them multiply to."""
+    """How often all samples come along `dim`: what its atoms before the first that counts them multiply to; all where there is but one."""
     atoms, own = flat(DIMS[node][0]), atoms_of_dim(DIMS[node][0], dim)
-    counting = next((atom for atom in own if atom in BATCH[node][0]), own.start)
+    counting = next((atom for atom in own if atom in BATCH[node][0]), own.stop)
     return prod(atoms[own.start : counting])
 
 
 def _batch_dim(output: Output, node: Node, shares: UnequalShares) -> int | None:
-    """The dim of an output that ranks get shares of. Of a single sample no dim has atoms: it is the dim that counts an input's."""
+    """The dim of an output that ranks get shares of. Of a single sample no dim has atoms that walk with it: there it is the dim that was
+    found to count samples, or the first that could."""
     if shared_atoms(output, node):
         return output.batch_dim
     if output.is_whole or all(sum(each) > 1 for each in shares.sizes.values()):
         return None
+    if output.batch_dim is not None:
+        return output.batch_dim
     return next((dim for dim, size in enumerate(output.shape) if size == 1), None)

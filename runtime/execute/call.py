@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,7 +72,7 @@ class Call:
                 state.copier = copier_of(world, device, compiled.offload.folder)
         # Entered around each half while ranks run.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        # Told when gradients have been handed to the user's tape.
+        # Called once a backward of the user's has run.
         self.after_backward: Callable[[], None] = lambda: None
         if world.recorder is not None:
             for rank, state in self.states.items():
@@ -218,7 +218,7 @@ class Call:
             for (rank, state), transport in zip(self.states.items(), self.transports, strict=True)
         ]
         # The program has the casts of the autocast it was captured under; a second one must not act on it.
-        with torch.no_grad(), torch.autocast(kind, enabled=False), current(self._device), self.around():
+        with outside_inference_mode(), torch.no_grad(), torch.autocast(kind, enabled=False), current(self._device), self.around():
             try:
                 self.world.run(executions, self.transports)
             except Exception as error:
@@ -274,6 +274,18 @@ class Call:
     def _scalar(self, value: int) -> torch.Tensor:
         # By a kernel: `torch.tensor` copies it from the host, which on a GPU waits for that.
         return torch.full((), value, dtype=torch.int64, device=self._device)
+
+
+def outside_inference_mode(model: Iterable[torch.Tensor] = ()) -> AbstractContextManager[Any]:
+    """While this is entered what is made may be written, and differentiated, outside of inference mode: the memory of a run is that of the
+    next one, be that a training step. Nothing is changed for a `model` whose tensors were made in inference mode: they are written there
+    alone."""
+    if not torch.is_inference_mode_enabled() or any(each.is_inference() for each in model):
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

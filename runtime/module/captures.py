@@ -29,6 +29,7 @@ from autopar.ir.shares import UnequalShares
 from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.birth.weights import Weights
 from autopar.runtime.execute.agreement import from_first, telling
+from autopar.runtime.execute.call import outside_inference_mode
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World
@@ -79,7 +80,7 @@ _PRIVATE_NAMES = (
     "_weights",
     "_pad_to",
     "_is_cached",
-    "_num_backwards",
+    "_backwards",
 )
 
 Capture = Callable[..., Compiled]
@@ -98,6 +99,14 @@ class ModelTensors(NamedTuple):
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
         return {**self.parameters, **self.buffers}
+
+
+@dataclass
+class Count:
+    number: int = 0
+
+    def one_more(self) -> None:
+        self.number += 1
 
 
 @dataclass
@@ -167,7 +176,7 @@ class CapturingModule(NamesOfModel):
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
-        self._num_backwards = 0
+        self._backwards = Count()
         self._capture, self._backend, self._num_microbatches = capture, backend, num_microbatches
         self._batch_dims = BatchOfFirst.of(model) if batch_dims is None else batch_dims
         self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
@@ -198,7 +207,8 @@ class CapturingModule(NamesOfModel):
         if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
             check_values(inputs, self.tensors().named.items())
         if key not in self._captures:
-            self._captures[key] = self._compile(inputs, shares)
+            with outside_inference_mode((*self._model.parameters(), *self._model.buffers())):
+                self._captures[key] = self._compile(inputs, shares)
         self._latest = self._captures[key].compiled
         return inputs, self._captures[key]
 
@@ -269,18 +279,27 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            told = (inputs.kinds, *key[1:], self._trainer.told, self.seed, self.step, self._num_backwards) if key else ()
+            told = (inputs.kinds, *key[1:], self._trainer.told, self.seed, self.step, self._backwards.number) if key else ()
             shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, self._world.is_equal)
-        except InputError as refusal:
-            if self.mesh.size_of(self.mesh.parts("pp")) > 1 and take_over(self._model, self._world.gather):
-                return self._agreed(inputs)  # all ranks were refused, and all come here
-            raise refusal from error
         except AutoparError as refusal:
-            raise refusal from error
-        if shares is None:
-            num_shares = self.mesh.size_of(self.mesh.parts("dp"))
-            shares = shares_to_pad(inputs, batch_dims_of(inputs, self._batch_dims), num_shares, self._num_microbatches)
-        return key, shares
+            if not self._set_by_stages(refusal):
+                raise refusal from error
+        else:
+            return key, self._shares_to_pad(inputs) if shares is None else shares
+        return self._agreed(inputs)
+
+    def _set_by_stages(self, refusal: AutoparError) -> bool:
+        """Whether ranks, all of which were refused, only trained other parameters, each of its own stage; they agree now. Collective."""
+        if not isinstance(refusal, InputError):
+            return False
+        if self.mesh.size_of(self.mesh.parts("pp")) > 1 and take_over(self._model, self._world.gather):
+            return True
+        self._backwards.number = 0  # that one was missed is said once
+        return False
+
+    def _shares_to_pad(self, inputs: CallInputs) -> UnequalShares | None:
+        num_shares = self.mesh.size_of(self.mesh.parts("dp"))
+        return shares_to_pad(inputs, batch_dims_of(inputs, self._batch_dims), num_shares, self._num_microbatches)
 
     def _check(self, inputs: CallInputs) -> CallKey:
         """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""

@@ -215,7 +215,8 @@ def agree_on_call(
             raise InputError(
                 f"ranks 0 and {rank} make different calls, with inputs {first_shapes} and {their_shapes}: arguments that are no tensors, "
                 "grad mode, autocast, requires_grad, the model's modes, hooks, attributes and submodules, and what was called before "
-                "(train_step or the module, seed and step, the loss scale, how often backward ran) must be equal on all ranks"
+                "(train_step or the module, seed and step, the loss scale, how often backward ran, also where a stage trains nothing) "
+                "must be equal on all ranks"
             )
     return unequal_shares(inputs, [theirs for _, _, theirs in everyone], mesh, batch_dims)
 

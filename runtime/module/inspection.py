@@ -15,6 +15,7 @@ from autopar.reports.entries import Summary
 from autopar.reports.formulas import Formulas, formulas
 from autopar.reports.memory import Memory, capacity_of, memory_of
 from autopar.reports.what_if import WhatIf
+from autopar.runtime.execute.call import outside_inference_mode
 from autopar.runtime.execute.fragments import rank_sizes
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.module_state import ModuleState
@@ -108,4 +109,5 @@ class Inspected(ModuleState):
 
         `promote` does it in float64 and asks for 1e-9, else 1e-4 is asked for (6e-2 of bfloat16, 8e-3 of float16), or `tolerance`.
         """
-        return verify(self, args, kwargs, promote, tolerance)
+        with outside_inference_mode((*self._model.parameters(), *self._model.buffers())):
+            return verify(self, args, kwargs, promote, tolerance)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Container, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -73,23 +72,19 @@ class ParallelModule(Inspected):
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output structure; see the class. A compiled training loop calls it as it is: its fragments are compiled already."""
-        with _outside_inference_mode():
-            return self._updating_call(args, kwargs) if self._trainer.is_stepping else self._plain_call(args, kwargs)[0]
+        return self._updating_call(args, kwargs) if self._trainer.is_stepping else self._plain_call(args, kwargs)[0]
 
     def _plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluated:
         """The output, its tensors by flat index, and which of them gradients come back through."""
         call, captured, inputs = self.start(args, kwargs)
         if call.has_backward and captured.trainable and torch.is_grad_enabled():
-            parameters, call.after_backward = self.tensors().parameters, self._count_backward
+            parameters, call.after_backward = self.tensors().parameters, self._backwards.one_more
             tensors = differentiate(call, {name: parameter for name, parameter in parameters.items() if name in captured.trainable})
         else:
             with torch.no_grad():
                 tensors = call.forward()
         signature, tensors = captured.compiled.signature, self.cut(tensors, inputs, captured)
         return build_output(signature, tensors), tensors, [item.name for item in signature.inputs_of("tangent")]
-
-    def _count_backward(self) -> None:
-        self._num_backwards += 1
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -155,8 +150,7 @@ class ParallelModule(Inspected):
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Compiled:
         """Capture and compile for such a call and place the parameters, without running it. Inputs as in a call."""
-        with _outside_inference_mode():
-            return self.captured(args, kwargs)[1].compiled
+        return self.captured(args, kwargs)[1].compiled
 
     def start(self, args: tuple[Any, ...], kwargs: dict[str, Any], updates: bool = False) -> tuple[Call, Captured, CallInputs]:
         """A call that has not run yet, counted as a step where it draws: `call.forward()`, then `call.backward(tangents)`.
@@ -225,14 +219,3 @@ class ParallelModule(Inspected):
             "a parallel module cannot be saved or pickled as a whole: it holds compiled programs. Save parallel.state_dict(), or "
             "parallel.full_state_dict() for another mesh, and load it into a model that is compiled again; copy.deepcopy works"
         )
-
-
-@contextmanager
-def _outside_inference_mode() -> Generator[None]:
-    """A call without gradients in place of one in inference mode: what that makes is never written or differentiated again outside of it,
-    and parameters, buffers and memory for collectives are made by whichever call comes first."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield

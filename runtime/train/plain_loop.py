@@ -59,12 +59,14 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
-    names = [_REPLACED[each] for group in optimizer.param_groups for each in group["params"] if each in _REPLACED]
-    if names:
+    """Where no gradient has come to what was replaced: another model may have it, too."""
+    replaced = [each for group in optimizer.param_groups for each in group["params"] if each in _REPLACED]
+    if replaced and all(each.grad is None for each in replaced):
         raise AutoparError(
-            f"this {type(optimizer).__name__} was made of {len(names)} parameters of the model, the first is {names[0]!r}, before they "
-            "were placed on the mesh: no gradient comes to these, and it would train nothing. Make it of parallel.parameters(), after "
-            "autopar.compile(..., example_inputs=...) or the first call, or give autopar.compile optimizer= and use train_step"
+            f"this {type(optimizer).__name__} was made of {len(replaced)} parameters of the model, the first is "
+            f"{_REPLACED[replaced[0]]!r}, before they were placed on the mesh: no gradient comes to these, and it would train nothing. "
+            "Make it of parallel.parameters(), after autopar.compile(..., example_inputs=...) or the first call; where it was given to "
+            "autopar.compile as optimizer=, parallel.train_step steps parallel.optimizer"
         )
 
 

@@ -65,7 +65,7 @@ def _whole(gradient: Tensor | None) -> Tensor:
 
 def _apart(ours: Tensor, theirs: Tensor | None) -> float:
     assert theirs is not None and ours.shape == theirs.shape, (ours.shape, theirs is not None and theirs.shape)
-    return float((ours - theirs).abs().max().detach())
+    return float((ours - theirs).abs().max().detach()) if ours.numel() else 0.0
 
 
 @pytest.mark.parametrize("name", ACROSS)
@@ -107,7 +107,13 @@ RETURNED: dict[str, tuple[Callable[[Tensor], Any], tuple[int, ...], int, Callabl
         0,
         lambda h, mixed: (shared(h.transpose(0, 1)).transpose(0, 1), mixed),
     ),
-    "a batch size in the code": (lambda h: (h.view(8, -1),), (8, 8), 0, lambda h: (shared(h),)),
+    "a batch size in the code": (lambda h: (h[:, :6].reshape(8, -1),), (8, 8), 0, lambda h: (shared(h),)),
+    "a batch size in the code, and as many features": (lambda h: (h.view(8, -1),), (8, 8), 0, lambda h: (h,)),
+    "half a batch in the code": (lambda h: (h.view(8, -1),), (16, 8), 0, lambda h: (h,)),
+    # Rows are pairs: of all first ones and then all second ones nobody has a share.
+    "sides of pairs": (lambda h: (h.view(-1, 2, 8).transpose(0, 1).reshape(-1, 8),), (16, 8), 0, lambda h: (h,)),
+    "pairs themselves": (lambda h: (h.view(-1, 2, 8).mean(1),), (16, 8), 0, lambda h: (shared(h),)),
+    "columns that count samples": (lambda h: (h.cumsum(0) @ h.T,), (8, 8), 0, lambda h: (h,)),
     "labels of no input": (lambda h: (h, torch.arange(len(h)), torch.zeros(len(h), 3)), (8, 8), 0, lambda *each: (*map(shared, each),)),
     # The 4 walks with the samples, but counts none: whole.
     "places within groups": (lambda h: (h, h.view(-1, 4, 8).mean(0)), (16, 8), 0, lambda h, mean: (shared(h), mean)),
@@ -171,6 +177,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "repeated": lambda h: h.repeat(2, 1),
     "each twice": lambda h: h.repeat_interleave(2, 0),
     "positions": lambda h: h.reshape(-1),
+    "behind a dim of one": lambda h: h.unsqueeze(0),
 }
 
 
@@ -190,7 +197,7 @@ def views_of_own_samples(name: str, samples: tuple[int, int]) -> list[float]:
     return [_apart(found, wanted), gradients, parallel.verify(mine, promote=True).worst]
 
 
-@pytest.mark.parametrize("samples", [(4, 4), (5, 3), (4, 3)])
+@pytest.mark.parametrize("samples", [(4, 4), (5, 3), (4, 3), (1, 0)])
 @pytest.mark.parametrize("name", VIEWS)
 def test_views_of_samples_are_shared_out_view_by_view(gloo_ranks: Any, name: str, samples: tuple[int, int]) -> None:
     for found in gloo_ranks.run(views_of_own_samples, name, samples):

@@ -114,12 +114,14 @@ def test_frozen_layers(gloo_ranks: Any, name: str, freeze: Callable[[nn.Module, 
         assert max(found) < 1e-9, found
 
 
-def evaluated_first(name: str) -> float:
+def evaluated_first(name: str, verifies: bool) -> float:
     mesh, model = mesh_of(name), Layers()
     plain = copy.deepcopy(model)
     parallel = autopar.compile(model, mesh, backend="eager", cluster="ideal", timeout=180)
     mine, whole = shares(mesh, 0)
     with torch.inference_mode():
+        if verifies:
+            assert parallel.verify(*mine)
         first = parallel(*mine)
     assert abs(float(first) - float(plain(*whole).detach())) < 1e-12 and not first.requires_grad
     for number in range(2):
@@ -132,8 +134,31 @@ def evaluated_first(name: str) -> float:
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_evaluation_in_inference_mode_comes_first(gloo_ranks: Any, name: str) -> None:
-    assert max(gloo_ranks.run(evaluated_first, name)) < 1e-9
+@pytest.mark.parametrize("verifies", [False, True])
+def test_evaluation_in_inference_mode_comes_first(gloo_ranks: Any, name: str, verifies: bool) -> None:
+    assert max(gloo_ranks.run(evaluated_first, name, verifies)) < 1e-9
+
+
+class Counts(nn.Module):
+    """Made and called in inference mode, it writes what may be written there alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.linear(x)
+
+
+@torch.inference_mode()
+def test_a_model_made_in_inference_mode() -> None:
+    model, x = Counts(), torch.randn(4, 8)
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), backend="eager")
+    wanted = model.linear(x)
+    for number in (1, 2):
+        assert torch.allclose(parallel(x), wanted) and float(model.calls) == number
 
 
 def made_too_early(name: str) -> str:
@@ -146,6 +171,10 @@ def made_too_early(name: str) -> str:
         optimizer.step()
     late = torch.optim.SGD(parallel.parameters(), lr=0.1)
     late.step()
+    for group in optimizer.param_groups:
+        for each in group["params"]:
+            each.grad = torch.zeros_like(each)
+    optimizer.step()  # they are another model's as well, and have gradients there
     return str(caught.value)
 
 
@@ -165,6 +194,7 @@ def backward_missed(name: str) -> str:
         loss.backward()
     with pytest.raises(InputError) as caught:
         parallel(*mine)
+    parallel(*mine).backward()  # said once
     return str(caught.value)
 
 
