@@ -200,7 +200,7 @@ def _shares(program: Program) -> Iterator[Violation]:
     """What real ranks are given, and give, is read as their shares of the samples."""
     counting = {item.name: item for item in program.signature.outputs if item.kind in ("output", "loss")}
     dealt = [(item, node) for item, node in program.named_inputs() if item.kind == "batch"]
-    dealt += [(counting[item.name], node) for item, node in program.named_inputs() if item.kind == "tangent"]
+    dealt += [(counting[item.name], node) for item, node in program.named_inputs() if item.kind == "tangent" and item.name in counting]
     dealt += [(item, node) for item, node in program.named_outputs() if item.kind == "output"]
     for item, node in dealt:
         if node not in SHARDING or node not in DIMS:

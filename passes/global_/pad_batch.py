@@ -70,6 +70,9 @@ class PadBatch:
         program = program.copy()
         tangents = {item.name: node for item, node in program.named_inputs() if item.kind == "tangent"}
         outputs = tuple(self._output(item, node, tangents.get(item.name), shares) for item, node in program.named_outputs())
+        for item in outputs:
+            if item.is_whole and item.name in tangents:
+                BATCH[tangents[item.name]] = ((),)
         shared = {item.name: item for item in outputs if item.shares}
         inputs = tuple(self._input(item, shared, shares) for item in program.signature.inputs)
         return replace(program, signature=replace(program.signature, inputs=inputs, outputs=outputs))
@@ -89,8 +92,6 @@ class PadBatch:
             views = _views(node, dim)
             if found := shares.of_size(item.shape[dim] // views):
                 return replace(item, batch_dim=dim, shares=found, views=views)
-            if tangent is not None:
-                BATCH[tangent] = ((),)
             return replace(item, batch_dim=None, is_whole=True)  # pairs of samples, of which one rank may have half
         return item
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -276,16 +276,16 @@ class Call:
         return torch.full((), value, dtype=torch.int64, device=self._device)
 
 
-def outside_inference_mode(model: Iterable[torch.Tensor] = ()) -> AbstractContextManager[Any]:
+@contextmanager
+def outside_inference_mode(model: Iterable[torch.Tensor] = ()) -> Generator[None]:
     """While this is entered what is made may be written, and differentiated, outside of inference mode: the memory of a run is that of the
     next one, be that a training step. Nothing is changed for a `model` whose tensors were made in inference mode: they are written there
     alone."""
     if not torch.is_inference_mode_enabled() or any(each.is_inference() for each in model):
-        return nullcontext()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    return stack
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:

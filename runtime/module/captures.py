@@ -103,6 +103,8 @@ class ModelTensors(NamedTuple):
 
 @dataclass
 class Count:
+    """How often something was done; who counts holds this alone, and not the module."""
+
     number: int = 0
 
     def one_more(self) -> None:

@@ -78,7 +78,8 @@ class ParallelModule(Inspected):
         """The output, its tensors by flat index, and which of them gradients come back through."""
         call, captured, inputs = self.start(args, kwargs)
         if call.has_backward and captured.trainable and torch.is_grad_enabled():
-            parameters, call.after_backward = self.tensors().parameters, self._backwards.one_more
+            call.after_backward = self._backwards.one_more
+            parameters = self.tensors().parameters
             tensors = differentiate(call, {name: parameter for name, parameter in parameters.items() if name in captured.trainable})
         else:
             with torch.no_grad():

@@ -53,9 +53,13 @@ def differences(name: str, samples: int) -> dict[str, Any]:
     if samples % 2 == 0:
         parallel(mine)[0].square().mean().backward()
         wanted.square().mean().backward()
-        pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
-        found["gradient"] = max(_apart(_whole(ours.grad), theirs.grad) for ours, theirs in pairs)
+        found["gradient"] = _gradients_apart(parallel, plain)
     return found
+
+
+def _gradients_apart(parallel: nn.Module, plain: nn.Module) -> float:
+    pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
+    return max(_apart(_whole(ours.grad), theirs.grad) for ours, theirs in pairs)
 
 
 def _whole(gradient: Tensor | None) -> Tensor:
@@ -192,9 +196,7 @@ def views_of_own_samples(name: str, samples: tuple[int, int]) -> list[float]:
     found, wanted = parallel(mine), plain(mine)
     found.square().sum().backward()
     (sum(plain(each).square().sum() for each in x.split(samples)) / 2).backward()
-    pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
-    gradients = max(_apart(_whole(ours.grad), theirs.grad) for ours, theirs in pairs)
-    return [_apart(found, wanted), gradients, parallel.verify(mine, promote=True).worst]
+    return [_apart(found, wanted), _gradients_apart(parallel, plain), parallel.verify(mine, promote=True).worst]
 
 
 @pytest.mark.parametrize("samples", [(4, 4), (5, 3), (4, 3), (1, 0)])
@@ -225,12 +227,27 @@ def beside_positions() -> float:
     found, wanted = parallel(x.split((5, 3))[place]), plain(x)
     found["loss"].backward()
     wanted["loss"].backward()
-    pairs = zip(parallel.parameters(), plain.parameters(), strict=True)
-    gradients = max(_apart(_whole(ours.grad), theirs.grad) for ours, theirs in pairs)
-    return max(
-        gradients, _apart(found["p"], wanted["p"].split((5, 3))[place]), _apart(found["flat"], wanted["flat"].split((40, 24))[place])
-    )
+    shares = {"p": wanted["p"].split((5, 3))[place], "flat": wanted["flat"].split((40, 24))[place]}
+    return max(_gradients_apart(parallel, plain), *(_apart(found[name], share) for name, share in shares.items()))
 
 
 def test_an_output_of_all_positions_leaves_the_dims_of_others_alone(gloo_ranks: Any) -> None:
     assert max(gloo_ranks.run(beside_positions)) < 1e-9
+
+
+def halves_of_pairs() -> list[float]:
+    """Of the means of pairs, one of which lies on both sides of a share's end, and of gradients of the mean of the ranks' losses."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(1)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    model, plain = (Returns(lambda h: h.view(-1, 2, 8).mean(1)) for _ in range(2))
+    parallel = autopar.compile(model, mesh, backend="eager", timeout=180)
+    found, wanted = parallel(x.split((5, 3))[dist.get_rank() // 2]), plain(x)
+    found.square().sum().backward()
+    wanted.square().sum().backward()
+    return [_apart(found, wanted), _gradients_apart(parallel, plain)]
+
+
+def test_pairs_that_no_rank_has_whole_are_whole_on_all(gloo_ranks: Any) -> None:
+    for found in gloo_ranks.run(halves_of_pairs):
+        assert max(found) < 1e-9, found
