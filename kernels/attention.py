@@ -43,7 +43,7 @@ from autopar.kernels.attention_reference import (
     lost_rows,
 )
 from autopar.kernels.attention_rule import backward_rule, forward_rule, mask_gradient_rule
-from autopar.kernels.registration import OpTraits, accumulation_dtype, register_op, runs_attention
+from autopar.kernels.registration import DECOMPOSITIONS, OpTraits, accumulation_dtype, register_op, runs_attention
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -102,6 +102,24 @@ def _attention_mask_gradient(grad_out: Tensor, grad_log_sum_exp: Tensor | None, 
     from autopar.kernels.gpu import attention_mask_gradient as gpu
 
     return gpu.mask_gradient(grad_out, grad_log_sum_exp, query, key, value, out, log_sum_exp, masks)
+
+
+def attention_decomposition(
+    query: Tensor, key: Tensor, value: Tensor, *masking: Tensor | None, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]:
+    """torch's fused CPU kernel where it serves, so that what comes before and behind it is fused; else the op."""
+    serves = _has_flash(query, value, Masks(*masking, **options))
+    return (_attention if serves else attention)(query, key, value, *masking, **options)
+
+
+def attention_backward_decomposition(
+    grad_out: Tensor, grad_log_sum_exp: Tensor | None, *operands: Any, **options: Unpack[Options]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As of the forward. Of an added mask the op looks at its rows' values."""
+    query, _, value, *masking, _, _ = operands
+    masks = Masks(*masking, **options)
+    serves = grad_log_sum_exp is None and _has_flash(query, value, masks) and not masks.is_added
+    return (_attention_backward if serves else attention_backward)(grad_out, grad_log_sum_exp, *operands, **options)
 
 
 def _runs_aten(query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> bool:
@@ -223,3 +241,4 @@ torch.library.register_autograd("autopar::attention", _differentiate, setup_cont
 attention = torch.ops.autopar.attention.default
 attention_backward = torch.ops.autopar.attention_backward.default
 attention_mask_gradient = torch.ops.autopar.attention_mask_gradient.default
+DECOMPOSITIONS[attention], DECOMPOSITIONS[attention_backward] = attention_decomposition, attention_backward_decomposition

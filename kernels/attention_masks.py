@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TypedDict
 
+import torch
 from torch import Tensor
 
 from autopar.kernels.dropout import dropout_reference
@@ -49,6 +50,11 @@ class Masks:
     @property
     def has_documents(self) -> bool:
         return self.query_documents is not None
+
+    @property
+    def is_added(self) -> bool:
+        """Whether the mask is a float that is added to scores."""
+        return self.mask is not None and self.mask.dtype != torch.bool
 
     @property
     def drops(self) -> bool:

@@ -96,7 +96,7 @@ def attended(length: int, key_length: int, is_causal: bool, window: int, device:
 
 def lost_rows(log_sum_exp: Tensor, masks: Masks) -> Tensor | None:
     """bool [B, H, S], true in rows whose probabilities log_sum_exp does not give; None where there are none."""
-    if masks.mask is None or masks.mask.dtype == torch.bool:
+    if not masks.is_added:
         return None
     lost = log_sum_exp < LOST_BELOW
     return lost if bool(lost.any()) else None

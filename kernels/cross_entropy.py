@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.registration import (
+    DECOMPOSITIONS,
     INSIDE,
     Classes,
     OpTraits,
@@ -36,12 +37,12 @@ _BLOCK_ELEMENTS = 1 << 17
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log_sum_exp, picked, total) in plain ops."""
-    scores = logits.to(accumulation_dtype(logits))
+    """(log_sum_exp, picked, total) in plain ops, none of which looks at values."""
+    scores, is_class = logits.to(accumulation_dtype(logits)), classes >= 0
     index = index_of(labels, classes)
     picked = scores.gather(-1, index.clamp(min=0).unsqueeze(-1)).squeeze(-1).masked_fill(index < 0, 0.0)
-    scores = scores[..., : int((classes >= 0).sum())]
-    return scores.logsumexp(-1).contiguous(), picked.contiguous(), scores.sum(-1).contiguous()
+    log_sum_exp, total = torch.where(is_class, scores, -torch.inf).logsumexp(-1), torch.where(is_class, scores, 0.0).sum(-1)
+    return log_sum_exp.contiguous(), picked.contiguous(), total.contiguous()
 
 
 def cross_entropy_backward_reference(
@@ -53,18 +54,20 @@ def cross_entropy_backward_reference(
     classes: Tensor,
     log_sum_exp: Tensor,
 ) -> Tensor:
-    """The gradient of the logits in plain ops."""
+    """The gradient of the logits in plain ops, none of which looks at values."""
     exact = accumulation_dtype(logits)
-    if grad_log_sum_exp is None:
+    by_sum, by_label, by_all = (
+        None if each is None else each.to(exact).unsqueeze(-1) for each in (grad_log_sum_exp, grad_picked, grad_total)
+    )
+    if by_sum is None:
         grad = torch.zeros(logits.shape, dtype=exact, device=logits.device)
     else:
-        arrives = grad_log_sum_exp.to(exact).unsqueeze(-1)
-        grad = (logits.to(exact) - log_sum_exp.unsqueeze(-1)).exp_().mul_(arrives).masked_fill_(arrives == 0, 0.0)
-    if grad_picked is not None:
-        index = index_of(labels, classes)
-        there = grad_picked.to(exact).masked_fill(index < 0, 0.0)
-        grad.scatter_add_(-1, index.clamp(min=0).unsqueeze(-1), there.unsqueeze(-1))
-    grad = grad if grad_total is None else grad.add_(grad_total.to(exact).unsqueeze(-1))
+        power = (logits.to(exact) - log_sum_exp.unsqueeze(-1)).exp()
+        grad = torch.where(by_sum == 0, 0.0, power * by_sum)
+    if by_label is not None:
+        columns = torch.arange(logits.shape[-1], device=logits.device)
+        grad = grad + torch.where(columns == index_of(labels, classes).unsqueeze(-1), by_label, 0.0)
+    grad = grad if by_all is None else grad + by_all
     return grad.to(logits.dtype).contiguous()
 
 
@@ -255,3 +258,4 @@ def _inside_backward(
 
 
 INSIDE[cross_entropy], INSIDE[cross_entropy_backward] = _inside, _inside_backward
+DECOMPOSITIONS[cross_entropy], DECOMPOSITIONS[cross_entropy_backward] = cross_entropy_reference, cross_entropy_backward_reference

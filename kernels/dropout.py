@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.kernels.registration import (
+    DECOMPOSITIONS,
     Labels,
     OpTraits,
     Shape,
@@ -65,6 +66,28 @@ def dropout_reference(
         dropped = value.to(exact).mul(kept).mul_(scale)
         result.copy_(rest[0] + dropped if rest else dropped)
     return out
+
+
+def dropout_decomposition(
+    x: Tensor, rows: Tensor, second: Tensor, columns: Tensor, *, keep_below: int, scale: float, dtype: torch.dtype
+) -> Tensor:
+    """`dropout`, of all rows at once."""
+    return _dropped(x, rows, second, columns, keep_below, scale, dtype).to(dtype).contiguous()
+
+
+def add_dropout_decomposition(
+    x: Tensor, residual: Tensor, rows: Tensor, second: Tensor, columns: Tensor, *, keep_below: int, scale: float
+) -> Tensor:
+    """`add_dropout`, of all rows at once."""
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return (residual + _dropped(x, rows, second, columns, keep_below, scale, dtype)).to(dtype).contiguous()
+
+
+def _dropped(x: Tensor, rows: Tensor, second: Tensor, columns: Tensor, keep_below: int, scale: float, dtype: torch.dtype) -> Tensor:
+    """Of `dtype`'s accumulation dtype."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    rows, second = (each.expand(*x.shape[:-1], 1) for each in (rows, second))
+    return x.to(exact) * (drawn(rows, second, columns) < keep_below) * scale
 
 
 def _dropout(x: Tensor, rows: Tensor, second: Tensor, columns: Tensor, *, keep_below: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -167,3 +190,4 @@ torch.library.register_autograd("autopar::add_dropout", _differentiate_add_dropo
 
 dropout = torch.ops.autopar.dropout.default
 add_dropout = torch.ops.autopar.add_dropout.default
+DECOMPOSITIONS[dropout], DECOMPOSITIONS[add_dropout] = dropout_decomposition, add_dropout_decomposition

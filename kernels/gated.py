@@ -10,6 +10,7 @@ in float32 (float64 for float64) and rounded once. dbias is of that dtype, too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.kernels.by_rows import by_rows
-from autopar.kernels.registration import OpTraits, Shape, SplitRule, accumulation_dtype, positional, register_op, runs_triton
+from autopar.kernels.registration import (
+    DECOMPOSITIONS,
+    OpTraits,
+    Shape,
+    SplitRule,
+    accumulation_dtype,
+    positional,
+    register_op,
+    runs_triton,
+)
 
 aten = torch.ops.aten
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -46,16 +56,16 @@ def gated_reference(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
 
 def gated_backward_reference(grad_out: Tensor, gate: Tensor, up: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up in plain ops."""
-    exact = accumulation_dtype(gate)
-
-    def gradients(grad_out: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-        arrives, inner = grad_out.to(exact), gate.to(exact)
-        through = arrives * up
-        return _BACKWARD[activation](through, inner, through), ACTIVATIONS[activation](inner).mul_(arrives)
-
     results = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    by_rows(gradients, results, (grad_out, gate, up))
+    by_rows(partial(_gated_gradients, activation=activation), results, (grad_out, gate, up))
     return results
+
+
+def _gated_gradients(grad_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    exact = accumulation_dtype(gate)
+    arrives, inner = grad_out.to(exact), gate.to(exact)
+    through = arrives * up
+    return _BACKWARD[activation](through, inner, through), ACTIVATIONS[activation](inner).mul_(arrives)
 
 
 def bias_activation_reference(x: Tensor, bias: Tensor, *, activation: str) -> Tensor:
@@ -80,6 +90,30 @@ def bias_activation_backward_reference(grad_out: Tensor, x: Tensor, bias: Tensor
 
     by_rows(gradient, (grad_x,), (grad_out, x))
     return grad_x, grad_bias
+
+
+def gated_decomposition(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
+    """The op, of all rows at once."""
+    return (ACTIVATIONS[activation](gate.to(accumulation_dtype(gate))) * up).to(gate.dtype).contiguous()
+
+
+def gated_backward_decomposition(grad_out: Tensor, gate: Tensor, up: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, of all rows at once."""
+    grad_gate, grad_up = _gated_gradients(grad_out, gate, up, activation)
+    return grad_gate.to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
+
+
+def bias_activation_decomposition(x: Tensor, bias: Tensor, *, activation: str) -> Tensor:
+    """The op, of all rows at once."""
+    return ACTIVATIONS[activation](x + bias.to(accumulation_dtype(x))).to(x.dtype).contiguous()
+
+
+def bias_activation_backward_decomposition(grad_out: Tensor, x: Tensor, bias: Tensor, *, activation: str) -> tuple[Tensor, Tensor]:
+    """Gradients of x and bias, of all rows at once."""
+    exact = accumulation_dtype(x)
+    total = x + bias.to(exact)
+    grad = _BACKWARD[activation](grad_out.to(exact), total, torch.empty_like(total))
+    return grad.to(x.dtype).contiguous(), grad.reshape(-1, x.shape[-1]).sum(0)
 
 
 def _gated(gate: Tensor, up: Tensor, *, activation: str) -> Tensor:
@@ -212,3 +246,11 @@ gated = torch.ops.autopar.gated.default
 gated_backward = torch.ops.autopar.gated_backward.default
 bias_activation = torch.ops.autopar.bias_activation.default
 bias_activation_backward = torch.ops.autopar.bias_activation_backward.default
+DECOMPOSITIONS.update(
+    {
+        gated: gated_decomposition,
+        gated_backward: gated_backward_decomposition,
+        bias_activation: bias_activation_decomposition,
+        bias_activation_backward: bias_activation_backward_decomposition,
+    }
+)

@@ -19,8 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.normalisation_reference import norm_backward_reference, norm_reference
-from autopar.kernels.registration import OpTraits, Shape, SplitRule, accumulation_dtype, register_op, rows, runs_triton
+from autopar.kernels.normalisation_reference import (
+    add_norm_decomposition,
+    norm_backward_decomposition,
+    norm_backward_reference,
+    norm_decomposition,
+    norm_reference,
+)
+from autopar.kernels.registration import DECOMPOSITIONS, OpTraits, Shape, SplitRule, accumulation_dtype, register_op, rows, runs_triton
 
 
 def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -172,3 +178,4 @@ torch.library.register_autograd("autopar::add_norm", _differentiate_add_norm, se
 norm = torch.ops.autopar.norm.default
 add_norm = torch.ops.autopar.add_norm.default
 norm_backward = torch.ops.autopar.norm_backward.default
+DECOMPOSITIONS.update({norm: norm_decomposition, add_norm: add_norm_decomposition, norm_backward: norm_backward_decomposition})

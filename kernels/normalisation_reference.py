@@ -59,6 +59,59 @@ def norm_backward_reference(
     )
 
 
+def norm_decomposition(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, mean, reciprocal) by the formulas of `normalisation.py`."""
+    value = x.to(accumulation_dtype(x))
+    if centred:
+        variance, mean = torch.var_mean(value, -1, correction=0, keepdim=True)
+        value = value - mean
+    else:
+        variance = value.square().mean(-1, keepdim=True)
+        mean = torch.zeros_like(variance)
+    reciprocal = torch.rsqrt(variance + eps)
+    out = value * reciprocal
+    out = out if weight is None else out * weight.to(out.dtype)
+    out = out if bias is None else out + bias.to(out.dtype)
+    return out.to(x.dtype).contiguous(), mean.squeeze(-1).contiguous(), reciprocal.squeeze(-1).contiguous()
+
+
+def add_norm_decomposition(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, *, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, total, mean, reciprocal) by the formulas of `normalisation.py`."""
+    total = (x + residual).contiguous()
+    out, mean, reciprocal = norm_decomposition(total, weight, bias, eps=eps, centred=centred)
+    return out, total, mean, reciprocal
+
+
+def norm_backward_decomposition(
+    grad_out: Tensor,
+    grad_total: Tensor | None,
+    total: Tensor,
+    mean: Tensor,
+    reciprocal: Tensor,
+    weight: Tensor | None,
+    *,
+    centred: bool,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and bias by the formulas of `normalisation.py`."""
+    exact, scale, nothing = mean.dtype, reciprocal.unsqueeze(-1), mean.new_empty((0,))
+    arrives, normalised = grad_out.to(exact), (total.to(exact) - mean.unsqueeze(-1)) * scale
+    through = arrives if weight is None else arrives * weight.to(exact)
+    grad = through - normalised * (through * normalised).mean(-1, keepdim=True)
+    grad = (grad - through.mean(-1, keepdim=True) if centred else grad) * scale
+    grad = grad if grad_total is None else grad + grad_total
+    by_rows = (-1, total.shape[-1])
+    return (
+        grad.to(total.dtype).contiguous(),
+        nothing if weight is None else (arrives * normalised).reshape(by_rows).sum(0),
+        arrives.reshape(by_rows).sum(0) if has_bias else nothing,
+    )
+
+
 Gradients = tuple[Tensor, Tensor | None, Tensor | None]
 
 

@@ -84,6 +84,9 @@ OURS: dict[str, OpTraits] = {}
 IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {}
 # By op whose implementation looks at values: the bytes that it takes on a CPU beside operands and results, of its arguments.
 INSIDE: dict[Any, Callable[..., int]] = {}
+# By op: the same in ops of ATen that a compiler fuses, without looks at values and not in blocks of rows. Inductor is given them for a CPU,
+# where an op of ours is a call that nothing can be fused with. Where they do not serve, they call the op.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 
 
 def register_op(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], traits: OpTraits) -> None:

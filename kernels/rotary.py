@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.kernels.registration import OpTraits, Shape, SplitRule, accumulation_dtype, broadcast, register_op, rows, runs_triton
+from autopar.kernels.registration import (
+    DECOMPOSITIONS,
+    OpTraits,
+    Shape,
+    SplitRule,
+    accumulation_dtype,
+    broadcast,
+    register_op,
+    rows,
+    runs_triton,
+)
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
@@ -26,6 +36,27 @@ def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) 
 def rotary_backward_reference(grad_out: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     """The gradient of x in plain ops."""
     return _turned(grad_out, cos, sin, interleaved, backward=True)
+
+
+def rotary_decomposition(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """The op, put together from its parts."""
+    return _put_together(x, cos, sin, interleaved, backward=False)
+
+
+def rotary_backward_decomposition(grad_out: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """The gradient of x, put together from its parts."""
+    return _put_together(grad_out, cos, sin, interleaved, backward=True)
+
+
+def _put_together(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
+    exact, rotated = accumulation_dtype(x), cos.shape[-1]
+    turning, rest = x.transpose(1, 2).split((rotated, x.shape[-1] - rotated), -1)
+    angles = (each.to(exact).expand(*x.shape[:-1], rotated).transpose(1, 2) for each in (cos, sin))
+    (x_1, x_2), (cos_1, cos_2), (sin_1, sin_2) = (_parts(item, interleaved) for item in (turning.to(exact), *angles))
+    sin_1, sin_2 = (sin_2, sin_1) if backward else (-sin_1, -sin_2)
+    out_1, out_2 = x_1 * cos_1 + x_2 * sin_1, x_2 * cos_2 - x_1 * sin_2
+    turned = torch.stack((out_1, out_2), -1).flatten(-2) if interleaved else torch.cat((out_1, out_2), -1)
+    return torch.cat((turned.to(x.dtype), rest), -1).transpose(1, 2)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, backward: bool) -> Tensor:
@@ -107,3 +138,4 @@ torch.library.register_autograd("autopar::rotary", _differentiate, setup_context
 
 rotary = torch.ops.autopar.rotary.default
 rotary_backward = torch.ops.autopar.rotary_backward.default
+DECOMPOSITIONS[rotary], DECOMPOSITIONS[rotary_backward] = rotary_decomposition, rotary_backward_decomposition

@@ -18,6 +18,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.progress import progress
 from autopar.ir.program import Input
 from autopar.ir.schedule import Fragment
+from autopar.kernels.registration import DECOMPOSITIONS
 from autopar.runtime._torch import Backend, backend_named
 from autopar.runtime.execute.eager_function import EagerFunction, simplified
 
@@ -43,7 +44,8 @@ class CompiledFragments:
         self._functions: dict[str, EagerFunction] = {}
         self._first_start = 0.0
         # Inductor fuses, and a single op has nothing to be fused with: half of all fragments, and some seconds of C++ each.
-        self._as_is = {name for name, fragment in fragments.items() if backend == "inductor" and _num_computing(fragment) < 2}
+        self._fuses = backend == "inductor"
+        self._as_is = {name for name, fragment in fragments.items() if self._fuses and _num_computing(fragment) < 2}
 
     def run(self, name: str, inputs: Sequence[torch.Tensor], into: Mapping[int, torch.Tensor] = _NOWHERE) -> tuple[torch.Tensor, ...]:
         """The results of fragment `name`, those by whose number there is memory written `into` that. Raises the backend's own error with a
@@ -74,6 +76,10 @@ class CompiledFragments:
         """How many times the backend was called."""
         return sum(len(variants) for variants in self._compiled.values())
 
+    def _decompositions(self, inputs: Sequence[torch.Tensor]) -> Mapping[Any, Callable[..., Any]]:
+        """What stands for ops of ours in what the backend is given: on a GPU they are kernels, which Inductor's own would not replace."""
+        return DECOMPOSITIONS if self._fuses and all(each.is_cpu for each in inputs) else {}
+
     def _compile(self, name: str, key: InputKey, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
         assert self._backend is not None
         variants = self._compiled[name]
@@ -82,7 +88,7 @@ class CompiledFragments:
         text = f"compiling fragment {self.num_compiled + 1} of {len(self._fragments) - len(self._as_is)}, at its first run"
         try:
             with torch.no_grad(), progress(text, self._first_start):
-                function = self._backend(_fresh(self._fragments[name].module), list(inputs))
+                function = self._backend(_fresh(self._fragments[name].module, self._decompositions(inputs)), list(inputs))
         except Exception as error:
             error.add_note(f"while compiling fragment {name}")
             raise
@@ -122,12 +128,14 @@ def _num_computing(fragment: Fragment) -> int:
     return sum(1 for node in fragment.module.graph.nodes if node.op == "call_function" and not is_view(node))
 
 
-def _fresh(module: GraphModule) -> GraphModule:
-    """A copy that a backend may rewrite, without the metadata of our passes."""
+def _fresh(module: GraphModule, decompositions: Mapping[Any, Callable[..., Any]]) -> GraphModule:
+    """A copy that a backend may rewrite, without the metadata of our passes; `decompositions` are called in place of their ops, so that
+    what it traces is what they are made of."""
     graph, mapping = Graph(), dict[torch.fx.Node, torch.fx.Node]()
     graph.output(graph.graph_copy(module.graph, mapping))
     for node in graph.nodes:
         node.meta = {}
+        node.target = decompositions.get(node.target, node.target)
     return GraphModule(module, graph)
 
 
