@@ -6,6 +6,9 @@ copy in float32. Elsewhere x is copied, and in the backward, which would sum the
 A norm that is not centred is written in as few passes over the rows as ops allow: mean squares are read off the rows' lengths, and
 row sums with the weight are products with a vector. On CPU it takes some rows at a time, so that what is between stays in the
 cache: for [4096, 768] that halves the time of the backward.
+
+A compiler that fuses is given the formulas as they are (`DECOMPOSITIONS` in `registration.py`): the kernel of a layer norm would be a
+call to it, and rows it takes one by one by itself.
 """
 
 from __future__ import annotations

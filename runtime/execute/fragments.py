@@ -43,8 +43,8 @@ class CompiledFragments:
         self._compiled: dict[str, dict[InputKey, Callable[..., Any]]] = {name: {} for name in fragments}
         self._functions: dict[str, EagerFunction] = {}
         self._first_start = 0.0
-        # Inductor fuses, and a single op has nothing to be fused with: half of all fragments, and some seconds of C++ each.
         self._fuses = backend == "inductor"
+        # A single op has nothing to be fused with: half of all fragments, and some seconds of C++ each.
         self._as_is = {name for name, fragment in fragments.items() if self._fuses and _num_computing(fragment) < 2}
 
     def run(self, name: str, inputs: Sequence[torch.Tensor], into: Mapping[int, torch.Tensor] = _NOWHERE) -> tuple[torch.Tensor, ...]:

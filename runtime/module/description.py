@@ -59,10 +59,12 @@ class Same:
 
 @dataclass(frozen=True)
 class Description:
-    """Settings (`entries`) and `parameters` (shape, dtype, first name if tied) by path; `watch` tells whether any of them has changed."""
+    """Settings (`entries`) and `parameters` (shape, dtype, first name if tied) by path; `watch` tells whether any of them has changed.
+    `stand_ins` are the paths of plain tensors where parameters belong."""
 
     entries: dict[str, Any]
     parameters: dict[str, ParameterForm]
+    stand_ins: tuple[str, ...]
     watch: Watch
 
 
@@ -104,7 +106,9 @@ def describe(model: nn.Module, left_out: Collection[str] = ()) -> Description:
     """The settings of `model`, but for the attributes `left_out`, given by path."""
     walk = _Walk(frozenset(left_out))
     walk.module("", model)
-    return Description(walk.entries, walk.parameters, Watch(walk.modules, walk.collections, walk.tensors, walk.constants))
+    return Description(
+        walk.entries, walk.parameters, tuple(walk.stand_ins), Watch(walk.modules, walk.collections, walk.tensors, walk.constants)
+    )
 
 
 def changes(before: dict[str, Any], after: dict[str, Any], most: int = 3) -> str:
@@ -130,6 +134,7 @@ class _Walk:
     def __init__(self, left_out: frozenset[str]) -> None:
         self.entries: dict[str, Any] = {}
         self.parameters: dict[str, ParameterForm] = {}
+        self.stand_ins: list[str] = []
         self.modules: list[nn.Module] = []
         self.collections: list[Collection[Any]] = []
         self.tensors: list[torch.Tensor] = []
@@ -149,7 +154,9 @@ class _Walk:
             if name not in _APART and _join(path, name) not in self._left_out:
                 self._value(_join(path, name), value, 0)
         self._hooks(path, attributes)
-        for name, tensor in chain(attributes["_parameters"].items(), attributes["_buffers"].items()):
+        given = attributes["_parameters"].items()
+        self.stand_ins += [_join(path, name) for name, value in given if value is not None and not isinstance(value, nn.Parameter)]
+        for name, tensor in chain(given, attributes["_buffers"].items()):
             self._tensor(_join(path, name), tensor)
         children: dict[str, nn.Module | None] = attributes["_modules"]
         self.entries[f"{path} (submodules)"] = tuple((name, child is None) for name, child in children.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -36,12 +36,14 @@ class ModelGuard:
         self._captured = 0
 
     def state(self) -> int:
-        """The number of the state that the model is in. Raises `PlanError` where its parameters are not those of the first capture."""
+        """The number of the state that the model is in. Raises `PlanError` where its parameters are not those of the first capture, or
+        are not parameters."""
         for number in sorted(self._watches, key=lambda number: number != self._captured):
             if self._watches[number].is_unchanged():
                 self._latest = _State(number, self._states[number], self._watches[number])
                 return number
         description = describe(self._model, self._written)
+        _check_stand_ins(description.stand_ins)
         if self._parameter_forms is not None:
             _check_parameters(self._parameter_forms, description.parameters)
         known = (number for number, entries in enumerate(self._states) if entries == description.entries)
@@ -84,6 +86,17 @@ class ModelGuard:
 
     def _is_written(self, path: str) -> bool:
         return any(path == written or path.startswith((f"{written}[", f"{written}.")) for written in self._written)
+
+
+def _check_stand_ins(names: Sequence[str]) -> None:
+    """A tensor in a parameter's place would be a constant of the program, and without a gradient."""
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise PlanError(
+            f"a plain tensor stands in the place of parameter {', '.join(map(repr, names[:3]))}{more}, as torch.func.functional_call "
+            "puts it there for one call. A parallel module computes with its own parameters and gives these gradients: write the values "
+            "into them (with torch.no_grad(): parameter.copy_(value)), or call the model without autopar"
+        )
 
 
 def _check_parameters(before: dict[str, ParameterForm], now: dict[str, ParameterForm]) -> None:

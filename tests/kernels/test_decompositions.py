@@ -166,6 +166,13 @@ def test_attention_that_looks_at_values_or_has_no_kernel_of_torch_stays_an_op(ca
     assert ops_in(DECOMPOSITIONS[op], operands, options) >= {str(op)}
 
 
+def test_compiled_dropouts_keep_what_the_op_keeps() -> None:
+    """Integers of 64 bits, in vectors: forward and backward draw apart, so that each bit counts."""
+    op, operands, options = dropout, (torch.ones(2, 4, 64), *positions()[:2], torch.arange(64)), DROPPED | {"dtype": torch.float32}
+    compiled = torch.compile(partial(DECOMPOSITIONS[op], **options), backend="inductor")
+    assert torch.equal(compiled(*operands), op(*operands, **options))
+
+
 def normalised(backend: str) -> tuple[Tensor, ...]:
     """A fragment of two norms."""
     graph = Graph()

@@ -296,6 +296,20 @@ def test_changed_parameters_are_refused(change: Callable[[Any], Any], expected: 
         guard.state()
 
 
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("names", [["blocks.0.fc.weight"], ["blocks.0.fc.weight", "blocks.0.proj.weight"]])
+def test_weights_given_for_one_call_are_refused(names: list[str], is_captured: bool) -> None:
+    """As constants of the program they would be read once, and get no gradient."""
+    model = Model().double()
+    parallel = compiled(model, MESH)
+    given = {name: model.get_parameter(name).detach().mul(2).requires_grad_() for name in names}
+    if is_captured:
+        check_step(parallel, model)
+    with pytest.raises(PlanError, match="plain tensor stands in the place of parameter 'blocks.0.fc.weight'.*functional_call.*copy_"):
+        torch.func.functional_call(parallel, given, batch())
+    check_step(parallel, model)
+
+
 @pytest.mark.parametrize("switch", ["the original in training", "dropout alone in training"])
 def test_every_call_that_draws_draws_anew(switch: str) -> None:
     """Whatever mode the parallel module is in: dropout in evaluation is how uncertainty is estimated."""
