@@ -11,8 +11,9 @@ from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
 from autopar.graph.fake_calls import fake_call
 from autopar.ir.keys import PHASE, SOURCE, STAGE, Source
 
-# `ac_graph_id` is the region under `torch.utils.checkpoint`.
-_TRACE_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr", "ac_graph_id")
+# `ac_graph_id` is the region under `torch.utils.checkpoint`, `original_aten` the op that a node was decomposed from, `from_node` the
+# call it goes back to.
+_TRACE_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr", "ac_graph_id", "original_aten", "from_node")
 
 
 class Emitter:

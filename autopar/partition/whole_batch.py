@@ -256,7 +256,7 @@ class MicrobatchDecision:
         if not self.found:
             return
         if self.number != self.wanted:
-            yield f"{self.number} instead of {self.wanted}, which would change what the model computes:"
+            yield f"{self.number} instead of {self.wanted}, which would {consequence(self.found)}:"
             ways_out = f'num_microbatches={self.wanted}, microbatch_statistics="own": each microbatch then takes its own'
             last = f"{ways_out} (another computation)" if all(each.has_estimate for each in self.found) else ""
         else:
@@ -276,10 +276,18 @@ def shown(places: Sequence[object]) -> list[str]:
     return [*map(str, places[:_SHOWN]), *more]
 
 
-def refusal(wanted: int, number: int, found: Sequence[Mixing]) -> str:
-    """Why `wanted` microbatches are refused, where `number` of them change nothing."""
-    ways_out = [f"use num_microbatches={number}, the most that compute what the model does on the whole batch"]
+def consequence(found: Sequence[Mixing]) -> str:
+    """What more microbatches than fit `found` would do."""
+    is_exact = all(each.needs == "whole groups" for each in found)
+    return "compute the whole batch in each of them" if is_exact else "change what the model computes"
+
+
+def refusal(wanted: int, number: int, found: Sequence[Mixing], share: int | None = None) -> str:
+    """Why `wanted` microbatches are refused, where `number` of them change nothing, or may not where a batch of `share` samples a rank
+    is padded for them."""
+    best = f"use num_microbatches={number}, the most that compute what the model does on the whole batch"
+    ways_out = [best if share is None else f"use a number that divides the {share} samples of a rank: for {wanted} the batch is padded"]
     if all(each.has_estimate for each in found):
         ways_out.append('or accept with microbatch_statistics="own" that each microbatch takes its own: another computation')
     places = "".join(f"\n  {line}" for line in shown(found))
-    return f"num_microbatches={wanted} would change what the model computes:{places}\n{', '.join(ways_out)}"
+    return f"num_microbatches={wanted} would {consequence(found)}:{places}\n{', '.join(ways_out)}"

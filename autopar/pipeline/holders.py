@@ -29,28 +29,38 @@ def holders_of(program: Program) -> dict[str, tuple[int, ...]]:
 def starts_where(line: ProgramLine, program: Program, held: Held, num_stages: int) -> tuple[int, ...]:
     """The first unit of each stage when every parameter is read by a stage that holds it. Raises `PlanError` where that cannot be."""
     unit_of = {node: number for number, nodes in enumerate(line.nodes) for node in nodes if PHASE.get(node) == "forward"}
-    allowed: dict[int, tuple[int, ...]] = {}
-    names: dict[int, str] = {}
+    read: dict[int, list[str]] = {}
     for item, node in program.named_inputs():
-        stages = held.get(item.name, ()) if item.kind == "parameter" else ()
-        for unit in {unit_of[reader] for reader in _readers(node, line.copied) if reader in unit_of} if stages else ():
-            allowed[unit] = tuple(stage for stage in allowed.get(unit, stages) if stage in stages)
-            names[unit] = item.name
+        if item.kind == "parameter" and held.get(item.name):
+            for unit in {unit_of[reader] for reader in _readers(node, line.copied) if reader in unit_of}:
+                read.setdefault(unit, []).append(item.name)
     reachable: list[set[int]] = [{0}]
     for unit in range(len(line.nodes)):
         before = reachable[-1] | ({stage + 1 for stage in reachable[-1]} if unit else set())
-        reachable.append(before.intersection(allowed.get(unit, range(num_stages))))
+        allowed = set(range(num_stages)).intersection(*(held[name] for name in read.get(unit, ())))
+        reachable.append(before & allowed)
         if not reachable[-1]:
-            raise PlanError(
-                f"the first capture left {names[unit]!r} with stage {' and '.join(map(str, held[names[unit]]))} of the pipeline; this call "
-                f"reads it where stage {max(reachable[-2])} is the last that can be: compile the model again for calls of this kind"
-            )
+            raise PlanError(_conflict({name: held[name] for name in read[unit]}, before))
     if num_stages - 1 not in reachable[-1]:
         raise PlanError(
             f"this call has work for {max(reachable[-1]) + 1} of the {num_stages} pipeline stages that the first capture placed parameters "
             "on: compile the model again for calls of this kind"
         )
     return _latest_starts(reachable[1:], num_stages)
+
+
+def _conflict(held: Held, possible: set[int]) -> str:
+    """Why the parameters that one unit reads, `held` where they are, cannot stay there; the unit may be on the `possible` stages."""
+    where = {name: f"{name!r} with stage {' and '.join(map(str, stages))} of the pipeline" for name, stages in held.items()}
+    alone = [name for name, stages in held.items() if possible.isdisjoint(stages)]
+    if not alone or not set.intersection(*map(set, held.values())):
+        left, reads = " and ".join(where.values()), "reads them in one op"
+    else:
+        is_behind = min(possible) > max(held[alone[0]])
+        bound = f"behind what stage {min(possible)} holds" if is_behind else f"where stage {max(possible)} is the last that can be"
+        left, reads = where[alone[0]], f"reads it {bound}"
+    remedy = "compile the model again for calls of this kind, or let the first call be one of them"
+    return f"the first capture left {left}; this call {reads}: {remedy}"
 
 
 def _latest_starts(reachable: list[set[int]], num_stages: int) -> tuple[int, ...]:

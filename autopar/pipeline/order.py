@@ -36,10 +36,10 @@ def share_of(program: Program) -> int:
     return _share(program.mesh, batch_sizes(program))
 
 
-def batch_sizes(program: Program) -> list[int]:
-    """The samples of each input that has a batch dim, with their padding."""
+def batch_sizes(program: Program, is_padded: bool = True) -> list[int]:
+    """The samples of each input that has a batch dim, with their padding where `is_padded`."""
     inputs = [item for item in program.signature.inputs_of("batch") if item.batch_dim is not None]
-    shapes = [item.shape if item.padding is None else shape_of(item.padding.after) for item in inputs]
+    shapes = [shape_of(item.padding.after) if item.padding is not None and is_padded else item.shape for item in inputs]
     return [shape[item.batch_dim or 0] for item, shape in zip(inputs, shapes, strict=True)]
 
 

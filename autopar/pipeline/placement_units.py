@@ -1,8 +1,10 @@
 """A program as a line of units, the smallest pieces that can be placed on stages, each with its costs and its nodes.
 
 A unit is a forward op with its backward. Ops of the forward that autograd knows by one sequence number (a product and its bias)
-are one unit, since their backward is one. Which unit a backward node belongs to is what `assign_stages` says, with units for
-stages: it goes by sequence numbers, maxima and minima alone, so that stages and units agree however the line is cut.
+are one unit, since their backward is one. Without a backward it is the pieces of one op that are: where an evaluation is cut,
+training can be, whichever of the two comes first and decides which stage holds a parameter. Which unit a backward node belongs to is
+what `assign_stages` says, with units for stages: it goes by sequence numbers, maxima and minima alone, so that stages and units agree
+however the line is cut.
 
     views       stay with what they show, and are no value of their own where they show all of it: what is sent is what they
                 show. One that is larger (expand) is a unit, which the search puts behind a cut, not before it.
@@ -99,9 +101,15 @@ class _Reading:
         for node in self.calls:
             if PHASE.get(node) != "forward" or node in self.copied or (is_view(node) and not self._grows(node)):
                 continue
-            sequence = node.meta.get("seq_nr")
-            count += sequence != before or sequence not in has_backward
-            before, found[node] = sequence, count
+            if has_backward:
+                origin = node.meta.get("seq_nr")
+                is_part = origin == before and origin in has_backward
+            else:
+                origin = _recorded_as(node)
+                is_piece = origin is not None and origin == before and origin[1] != str(node.target)
+                is_part = is_piece and count in self._nearest(found, node, True)
+            count += not is_part
+            before, found[node] = origin, count
         return self._joined(found)
 
     def _joined(self, units: dict[Node, int]) -> dict[Node, int]:
@@ -233,6 +241,12 @@ class _Reading:
             if is_floating and node.target is not aten.detach.default and not found.isdisjoint(node.all_input_nodes):
                 found.add(node)
         return found
+
+
+def _recorded_as(node: Node) -> tuple[str, str] | None:
+    """The call that Dynamo recorded and the ATen op of it that `node` is, or a piece of; None where it is not known."""
+    recorded, op = node.meta.get("from_node"), node.meta.get("original_aten")
+    return (recorded[0].name, str(op)) if recorded and op is not None else None  # by name: Dynamo copies operators
 
 
 def _name(nodes: list[Node]) -> str:

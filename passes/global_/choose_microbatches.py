@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from autopar.errors import MicrobatchError
 from autopar.ir.keys import Source
 from autopar.ir.program import Program
-from autopar.partition.whole_batch import MicrobatchDecision, Mixing, Needed, Statistics, mixing, refusal, shown, undivided
+from autopar.partition.whole_batch import MicrobatchDecision, Mixing, Needed, Statistics, consequence, mixing, refusal, shown, undivided
 from autopar.pipeline.order import batch_sizes, ordered_for, share_of
 from autopar.plans.json import Json
 
@@ -36,10 +36,11 @@ class WrittenNumber(TypedDict):
 @dataclass(frozen=True)
 class ChooseMicrobatches:
     """Run the program in as many microbatches as its order has where that changes nothing that it computes, else in as many fewer as
-    change nothing. One microbatch through one stage stays one.
+    change nothing, and as each has its own samples to compute. One microbatch through one stage stays one.
 
-    With `is_asked` the number is the user's, and one that changes something is refused. With `statistics` "own" it is accepted that
-    each microbatch takes its own sums and maxima where the model needs the whole batch's; what needs all samples at once has none.
+    With `is_asked` the number is the user's, and one that changes something, or repeats the batch, is refused. With `statistics` "own" it
+    is accepted that each microbatch takes its own sums and maxima where the model needs the whole batch's; what needs all samples at
+    once has none.
     `seen` is what mixed after all in a program that was made for several: then it runs in one, as does a batch that they do not divide.
 
     Reads: DIMS, BATCH, the signature's batch dims, the order. Writes: the axis of the microbatches on the program's mesh, the order.
@@ -51,7 +52,7 @@ class ChooseMicrobatches:
     name: str = "choose microbatches"
 
     def decide(self, program: Program) -> MicrobatchDecision:
-        """Raises `MicrobatchError` for a number that the user asked for and that changes what the model computes.
+        """Raises `MicrobatchError` for a number that the user asked for and that changes what the model computes, or repeats the batch.
 
         With "own" for any number, where an op has no estimate: batch norms are written as those of a microbatch by now.
         """
@@ -62,14 +63,14 @@ class ChooseMicrobatches:
         if any(size % (num_shares * wanted) for size in batch_sizes(program)):
             return MicrobatchDecision(1, wanted)  # a batch that could not be padded: each of them would compute all of it
         is_asked = self.is_asked or program.order.num_ranks == 1  # without a pipeline nobody runs several unasked
-        found = self.seen or mixing(program, wanted) or (() if is_asked else undivided(program, wanted))
+        found = self.seen or mixing(program, wanted) or undivided(program, wanted)
         if not found or (self.statistics == "own" and all(each.has_estimate for each in found)):
             return MicrobatchDecision(wanted, wanted, found)
         number = 1 if self.seen else self._most(program)
         if is_asked or self.statistics == "own":
-            raise MicrobatchError(refusal(wanted, number, found), () if is_asked else found)
-        what = "%d microbatch%s instead of %d, which would change what the model computes: %s"
-        logger.warning(what, number, "" if number == 1 else "es", wanted, "; ".join(shown(found)))
+            raise MicrobatchError(refusal(wanted, number, found, _unpadded_share(program)), () if is_asked else found)
+        what = "%d microbatch%s instead of %d, which would %s: %s"
+        logger.warning(what, number, "" if number == 1 else "es", wanted, consequence(found), "; ".join(shown(found)))
         return MicrobatchDecision(number, wanted, found)
 
     def _most(self, program: Program) -> int:
@@ -91,3 +92,10 @@ class ChooseMicrobatches:
             source = each["source"]
             found.append(Mixing(each["node"], each["op"], each["needs"], None if source is None else Source(**source)))
         return MicrobatchDecision(value["number"], value["wanted"], tuple(found))
+
+
+def _unpadded_share(program: Program) -> int | None:
+    """The samples of a rank, if it is for the microbatches alone that a batch is padded."""
+    sizes, num_shares = batch_sizes(program, is_padded=False), program.mesh.size_of(program.mesh.parts("dp"))
+    is_for_them = sizes != batch_sizes(program) and all(size % num_shares == 0 for size in sizes)
+    return min(sizes) // num_shares if is_for_them else None

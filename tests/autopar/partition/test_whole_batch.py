@@ -71,6 +71,7 @@ def test_groups_of_samples_that_a_number_does_not_divide() -> None:
     pairs = program(lambda m, h, y: h.view(2, 4, 4).sum(1).square().sum())
     (found,) = undivided(pairs, 8)
     assert "input '0' lie in groups" in str(found) and str(found).endswith("2 × 4") and not found.has_estimate
+    assert list(MicrobatchDecision(2, 8, (found,)).lines())[0] == "2 instead of 8, which would compute the whole batch in each of them:"
     assert not undivided(pairs, 4) and mixing(pairs, 4) and not undivided(pairs, 2) and not mixing(pairs, 2)
 
 

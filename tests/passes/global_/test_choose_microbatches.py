@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import MicrobatchError
+from autopar.ir.padding import Padding
 from autopar.ir.program import Program
 from autopar.partition.whole_batch import Mixing
 from autopar.passes.global_.choose_microbatches import ChooseMicrobatches
@@ -51,6 +52,22 @@ def test_a_number_that_was_asked_for_is_refused(kind: str, number: int) -> None:
         ChooseMicrobatches(is_asked=True).decide(program(kind, number))
     assert not caught.value.found, "nothing to fall back on"
     assert ChooseMicrobatches(is_asked=True).decide(program("plain", 4)).number == 4
+
+
+def test_a_number_of_which_each_would_compute_the_whole_batch_is_refused_too() -> None:
+    """Exact, and for nothing: samples in groups of 2 × 4, which 8 microbatches cannot share."""
+    with pytest.raises(MicrobatchError, match=r"(?s)=8 would compute the whole batch in each of them.*groups.*2 × 4.*num_microbatches=2"):
+        ChooseMicrobatches(is_asked=True).decide(program("pairs", 8))
+
+
+def test_a_number_that_the_batch_is_padded_for_names_the_samples_there_are() -> None:
+    before = program("sort", 4)
+    (item,) = before.signature.inputs_of("batch")
+    padded = replace(item, shape=(6, 4), padding=Padding(((6,), (4,)), ((8,), (4,))))
+    inputs = tuple(padded if each is item else each for each in before.signature.inputs)
+    program_of_six = replace(before, signature=replace(before.signature, inputs=inputs))
+    with pytest.raises(MicrobatchError, match="use a number that divides the 6 samples of a rank: for 4 the batch is padded"):
+        ChooseMicrobatches(is_asked=True).decide(program_of_six)
 
 
 def test_own_statistics_are_taken_where_there_are_any() -> None:
