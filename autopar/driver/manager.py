@@ -212,7 +212,7 @@ class PassManager:
                 for observe in self.observers:
                     observe(step)
             except Exception as error:
-                error.add_note(f"in pass {number}, {chosen.name}: {chosen!r}")
+                error.add_note(f"in pass {number}, {chosen.name} ({type(chosen).__name__})")
                 raise
             program = step.program
             pile.collect()

@@ -228,9 +228,12 @@ def logical_index(dims: Dims, sharding: Sharding, dim: int, builder: LocalBuilde
 
 
 def local_index(ids: Node, dims: Dims, sharding: Sharding, dim: int, builder: LocalBuilder, mesh: Mesh) -> tuple[Node, Node]:
-    """For logical ids along `dim`: where this rank holds them (0 where it does not), and whether it does."""
+    """For logical ids along `dim`: where this rank holds them (0 where it does not), and whether it does.
+
+    An id that no rank holds stays out of range, so that a lookup refuses it as it does where the dim is whole.
+    """
     atoms = _atoms_of(dims, sharding, dim, mesh)
-    stride = math.prod(size for size, _, _ in atoms)
+    stride = rows = math.prod(size for size, _, _ in atoms)
     local_stride = math.prod(local for _, local, _ in atoms)
     total: Node | None = None
     inside: Node | None = None
@@ -247,7 +250,12 @@ def local_index(ids: Node, dims: Dims, sharding: Sharding, dim: int, builder: Lo
         part = digit if local_stride == 1 else builder.call(aten.mul.Tensor, digit, local_stride)
         total = part if total is None else builder.call(aten.add.Tensor, total, part)
     assert total is not None and inside is not None, "called for a dim that is split"
-    return builder.call(aten.where.ScalarOther, inside, total, 0), inside
+    return builder.call(aten.where.self, inside, total, out_of_range(ids, rows, builder)), inside
+
+
+def out_of_range(ids: Node, size: int, builder: LocalBuilder) -> Node:
+    """0 for the ids in [0, size), and for others a multiple of `size`: past the end of any part of so many rows, or below 0."""
+    return builder.call(aten.mul.Tensor, builder.call(aten.div.Tensor_mode, ids, size, rounding_mode="floor"), size)
 
 
 def _masked(value: Node, inside: Node, builder: LocalBuilder) -> Node:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from autopar.ir.arguments import arguments, float_at
+from autopar.ir.arguments import arguments, float_at, int_at, node_at
 from autopar.ir.keys import DIMS
 from autopar.ir.markers import MARKERS
 from autopar.ir.mesh import Mesh
@@ -127,6 +127,19 @@ def unpad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
             dims = with_atoms(dims, {position: before})
             value = _viewed(value, list(shape_of(dims)), builder)
     return value
+
+
+def looked_up(node: Node) -> int | None:
+    """The dim of the first operand in which the second one's ids name rows, where `node` looks rows up that may be padded."""
+    if node.target is aten.embedding.default:
+        return 0
+    return int_at(node, 1) % max(1, len(shape_of(DIMS[node_at(node, 0)][0]))) if node.target is aten.gather.default else None
+
+
+def past_padding(ids: Node, rows: int, padded: int, builder: LocalBuilder) -> Node:
+    """`ids` of a table of `rows` rows, now `padded`: an id that is past its end is past the padding, too, so that it is refused."""
+    times = builder.call(aten.div.Tensor_mode, ids, rows, rounding_mode="floor")
+    return builder.call(aten.add.Tensor, ids, builder.call(aten.mul.Tensor, times, padded))
 
 
 def inside(padding: Padding, position: int, builder: LocalBuilder) -> Node:

@@ -26,9 +26,11 @@ from autopar.ops.padded_ops import (
     classes_of,
     inside,
     keeps_clean,
+    looked_up,
     mask,
     pad,
     padded_call,
+    past_padding,
     unpad,
     with_atoms,
 )
@@ -175,7 +177,12 @@ class _Rewrite:
             if key not in self.masked:
                 self.masked[key] = mask(found, self._inside(padding, position, phase), padding.after, position, kind, self.builder)
             found = self.masked[key]
-        return found
+        dim = looked_up(node)
+        if dim is None or index != 1:
+            return found
+        table = operands(node)[0]
+        rows, padded = shape_of(DIMS[table][0])[dim], shape_of(self._padded_dims(table, 0, DIMS[table][0]))[dim]
+        return found if rows == padded else past_padding(found, rows, padded, self.builder)
 
     def _passed_over(self, node: Node, index: int, space: Space, sizes: Mapping[int, int]) -> Iterator[tuple[int, ReductionKind]]:
         """The padded atoms of an operand that are masked for `node`: with what a reduction passes over, ids with 0, a row that there is."""

@@ -121,6 +121,19 @@ def test_training_follows_plain_torch_and_users_see_logical_shapes() -> None:
         assert torch.allclose(parallel.full_state_dict()[name], value, atol=1e-5), name
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_an_id_past_the_end_is_refused_though_padding_stands_there(backend: str) -> None:
+    table, head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, VOCABULARY, bias=False)
+    head.weight = table.weight
+    ids = torch.arange(8).view(2, 4)
+    parallel = compiled(nn.Sequential(table, head), {"tp": 2}, (ids,), pins={"0.weight": ("tp", None)}, backend=backend)
+    assert torch.allclose(parallel(ids), head(table(ids)), atol=1e-5)
+    assert parallel.plan.parameters["0.weight"].padding is not None
+    for row in (-1, VOCABULARY, VOCABULARY + 1):
+        with pytest.raises((IndexError, RuntimeError), match="out of range|out of bounds"):
+            parallel(torch.where(ids == 3, row, ids))
+
+
 def test_three_heads_are_split_over_two_ranks() -> None:
     model = gpt2(num_heads=3).to(torch.float32)
     parallel = compiled(model.model, {"tp": 2}, model.batch)

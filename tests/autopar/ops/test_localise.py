@@ -1,5 +1,6 @@
 """What one rank calls: literals in local shapes, offset ranges, tables split over their rows."""
 
+import pytest
 import torch
 from torch.fx import Graph, Interpreter, Node
 
@@ -95,6 +96,19 @@ def test_tables_split_over_several_atoms_look_up_their_own_rows() -> None:
         rows = [strategy for strategy in strategies_of(node, mesh) if "v." in str(strategy)]
         assert len(rows) > 8
         assert [failure for strategy in rows for failure in prove_strategy(node, strategy, mesh)] == []
+
+
+@pytest.mark.parametrize("row", [-1, 24, 31])
+def test_an_id_that_no_rank_holds_is_refused_on_every_rank(row: int) -> None:
+    forward = instance(aten.embedding.default, torch.empty(24, 6), torch.empty(5, dtype=torch.int64))
+    DIMS[operands(forward)[0]] = (((4, 6), (6,)),)
+    ids = torch.tensor([0, 7, 23, 12, row])
+    for strategy in (each for each in strategies_of(forward, TP) if "v." in str(each)):
+        builder, result = by(forward, TP, strategy)
+        builder.graph.output(result)
+        for rank in (0, 1):
+            with pytest.raises(IndexError, match="out of range"):
+                Interpreter(torch.nn.Module(), graph=builder.graph).run(torch.zeros(12, 6), ids, torch.tensor(rank))
 
 
 def test_gathers_and_scatters_over_several_atoms_meet_the_ids_that_are_there() -> None:
