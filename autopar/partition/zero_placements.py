@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from torch.fx import Node
 
@@ -65,20 +65,27 @@ def kept_whole(program: Program) -> frozenset[Node]:
     return frozenset(node for node in found if node.target is not held)
 
 
-def require_in_parts(program: Program, shardings: Mapping[str, Sharding], reasons: Mapping[str, str]) -> None:
-    """Raise `PlanError` with every parameter that is fixed otherwise than `zero=` wants it; `reasons` says by whom."""
+def require_in_parts(program: Program, shardings: Mapping[str, Sharding], reasons: Mapping[str, str], placed: Container[str] = ()) -> None:
+    """Raise `PlanError` with every parameter that is fixed otherwise than `zero=` wants it; `reasons` says by whom, and `placed` which
+    of them an earlier call did, as it does with what is frozen then."""
     masters = set(program.freedom.master_axes(program.mesh))
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     for item, node in program.named_inputs():
         if item.name not in shardings or not masters or not is_in_parts(item, program.freedom):
             continue
         dims, lies = DIMS[node][0], shardings[item.name]
         is_possible = any(size % program.mesh.size_of(tuple(masters)) == 0 for size in flat(dims))
         if is_possible and not masters <= set(lies.axes):
-            problems.append(f"{item.name!r} {lies.describe(dims)}, {reasons[item.name]}, is not split over {', '.join(sorted(masters))}")
+            found = f"{item.name!r} {lies.describe(dims)}, {reasons[item.name]}, is not split over {', '.join(sorted(masters))}"
+            problems[item.name] = found
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
+        lines = "\n".join(f"  {problem}" for problem in problems.values())
+        remedy = "split them over dp as well (the last axis of a dim), drop the pins, or leave zero= out"
+        if all(name in placed for name in problems):
+            remedy = (
+                "below zero=3 a parameter that is frozen at the first call lies whole, and stays so: let it be trainable for the first "
+                "call and freeze it then, or ask for zero=3"
+            )
         raise PlanError(
-            f"{program.freedom.zero} wants parameters in parts over dp, and is asked for against what is fixed:\n{lines}\n"
-            "split them over dp as well (the last axis of a dim), drop the pins, or leave zero= out"
+            f"{program.freedom.zero} wants parameters in parts over dp, and is asked for against what is fixed:\n{lines}\n{remedy}"
         )

@@ -128,7 +128,8 @@ class ChooseShardings:
             pinned |= resolved.outputs
         if self.placements:
             self._pin(_kept(self.placements, inputs, program.mesh), "as the first capture placed it", inputs, pinned, reasons)
-        require_in_parts(program, {name: pinned[inputs[name].name].results[0] for name in reasons}, reasons)
+        fixed = {name: pinned[inputs[name].name].results[0] for name in reasons}
+        require_in_parts(program, fixed, reasons, self.placements or ())
         return pinned, reasons
 
     def _pin(

@@ -197,6 +197,40 @@ def test_what_is_refused() -> None:
     refused(PlanError, "zero=1, and the plan was made with no ZeRO at all", zero=1, plan=compiled(*plain({"dp": 2})).plan)
 
 
+def test_what_is_frozen_at_the_first_call_is_trained_later_at_level_3_alone() -> None:
+    x = torch.randn(4, 16)
+    for level in LEVELS:
+        frozen = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16))
+        frozen[0].requires_grad_(False)
+        parallel = compiled(frozen, {"dp": 2}, zero=level)
+        parallel(x).square().mean().backward()
+        frozen[0].requires_grad_(True)
+        if level < 3:
+            with pytest.raises(
+                PlanError, match=r"(?s)'0.weight' \[8, 16\].* trainable for the first call and freeze it then, or ask for zero=3"
+            ):
+                parallel(x)
+        else:
+            parallel(x).square().mean().backward()
+            assert frozen[0].weight.grad is not None
+
+
+def test_what_is_frozen_after_the_first_call_is_trained_again_at_every_level() -> None:
+    x = torch.randn(4, 16)
+    for level in LEVELS:
+        model = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16))
+        plain_model = copy.deepcopy(model)
+        parallel = compiled(model, {"dp": 2}, zero=level)
+        optimizers = [torch.optim.AdamW(each.parameters()) for each in (parallel, plain_model)]
+        for trains in (True, False, True):
+            for each, optimizer in zip((model, plain_model), optimizers, strict=True):
+                each[0].requires_grad_(trains)
+                optimizer.zero_grad()
+                (parallel if each is model else plain_model)(x).square().mean().backward()
+                optimizer.step()
+        assert all(torch.allclose(parallel.full_state_dict()[name], value, atol=1e-6) for name, value in plain_model.state_dict().items())
+
+
 def test_groups_that_make_no_sense() -> None:
     for options, match in (
         ({"level": 3, "shards": 1}, "makes no parts"),
