@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from autopar.runtime.module.copies import check_copy, share_captures
 from autopar.runtime.module.inputs import CallInputs, check_global, check_replicas
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
+from autopar.runtime.module.placement import check_conversion
 from autopar.runtime.train.refusals import updating_schedule
 from autopar.runtime.train.scaler import Scaler, tell_of_scale
 from autopar.runtime.train.trainer import Evaluated
@@ -202,7 +203,11 @@ class ParallelModule(Inspected):
             check_replicas(inputs, captured.batch_dims, self.mesh, self._world.gather)
         captured.are_replicas_checked, self._given = True, None
 
-    # ---- copies
+    # ---- conversions and copies
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """What `.to`, `.float`, `.cuda` and their like do: once parameters are placed on processes, nothing, or they are refused."""
+        return self if check_conversion(self._model, fn) else super()._apply(fn, recurse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters of its own, and the programs that are there. Raises `MeshError` where there cannot be one."""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Placement as DTensorPlacement
 
-from autopar.errors import MeshError
+from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
 from autopar.ir.placement import Placement
@@ -296,3 +296,23 @@ def _stand_in(tensor: torch.Tensor, device: str) -> torch.Tensor:
         return tensor.to(device)
     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)  # pages that nobody touches cost nothing
     return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+
+
+def check_conversion(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    """Whether parameters of `model` are placed on processes, where `convert` (of `.to`, `.half`, …) changes nothing then.
+
+    Raises `AutoparError` where it would give one of these, or a buffer, another dtype or device: programs were made for what they have.
+    """
+    placed = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
+    if not placed:
+        return False
+    for name, each in (*placed.items(), *((name, each) for name, each in model.named_buffers() if not each.is_meta)):
+        before = torch.empty(0, dtype=each.dtype, device=each.device)
+        after = convert(before)
+        for has, wanted in ((before.dtype, after.dtype), (before.device, after.device)):
+            if has != wanted:
+                raise AutoparError(
+                    f"{name!r} is {has} on processes, where it is placed, and cannot become {wanted} there; convert the model before "
+                    "autopar.compile, or ask autopar.compile for another precision with precision="
+                )
+    return True
