@@ -130,10 +130,12 @@ def unpad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
 
 
 def looked_up(node: Node) -> int | None:
-    """The dim of the first operand in which the second one's ids name rows, where `node` looks rows up that may be padded."""
+    """The dim of the first operand in which the second one's ids name rows, where `node` reads or writes rows that may be padded."""
     if node.target is aten.embedding.default:
         return 0
-    return int_at(node, 1) % max(1, len(shape_of(DIMS[node_at(node, 0)][0]))) if node.target is aten.gather.default else None
+    if node.target is aten.gather.default or node.target in SCATTERS:
+        return int_at(node, 1) % max(1, len(shape_of(DIMS[node_at(node, 0)][0])))
+    return None
 
 
 def past_padding(ids: Node, rows: int, padded: int, builder: LocalBuilder) -> Node:

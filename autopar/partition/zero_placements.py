@@ -67,8 +67,8 @@ def kept_whole(program: Program) -> frozenset[Node]:
 
 def require_in_parts(program: Program, shardings: Mapping[str, Sharding], reasons: Mapping[str, str], placed: Container[str] = ()) -> None:
     """Raise `PlanError` with every parameter that is fixed otherwise than `zero=` wants it; `reasons` says by whom, and `placed` which
-    of them an earlier call did, as it does with what is frozen then."""
-    masters = set(program.freedom.master_axes(program.mesh))
+    of them an earlier call did by itself, as it does with what it does not train."""
+    zero, masters = program.freedom.zero, set(program.freedom.master_axes(program.mesh))
     problems: dict[str, str] = {}
     for item, node in program.named_inputs():
         if item.name not in shardings or not masters or not is_in_parts(item, program.freedom):
@@ -78,14 +78,10 @@ def require_in_parts(program: Program, shardings: Mapping[str, Sharding], reason
         if is_possible and not masters <= set(lies.axes):
             found = f"{item.name!r} {lies.describe(dims)}, {reasons[item.name]}, is not split over {', '.join(sorted(masters))}"
             problems[item.name] = found
-    if problems:
+    if zero is not None and problems:
         lines = "\n".join(f"  {problem}" for problem in problems.values())
         remedy = "split them over dp as well (the last axis of a dim), drop the pins, or leave zero= out"
         if all(name in placed for name in problems):
-            remedy = (
-                "below zero=3 a parameter that is frozen at the first call lies whole, and stays so: let it be trainable for the first "
-                "call and freeze it then, or ask for zero=3"
-            )
-        raise PlanError(
-            f"{program.freedom.zero} wants parameters in parts over dp, and is asked for against what is fixed:\n{lines}\n{remedy}"
-        )
+            remedy = "what the first call does not train lies whole, and stays so: let the first call (or example_inputs) use and train it"
+            remedy += ", and freeze it then; zero=3 has what is frozen in parts from the start" if zero.level < 3 else ""
+        raise PlanError(f"{zero} wants parameters in parts over dp, and is asked for against what is fixed:\n{lines}\n{remedy}")

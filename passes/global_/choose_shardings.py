@@ -122,14 +122,16 @@ class ChooseShardings:
                 pinned = {node.name: strategy for node, strategy in self.plan.strategies_on(program).items()}
                 pinned = {name: strategy for name, strategy in pinned.items() if program.node(name).target is not operator.getitem}
             self._pin(self.plan.placements_on(program), "by the plan", inputs, pinned, reasons)
+        by_user = dict[str, Sharding]()
         if self.pins:
             resolved = resolve(self.pins, program)
-            self._pin(resolved.plan.placements_on(program), "pinned by the user", inputs, pinned, reasons)
+            by_user = resolved.plan.placements_on(program)
+            self._pin(by_user, "pinned by the user", inputs, pinned, reasons)
             pinned |= resolved.outputs
         if self.placements:
             self._pin(_kept(self.placements, inputs, program.mesh), "as the first capture placed it", inputs, pinned, reasons)
         fixed = {name: pinned[inputs[name].name].results[0] for name in reasons}
-        require_in_parts(program, fixed, reasons, self.placements or ())
+        require_in_parts(program, fixed, reasons, set(self.placements or ()) - set(by_user))
         return pinned, reasons
 
     def _pin(

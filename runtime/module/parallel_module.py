@@ -207,7 +207,10 @@ class ParallelModule(Inspected):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """What `.to`, `.float`, `.cuda` and their like do: once parameters are placed on processes, nothing, or they are refused."""
-        return self if check_conversion(self._model, fn) else super()._apply(fn, recurse)
+        if self._world.is_virtual or not self._captures:
+            return super()._apply(fn, recurse)
+        check_conversion(self._model, fn, self._world.device(self._model))
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters of its own, and the programs that are there. Raises `MeshError` where there cannot be one."""

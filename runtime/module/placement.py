@@ -298,16 +298,13 @@ def _stand_in(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
-def check_conversion(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-    """Whether parameters of `model` are placed on processes, where `convert` (of `.to`, `.half`, …) changes nothing then.
-
-    Raises `AutoparError` where it would give one of these, or a buffer, another dtype or device: programs were made for what they have.
+def check_conversion(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> None:
+    """Raise `AutoparError` where `convert` (of `.to`, `.half`, …) would give a parameter or buffer of `model` on processes, which compute
+    on `device`, another dtype or device: programs were made for what they have. It says the same on every rank, whatever that holds.
     """
-    placed = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
-    if not placed:
-        return False
-    for name, each in (*placed.items(), *((name, each) for name, each in model.named_buffers() if not each.is_meta)):
-        before = torch.empty(0, dtype=each.dtype, device=each.device)
+    for name, each in (*model.named_parameters(), *model.named_buffers()):
+        # Parameters may be another stage's, on meta here, or lie in host memory between steps.
+        before = torch.empty(0, dtype=each.dtype, device=device if isinstance(each, nn.Parameter) or each.is_meta else each.device)
         after = convert(before)
         for has, wanted in ((before.dtype, after.dtype), (before.device, after.device)):
             if has != wanted:
@@ -315,4 +312,3 @@ def check_conversion(model: nn.Module, convert: Callable[[torch.Tensor], torch.T
                     f"{name!r} is {has} on processes, where it is placed, and cannot become {wanted} there; convert the model before "
                     "autopar.compile, or ask autopar.compile for another precision with precision="
                 )
-    return True

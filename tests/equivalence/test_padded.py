@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.fx import Node
@@ -132,6 +132,26 @@ def test_an_id_past_the_end_is_refused_though_padding_stands_there(backend: str)
     for row in (-1, VOCABULARY, VOCABULARY + 1):
         with pytest.raises((IndexError, RuntimeError), match="out of range|out of bounds"):
             parallel(torch.where(ids == 3, row, ids))
+
+
+def test_what_is_written_past_the_end_is_refused_though_padding_stands_there() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(16, VOCABULARY)
+
+        def forward(self, x: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+            y = self.head(x)
+            return (torch.zeros_like(y).scatter_add(-1, ids, counts) * y).sum(-1)
+
+    model, ids = Counts(), torch.arange(12).view(4, 3)
+    x, counts = torch.randn(4, 16), torch.randn(4, 3)
+    parallel = compiled(model, {"tp": 2}, (x, ids, counts))
+    assert parallel.plan.parameters["head.weight"].padding is not None
+    assert torch.allclose(parallel(x, ids, counts), model(x, ids, counts), atol=1e-5)
+    for row in (-1, VOCABULARY, VOCABULARY + 1):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            parallel(x, torch.where(ids == 3, row, ids), counts)
 
 
 def test_three_heads_are_split_over_two_ranks() -> None:

@@ -207,12 +207,36 @@ def test_what_is_frozen_at_the_first_call_is_trained_later_at_level_3_alone() ->
         frozen[0].requires_grad_(True)
         if level < 3:
             with pytest.raises(
-                PlanError, match=r"(?s)'0.weight' \[8, 16\].* trainable for the first call and freeze it then, or ask for zero=3"
+                PlanError, match=r"(?s)'0.weight' \[8, 16\].* use and train it, and freeze it then; zero=3 has what is frozen"
             ):
                 parallel(x)
         else:
             parallel(x).square().mean().backward()
             assert frozen[0].weight.grad is not None
+
+
+def test_what_the_first_call_did_not_use_and_what_the_user_pinned_are_refused_with_what_serves() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.always, self.late = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, is_late: bool = False) -> Tensor:
+            return self.late(self.always(x)) if is_late else self.always(x)
+
+    for level in LEVELS:
+        parallel = compiled(Branches(), {"dp": 2}, zero=level)
+        parallel(torch.randn(4, 8))
+        with pytest.raises(PlanError, match="let the first call .* use and train it") as error:
+            parallel(torch.randn(4, 8), is_late=True)
+        assert ("zero=3 has" in str(error.value)) == (level < 3)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    parallel = compiled(model, {"dp": 2}, zero=1, pins={"0.weight": (None, None)})
+    parallel(torch.randn(4, 8))
+    model[0].requires_grad_(True)
+    with pytest.raises(PlanError, match="drop the pins"):
+        parallel(torch.randn(4, 8))
 
 
 def test_what_is_frozen_after_the_first_call_is_trained_again_at_every_level() -> None:

@@ -44,3 +44,32 @@ def test_conversions_that_change_nothing_are_taken_and_others_refused(gloo_ranks
         assert "'0.weight' is torch.float32 on processes, where it is placed, and cannot become torch.float64 there" in text
         assert "cannot become torch.bfloat16" in text and "is cpu on processes, where it is placed, and cannot become meta" in text
         assert "convert the model before autopar.compile, or ask autopar.compile for another precision with precision=" in text
+
+
+class Squares(nn.Module):
+    """A second half without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return (y @ y.mT @ y).square().mean()
+
+
+def converted_on_stages() -> tuple[bool, str]:
+    """Whether this rank holds no parameter, and what the refusal says."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    parallel = autopar.compile(Squares(), mesh, backend="eager")
+    parallel(torch.randn(4, 8, 16))
+    assert parallel.to("cpu") is parallel.float() is parallel
+    with pytest.raises(AutoparError) as error:
+        parallel.double()
+    return not list(parallel.parameters()), str(error.value)
+
+
+def test_a_stage_without_parameters_says_what_the_others_say(gloo_ranks: Any) -> None:
+    held, texts = zip(*gloo_ranks.run(converted_on_stages), strict=True)
+    assert set(held) == {True, False}
+    assert len(set(texts)) == 1 and "cannot become torch.float64" in texts[0]
