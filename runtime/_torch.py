@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any
 __all__ = [
     "AllocatorLog",
     "Backend",
+    "Converted",
     "TorchDispatchMode",
     "all_gather_flat",
     "around_steps",
@@ -106,6 +107,17 @@ class AllocatorLog:
 
 
 _MARK = "autopar memory "
+
+
+class Converted(nn.Module):
+    """A module that is asked, as a whole, before `.to`, `.float`, `.cuda` and their like convert what it has."""
+
+    def _takes_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether `convert` is to be run over its tensors; to be overridden."""
+        return True
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        return super()._apply(fn, recurse) if self._takes_conversion(fn) else self
 
 
 def not_compiled(function: Callable[P, R]) -> Callable[P, R]:

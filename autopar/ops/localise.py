@@ -250,12 +250,12 @@ def local_index(ids: Node, dims: Dims, sharding: Sharding, dim: int, builder: Lo
         part = digit if local_stride == 1 else builder.call(aten.mul.Tensor, digit, local_stride)
         total = part if total is None else builder.call(aten.add.Tensor, total, part)
     assert total is not None and inside is not None, "called for a dim that is split"
-    return builder.call(aten.where.self, inside, total, out_of_range(ids, rows, builder)), inside
+    return builder.call(aten.where.self, inside, total, out_of_range(ids, rows, rows, builder)), inside
 
 
-def out_of_range(ids: Node, size: int, builder: LocalBuilder) -> Node:
-    """0 for the ids in [0, size), and for others a multiple of `size`: past the end of any part of so many rows, or below 0."""
-    return builder.call(aten.mul.Tensor, builder.call(aten.div.Tensor_mode, ids, size, rounding_mode="floor"), size)
+def out_of_range(ids: Node, rows: int, step: int, builder: LocalBuilder) -> Node:
+    """0 for the ids in [0, rows), and a multiple of `step` for those past the end, or below 0."""
+    return builder.call(aten.mul.Tensor, builder.call(aten.div.Tensor_mode, ids, rows, rounding_mode="floor"), step)
 
 
 def _masked(value: Node, inside: Node, builder: LocalBuilder) -> Node:

@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.padding import Padding
 from autopar.ir.program import operands, results_of
 from autopar.ir.sharding import Dims, ReductionKind, Sharding, Strategy, flat, shape_of
-from autopar.ops.localise import LocalBuilder, localise, same_call
+from autopar.ops.localise import LocalBuilder, localise, out_of_range, same_call
 from autopar.ops.lookup import rule_of
 from autopar.ops.rules.labels import aten, value_of
 from autopar.ops.rules.ours import traits_of
@@ -129,7 +129,7 @@ def unpad(value: Node, padding: Padding, builder: LocalBuilder) -> Node:
     return value
 
 
-def looked_up(node: Node) -> int | None:
+def indexed_dim(node: Node) -> int | None:
     """The dim of the first operand in which the second one's ids name rows, where `node` reads or writes rows that may be padded."""
     if node.target is aten.embedding.default:
         return 0
@@ -140,8 +140,7 @@ def looked_up(node: Node) -> int | None:
 
 def past_padding(ids: Node, rows: int, padded: int, builder: LocalBuilder) -> Node:
     """`ids` of a table of `rows` rows, now `padded`: an id that is past its end is past the padding, too, so that it is refused."""
-    times = builder.call(aten.div.Tensor_mode, ids, rows, rounding_mode="floor")
-    return builder.call(aten.add.Tensor, ids, builder.call(aten.mul.Tensor, times, padded))
+    return builder.call(aten.add.Tensor, ids, out_of_range(ids, rows, padded, builder))
 
 
 def inside(padding: Padding, position: int, builder: LocalBuilder) -> Node:

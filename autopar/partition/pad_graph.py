@@ -24,9 +24,9 @@ from autopar.ops.padded_ops import (
     SCATTERS,
     can_be_padded,
     classes_of,
+    indexed_dim,
     inside,
     keeps_clean,
-    looked_up,
     mask,
     pad,
     padded_call,
@@ -177,7 +177,7 @@ class _Rewrite:
             if key not in self.masked:
                 self.masked[key] = mask(found, self._inside(padding, position, phase), padding.after, position, kind, self.builder)
             found = self.masked[key]
-        dim = looked_up(node)
+        dim = indexed_dim(node)
         if dim is None or index != 1:
             return found
         table = operands(node)[0]

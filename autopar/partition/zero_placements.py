@@ -65,7 +65,7 @@ def kept_whole(program: Program) -> frozenset[Node]:
     return frozenset(node for node in found if node.target is not held)
 
 
-def require_in_parts(program: Program, shardings: Mapping[str, Sharding], reasons: Mapping[str, str], placed: Container[str] = ()) -> None:
+def require_in_parts(program: Program, shardings: Mapping[str, Sharding], reasons: Mapping[str, str], placed: Container[str]) -> None:
     """Raise `PlanError` with every parameter that is fixed otherwise than `zero=` wants it; `reasons` says by whom, and `placed` which
     of them an earlier call did by itself, as it does with what it does not train."""
     zero, masters = program.freedom.zero, set(program.freedom.master_axes(program.mesh))

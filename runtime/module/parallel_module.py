@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Container, Mapping
 from functools import partial
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -205,12 +205,12 @@ class ParallelModule(Inspected):
 
     # ---- conversions and copies
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """What `.to`, `.float`, `.cuda` and their like do: once parameters are placed on processes, nothing, or they are refused."""
+    def _takes_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Once parameters are placed on processes, a conversion that changes nothing is passed over and another one refused."""
         if self._world.is_virtual or not self._captures:
-            return super()._apply(fn, recurse)
-        check_conversion(self._model, fn, self._world.device(self._model))
-        return self
+            return True
+        check_conversion(self._model, convert, self._world.device(self._model))
+        return False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters of its own, and the programs that are there. Raises `MeshError` where there cannot be one."""

@@ -306,9 +306,8 @@ def check_conversion(model: nn.Module, convert: Callable[[torch.Tensor], torch.T
         # Parameters may be another stage's, on meta here, or lie in host memory between steps.
         before = torch.empty(0, dtype=each.dtype, device=device if isinstance(each, nn.Parameter) or each.is_meta else each.device)
         after = convert(before)
-        for has, wanted in ((before.dtype, after.dtype), (before.device, after.device)):
+        dtypes = "convert the model before autopar.compile, or ask autopar.compile for another precision with precision="
+        devices = "move the model before autopar.compile, and compile it for a mesh of such devices"
+        for has, wanted, remedy in ((before.dtype, after.dtype, dtypes), (before.device, after.device, devices)):
             if has != wanted:
-                raise AutoparError(
-                    f"{name!r} is {has} on processes, where it is placed, and cannot become {wanted} there; convert the model before "
-                    "autopar.compile, or ask autopar.compile for another precision with precision="
-                )
+                raise AutoparError(f"{name!r} is {has} on processes, where it is placed, and cannot become {wanted} there; {remedy}")

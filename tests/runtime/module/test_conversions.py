@@ -44,6 +44,7 @@ def test_conversions_that_change_nothing_are_taken_and_others_refused(gloo_ranks
         assert "'0.weight' is torch.float32 on processes, where it is placed, and cannot become torch.float64 there" in text
         assert "cannot become torch.bfloat16" in text and "is cpu on processes, where it is placed, and cannot become meta" in text
         assert "convert the model before autopar.compile, or ask autopar.compile for another precision with precision=" in text
+        assert text.endswith("move the model before autopar.compile, and compile it for a mesh of such devices")
 
 
 class Squares(nn.Module):
