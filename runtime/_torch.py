@@ -135,9 +135,9 @@ def hand_on_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
 
 def is_accumulating(leaf_node: Any) -> bool:
     """Whether the backward under way adds to the `.grad` of a leaf, of which this is the node behind it on the tape: `autograd.grad` hands
-    gradients out, and `backward(inputs=...)` leaves leaves out. With anomaly mode on torch looks at what comes through the tape: False."""
+    gradients out, and `backward(inputs=...)` leaves leaves out."""
     try:
-        return not torch.is_anomaly_enabled() and torch._C._will_engine_execute_node(leaf_node)
+        return torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:  # of a leaf that autograd.grad was asked for
         return False
 
@@ -192,7 +192,8 @@ def lies_as(tensor: Any, parameter: torch.Tensor) -> bool:
     """Whether these are DTensors of the same parts."""
     if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
         return False
-    return is_made_like(tensor, parameter) or (tensor.device_mesh, tensor.placements) == (parameter.device_mesh, parameter.placements)
+    one, other = tensor._spec, parameter._spec
+    return one is other or (one.mesh, one.placements) == (other.mesh, other.placements)
 
 
 def share_contents(module: nn.Module, model: nn.Module) -> None:

@@ -20,9 +20,10 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import Emitter, tensor_of
-from autopar.ir.arguments import int_at, ints_at, node_at
+from autopar.ir.arguments import node_at
 from autopar.ir.collectives import all_gather, all_reduce, reduce_scatter, wait
 from autopar.ir.keys import ORIGIN
+from autopar.ops.traits import PERMUTES, permutation
 
 aten = torch.ops.aten
 
@@ -30,7 +31,6 @@ PRODUCT = aten.mm.default
 RESHAPES = frozenset((aten.reshape.default, aten.view.default, aten._unsafe_view.default))
 # Calls that give a value's elements as they are, in the order that they have.
 _SAME = frozenset((aten.clone.default, aten.alias.default, wait, all_gather, all_reduce, reduce_scatter, *RESHAPES))
-_PERMUTES = frozenset((aten.permute.default, aten.transpose.int, aten.t.default))
 
 
 class Digit(NamedTuple):
@@ -59,14 +59,14 @@ class Digit(NamedTuple):
 
 def rearranges(node: Node) -> bool:
     """Whether the elements of `node` are those of its one operand."""
-    return node.target in _SAME or node.target in _PERMUTES
+    return node.target in _SAME or node.target in PERMUTES
 
 
 def after(node: Node, digit: Digit) -> Digit | None:
     """The pieces of `node` that it makes of the pieces `digit` of its first operand; None where they are none."""
     given, made = shape_at(node_at(node, 0)), shape_at(node)
-    if node.target in _PERMUTES:
-        found = _moved(digit, given, _permutation(node))
+    if node.target in PERMUTES:
+        found = _moved(digit, given, permutation(node))
     elif node.target is PRODUCT:
         found = _of_rows(digit, given, made)
     else:
@@ -77,9 +77,9 @@ def after(node: Node, digit: Digit) -> Digit | None:
 def before(node: Node, digit: Digit) -> Digit | None:
     """The pieces of the operands of `node`, of a product those of its first, of which it makes the pieces `digit` of itself."""
     given, made = shape_at(node_at(node, 0)), shape_at(node)
-    if node.target in _PERMUTES:
-        permutation = _permutation(node)
-        found = _moved(digit, made, [permutation.index(dim) for dim in range(len(permutation))])
+    if node.target in PERMUTES:
+        order = permutation(node)
+        found = _moved(digit, made, [order.index(dim) for dim in range(len(order))])
     elif node.target is PRODUCT:
         found = _of_rows(digit, made, given)
     else:
@@ -125,17 +125,6 @@ def contiguous(emit: Emitter, value: Node) -> Node:
 
 def shape_at(node: Node) -> list[int]:
     return list(map(int, tensor_of(node).shape))
-
-
-def _permutation(node: Node) -> list[int]:
-    rank = tensor_of(node).ndim
-    if node.target is aten.permute.default:
-        return [dim % rank for dim in ints_at(node, 1)]
-    dims = list(range(rank))
-    if rank > 1:
-        one, other = (0, 1) if node.target is aten.t.default else (int_at(node, 1), int_at(node, 2))
-        dims[one], dims[other] = dims[other], dims[one]
-    return dims
 
 
 def _moved(digit: Digit, shape: Sequence[int], permutation: Sequence[int]) -> Digit | None:

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from autopar._torch import writes_operands
 from autopar.graph.emit import tensor_of
+from autopar.ir.arguments import int_at, ints_at
 
 aten = torch.ops.aten
 
@@ -34,6 +35,8 @@ RESHAPES = (
     aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.view_as.default, aten.reshape_as.default,
     aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims,
 )  # fmt: skip
+# The same elements, with the dims in another order; see `permutation`.
+PERMUTES = (aten.t.default, aten.transpose.int, aten.permute.default)
 EXPANSIONS = (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
 # Views of a traced graph that show all of their operand, each element once.
 WHOLE_VIEWS = frozenset(
@@ -47,6 +50,18 @@ WHOLE_VIEWS = frozenset(
 def out_of_place(ops: Sequence[Any]) -> tuple[Any, ...]:
     """`ops` without those that write into their operand."""
     return tuple(op for op in ops if not writes_operands(op))
+
+
+def permutation(node: Node) -> tuple[int, ...]:
+    """For each dim of a result of `PERMUTES` the dim of its operand that it is."""
+    rank = tensor_of(node).ndim
+    if node.target is aten.permute.default:
+        return tuple(dim % rank for dim in ints_at(node, 1))
+    order = list(range(rank))
+    if rank > 1:
+        one, other = (0, 1) if node.target is aten.t.default else (int_at(node, 1), int_at(node, 2))
+        order[one], order[other] = order[other], order[one]
+    return tuple(order)
 
 
 def is_cast(node: Node) -> bool:

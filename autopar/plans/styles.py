@@ -68,6 +68,12 @@ class _Translation:
 
     def add(self, pattern: str, pin: Sequence[DimPin] | ParallelStyle | tuple[str, ParallelStyle]) -> None:
         axis, style = _with_axis(pin)
+        if style is None and isinstance(pin, str):
+            self.problems.append(
+                f"{pattern!r} is pinned to the word {pin!r}: pass a style of torch.distributed.tensor.parallel (ColwiseParallel(), …), or "
+                'the axis, or None, of each dim: ("tp", None)'
+            )
+            return
         if style is None:
             assert not isinstance(pin, ParallelStyle)
             self._set(pattern, pin)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Calls that change nothing disappear; an index by a full range becomes a view."""
+"""Calls that change nothing disappear; an index by a full range becomes a view; what is undone again is not done: transposes, dims kept."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import Emitter, tensor_of
+from autopar.ir.keys import PHASE
 from autopar.ir.program import Program
+from autopar.ops.traits import PERMUTES, permutation
 
 aten = torch.ops.aten
 
@@ -20,7 +22,8 @@ aten = torch.ops.aten
 class FoldNoOps:
     """Remove aliases, copies and arithmetic that change nothing; read indexing by a full range as the view it is.
 
-    Hugging Face masks index with `arange`s that select everything in order: as a view they can be split.
+    Hugging Face masks index with `arange`s that select everything in order: as a view they can be split. A bias's gradient is a sum that
+    keeps a dim of 1 and a view without it: as one call nothing stands between what is reduced over ranks and its reader.
     Reads: val. Writes: nothing on kept nodes. Ensures: values, dtypes and strides are unchanged.
     """
 
@@ -31,7 +34,8 @@ class FoldNoOps:
         for node in list(program.graph.nodes):
             if node.op != "call_function":
                 continue
-            replacement = _index_as_view(program, node) if node.target == aten.index.Tensor else _unchanged_operand(node)
+            rewrite = _REWRITES.get(node.target)
+            replacement = _unchanged_operand(node) or (rewrite(program, node) if rewrite is not None else None)
             if replacement is not None:
                 node.replace_all_uses_with(replacement)
                 program.graph.erase_node(node)
@@ -142,3 +146,41 @@ def _index_as_view(program: Program, node: Node) -> Node | None:
     if places != sorted(set(places)) or result[rank:] != shape[len(indices) :]:
         return None
     return Emitter(program.graph, node).call(aten.reshape.default, x, list(result))
+
+
+def _sum_without_dims(program: Program, node: Node) -> Node | None:
+    """`view(sum(x, dims, keepdim=True), shape)` as `sum(x, dims)`, where that has this shape."""
+    kept = node.args[0]
+    if not isinstance(kept, Node) or kept.target != aten.sum.dim_IntList or len(kept.users) > 1 or PHASE.get(kept) != PHASE.get(node):
+        return None
+    x, dims, *keeps = kept.args
+    if keeps != [True]:
+        return None
+    found = Emitter(program.graph, kept, like=node).call(aten.sum.dim_IntList, x, dims, **kept.kwargs)
+    if _same(found.meta["val"], node.meta["val"]):
+        return found
+    program.graph.erase_node(found)
+    return None
+
+
+def _turned_back(program: Program, node: Node) -> Node | None:
+    """What a transpose shows in the order in which it lies: where it moves no dim, or the transpose below it moved them."""
+    below = node.args[0]
+    assert isinstance(below, Node)
+    order = list(range(below.meta["val"].ndim))
+    if list(permutation(node)) == order:
+        return below
+    if below.target not in PERMUTES or [permutation(below)[dim] for dim in permutation(node)] != order:
+        return None
+    source = below.args[0]
+    assert isinstance(source, Node)
+    return source
+
+
+_REWRITES: dict[Any, Callable[[Program, Node], Node | None]] = {
+    **dict.fromkeys(PERMUTES, _turned_back),
+    aten.index.Tensor: _index_as_view,
+    aten.view.default: _sum_without_dims,
+    aten._unsafe_view.default: _sum_without_dims,
+    aten.reshape.default: _sum_without_dims,
+}

@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar._torch import writes_operands
 from autopar.ir.arguments import arguments
 from autopar.kernels.registration import IMPLEMENTATIONS
+from autopar.ops.traits import PERMUTES, permutation
 from autopar.runtime._torch import below_autograd
 
 aten = torch.ops.aten
@@ -68,7 +69,6 @@ DIRECT: dict[Any, Callable[..., Any]] = {
 }
 _RESHAPES = (aten.reshape.default, aten.view.default)
 _SAME_SHAPE = (*_RESHAPES, aten.expand.default)
-_ORDERS = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 class EagerFunction:
@@ -90,17 +90,18 @@ class EagerFunction:
 
 
 def _with_places(module: GraphModule) -> dict[int, str]:
-    """Let products that are results and nothing else be written into memory that is given: by number of the result the argument for it."""
+    """Let products, and sums over some dims, that are results and nothing else be written into memory that is given: by number of the
+    result the argument for it."""
     graph, found = module.graph, dict[int, str]()
     last = [*graph.find_nodes(op="placeholder")][-1:]
     output: Any = graph.output_node().args[0]
     results: tuple[Any, ...] = output if isinstance(output, tuple) else ()
     for number, node in enumerate(results):
-        is_product = isinstance(node, Node) and node.target is torch.mm
-        if last and is_product and len(node.users) == 1 and sum(each is node for each in results) == 1:
+        takes_out = isinstance(node, Node) and (node.target is torch.mm or (node.target is torch.sum and len(node.args) > 1))
+        if last and takes_out and len(node.users) == 1 and sum(each is node for each in results) == 1:
             with graph.inserting_after(last[-1]):
                 last = [graph.placeholder(f"into_{number}", default_value=None)]
-            node.kwargs = {"out": last[0]}
+            node.kwargs = {**node.kwargs, "out": last[0]}
             found[number] = str(last[0].target)
     module.recompile()
     return found
@@ -137,8 +138,8 @@ def _fold_view(node: Node) -> None:
         # The one below may copy, of which the other is then a view: with other readers that would be two copies.
         if _lies_alike(node, source.args[0]):
             node.target, node.args = aten.reshape.default, (source.args[0], node.args[1])
-    elif node.target in _ORDERS and source.target in _ORDERS:
-        inner, outer = _order(source), _order(node)
+    elif node.target in PERMUTES and source.target in PERMUTES:
+        inner, outer = permutation(source), permutation(node)
         if [inner[dim] for dim in outer] == list(range(len(inner))):
             node.replace_all_uses_with(arguments(source)[0])
 
@@ -149,25 +150,6 @@ def _lies_alike(node: Node, source: Any) -> bool:
     if value is None or below is None:
         return False
     return torch.empty_strided(below.shape, below.stride(), device="meta").reshape(value.shape).stride() == value.stride()
-
-
-def _order(node: Node) -> Sequence[int]:
-    """Which dim of its operand each dim of a reordered tensor is."""
-    rank = node.meta["val"].dim()
-    dims, moved = list(range(rank)), [dim % rank if rank else 0 for dim in _numbers(node)]
-    if node.target is aten.permute.default:
-        return moved
-    if rank > 1:
-        one, other = moved or (0, 1)
-        dims[one], dims[other] = other, one
-    return dims
-
-
-def _numbers(node: Node) -> list[int]:
-    if node.target is aten.t.default:
-        return []
-    first, *others = arguments(node)[1:]
-    return list(first) if node.target is aten.permute.default else [first, *others]
 
 
 def _join_bias(node: Node) -> None:

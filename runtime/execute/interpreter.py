@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any, Protocol
 
 import torch
@@ -237,7 +239,7 @@ class _Rank:
 
     def _is_alone(self, tensor: torch.Tensor) -> bool:
         """Whether a buffer has its memory for itself: no other tensor looks at it, and no other buffer is the same tensor."""
-        return is_alone(tensor) and sum(tensor is each for each in self.state.buffers.values()) == 1
+        return is_alone(tensor) and sum(map(operator.is_, repeat(tensor), self.state.buffers.values())) == 1
 
     def _check_new(self, name: str) -> None:
         if name in self.state.flights:

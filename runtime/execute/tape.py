@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import BackwardError
-from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_made_like, plain_part
+from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_made_like, lies_as, local_part, plain_part
 from autopar.runtime.execute.call import Call
 from autopar.runtime.module.outputs import refuse_detached
 
@@ -42,7 +42,8 @@ class _Differentiable(torch.autograd.Function):
         gradients = call.backward(given)
         call.after_backward()
         leaves = zip(ctx.next_functions, ctx.named.items(), strict=True)
-        return (None, None, *(_put(parameter, gradients.get(name), node) for (node, _), (name, parameter) in leaves))
+        put = _put if not torch.is_anomaly_enabled() else _look_and_put if torch.is_anomaly_check_nan_enabled() else _hand_on
+        return (None, None, *[put(name, parameter, gradients.get(name), node) for (node, _), (name, parameter) in leaves])
 
 
 _SECOND_DERIVATIVE = (
@@ -66,7 +67,7 @@ def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[st
     return dict(zip((item.name for item in call.results), results, strict=True))
 
 
-def _put(parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
+def _put(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
     """Let the parameter have its gradient where it has none and nobody waits for one; else the gradient, for autograd to hand on to
     `node`. Autograd would make a second tensor of it, which for a DTensor takes longer than a small op."""
     if gradient is None or parameter.grad is not None or has_gradient_hooks(parameter) or not is_accumulating(node):
@@ -74,4 +75,28 @@ def _put(parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> t
     if not is_made_like(gradient, parameter) and (gradient.dtype, gradient.stride()) != (parameter.dtype, parameter.stride()):
         return gradient  # autograd has a rule for it
     parameter.grad = gradient
+    return None
+
+
+def _hand_on(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
+    """In anomaly mode: what comes by the tape torch tells of."""
+    return gradient
+
+
+def _look_and_put(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
+    """In anomaly mode, where torch looks for NaN in all that comes by the tape: it cannot in DTensors, so they are looked at here, and do
+    not come by it. Raises `RuntimeError`, as torch does, for NaN, and `BackwardError` for what the tape alone could hand on."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    if local_part(gradient).isnan().any():
+        raise RuntimeError(f"the gradient of {name!r} has nan values on this rank")
+    before, is_asked_for = parameter.grad, has_gradient_hooks(parameter) or not is_accumulating(node)
+    if isinstance(before, DTensor) and lies_as(before, parameter) and not is_asked_for:
+        local_part(before).add_(local_part(gradient))
+        return None
+    if _put(name, parameter, gradient, node) is not None:
+        raise BackwardError(
+            f"the gradient of {name!r}, a DTensor, was to be handed to a hook, or out of autograd.grad, in anomaly mode, where torch looks "
+            "for NaN in it and cannot in DTensors: set_detect_anomaly(True, check_nan=False)"
+        )
     return None

@@ -334,7 +334,9 @@ class DistributedWorld:
 
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        part, device = unpadded(own(*parts.values()), self._local_padding(item, mesh)), local_part(parameter).device
+        part, device = own(*parts.values()), local_part(parameter).device
+        if item.padding is not None:
+            part = unpadded(part, self._local_padding(item, mesh))
         return like(parameter, part if part.device == device else part.to(device))
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:

@@ -338,8 +338,8 @@ class CapturingModule(NamesOfModel):
                 gc.collect()  # torch's capture leaves cycles that hold the model's parameters, which are let go of next
             before = {name: weakref.ref(parameter) for name, parameter in self._model.named_parameters()}
             self._world.place(self._model, compiled, values)
-            if not self._world.is_virtual:
-                step_by_parts(self._model.parameters(), before)
+            if isinstance(self._world, DistributedWorld):
+                step_by_parts(self._model.named_parameters(), self._world, self._trainer.options.update_scope, before)
             if self._world.device(self._model).type == "cpu":
                 keep_freed_memory()
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from autopar.driver.optimizers import takes_closure
 from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
+from autopar.ir.placement import Placement
 from autopar.runtime._torch import local_part
 from autopar.runtime.execute.world import DistributedWorld, World
 from autopar.runtime.module.placement import dtensor_placements
@@ -62,6 +63,14 @@ def _placed(value: Any, first: nn.Parameter, parameter: nn.Parameter, name: str,
     return placed_like(value, parameter, name, world)
 
 
+def is_seen_whole(optimizer: Optimizer, parameter: nn.Parameter, placement: Placement | None) -> bool:
+    """Whether torch cannot compute the statistics that `optimizer` takes of `parameter`, as it lies; see `WholeParameters`."""
+    if placement is None or placement.sharding.is_replicated or not isinstance(parameter, DTensor):
+        return False
+    is_plain = all(type(each) in (Shard, Replicate) for each in dtensor_placements(placement)) and placement.padding is None
+    return not is_plain or isinstance(optimizer, torch.optim.Adafactor)
+
+
 class WholeParameters:
     """The parameters that an optimizer sees whole, as plain tensors, gathered for its step: it takes statistics of whole parameters, and
     DTensor cannot compute them over how these lie, in strided shards or padded. Torch's Adafactor writes in place what DTensor would
@@ -71,7 +80,11 @@ class WholeParameters:
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], world: DistributedWorld) -> None:
         chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
         self._world = world
-        self._names = {id(each): name for name, each in parameters.items() if id(each) in chosen and self._is_whole(optimizer, each, name)}
+        self._names = {
+            id(each): name
+            for name, each in parameters.items()
+            if id(each) in chosen and is_seen_whole(optimizer, each, world.placements.get(name))
+        }
         if self._names:
             logger.warning(
                 "%s sees %d parameters whole, gathered at every step, and keeps their state whole on each rank: the first is %r",
@@ -79,13 +92,6 @@ class WholeParameters:
                 len(self._names),
                 next(iter(self._names.values())),
             )
-
-    def _is_whole(self, optimizer: Optimizer, parameter: nn.Parameter, name: str) -> bool:
-        placement = self._world.placements.get(name)
-        if placement is None or placement.sharding.is_replicated or not isinstance(parameter, DTensor):
-            return False
-        is_plain = all(type(each) in (Shard, Replicate) for each in dtensor_placements(placement)) and placement.padding is None
-        return not is_plain or isinstance(optimizer, torch.optim.Adafactor)
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._names
@@ -104,12 +110,25 @@ class WholeParameters:
 
 
 def check_places(optimizer: Optimizer, scope: Scope, world: DistributedWorld) -> None:
-    """Raise `AutoparError` for an optimizer that cannot know what it would have to."""
-    kind = type(optimizer).__name__
+    """Raise `AutoparError` for an optimizer of `train_step` that cannot know what it would have to."""
     if takes_closure(optimizer):
+        kind = type(optimizer).__name__
         raise AutoparError(f"{kind} joins all parameters into one vector, and a process has parts of some: use a virtual mesh")
-    if scope == "model" and "pp" in world.mesh.names and world.mesh.size_of(world.mesh.parts("pp")) > 1:
+    check_stages(optimizer, scope, world)
+
+
+def check_stages(optimizer: Optimizer, scope: Scope, world: DistributedWorld) -> None:
+    """Raise `AutoparError` for an optimizer whose update depends on parameters that other stages of a pipeline hold."""
+    kind = type(optimizer).__name__
+    if scope != "model" or world.mesh.size_of(world.mesh.parts("pp")) == 1:
+        return
+    if takes_closure(optimizer):
         raise AutoparError(
-            f"{kind} is not known to treat each parameter by itself, and with pp on processes it sees those of one stage alone: a "
-            'statistic over all parameters would be wrong. If it has none, say so: train_step=TrainStep(update_scope="parameter")'
+            f"{kind} joins all parameters into one vector, and with pp on processes it sees those of one stage alone: each would search by "
+            "itself. Use a virtual mesh, or a mesh without pp"
         )
+    raise AutoparError(
+        f"{kind} is not known to treat each parameter by itself, and with pp on processes it sees those of one stage alone: a "
+        "statistic over all parameters would be wrong. If it has none, say so to autopar.compile: "
+        'train_step=TrainStep(update_scope="parameter")'
+    )

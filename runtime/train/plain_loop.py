@@ -4,39 +4,58 @@
       └─ the class's step    of those that go element by element sees this rank's parts as plain tensors, as `train_step` has it
 
 Torch lets a hook that runs before each step say whose step it is: that is another object with the same options, so that an error in the
-midst of it leaves the groups and the state of the user's own in place.
+midst of it leaves the groups and the state of the user's own in place. One that takes statistics sees the DTensors, of which torch computes
+them; where it cannot, or other stages of a pipeline hold the rest, the step is refused.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.driver.optimizers import scope_of
+from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
 from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
+from autopar.runtime.execute.world import DistributedWorld
+from autopar.runtime.train.placed import check_stages, is_seen_whole
 from autopar.runtime.train.stand_ins import StandIns
 
-# The parameters of parallel modules on processes, by their ids.
-_PLACED: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+# Where the parameters of parallel modules on processes lie.
+_PLACED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Those that stood there before, where somebody still holds them, with their names.
 _REPLACED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _STAND_INS: WeakKeyDictionary[Optimizer, StandIns] = WeakKeyDictionary()
 
 
-def step_by_parts(parameters: Iterable[nn.Parameter], replaced: Mapping[str, ref[nn.Parameter]] | None = None) -> None:
-    """From now on optimizers of nothing but such `parameters`, DTensors of which this process has its part, step by these parts, and those
-    of parameters that were `replaced` by them, by name, are refused: no gradient comes to these."""
-    _PLACED.update({id(each): each for each in parameters if isinstance(each, DTensor)})
+class Home(NamedTuple):
+    """Whose parameter it is: of a module in `world`, where it has this name; `scope` is what the user says of its optimizer."""
+
+    world: DistributedWorld
+    name: str
+    scope: Scope | None
+
+
+def step_by_parts(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    world: DistributedWorld,
+    scope: Scope | None = None,
+    replaced: Mapping[str, ref[nn.Parameter]] | None = None,
+) -> None:
+    """From now on optimizers of nothing but such `parameters`, DTensors of which this process has its part, step by these parts where they
+    go element by element, of which `scope` tells where their class does not. Those of parameters that were `replaced` by them, by name,
+    are refused: no gradient comes to these."""
+    _PLACED.update({each: Home(world, name, scope) for name, each in parameters if isinstance(each, DTensor)})
     alive = {name: old for name, each in (replaced or {}).items() if (old := each()) is not None}
-    _REPLACED.update({old: name for name, old in alive.items() if _PLACED.get(id(old)) is not old})
+    _REPLACED.update({old: name for name, old in alive.items() if old not in _PLACED})
     around_steps(_before, _after)
 
 
@@ -44,18 +63,53 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     """What steps in place of `optimizer`; None where that does it itself: its hooks, and a closure, are to see what they always did."""
     if _REPLACED:
         _refuse_replaced(optimizer)
-    if has_closure or scope_of(optimizer) != "element" or optimizer.defaults.get("differentiable") or has_step_hooks(optimizer):
+    home = next((_PLACED[each] for each in _dtensors(optimizer) if each in _PLACED), None)
+    if home is None:
         return None
-    groups = [(group, [each for each in group["params"] if each.grad is not None]) for group in optimizer.param_groups]
-    stepped = [each for _, params in groups for each in params]
+    scope = home.scope or scope_of(optimizer)
+    if scope != "element":
+        _refuse_statistics(optimizer, scope, home.world)
+    if has_closure or scope != "element" or optimizer.defaults.get("differentiable") or has_step_hooks(optimizer):
+        return None
+    # Each is looked at as seldom as can be: there may be hundreds, and they have left the processor's caches since the last step.
+    groups = [[(each, grad) for each in group["params"] if (grad := each.grad) is not None] for group in optimizer.param_groups]
+    stepped = [each for params in groups for each, _ in params]
+    gradients = [grad for params in groups for _, grad in params]
     # A gradient that the user put there may lie otherwise.
-    if not stepped or not all(_PLACED.get(id(each)) is each and lies_as(each.grad, each) for each in stepped):
+    if not stepped or not all(map(lies_as, gradients, stepped)):
         return None
-    known, state = _STAND_INS.setdefault(optimizer, StandIns()), defaultdict[Any, dict[str, Any]](dict)
-    chosen = [{**group, "params": [known.enter(each, optimizer.state, state) for each in params]} for group, params in groups]
+    known = _STAND_INS.setdefault(optimizer, StandIns())
+    entered = known.again(stepped, gradients, optimizer.state)
+    if entered is None:
+        if not all(each in _PLACED for each in stepped):
+            return None
+        entered = known.enter_together(stepped, optimizer.state)
+    stand_ins = iter(entered.locals)
+    chosen = [
+        {**group, "params": list(islice(stand_ins, len(params)))} for group, params in zip(optimizer.param_groups, groups, strict=True)
+    ]
     stands_in = object.__new__(type(optimizer))
-    vars(stands_in).update(vars(optimizer), param_groups=chosen, state=state)
+    vars(stands_in).update(vars(optimizer), param_groups=chosen, state=entered.inner)
     return stands_in
+
+
+def _dtensors(optimizer: Optimizer) -> Iterator[Any]:
+    return (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, DTensor))
+
+
+def _refuse_statistics(optimizer: Optimizer, scope: Scope, world: DistributedWorld) -> None:
+    """Where the optimizer would compute something else than on whole parameters, or torch cannot compute it."""
+    check_stages(optimizer, scope, world)
+    if not isinstance(optimizer, torch.optim.Adafactor):
+        return  # DTensor gives statistics of whole parameters, or says that it cannot
+    stepped = {_PLACED[each].name: each for each in _dtensors(optimizer) if each in _PLACED and each.grad is not None}
+    split = [name for name, each in stepped.items() if is_seen_whole(optimizer, each, world.placements.get(name))]
+    if split:
+        raise AutoparError(
+            f"torch's Adafactor cannot step {len(split)} parameters that are split over ranks, the first is {split[0]!r}: it writes in "
+            "place what DTensor would have to lay out anew. Pass optimizer=torch.optim.Adafactor to autopar.compile and call "
+            "parallel.train_step, which gathers them for its update"
+        )
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:
@@ -71,4 +125,4 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 
 
 def _after(optimizer: Optimizer, stood_in: Optimizer) -> None:
-    _STAND_INS[optimizer].leave(optimizer.state, stood_in.state)
+    _STAND_INS[optimizer].leave_together(optimizer.state)

@@ -6,7 +6,9 @@ DTensor dispatches each op in Python, and torch's optimizers do not group DTenso
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, MutableMapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,36 @@ class _StandIn(NamedTuple):
         return self.outer is outer and _are_same(outer, self.entries) and self.local.data_ptr() == part.data_ptr()
 
 
+class Entered:
+    """Parameters that enter a step together. They do so again as they are where all is as it was: a look at everything at once takes a
+    fraction of what a look at each takes."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], known: Sequence[_StandIn], inner: State) -> None:
+        self.parameters, self.inner = list(parameters), inner
+        self.locals = [each.local for each in known]
+        self._addresses = list(map(torch.Tensor.data_ptr, self.locals))
+        self._outer, self._entries = [each.outer for each in known], _all_entries(each.outer for each in known)
+        self._states = [each.state for each in known]
+        self._parts = _all_entries(self._states)
+
+    def is_of(self, parameters: Sequence[nn.Parameter], outer: State) -> bool:
+        """Whether these are they, with the state, and in the memory, that they had."""
+        return (
+            _are_all(parameters, self.parameters)
+            and _are_all(list(map(outer.get, parameters)), self._outer)
+            and _are_all(_all_entries(self._outer), self._entries)
+            and [local_part(each).data_ptr() for each in parameters if isinstance(each, DTensor)] == self._addresses
+        )
+
+    def is_left(self) -> bool:
+        """Whether their state, as the step leaves it, is made of the same objects as before."""
+        return _are_all(list(self.inner.values()), self._states) and _are_all(_all_entries(self._states), self._parts)
+
+    def put(self, gradients: Sequence[DTensor]) -> None:
+        for local, gradient in zip(self.locals, gradients, strict=True):
+            local.grad = local_part(gradient)
+
+
 class StandIns:
     """By parameter what stands in for it. State is handed on as DTensors, under the parameters themselves in `outer`, and what takes the
     place of an entry there is used from then on."""
@@ -43,6 +75,34 @@ class StandIns:
     def __init__(self) -> None:
         self._known: dict[nn.Parameter, _StandIn] = {}
         self._entered: list[nn.Parameter] = []
+        self._together: Entered | None = None
+
+    def again(self, parameters: Sequence[nn.Parameter], gradients: Sequence[DTensor], outer: State) -> Entered | None:
+        """What stands in for `parameters`, with their gradients; None where others entered the last step, or these have other state now."""
+        if self._together is None or not self._together.is_of(parameters, outer):
+            return None
+        self._together.put(gradients)
+        return self._together
+
+    def enter_together(self, parameters: Sequence[nn.Parameter], outer: State) -> Entered:
+        """As `enter`, of all that a step has; `leave_together` is its end."""
+        inner = defaultdict[Any, dict[str, Any]](dict)
+        for each in parameters:
+            self.enter(each, outer, inner)
+        self._entered.clear()
+        self._together = Entered(parameters, [self._known[each] for each in parameters], inner)
+        return self._together
+
+    def leave_together(self, outer: State) -> None:
+        together = self._together
+        assert together is not None, "nothing has entered"
+        if together.is_left():
+            for local in together.locals:
+                local.grad = None
+            return
+        self._entered[:] = together.parameters
+        self._together = None
+        self.leave(outer, together.inner)
 
     def knows(self, parameter: nn.Parameter, outer: Mapping[Any, dict[str, Any]]) -> bool:
         """Whether the state of `parameter` is what this handed on."""
@@ -89,8 +149,16 @@ class StandIns:
         self._known[parameter] = _StandIn(known.local, state, entries, tuple(state.values()), tuple(entries.values()))
 
 
+def _all_entries(states: Iterable[Mapping[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(each.values() for each in states))
+
+
+def _are_all(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
 def _are_same(entries: Mapping[str, Any], known: tuple[Any, ...]) -> bool:
-    return len(entries) == len(known) and all(map(operator.is_, entries.values(), known))
+    return _are_all(list(entries.values()), known)
 
 
 def parts_of_state(outer: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from autopar.ir.markers import held, pinned, reduced, save
 from autopar.ir.program import operands, results_of
 from autopar.ops.rule import Labels, Rule, rule
 from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
+from autopar.ops.traits import PERMUTES, permutation
 
 _FIRST = (frozenset({0}),)
 
@@ -45,21 +46,10 @@ def getitem(node: Node) -> Rule:
     return Rule((labels,), (labels,), linear=_FIRST, view=True)
 
 
-@rule(aten.t.default, aten.transpose.int, aten.permute.default)
+@rule(*PERMUTES)
 def permute(node: Node) -> Rule:
     source = positional(len(shape_of(node.args[0])))
     return Rule((source,), (tuple(source[i] for i in permutation(node)),), linear=_FIRST)
-
-
-def permutation(node: Node) -> tuple[int, ...]:
-    """For each dim of a transpose's result the dim it comes from."""
-    num_dims = len(shape_of(node.args[0]))
-    if node.target is aten.permute.default:
-        return dims_of(node.args[1], num_dims)
-    first, second = (0, num_dims - 1) if node.target is aten.t.default else (dim_of(d, num_dims) for d in node.args[1:3])
-    order = list(range(num_dims))
-    order[first], order[second] = order[second], order[first]
-    return tuple(order)
 
 
 @rule(aten.expand.default)

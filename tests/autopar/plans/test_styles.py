@@ -83,6 +83,7 @@ def test_what_is_said_later_counts() -> None:
     [
         ({"blocks.*.mlp.upp": COLUMN}, r"'blocks.\*.mlp.upp' matches no module; there are blocks.0.mlp.up, "),
         ({"blocks.*.norm": COLUMN}, "ColwiseParallel at 'blocks.1.norm': it splits nn.Linear, nn.Embedding and .* this is a LayerNorm"),
+        ({"head": "colwise"}, r"'head' is pinned to the word 'colwise': pass a style of .* or None, of each dim: \("),
         ({"head": ColwiseParallel(output_layouts=Partial())}, r"Partial.* is no layout that a value can be held in"),
         (
             {"blocks.0.mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())},

@@ -33,6 +33,9 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "copy to the same type": lambda x: aten._to_copy.default(x, dtype=torch.float32),
     "expand to itself": lambda x: aten.expand.default(x, [4, 6]),
     "view as itself": lambda x: aten.view.default(x, [4, 6]),
+    "transposed twice": lambda x: aten.t.default(aten.t.default(x)),
+    "turned round": lambda x: aten.permute.default(aten.transpose.int(x, -1, 0), [1, 0]),
+    "no dim moved": lambda x: aten.permute.default(x, [0, -1]),
     "whole slice": lambda x: aten.slice.Tensor(x, 1, 0, 2**63 - 1),
     "+ −0": lambda x: aten.add.Tensor(x, -0.0),
     "− integer 0": lambda x: aten.sub.Tensor(x, 0),
@@ -47,6 +50,7 @@ SOMETHING: dict[str, Callable[[Tensor], Tensor]] = {
     "copy into another type": lambda x: aten.copy.default(aten.new_empty.default(x, [4, 6], dtype=torch.float64), x),
     "copy over more rows": lambda x: aten.copy.default(aten.new_empty.default(x, [2, 4, 6]), x),
     "another shape": lambda x: aten.view.default(x, [6, 4]),
+    "transposed": aten.t.default,
     "another memory order": lambda x: aten.clone.default(aten.t.default(x), memory_format=torch.contiguous_format),
     "part of it": lambda x: aten.slice.Tensor(x, 1, 0, 5),
     "+ 0": lambda x: aten.add.Tensor(x, 0),
@@ -70,6 +74,40 @@ def test_what_changes_nothing(name: str) -> None:
 def test_what_changes_something(name: str) -> None:
     before = traced(lambda x: aten.relu.default(SOMETHING[name](x)), X)
     assert folded(lambda x: aten.relu.default(SOMETHING[name](x)), X) == ops(before)
+
+
+# By how a sum is read: the ops that are left, but for the relu that reads it.
+SUMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "a bias": (lambda x: aten.view.default(aten.sum.dim_IntList(x, [0], True), [6]), ["aten.sum.dim_IntList"]),
+    "the last dim": (lambda x: aten.reshape.default(aten.sum.dim_IntList(x, [-1], True), [4]), ["aten.sum.dim_IntList"]),
+    "all dims": (lambda x: aten.view.default(aten.sum.dim_IntList(x, [0, 1], True), []), ["aten.sum.dim_IntList"]),
+    "in another type": (
+        lambda x: aten.view.default(aten.sum.dim_IntList(x, [0], True, dtype=torch.float64), [6]),
+        ["aten.sum.dim_IntList"],
+    ),
+    "another shape": (
+        lambda x: aten.view.default(aten.sum.dim_IntList(x, [0], True), [2, 3]),
+        ["aten.sum.dim_IntList", "aten.view.default"],
+    ),
+    "without the dim": (
+        lambda x: aten.view.default(aten.sum.dim_IntList(x, [0]), [1, 6]),
+        ["aten.sum.dim_IntList", "aten.view.default"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_which_a_view_takes_the_dim_away(name: str) -> None:
+    read, left = SUMS[name]
+    assert folded(lambda x: aten.relu.default(read(x)), X) == [*left, "aten.relu.default"]
+
+
+def test_a_sum_that_is_read_with_its_dim_keeps_it() -> None:
+    def read(x: Tensor) -> Tensor:
+        kept = aten.sum.dim_IntList(x, [0], True)
+        return aten.add.Tensor(aten.view.default(kept, [6]), kept)
+
+    assert folded(read, X) == ["aten.sum.dim_IntList", "aten.view.default", "aten.add.Tensor"]
 
 
 def test_zeros_keep_their_sign() -> None:

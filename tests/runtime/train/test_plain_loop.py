@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,6 +146,48 @@ def own_ways() -> dict[str, Any]:
     return found
 
 
+class Signs(torch.optim.Optimizer):
+    """A user's class, which goes element by element: its code alone says so."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self._init_group(group)
+
+    def _init_group(self, group: dict[str, Any]) -> None:
+        for each in group["params"]:
+            if each.grad is not None:
+                each.add_(each.grad.sign(), alpha=-group["lr"])
+
+
+def refusals(where: str, options: dict[str, Any]) -> dict[str, str]:
+    """By class what its step is refused with, or what its code sees."""
+    sizes, axes = MESHES[where]
+    given, found = share(batch(0), axes, sizes), dict[str, str]()
+    options = {"example_inputs": given, "backend": "eager", "cluster": autopar.Cluster.ideal(), **options}
+    parallel = autopar.compile(small_gpt(), init_device_mesh("cpu", sizes, mesh_dim_names=axes), **options)
+
+    def loss() -> Tensor:
+        parallel.zero_grad()
+        value = parallel(**given)
+        value.backward()
+        return value
+
+    for kind in (torch.optim.LBFGS, torch.optim.Adafactor, Signs):
+        loss()
+        optimizer: Any = kind(parallel.parameters())
+        step = partial(optimizer.step, loss) if kind is torch.optim.LBFGS else optimizer.step
+        try:
+            seen = seen_by(optimizer, step) if kind is Signs else step()
+            found[kind.__name__] = " ".join(each.__name__ for each in seen) if kind is Signs else "steps"
+        except autopar.AutoparError as error:
+            found[kind.__name__] = str(error)
+    return found
+
+
 # ---- the tests
 
 OWN_WAYS = {"closure", "own hook", "hook of all", "another placement", "another class"}
@@ -163,3 +206,20 @@ def test_who_steps_in_sees_what_torch_shows(gloo_ranks: Any) -> None:
         assert found["plain"] == found["after a failure"] == found["without hooks"] == {Tensor}, found
         assert {key: seen for key, seen in found.items() if seen == {DTensor}}.keys() == OWN_WAYS, found
         assert found["failed"] and found["groups"] and found["parameters of the state"] == {"DTensor"}, found
+
+
+def test_statistics_over_the_parameters_of_one_stage_are_refused(gloo_ranks: Any) -> None:
+    """They were taken there, in silence: another training. What the user says of their own class is believed."""
+    for found in gloo_ranks.run(refusals, "pp2 dp2", {}):
+        assert "LBFGS joins all parameters into one vector" in found["LBFGS"] and "those of one stage alone" in found["LBFGS"]
+        assert "Signs is not known to treat each parameter by itself" in found["Signs"]
+        assert 'train_step=TrainStep(update_scope="parameter")' in found["Signs"] and found["Adafactor"] == "steps"
+    for scope, seen in (("parameter", "DTensor"), ("element", "Tensor")):
+        for found in gloo_ranks.run(refusals, "pp2 dp2", {"train_step": autopar.TrainStep(update_scope=scope)}):
+            assert found["Signs"] == seen, found
+
+
+def test_what_torch_cannot_step_in_parts_is_refused(gloo_ranks: Any) -> None:
+    for found in gloo_ranks.run(refusals, "dp4", {"zero": 1}):
+        assert "torch's Adafactor cannot step" in found["Adafactor"] and "call parallel.train_step" in found["Adafactor"]
+        assert found["LBFGS"] == "steps" and found["Signs"] == "DTensor", found
