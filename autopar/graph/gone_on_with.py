@@ -9,10 +9,10 @@ from autopar.graph.pieces import rearranges
 
 aten = torch.ops.aten
 # What a sum over ranks goes through on its way to the caller, beside what only rearranges it: tied parameters have one gradient, others a
-# part of one, or a mean.
+# part of one, or a mean; the rows of a table of positions are those of all samples.
 _PASSES_ON = frozenset(
     (aten._to_copy.default, aten.index_select.default, aten.slice.Tensor, aten.select.int, aten.constant_pad_nd.default)
-    + (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
+    + (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.embedding_dense_backward.default)
 )
 
 

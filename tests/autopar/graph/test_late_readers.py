@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+import autopar
 from autopar.graph.late_readers import late_readers
 from autopar.ir.collectives import all_reduce, wait
+from autopar.ir.instructions import Launch, Pause, Wait
 from autopar.ir.keys import PHASE
 
 aten = torch.ops.aten
@@ -39,3 +42,24 @@ def test_of_several_microbatches_the_way_to_their_sum() -> None:
     section = [node for name, node in found.items() if name != "shard"]
     assert late_readers(section, (), {found["cast"]}) == {found["cast"]}
     assert late_readers(section) == set(), "another stage, or a later action, may read it"
+
+
+class Positions(nn.Module):
+    """A table of positions: its gradient is made of what is summed over all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.symbols, self.positions, self.head = nn.Embedding(32, 8), nn.Embedding(8, 8), nn.Linear(8, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.symbols(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        return self.head(x).logsumexp(-1).mean()
+
+
+def test_a_table_of_positions_keeps_nothing_waiting() -> None:
+    """Everything is launched before the first wait of the backward: that of the symbols' gradient as well."""
+    parallel = autopar.compile(Positions(), autopar.virtual_mesh(dp=2), example_inputs={"tokens": torch.zeros(4, 6, dtype=torch.int64)})
+    instructions = parallel.compiled.schedule_of(0).instructions
+    backward = instructions[next(number for number, each in enumerate(instructions) if isinstance(each, Pause)) :]
+    kinds = [type(each) for each in backward if isinstance(each, (Launch, Wait))]
+    assert Launch in kinds and Launch not in kinds[kinds.index(Wait) :], "\n".join(map(str, backward))
