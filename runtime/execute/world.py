@@ -335,8 +335,7 @@ class DistributedWorld:
     def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
         assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
         part, device = own(*parts.values()), local_part(parameter).device
-        if item.padding is not None:
-            part = unpadded(part, self._local_padding(item, mesh))
+        part = part if item.padding is None else unpadded(part, self._local_padding(item, mesh))
         return like(parameter, part if part.device == device else part.to(device))
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
