@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.driver.optimizers import scope_of
+from autopar.driver.optimizers import scope_of, takes_closure
 from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
 from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
@@ -37,7 +37,8 @@ _STAND_INS: WeakKeyDictionary[Optimizer, StandIns] = WeakKeyDictionary()
 
 
 class Home(NamedTuple):
-    """Whose parameter it is: of a module in `world`, where it has this name; `scope` is what the user says of its optimizer."""
+    """Whose parameter it is: of a module in `world`, where it has this name; `scope` is what the user says of an optimizer whose class
+    nobody knows."""
 
     world: DistributedWorld
     name: str
@@ -66,7 +67,9 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     home = next((_PLACED[each] for each in _dtensors(optimizer) if each in _PLACED), None)
     if home is None:
         return None
-    scope = home.scope or scope_of(optimizer)
+    scope = scope_of(optimizer)
+    if scope == "model" and not takes_closure(optimizer):
+        scope = home.scope or scope
     if scope != "element":
         _refuse_statistics(optimizer, scope, home.world)
     if has_closure or scope != "element" or optimizer.defaults.get("differentiable") or has_step_hooks(optimizer):

@@ -42,13 +42,13 @@ class Entered:
     """Parameters that enter a step together. They do so again as they are where all is as it was: a look at everything at once takes a
     fraction of what a look at each takes."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], known: Sequence[_StandIn], inner: State) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], known: Sequence[_StandIn], outer: State, inner: State) -> None:
         self.parameters, self.inner = list(parameters), inner
         self.locals = [each.local for each in known]
         self._addresses = list(map(torch.Tensor.data_ptr, self.locals))
-        self._outer, self._entries = [each.outer for each in known], _all_entries(each.outer for each in known)
-        self._states = [each.state for each in known]
-        self._parts = _all_entries(self._states)
+        # An optimizer without state has none of a parameter, not an empty one.
+        self._outer, self._states = list(map(outer.get, parameters)), [each.state for each in known if each.state]
+        self._entries, self._parts = _all_entries(self._outer), _all_entries(self._states)
 
     def is_of(self, parameters: Sequence[nn.Parameter], outer: State) -> bool:
         """Whether these are they, with the state, and in the memory, that they had."""
@@ -90,7 +90,7 @@ class StandIns:
         for each in parameters:
             self.enter(each, outer, inner)
         self._entered.clear()
-        self._together = Entered(parameters, [self._known[each] for each in parameters], inner)
+        self._together = Entered(parameters, [self._known[each] for each in parameters], outer, inner)
         return self._together
 
     def leave_together(self, outer: State) -> None:
@@ -149,8 +149,8 @@ class StandIns:
         self._known[parameter] = _StandIn(known.local, state, entries, tuple(state.values()), tuple(entries.values()))
 
 
-def _all_entries(states: Iterable[Mapping[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(each.values() for each in states))
+def _all_entries(states: Iterable[Mapping[str, Any] | None]) -> list[Any]:
+    return list(chain.from_iterable(each.values() for each in states if each))
 
 
 def _are_all(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autopar
+from autopar.runtime.train.stand_ins import StandIns
 from tests.equivalence.test_gloo_train_step import ELEMENTWISE, MESHES, share
 from tests.support.models.trained import batch, small_gpt
 
@@ -146,6 +147,33 @@ def own_ways() -> dict[str, Any]:
     return found
 
 
+def entered_again(name: str) -> list[bool]:
+    """Step by step whether all parameters entered as they did at the last one: four steps, the state loaded, two, one without a gradient of
+    the first parameter, two."""
+    _, parallel, given = built("dp2 tp2")
+    optimizer = (ELEMENTWISE | {"sgd": torch.optim.SGD})[name](parallel.parameters())
+    found, original = list[bool](), StandIns.again
+
+    def spied(self: StandIns, *args: Any) -> Any:
+        entered = original(self, *args)
+        found.append(entered is not None)
+        return entered
+
+    StandIns.again = spied  # type: ignore[method-assign]
+    try:
+        for step in range(9):
+            if step == 4:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            parallel(**given(0)).backward()
+            if step == 6:
+                next(parallel.parameters()).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        StandIns.again = original  # type: ignore[method-assign]
+    return found
+
+
 class Signs(torch.optim.Optimizer):
     """A user's class, which goes element by element: its code alone says so."""
 
@@ -206,6 +234,14 @@ def test_who_steps_in_sees_what_torch_shows(gloo_ranks: Any) -> None:
         assert found["plain"] == found["after a failure"] == found["without hooks"] == {Tensor}, found
         assert {key: seen for key, seen in found.items() if seen == {DTensor}}.keys() == OWN_WAYS, found
         assert found["failed"] and found["groups"] and found["parameters of the state"] == {"DTensor"}, found
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_parameters_enter_all_together_where_nothing_has_changed(gloo_ranks: Any, name: str) -> None:
+    """State is made in the first step and handed on at its end; one that has none enters so from the second on."""
+    made = [False, False, True, True, False, True, False, False, True]
+    wanted = made if name == "adamw" else [False, *[True] * 5, False, False, True]
+    assert gloo_ranks.run(entered_again, name) == [wanted] * 4
 
 
 def test_statistics_over_the_parameters_of_one_stage_are_refused(gloo_ranks: Any) -> None:
