@@ -67,10 +67,7 @@ def measure(rank: int, folder: str, options: argparse.Namespace) -> None:
             dist.barrier()
             found[name].append(seconds_of_a_step(module, optimizers[name], share))
     if rank == 0:
-        medians = {
-            name: {part: statistics.median(1e3 * step[part] for step in steps[WARM_UP:]) for part in steps[0]}
-            for name, steps in found.items()
-        }
+        medians = {name: medians_of(steps[WARM_UP:]) for name, steps in found.items()}
         rows = [{"trainer": name, **parts, "× DDP": parts["step"] / medians["DDP"]["step"]} for name, parts in medians.items()]
         print_table(f"{options.size}, dp, {options.backend}: CPU ms of the training thread", rows)
     dist.destroy_process_group()

@@ -48,6 +48,7 @@ __all__ = [
     "is_accumulating",
     "is_alone",
     "is_fake_mode_active",
+    "is_left_out",
     "is_made_like",
     "lies_as",
     "metadata_of",
@@ -139,6 +140,14 @@ def is_accumulating(leaf_node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:  # of a leaf that autograd.grad was asked for
+        return False
+
+
+def is_left_out(leaf_node: Any) -> bool:
+    """Whether the backward under way, `backward(inputs=...)`, has no use for the gradient of the leaf behind which this node is."""
+    try:
+        return not torch._C._will_engine_execute_node(leaf_node)
+    except RuntimeError:
         return False
 
 

@@ -254,7 +254,8 @@ def local_index(ids: Node, dims: Dims, sharding: Sharding, dim: int, builder: Lo
 
 
 def out_of_range(ids: Node, rows: int, step: int, builder: LocalBuilder) -> Node:
-    """0 for the ids in [0, rows), and a multiple of `step` for those past the end, or below 0."""
+    """0 for the ids in [0, rows), and a multiple of `step` other than 0 for those past the end, or below 0: outside of any part of `step`
+    rows at most."""
     return builder.call(aten.mul.Tensor, builder.call(aten.div.Tensor_mode, ids, rows, rounding_mode="floor"), step)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import Emitter, tensor_of
-from autopar.ir.keys import PHASE
+from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.program import Program
 from autopar.ops.traits import PERMUTES, permutation
 
@@ -151,8 +151,10 @@ def _index_as_view(program: Program, node: Node) -> Node | None:
 def _sum_without_dims(program: Program, node: Node) -> Node | None:
     """`view(sum(x, dims, keepdim=True), shape)` as `sum(x, dims)`, where that has this shape."""
     kept = node.args[0]
-    if not isinstance(kept, Node) or kept.target != aten.sum.dim_IntList or len(kept.users) > 1 or PHASE.get(kept) != PHASE.get(node):
+    if not isinstance(kept, Node) or kept.target != aten.sum.dim_IntList or len(kept.users) > 1:
         return None
+    if (PHASE.get(kept), STAGE.get(kept)) != (PHASE.get(node), STAGE.get(node)):
+        return None  # where only the sum goes from one to the other, x would have to
     x, dims, *keeps = kept.args
     if keeps != [True]:
         return None

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import BackwardError
-from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_made_like, lies_as, local_part, plain_part
+from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_left_out, is_made_like, lies_as, local_part, plain_part
 from autopar.runtime.execute.call import Call
 from autopar.runtime.module.outputs import refuse_detached
 
@@ -79,24 +79,27 @@ def _put(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node
 
 
 def _hand_on(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
-    """In anomaly mode: what comes by the tape torch tells of."""
+    """In anomaly mode that does not look for NaN: by the tape, as torch does it."""
     return gradient
 
 
 def _look_and_put(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
     """In anomaly mode, where torch looks for NaN in all that comes by the tape: it cannot in DTensors, so they are looked at here, and do
-    not come by it. Raises `RuntimeError`, as torch does, for NaN, and `BackwardError` for what the tape alone could hand on."""
+    not come by it. Raises `RuntimeError`, as torch does, for NaN, on the ranks that hold one, and `BackwardError` for what the tape alone
+    could hand on."""
     if not isinstance(gradient, DTensor):
         return gradient
     if local_part(gradient).isnan().any():
         raise RuntimeError(f"the gradient of {name!r} has nan values on this rank")
-    before, is_asked_for = parameter.grad, has_gradient_hooks(parameter) or not is_accumulating(node)
-    if isinstance(before, DTensor) and lies_as(before, parameter) and not is_asked_for:
+    if is_left_out(node):
+        return None
+    before = parameter.grad
+    if isinstance(before, DTensor) and lies_as(before, parameter) and is_accumulating(node) and not has_gradient_hooks(parameter):
         local_part(before).add_(local_part(gradient))
         return None
     if _put(name, parameter, gradient, node) is not None:
         raise BackwardError(
-            f"the gradient of {name!r}, a DTensor, was to be handed to a hook, or out of autograd.grad, in anomaly mode, where torch looks "
-            "for NaN in it and cannot in DTensors: set_detect_anomaly(True, check_nan=False)"
+            f"the gradient of {name!r}, a DTensor, was to be handed to a hook, out of autograd.grad, or added to one that lies otherwise, "
+            "in anomaly mode, where torch looks for NaN in it and cannot in DTensors: set_detect_anomaly(True, check_nan=False)"
         )
     return None

@@ -339,7 +339,7 @@ class CapturingModule(NamesOfModel):
             before = {name: weakref.ref(parameter) for name, parameter in self._model.named_parameters()}
             self._world.place(self._model, compiled, values)
             if isinstance(self._world, DistributedWorld):
-                step_by_parts(self._model.named_parameters(), self._world, self._trainer.options.update_scope, before)
+                step_by_parts(self._model.named_parameters(), self._world, self._trainer, before)
             if self._world.device(self._model).type == "cpu":
                 keep_freed_memory()
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)

@@ -5,7 +5,7 @@
 
 Torch lets a hook that runs before each step say whose step it is: that is another object with the same options, so that an error in the
 midst of it leaves the groups and the state of the user's own in place. One that takes statistics sees the DTensors, of which torch computes
-them; where it cannot, or other stages of a pipeline hold the rest, the step is refused.
+them; where these lie so that it cannot, or other stages of a pipeline hold the rest, the step is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
 from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
 from autopar.runtime.execute.world import DistributedWorld
+from autopar.runtime.module.placement import torch_can_gather
 from autopar.runtime.train.placed import check_stages, is_seen_whole
 from autopar.runtime.train.stand_ins import StandIns
+from autopar.runtime.train.trainer import Trainer
 
 # Where the parameters of parallel modules on processes lie.
 _PLACED: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -37,24 +39,28 @@ _STAND_INS: WeakKeyDictionary[Optimizer, StandIns] = WeakKeyDictionary()
 
 
 class Home(NamedTuple):
-    """Whose parameter it is: of a module in `world`, where it has this name; `scope` is what the user says of an optimizer whose class
-    nobody knows."""
+    """Whose parameter it is: of a module in `world`, where it has this name. `scope` is what the user says of an optimizer whose class
+    nobody knows: of the class `said_of`, of any where that is None."""
 
-    world: DistributedWorld
+    world: ref[DistributedWorld]
     name: str
     scope: Scope | None
+    said_of: type[Optimizer] | None
 
 
 def step_by_parts(
     parameters: Iterable[tuple[str, nn.Parameter]],
     world: DistributedWorld,
-    scope: Scope | None = None,
+    trainer: Trainer,
     replaced: Mapping[str, ref[nn.Parameter]] | None = None,
 ) -> None:
     """From now on optimizers of nothing but such `parameters`, DTensors of which this process has its part, step by these parts where they
-    go element by element, of which `scope` tells where their class does not. Those of parameters that were `replaced` by them, by name,
-    are refused: no gradient comes to these."""
-    _PLACED.update({each: Home(world, name, scope) for name, each in parameters if isinstance(each, DTensor)})
+    go element by element, of which the options of `trainer` tell where their class does not. Those of parameters that were `replaced` by
+    them, by name, are refused: no gradient comes to these."""
+    sample = None if trainer.recipe is None else trainer.recipe.sample
+    said_of = None if sample is None else type(sample)
+    scope = trainer.options.update_scope
+    _PLACED.update({each: Home(ref(world), name, scope, said_of) for name, each in parameters if isinstance(each, DTensor)})
     alive = {name: old for name, each in (replaced or {}).items() if (old := each()) is not None}
     _REPLACED.update({old: name for name, old in alive.items() if old not in _PLACED})
     around_steps(_before, _after)
@@ -67,11 +73,9 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     home = next((_PLACED[each] for each in _dtensors(optimizer) if each in _PLACED), None)
     if home is None:
         return None
-    scope = scope_of(optimizer)
-    if scope == "model" and not takes_closure(optimizer):
-        scope = home.scope or scope
+    scope = _scope(optimizer, home)
     if scope != "element":
-        _refuse_statistics(optimizer, scope, home.world)
+        _refuse_statistics(optimizer, scope)
     if has_closure or scope != "element" or optimizer.defaults.get("differentiable") or has_step_hooks(optimizer):
         return None
     # Each is looked at as seldom as can be: there may be hundreds, and they have left the processor's caches since the last step.
@@ -100,19 +104,37 @@ def _dtensors(optimizer: Optimizer) -> Iterator[Any]:
     return (each for group in optimizer.param_groups for each in group["params"] if isinstance(each, DTensor))
 
 
-def _refuse_statistics(optimizer: Optimizer, scope: Scope, world: DistributedWorld) -> None:
+def _scope(optimizer: Optimizer, home: Home) -> Scope:
+    scope = scope_of(optimizer)
+    is_unknown = scope == "model" and not takes_closure(optimizer)
+    return home.scope if is_unknown and home.scope is not None and home.said_of in (None, type(optimizer)) else scope
+
+
+def _refuse_statistics(optimizer: Optimizer, scope: Scope) -> None:
     """Where the optimizer would compute something else than on whole parameters, or torch cannot compute it."""
-    check_stages(optimizer, scope, world)
-    if not isinstance(optimizer, torch.optim.Adafactor):
-        return  # DTensor gives statistics of whole parameters, or says that it cannot
-    stepped = {_PLACED[each].name: each for each in _dtensors(optimizer) if each in _PLACED and each.grad is not None}
-    split = [name for name, each in stepped.items() if is_seen_whole(optimizer, each, world.placements.get(name))]
-    if split:
+    wrong: list[str] = []
+    for each in _dtensors(optimizer):
+        home = _PLACED.get(each)
+        world = None if home is None else home.world()
+        if home is None or world is None:
+            continue
+        check_stages(optimizer, scope, world)
+        placement = world.placements.get(home.name)
+        is_adafactor = isinstance(optimizer, torch.optim.Adafactor)  # it writes in place what DTensor would have to lay out anew
+        cannot = is_seen_whole(optimizer, each, placement) if is_adafactor else placement is not None and not torch_can_gather(placement)
+        if cannot and each.grad is not None:
+            wrong.append(home.name)
+    if wrong:
+        kind = type(optimizer).__name__
+        takes, own = ("takes", "") if scope == "parameter" else ("may take", f"; or, if it goes element by element, say so: {_SAID}")
         raise AutoparError(
-            f"torch's Adafactor cannot step {len(split)} parameters that are split over ranks, the first is {split[0]!r}: it writes in "
-            "place what DTensor would have to lay out anew. Pass optimizer=torch.optim.Adafactor to autopar.compile and call "
-            "parallel.train_step, which gathers them for its update"
+            f"{kind} {takes} statistics of whole parameters, and torch cannot compute them of {len(wrong)} that are split over ranks, as they "
+            f"lie; the first is {wrong[0]!r}. Pass optimizer={kind} to autopar.compile and call parallel.train_step, which gathers them for "
+            f"its update{own}"
         )
+
+
+_SAID = 'autopar.compile(..., train_step=TrainStep(update_scope="element"))'
 
 
 def _refuse_replaced(optimizer: Optimizer) -> None:

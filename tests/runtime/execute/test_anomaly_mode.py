@@ -41,7 +41,11 @@ def trained() -> dict[str, Any]:
             parallel(torch.where(share == share.max(), torch.inf, share)).square().mean().backward()  # tanh'(inf) * inf
         except RuntimeError as error:
             found["nan"] = str(error)
-        handle = next(parallel.parameters()).register_hook(lambda _: None)
+        first, *others = parallel.parameters()
+        parallel.zero_grad()
+        parallel(share).square().mean().backward(inputs=[first])
+        found["left out"] = first.grad is not None and all(each.grad is None for each in others)
+        handle = first.register_hook(lambda _: None)
         try:
             parallel(share).square().mean().backward()
         except autopar.AutoparError as error:
@@ -58,6 +62,6 @@ def trained() -> dict[str, Any]:
 def test_gradients_are_looked_at_and_come_as_ever(gloo_ranks: Any) -> None:
     for found in gloo_ranks.run(trained):
         assert max(found["once"], found["twice"], found["without looking"]) < 1e-6, found
-        assert found["kinds"] == {DTensor}
+        assert found["kinds"] == {DTensor} and found["left out"]
         assert "the gradient of '0.weight' has nan values" in found["nan"]
         assert "handed to a hook" in found["hook"] and "set_detect_anomaly(True, check_nan=False)" in found["hook"]

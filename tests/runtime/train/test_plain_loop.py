@@ -252,10 +252,12 @@ def test_statistics_over_the_parameters_of_one_stage_are_refused(gloo_ranks: Any
         assert 'train_step=TrainStep(update_scope="parameter")' in found["Signs"] and found["Adafactor"] == "steps"
     for scope, seen in (("parameter", "DTensor"), ("element", "Tensor")):
         for found in gloo_ranks.run(refusals, "pp2 dp2", {"train_step": autopar.TrainStep(update_scope=scope)}):
-            assert found["Signs"] == seen, found
+            assert found["Signs"] == seen and "LBFGS joins all parameters" in found["LBFGS"], found
 
 
 def test_what_torch_cannot_step_in_parts_is_refused(gloo_ranks: Any) -> None:
-    for found in gloo_ranks.run(refusals, "dp4", {"zero": 1}):
-        assert "torch's Adafactor cannot step" in found["Adafactor"] and "call parallel.train_step" in found["Adafactor"]
-        assert found["LBFGS"] == "steps" and found["Signs"] == "DTensor", found
+    for options, seen in (({}, "DTensor"), ({"train_step": autopar.TrainStep(update_scope="element")}, "Tensor")):
+        for found in gloo_ranks.run(refusals, "dp4", {"zero": 1, **options}):
+            assert "Adafactor takes statistics of whole parameters" in found["Adafactor"] and "update_scope" not in found["Adafactor"]
+            assert "call parallel.train_step, which gathers them" in found["Adafactor"]
+            assert found["LBFGS"] == "steps" and found["Signs"] == seen, found
