@@ -128,9 +128,9 @@ def _refuse_statistics(optimizer: Optimizer, scope: Scope) -> None:
         kind = type(optimizer).__name__
         takes, own = ("takes", "") if scope == "parameter" else ("may take", f"; or, if it goes element by element, say so: {_SAID}")
         raise AutoparError(
-            f"{kind} {takes} statistics of whole parameters, and torch cannot compute them of {len(wrong)} that are split over ranks, as they "
-            f"lie; the first is {wrong[0]!r}. Pass optimizer={kind} to autopar.compile and call parallel.train_step, which gathers them for "
-            f"its update{own}"
+            f"{kind} {takes} statistics of whole parameters, and torch cannot compute them of {len(wrong)} that are split over ranks, as "
+            f"they lie; the first is {wrong[0]!r}. Pass optimizer={kind} to autopar.compile and call parallel.train_step, which gathers "
+            f"them for its update{own}"
         )
 
 
