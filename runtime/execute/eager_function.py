@@ -6,7 +6,6 @@ The program has each op in the form that shards well; run op by op, that form co
     reshape(reshape(x, a), b)        → reshape(x, b)         reshape(x, x.shape)  → x
     add(mm(x, w), bias)              → addmm(bias, x, w)     one kernel, which reads and writes the product once
     addmm(bias, x, t(w))             → linear(x, w, bias)    the same kernel, and one call less; mm(x, t(w)) likewise
-    reshape(sum(x, [0], True), [n])  → sum(x, [0])
     torch.ops.aten.mm.default(x, w)  → torch.mm(x, w)        the same kernel, called in half the time
     torch.ops.autopar.norm.default   → what it runs
 
@@ -116,7 +115,6 @@ def simplified(module: GraphModule) -> GraphModule:
         for node in nodes:
             _fold_view(node)
             _join_bias(node)
-            _fold_sum(node)
         for node in nodes:
             _join_transpose(node)  # after all biases, which look for products
         for node in reversed(nodes):
@@ -173,16 +171,6 @@ def _join_transpose(node: Node) -> None:
     first, second = product
     if isinstance(second, Node) and second.target is aten.t.default and len(_shape(second) or ()) == 2:
         node.target, node.args = torch.nn.functional.linear, (first, second.args[0], *bias)
-
-
-def _fold_sum(node: Node) -> None:
-    """A sum over rows that keeps its dim, of which a reshape takes that away."""
-    source = node.args[0] if node.args else None
-    if node.target not in _RESHAPES or not isinstance(source, Node) or source.target is not aten.sum.dim_IntList or len(source.users) > 1:
-        return
-    summed, dims, *keep = source.args
-    if keep == [True] and dims == [0] and not source.kwargs and isinstance(summed, Node) and _shape(node) == (_shape(summed) or ())[1:]:
-        node.target, node.args = aten.sum.dim_IntList, (summed, [0])
 
 
 def _shape(node: Any) -> tuple[int, ...] | None:

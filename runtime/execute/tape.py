@@ -42,7 +42,7 @@ class _Differentiable(torch.autograd.Function):
         gradients = call.backward(given)
         call.after_backward()
         leaves = zip(ctx.next_functions, ctx.named.items(), strict=True)
-        put = _put if not torch.is_anomaly_enabled() else _look_and_put if torch.is_anomaly_check_nan_enabled() else _hand_on
+        put = _look_and_put if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() else _put
         return (None, None, *[put(name, parameter, gradients.get(name), node) for (node, _), (name, parameter) in leaves])
 
 
@@ -76,11 +76,6 @@ def _put(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node
         return gradient  # autograd has a rule for it
     parameter.grad = gradient
     return None
-
-
-def _hand_on(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:
-    """In anomaly mode that does not look for NaN: by the tape, as torch does it."""
-    return gradient
 
 
 def _look_and_put(name: str, parameter: torch.Tensor, gradient: torch.Tensor | None, node: Any) -> torch.Tensor | None:

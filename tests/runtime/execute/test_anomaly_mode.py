@@ -6,11 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import autopar
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Whole."""
+    assert parameter.grad is not None
+    return parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 def trained() -> dict[str, Any]:
@@ -28,8 +34,8 @@ def trained() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def difference(times: int) -> float:
-        held = [each.grad for each in parallel.parameters()]
-        return max(float((grad.full_tensor() - times * each.grad).abs().max()) for grad, each in zip(held, reference, strict=True))  # type: ignore[union-attr, operator]
+        pairs = zip(parallel.parameters(), reference, strict=True)
+        return max(float((gradient_of(each) - times * gradient_of(wanted)).abs().max()) for each, wanted in pairs)
 
     with torch.autograd.detect_anomaly(check_nan=True):
         parallel(share).square().mean().backward()

@@ -112,13 +112,6 @@ def test_a_product_with_a_transposed_matrix_is_linear(x: Tensor) -> None:
     assert linear not in ops_of(lambda x, w, y: aten.addmm(y, x, aten.t(w)), x, torch.randn(5, 6), torch.randn(4, 5))
 
 
-def test_a_sum_over_rows_needs_no_reshape(x: Tensor) -> None:
-    assert ops_of_calls(lambda x: (reshape(aten.sum.dim_IntList(x, [0], True), [6]),), x) == [str(torch.sum)]
-    kept = [str(torch.sum), "aten.reshape.default"]
-    assert ops_of_calls(lambda x: (reshape(aten.sum.dim_IntList(x, [1], True), [4]),), x) == kept
-    assert ops_of_calls(lambda x: (reshape(aten.sum.dim_IntList(x, [0], True), [2, 3]),), x) == kept
-
-
 def test_an_op_of_ours_is_called_past_the_dispatcher(x: Tensor) -> None:
     op = torch.ops.autopar.norm.default
     options = {"eps": 1e-5, "centred": True}

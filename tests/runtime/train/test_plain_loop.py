@@ -159,8 +159,8 @@ def entered_again(name: str) -> list[bool]:
         found.append(entered is not None)
         return entered
 
-    StandIns.again = spied  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StandIns, "again", spied)
         for step in range(9):
             if step == 4:
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -169,8 +169,6 @@ def entered_again(name: str) -> list[bool]:
                 next(parallel.parameters()).grad = None
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        StandIns.again = original  # type: ignore[method-assign]
     return found
 
 
@@ -181,7 +179,7 @@ class Signs(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.01})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             self._init_group(group)
 
