@@ -20,8 +20,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
+from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.process_groups import ProcessGroups
-from autopar.runtime.execute.world import DistributedWorld, local_of
+from autopar.runtime.execute.world import local_of
 from examples.plan_70b import SIZES
 
 GIB = 2**30

@@ -30,9 +30,10 @@ Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any
 __all__ = [
     "AllocatorLog",
     "Backend",
-    "Converted",
+    "AsksToConvert",
     "TorchDispatchMode",
     "all_gather_flat",
+    "apply_on_tape",
     "around_steps",
     "backend_named",
     "below_autograd",
@@ -48,13 +49,12 @@ __all__ = [
     "is_accumulating",
     "is_alone",
     "is_fake_mode_active",
-    "is_left_out",
     "is_made_like",
     "lies_as",
     "metadata_of",
     "not_compiled",
     "paths_of",
-    "plain_part",
+    "plain_parts",
     "reduce_scatter_flat",
     "registered_names",
     "shard",
@@ -110,7 +110,7 @@ class AllocatorLog:
 _MARK = "autopar memory "
 
 
-class Converted(nn.Module):
+class AsksToConvert(nn.Module):
     """A module that is asked, as a whole, before `.to`, `.float`, `.cuda` and their like convert what it has."""
 
     def _takes_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -134,21 +134,21 @@ def hand_on_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, hooks)
 
 
-def is_accumulating(leaf_node: Any) -> bool:
-    """Whether the backward under way adds to the `.grad` of a leaf, of which this is the node behind it on the tape: `autograd.grad` hands
-    gradients out, and `backward(inputs=...)` leaves leaves out."""
+def is_accumulating(leaf_node: Any) -> bool | None:
+    """Whether the backward under way adds to the `.grad` of a leaf, of which this is the node behind it on the tape: `backward(inputs=...)`
+    leaves leaves out. None where `autograd.grad` hands the gradient out."""
     try:
         return torch._C._will_engine_execute_node(leaf_node)
-    except RuntimeError:  # of a leaf that autograd.grad was asked for
-        return False
-
-
-def is_left_out(leaf_node: Any) -> bool:
-    """Whether the backward under way, `backward(inputs=...)`, has no use for the gradient of the leaf behind which this node is."""
-    try:
-        return not torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:
-        return False
+        return None
+
+
+def apply_on_tape(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, but for torch's search of all `args`, here hundreds of parameters, for what a transform of `torch.func` that
+    is over left wrapped."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def has_gradient_hooks(owner: torch.Tensor | nn.Module) -> bool:
@@ -295,10 +295,11 @@ def local_part(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def plain_part(tensor: DTensor) -> torch.Tensor:
-    """This rank's part of `tensor`, without gradients of its own."""
-    part = tensor._local_tensor
-    return part.detach() if part.requires_grad else part
+def plain_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's part of each DTensor, without gradients of its own; another tensor as it is. At once for all parameters of a model:
+    every step asks for them, and a call for each takes longer than what is done."""
+    parts = [each._local_tensor if isinstance(each, DTensor) else each for each in tensors]
+    return [part.detach() if part.requires_grad and part is not each else part for part, each in zip(parts, tensors, strict=True)]
 
 
 def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:

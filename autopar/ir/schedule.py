@@ -140,6 +140,11 @@ class Schedule:
         operands = ((name, (each, number)) for each in launches for number, name in enumerate(each.sources))
         return {name: where for name, where in operands if readers[name] == 1 and name not in kept}
 
+    @cached_property
+    def operand_types(self) -> Mapping[str, tuple[TensorType | None, ...]]:
+        """By name of a LAUNCH the shapes and dtypes of its operands, None where nothing says."""
+        return {each.name: tuple(map(self.type_of, each.sources)) for each in self.instructions if isinstance(each, Launch)}
+
     def regrouped(self, groups: Sequence[Sequence[Instruction]]) -> Schedule:
         """With each instruction replaced by those of its group; a span covers what stands in the place of its instructions."""
         starts = list(accumulate(map(len, groups), initial=0))

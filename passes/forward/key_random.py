@@ -16,11 +16,12 @@ from torch.fx import Node
 from autopar.errors import CaptureError
 from autopar.graph.draws import MOST_INTEGERS, Draws
 from autopar.graph.emit import Emitter, replace, tensor_of
-from autopar.ir.arguments import float_at, int_at
+from autopar.ir.arguments import all_named, int_at
 from autopar.ir.keys import SITE, SOURCE, Site
 from autopar.ir.program import Input, Program
 from autopar.kernels.attention import attention
 from autopar.ops.rules.labels import argument
+from autopar.passes.forward.recurrent_layers import RECURRENT, by_layers, num_layers_with_dropout
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ _RANDOM_KEY = "random_key"
 _DRAWS = slice(6, 9)
 # λα of SELU.
 _SATURATION = 1.7580993408473766
-Lowered = Node | tuple[Node, Node]
+Lowered = Node | tuple[Node, ...]
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class KeyRandom:
             return program
         program, key = _with_random_key(program)
         numbers = _numbers(sites)
-        draws = Draws(program.graph, key, max(number + _SITES[node.target].num_streams for node, number in numbers.items()))
+        draws = Draws(program.graph, key, max(number + _num_streams(node) for node, number in numbers.items()))
         for node in sites:
             site, emit = _SITES[node.target], Emitter(program.graph, before=node)
             draws.begin(numbers[node])
@@ -72,17 +73,24 @@ def number_sites(program: Program) -> Program:
     number = 0
     for node in drawing:
         SITE[node] = Site(number)
-        number += _SITES[node.target].num_streams if node.target in _SITES else 1
+        number += _num_streams(node)
     return program
+
+
+def _num_streams(node: Node) -> int:
+    """How many independent streams of numbers an op that draws takes."""
+    if node.target in RECURRENT:
+        return num_layers_with_dropout(node)
+    return _SITES[node.target].num_streams if node.target in _SITES else 1
 
 
 def _numbers(sites: Sequence[Node]) -> dict[Node, int]:
     known = {node: SITE[node].number for node in sites if node in SITE}
-    following = max((number + _SITES[node.target].num_streams for node, number in known.items()), default=0)
+    following = max((number + _num_streams(node) for node, number in known.items()), default=0)
     numbers: dict[Node, int] = {}
     for node in sites:
         numbers[node] = known.get(node, following)
-        following += 0 if node in known else _SITES[node.target].num_streams
+        following += 0 if node in known else _num_streams(node)
     return numbers
 
 
@@ -115,9 +123,8 @@ def _is_random(node: Node) -> bool:
         return False
     if node.target is aten.scaled_dot_product_attention.default:
         return argument(node, 4, "dropout_p", 0.0) > 0.0
-    if node.target in _RECURRENT:
-        dropout = _RECURRENT[node.target]
-        return bool(node.args[dropout + 1]) and float_at(node, dropout) > 0.0
+    if node.target in RECURRENT:
+        return num_layers_with_dropout(node) > 0
     return node.target not in (aten.rrelu.default, aten.rrelu_.default) or bool(argument(node, 3, "training", False))
 
 
@@ -164,25 +171,35 @@ def _replace(node: Node, by: Lowered) -> None:
     node.graph.erase_node(node)
 
 
-def _dropped(emit: Emitter, node: Node, mask: Node) -> Node:
+def _dropped(emit: Emitter, value: Node, probability: float, mask: Node) -> Node:
     """value · mask / (1 − p). The mask stays bool: a byte per element is what the backward keeps of it."""
-    value, probability = argument(node, 0), argument(node, 1, "p")
     scale = 1.0 / (1.0 - probability) if probability < 1.0 else 0.0
     return emit.call(aten.mul.Tensor, emit.call(aten.mul.Tensor, value, mask), scale)
 
 
 def _dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
-    return _dropped(emit, node, draws.mask(emit, tensor_of(node).shape, 1.0 - argument(node, 1, "p")))
+    return _drop(draws, emit, argument(node, 0), argument(node, 1, "p"))
+
+
+def _drop(draws: Draws, emit: Emitter, value: Node, probability: float) -> Node:
+    return _dropped(emit, value, probability, draws.mask(emit, tensor_of(value).shape, 1.0 - probability))
+
+
+def _recurrent(draws: Draws, emit: Emitter, node: Node) -> tuple[Node, ...]:
+    """Drops what each layer but the last hands to the next."""
+    return by_layers(emit, node, lambda value: _drop(draws, emit, value, all_named(node)["dropout"]))
 
 
 def _native_dropout(draws: Draws, emit: Emitter, node: Node) -> tuple[Node, Node]:
-    mask = draws.mask(emit, tensor_of(argument(node, 0)).shape, 1.0 - argument(node, 1, "p"))
-    return _dropped(emit, node, mask), mask
+    value, probability = argument(node, 0), argument(node, 1, "p")
+    mask = draws.mask(emit, tensor_of(value).shape, 1.0 - probability)
+    return _dropped(emit, value, probability, mask), mask
 
 
 def _feature_dropout(draws: Draws, emit: Emitter, node: Node) -> Node:
     """Drops whole channels."""
-    return _dropped(emit, node, draws.mask(emit, _channels(node), 1.0 - argument(node, 1, "p")))
+    value, probability = argument(node, 0), argument(node, 1, "p")
+    return _dropped(emit, value, probability, draws.mask(emit, _channels(node), 1.0 - probability))
 
 
 def _channels(node: Node) -> list[int]:
@@ -287,14 +304,9 @@ _DROPOUTS: dict[object, _Site] = {
     aten.feature_alpha_dropout.default: _Site(_feature_alpha_dropout),
     aten.feature_alpha_dropout_.default: _Site(_feature_alpha_dropout, in_place=True),
 }
-# Recurrent networks, with the position of their dropout, in front of whether they train.
-_RECURRENT: dict[object, int] = {
-    op: 5 + is_packed
-    for each in (aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu)
-    for is_packed, op in enumerate((each.input, each.data))
-}
 _SITES: dict[object, _Site] = _DROPOUTS | {
     attention: _Site(_attention),
+    **dict.fromkeys(RECURRENT, _Site(_recurrent)),
     aten.rand.default: _Site(_uniform),
     aten.rand_like.default: _Site(_uniform),
     aten.uniform_.default: _Site(_uniform_in_place, in_place=True),

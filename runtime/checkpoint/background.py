@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from autopar.runtime.checkpoint.ranks import Ranks
 from autopar.runtime.checkpoint.snapshot import Snapshot
-from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World
 
 
 class Background:

@@ -17,7 +17,7 @@ from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint.held import Held
 from autopar.runtime.checkpoint.slices import whole
 from autopar.runtime.checkpoint.values import encode
-from autopar.runtime.execute.world import DistributedWorld
+from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parallel_module import ParallelModule
 

@@ -19,7 +19,8 @@ from autopar.runtime._torch import local_part
 from autopar.runtime.checkpoint.plan import Part
 from autopar.runtime.checkpoint.slices import Slices, runs_of, whole
 from autopar.runtime.checkpoint.values import encode
-from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.parameters import Placement
 from autopar.runtime.module.placement import held_part

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from autopar.errors import CheckpointError
-from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World
 
 T = TypeVar("T")
 

@@ -19,14 +19,14 @@ from autopar.cost.memory_walk import BUCKET_ALIGNMENT_BYTES
 from autopar.ir.schedule import TensorType
 from autopar.runtime._torch import copy_all, num_holders
 
-Shapes = tuple[torch.Size, ...]
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where tensors of `shapes` begin side by side, contiguous, in a flat memory of `size` elements."""
 
-    shapes: Shapes
+    shapes: tuple[torch.Size, ...]
     offsets: tuple[int, ...]
     size: int
 
@@ -35,7 +35,7 @@ class Layout:
     def of(cls, shapes: Shapes, dtype: torch.dtype) -> Layout:
         unit = max(BUCKET_ALIGNMENT_BYTES // dtype.itemsize, 1)
         *offsets, total = accumulate((math.ceil(math.prod(shape) / unit) * unit for shape in shapes), initial=0)
-        return cls(shapes, tuple(offsets), total)
+        return cls(tuple(map(torch.Size, shapes)), tuple(offsets), total)
 
     def memory(self, like: torch.Tensor, number: int) -> torch.Tensor:
         """Room for so many, one behind the other. What lies between tensors travels, too, and is 0."""
@@ -127,11 +127,11 @@ class BucketMemory:
 
     def like(self, name: str, tensors: Sequence[torch.Tensor]) -> Bucket:
         """The bucket of this name, with room for tensors like `tensors`, of one dtype; what is in it nobody looks at."""
-        return self._free(name, tuple(tensor.shape for tensor in tensors), tensors[0].dtype, tensors[0].device)
+        return self._free(name, tuple([tensor.shape for tensor in tensors]), tensors[0].dtype, tensors[0].device)
 
     def reserved(self, name: str, layouts: Sequence[TensorType], device: torch.device) -> Reserved:
         """The bucket of this name with room for tensors like these, of one dtype, which nobody else gets while its places are held."""
-        bucket = self._free(name, tuple(torch.Size(shape) for shape, _ in layouts), layouts[0][1], device)
+        bucket = self._free(name, tuple([shape for shape, _ in layouts]), layouts[0][1], device)
         return Reserved(bucket, bucket.tensors())
 
     def _free(self, name: str, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Bucket:

@@ -129,7 +129,7 @@ class Call:
     def version(self, rank: int, buffer: str, item: Input) -> torch.Tensor:
         """A copy of what `rank` would be given of a parameter now."""
         tensor = self._tensors[item.name]
-        held = self.world.as_it_is(tensor, item)
+        (held,) = self.world.as_they_are([tensor], [item])
         if held is None:
             place = next(place for place, its, name in self.places.of_input(item) if (its, name) == (rank, buffer))
             held = self.world.parameter_parts(tensor, item, self.mesh)[place]
@@ -159,11 +159,12 @@ class Call:
                 self._put(item, given[item.name])
         self._run()
         owned = OwnedMemory(self.transports, (tensor for rank, state in self.states.items() for tensor in self._inputs_of(rank, state)))
-        found = {}
-        for item, place in self.places.gradients:
-            if place.buffers and item.name in reached:
-                parameter, parts = self._tensors[item.name], self._parts_at(place)
-                found[item.name] = widened(self.world.gradient(parts, place.item, place.mesh, parameter, owned.own), parameter)
+        # All at once: there are hundreds, and a call for each takes longer than what is done with it.
+        places = [(name, place) for name, place in self.places.gradients if name in reached]
+        parameters = [self._tensors[name] for name, _ in places]
+        held = [RankParts(self._parts_at(place), place.item, place.mesh) for _, place in places]
+        gradients = self.world.gradients(held, parameters, owned.own)
+        found = {name: widened(each, of) for (name, _), each, of in zip(places, gradients, parameters, strict=True)}
         if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             self._check_scale(scale)
@@ -184,11 +185,11 @@ class Call:
 
         Ranks must agree: a gradient of None on one of them would let its replicas drift apart.
         """
-        gradients, tangents = self.signature.outputs_of("gradient"), self.signature.inputs_of("tangent")
-        if all(len(item.through) in (0, len(tangents)) for item in gradients):
-            return {item.name for item in gradients if given}
+        through = self.places.through
+        if through is None:
+            return {name for name, _ in self.places.gradients} if given else set()
         anywhere = set().union(*self.world.gather(given))
-        return {item.name for item in gradients if anywhere.intersection(item.through)}
+        return {name for name, results in through.items() if anywhere.intersection(results)}
 
     def _tangent(self, item: Input, given: torch.Tensor | None) -> torch.Tensor:
         return torch.zeros(self._shapes[item.name], dtype=item.dtype, device=self._device) if given is None else given
@@ -231,13 +232,11 @@ class Call:
             self._put(item, self._parts(item))
 
     def _fill_parameters(self) -> None:
-        """One by one at every step: parameters may be written and replaced in between."""
-        as_it_is = self.world.as_it_is
-        for item, places in self.places.parameters:
-            tensor = self._tensors.get(item.name)
-            if tensor is None:
-                continue  # another stage's, on a real mesh
-            held = as_it_is(tensor, item)
+        """Anew at every step: parameters may be written and replaced in between."""
+        here = [each for each in self.places.parameters if each[0].name in self._tensors]  # others are another stage's, on a real mesh
+        tensors = [self._tensors[item.name] for item, _ in here]
+        as_they_are = self.world.as_they_are(tensors, [item for item, _ in here])
+        for (item, places), tensor, held in zip(here, tensors, as_they_are, strict=True):
             if held is None:
                 self._put(item, self.world.parameter_parts(tensor, item, self.mesh))
             else:

@@ -232,7 +232,7 @@ class _Rank:
             if launch is not None:
                 reserved = self.state.reserved
                 if launch.name not in reserved:
-                    reserved[launch.name] = self.transport.reserve(launch, [self.schedule.type_of(name) for name in launch.sources])
+                    reserved[launch.name] = self.transport.reserve(launch, self.schedule.operand_types[launch.name])
                 if (place := reserved[launch.name]) is not None:
                     found[number] = place.places[operand]
         return found

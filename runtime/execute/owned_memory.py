@@ -23,9 +23,14 @@ class OwnedMemory:
         parts = [each for transport in transports if (each := transport.bucket_parts())]
         self._parts: Mapping[int, int] = parts[0] if len(parts) == 1 else ChainMap(*map(dict, parts)) if parts else {}
 
-    def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        address, needed = tensor.data_ptr(), tensor.nbytes
-        is_whole = self._parts.get(address) == needed or is_alone(tensor)
-        shared = not is_whole or address in self._taken or id(tensor) in self._others or not tensor.is_contiguous()
-        self._taken.add(address)
-        return tensor.clone(memory_format=torch.contiguous_format) if shared else tensor
+    def own(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Each as it is, or a copy where its memory is not its own."""
+        parts, taken, others = self._parts, self._taken, self._others
+        found: list[torch.Tensor] = []
+        for each in tensors:
+            address = each.data_ptr()
+            is_whole = parts.get(address) == each.nbytes or is_alone(each)
+            is_own = is_whole and address not in taken and id(each) not in others and each.is_contiguous()
+            taken.add(address)
+            found.append(each if is_own else each.clone(memory_format=torch.contiguous_format))
+        return found

@@ -55,9 +55,18 @@ class Places:
         return tuple((item, self.of_input(item)) for item in self.compiled.signature.inputs_of("parameter"))
 
     @cached_property
-    def gradients(self) -> tuple[tuple[Output, ResultPlace], ...]:
-        """The gradients that these ranks have parts of, and where."""
-        return tuple((item, self.of(item)) for item in self.compiled.signature.outputs_of("gradient"))
+    def gradients(self) -> tuple[tuple[str, ResultPlace], ...]:
+        """Where these ranks have parts of the gradients that they have parts of, by name of the parameter."""
+        places = ((item.name, self.of(item)) for item in self.compiled.signature.outputs_of("gradient"))
+        return tuple((name, place) for name, place in places if place.buffers)
+
+    @cached_property
+    def through(self) -> Mapping[str, tuple[str, ...]] | None:
+        """By name of a parameter the results through which its gradient comes back; None where that is all of them for each."""
+        signature = self.compiled.signature
+        gradients, number = signature.outputs_of("gradient"), len(signature.inputs_of("tangent"))
+        is_all = all(len(item.through) in (0, number) for item in gradients)
+        return None if is_all else {item.name: item.through for item in gradients}
 
     def constant(self, name: str, device: torch.device) -> torch.Tensor:
         """A constant of the program on `device`, where it stays: copying it there at every step would keep the host waiting.

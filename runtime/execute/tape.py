@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import BackwardError
-from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_left_out, is_made_like, lies_as, local_part, plain_part
+from autopar.runtime._torch import apply_on_tape, has_gradient_hooks, is_accumulating, is_made_like, lies_as, local_part, plain_parts
 from autopar.runtime.execute.call import Call
 from autopar.runtime.module.outputs import refuse_detached
 
@@ -24,7 +24,7 @@ class _Differentiable(torch.autograd.Function):
         taped = {item.name for item in (*call.signature.inputs_of("tangent"), *call.detached)}
         ctx.call, ctx.named, ctx.results = call, named, tuple(results)
         # Saved for their version counters only: torch refuses a backward through parameters changed since.
-        ctx.save_for_backward(*(plain_part(tensor) if isinstance(tensor, DTensor) else tensor for tensor in parameters))
+        ctx.save_for_backward(*plain_parts(parameters))
         ctx.set_materialize_grads(False)  # None says that nothing comes back this way; zeros would not
         ctx.mark_non_differentiable(*(tensor for name, tensor in results.items() if name not in taped))
         return tuple(results.values())
@@ -63,7 +63,7 @@ def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[st
     A stage of a pipeline may hold none of these: what it returns can be differentiated as on the others.
     """
     leaves = parameters or {"": torch.empty(0, requires_grad=True)}
-    results = _Differentiable.apply(call, leaves, *leaves.values())
+    results = apply_on_tape(_Differentiable, call, leaves, *leaves.values())
     return dict(zip((item.name for item in call.results), results, strict=True))
 
 
@@ -86,10 +86,11 @@ def _look_and_put(name: str, parameter: torch.Tensor, gradient: torch.Tensor | N
         return gradient
     if local_part(gradient).isnan().any():
         raise RuntimeError(f"the gradient of {name!r} has nan values on this rank")
-    if is_left_out(node):
+    is_added = is_accumulating(node)
+    if is_added is False:
         return None
     before = parameter.grad
-    if isinstance(before, DTensor) and lies_as(before, parameter) and is_accumulating(node) and not has_gradient_hooks(parameter):
+    if isinstance(before, DTensor) and lies_as(before, parameter) and is_added and not has_gradient_hooks(parameter):
         local_part(before).add_(local_part(gradient))
         return None
     if _put(name, parameter, gradient, node) is not None:

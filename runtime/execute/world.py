@@ -1,51 +1,25 @@
-"""The ranks that this process runs: all of them on a virtual mesh, one on a real mesh."""
+"""What the runtime asks of the ranks that this process runs: all of them on a virtual mesh, one on a real mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
-from autopar.errors import ScheduleError
-from autopar.ir.instructions import Launch
-from autopar.ir.mesh import MICROBATCHES, Mesh, parent
-from autopar.ir.padding import Padding, padded, unpadded
-from autopar.ir.placement import Placement
+from autopar.ir.mesh import Mesh
 from autopar.ir.program import Input, Output
-from autopar.ir.sharding import Sharding
-from autopar.runtime._torch import local_part, plain_part
+from autopar.runtime._torch import local_part
 from autopar.runtime.birth.values import Values
-from autopar.runtime.birth.weights import place_buffers
-from autopar.runtime.execute.agreement import accepted
-from autopar.runtime.execute.distributed import DistributedTransport
-from autopar.runtime.execute.group_cache import distrust
 from autopar.runtime.execute.interpreter import Execution
-from autopar.runtime.execute.process_groups import ProcessGroups
-from autopar.runtime.execute.recorder import MeshRecorder, proposed_folder, recorder_of
-from autopar.runtime.execute.shares import joined, own_share
+from autopar.runtime.execute.recorder import MeshRecorder
 from autopar.runtime.execute.transport import Transport
-from autopar.runtime.execute.virtual import Rendezvous, VirtualTransport, drive
-from autopar.runtime.module.parameters import assemble, local_shard, replicas
-from autopar.runtime.module.placement import (
-    all_placements,
-    check_equal_models,
-    held_part,
-    like,
-    place_parameters,
-    refined_device_mesh,
-    stage_device_mesh,
-    whole_placement,
-)
-from autopar.runtime.offload.stored import store_global, store_of
 
 Parts = dict[int, torch.Tensor]
-Own = Callable[[torch.Tensor], torch.Tensor]
+Own = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class RankParts(NamedTuple):
@@ -100,8 +74,8 @@ class World(Protocol):
         """Whether every rank has this `number`, of 62 bits at most. Collective, and quicker than `gather`."""
         ...
 
-    def as_it_is(self, parameter: torch.Tensor, item: Input) -> torch.Tensor | None:
-        """What all ranks of this process are given of a parameter, where that is one tensor and no copy."""
+    def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:
+        """What all ranks of this process are given of each parameter, where that is one tensor and no copy."""
         ...
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts: ...
@@ -110,291 +84,10 @@ class World(Protocol):
 
     def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor: ...
 
-    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
-        """The gradient of `parameter`, in memory that nothing else looks at: `own` gives a part that."""
+    def gradients(self, held: Sequence[RankParts], parameters: Sequence[torch.Tensor], own: Own) -> list[torch.Tensor]:
+        """Those of `parameters`, in memory that nothing else looks at: `own` gives parts that."""
         ...
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
         """The global value of a parameter. Collective."""
         ...
-
-
-class VirtualWorld:
-    """All ranks of `mesh` inside this process."""
-
-    is_virtual = True
-    recorder: MeshRecorder | None = None  # virtual ranks that block are named at once
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.ranks = tuple(range(mesh.size))
-
-    def device(self, model: nn.Module) -> torch.device:
-        return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-    def prepare(self, compiled: Compiled) -> None:
-        return None
-
-    def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
-        store_global(model, compiled)
-
-    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
-        rendezvous = Rendezvous(mesh)
-        return tuple(VirtualTransport(rendezvous, rank) for rank in self.ranks)
-
-    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
-        drive(executions)
-        first = transports[0]
-        assert isinstance(first, VirtualTransport)
-        first.rendezvous.check_empty()
-
-    def gather(self, value: Any, what: str = "") -> list[Any]:
-        return [value] * self.mesh.size
-
-    def is_equal(self, number: int, what: str) -> bool:
-        return True
-
-    def as_it_is(self, parameter: torch.Tensor, item: Input) -> torch.Tensor | None:
-        assert item.sharding is not None, item
-        is_whole = item.padding is None and item.sharding.is_replicated and parameter.is_contiguous()
-        return parameter.detach() if is_whole else None
-
-    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
-        """Copies made anew at every call, since `parameter.data.copy_` leaves no trace."""
-        return self.parts(parameter, item, mesh)
-
-    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
-        assert item.sharding is not None, item
-        value, found = item.entering(value), dict[int, torch.Tensor]()
-        for first, holders in replicas(item.sharding, mesh).items():
-            found |= dict.fromkeys(holders, local_shard(value, item.dims, item.sharding, mesh, first))
-        return found
-
-    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
-        assert item.sharding is not None, item
-        return unpadded(assemble(parts, item.dims, item.sharding, mesh), item.padding)
-
-    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
-        assert item.sharding is not None, item
-        if item.sharding.is_replicated and item.padding is None:
-            return own(parts[0])
-        return self.whole(parts, item, mesh)
-
-    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        return parameter.detach().clone()
-
-
-class DistributedWorld:
-    """This process's rank of a torch `DeviceMesh`."""
-
-    is_virtual = False
-
-    def __init__(self, device_mesh: DeviceMesh, timeout: float | None = None) -> None:
-        self.mesh = Mesh.of(device_mesh)
-        self.device_mesh = device_mesh
-        self.groups = ProcessGroups(device_mesh, timeout)
-        self.rank = self.groups.rank
-        self.ranks = (self.rank,)
-        self.placements: dict[str, Placement] = {}
-        self._transports: dict[Mesh, DistributedTransport] = {}
-        self._refined = self.mesh
-        # By parameter the places on `pp` that hold it.
-        self.holders: dict[str, tuple[int, ...]] = {}
-        self.recorder: MeshRecorder | None = None
-
-    def device(self, model: nn.Module) -> torch.device:
-        return self.groups.device
-
-    def prepare(self, compiled: Compiled) -> None:
-        answers = self.gather((compiled.fingerprint, proposed_folder()), "a comparison of the ranks' programs")
-        fingerprints = [fingerprint for fingerprint, _ in answers]
-        for rank, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[0]:
-                raise ScheduleError(  # one that still compiles answers something else
-                    f"ranks 0 and {rank} compiled different programs ({str(fingerprints[0])[:12]} and {str(fingerprint)[:12]}): "
-                    "model, inputs' shapes, options and versions must be equal on all ranks"
-                )
-        mesh = self._refined = compiled.mesh.ranks
-        self.recorder = recorder_of(answers[0][1], mesh, self.rank, self.groups.global_ranks)
-        launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
-        tangents = [_dp_axes_beside(item, mesh) for item in compiled.signature.inputs_of("tangent")]
-        axes_sets = [step.axes for step in launches] + tangents + [mesh.parts("pp"), mesh.without("pp").names]
-        axes_sets += [mesh.parts("dp")] if any(item.shares for item in compiled.signature.inputs) else []
-        self.groups.create(mesh, [axes for axes in axes_sets if axes])
-        self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
-
-    def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
-        if values is None:
-            check_equal_models(model, self.gather)
-        mesh = compiled.mesh.ranks
-        stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))
-        with self.groups.naming_all("the groups of the refined mesh"):
-            self.device_mesh = refined_device_mesh(self.device_mesh, mesh)
-        self.placements = all_placements(model, compiled.signature, stage)
-        self.holders = _holders(self.placements, compiled)
-        held = {name for name, stages in self.holders.items() if self.stage in stages}
-        with self.groups.naming_all("the groups of the parameters' mesh"):
-            device_mesh = stage_device_mesh(self.device_mesh, stage)
-        store = store_of(compiled, self.groups.device)
-        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
-        place_buffers(model, values, self.device(model))
-
-    def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
-        if mesh not in self._transports:
-            self._transports[mesh] = DistributedTransport(self.groups, mesh)
-        return (self._transports[mesh],)
-
-    @property
-    def waited_seconds(self) -> float:
-        """How long this rank was blocked in WAITs so far: on a GPU, where those wait in streams, nearly nothing."""
-        return sum(each.waited_seconds for each in self._transports.values())
-
-    def run(self, executions: Sequence[Execution], transports: Sequence[Transport]) -> None:
-        try:
-            for execution in executions:
-                for blocked in execution:
-                    raise AssertionError(f"a real rank blocks inside its waits and never yields: {blocked}")
-        except BaseException:
-            distrust()  # what was launched may never be waited for
-            raise
-
-    def gather(self, value: Any, what: str = "") -> list[Any]:
-        return accepted(self.groups.gather(value, what) if what else self.groups.gather(value))
-
-    def is_equal(self, number: int, what: str) -> bool:
-        return self.groups.is_equal(number, what)
-
-    def _place(self, mesh: Mesh) -> int:
-        """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""
-        return mesh.rank_at({MICROBATCHES: 0, "dp": 0, **self._refined.coordinates(self.rank)})
-
-    @property
-    def stage(self) -> int:
-        """This rank's place on `pp`."""
-        return self._refined.index(self.rank, self._refined.parts("pp"))
-
-    def is_first(self, name: str) -> bool:
-        """Whether this rank is the first of those that hold its part of the parameter."""
-        placement = self.placements.get(name)
-        mesh, used = (placement.mesh, placement.sharding.axes) if placement else (self.mesh, ())
-        at = mesh.coordinates(self._place(mesh))
-        return self.holders.get(name, (0,))[0] == self.stage and all(index == 0 for axis, index in at.items() if axis not in used)
-
-    def _places(self, mesh: Mesh) -> range:
-        """This rank's places on a mesh that may count microbatches."""
-        each = mesh.num_microbatches
-        return range(self.rank * each, self.rank * each + each)
-
-    def as_it_is(self, parameter: torch.Tensor, item: Input) -> torch.Tensor | None:
-        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        return plain_part(parameter) if item.padding is None else None
-
-    def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
-        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        return dict.fromkeys(self._places(mesh), padded(local_part(parameter).detach(), self._local_padding(item, mesh)))
-
-    def parts(self, value: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
-        assert item.sharding is not None, item
-        placement, ranks = Placement(item.dims, item.sharding, mesh), mesh.ranks
-        if item.shares:
-            value = joined(value, item, partial(self._gathered_along, ranks.parts("dp"), ranks))
-        elif item.kind in ("batch", "tangent"):
-            placement = _within_share(placement)
-        if item.kind == "tangent":
-            # Each rank's own loss has a tangent of its own; what is differentiated is their mean.
-            value = value if item.shares else self._summed(value, _dp_axes_beside(item, ranks), ranks)
-            value = value / ranks.size_of(ranks.parts("dp"))
-        value = item.entering(value)
-        return {place: local_shard(value, placement.dims, placement.sharding, mesh, place) for place in self._places(mesh)}
-
-    def _gathered_along(self, axes: tuple[str, ...], mesh: Mesh, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What each rank along `axes` has, in order. Collective."""
-        if not axes:
-            return (tensor,)
-        (transport,) = self.transports(mesh)
-        (gathered,) = transport.wait(transport.launch(Launch("all_gather", "copy", axes, ("shares",), ("shares",)), [tensor]))
-        return tuple(gathered)
-
-    def _summed(self, value: torch.Tensor, axes: tuple[str, ...], mesh: Mesh) -> torch.Tensor:
-        if not axes:
-            return value
-        (transport,) = self.transports(mesh)
-        return transport.wait(transport.launch(Launch("all_reduce", "sum", axes, ("tangent",), ("tangent",)), [value.detach()]))[0]
-
-    def whole(self, parts: Parts, item: Output, mesh: Mesh) -> torch.Tensor:
-        assert item.sharding is not None, item
-        share = _within_share(Placement(item.dims, item.sharding, mesh))
-        if len(parts) > 1:
-            over_time = Mesh(((MICROBATCHES, mesh.num_microbatches),))
-            found = assemble(dict(enumerate(parts[place] for place in sorted(parts))), share.dims, share.sharding, over_time)
-        else:
-            assert share.sharding.is_replicated, f"{item.kind} {item.name} must leave split by dp at most, not {item.sharding}"
-            found = next(iter(parts.values())).clone()
-        return own_share(found, item, self._refined, self.rank, self._gathered_along) if item.shares else found
-
-    def gradient(self, parts: Parts, item: Output, mesh: Mesh, parameter: torch.Tensor, own: Own) -> torch.Tensor:
-        assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-        part, device = own(*parts.values()), local_part(parameter).device
-        part = part if item.padding is None else unpadded(part, self._local_padding(item, mesh))
-        return like(parameter, part if part.device == device else part.to(device))
-
-    def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:
-        if item.padding is None:
-            return None
-        assert item.sharding is not None, item
-        return Placement(item.dims, item.sharding, mesh, item.padding).local_padding(self._place(mesh))
-
-    def part(self, whole: torch.Tensor, name: str) -> torch.Tensor:
-        """What this rank holds of a parameter."""
-        placement = self.placements.get(name) or whole_placement(whole, self.mesh)
-        return held_part(whole, placement, self._place(placement.mesh))
-
-    def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        placement = self.placements.get(name) or whole_placement(parameter, self.mesh.without("pp"))
-        holder = self.holders.get(name, (0,))[0]
-        if self.stage == holder:
-            whole = self._gathered(parameter, placement, name)
-        else:
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.groups.device)
-        return self.from_stage(whole, holder)
-
-    def from_stage(self, whole: torch.Tensor, stage: int) -> torch.Tensor:
-        """What the ranks of `stage` have, on those of all; the others give memory to write into. Collective."""
-        return self.groups.broadcast(whole, self._refined, self._refined.parts("pp"), stage)
-
-    def whole_at_stage(self, tensor: DTensor, name: str) -> torch.Tensor:
-        """What lies as the parameter does, whole on every rank of its stage. Collective over that."""
-        return self._gathered(tensor, self.placements[name], name)
-
-    def _gathered(self, parameter: torch.Tensor, placement: Placement, name: str) -> torch.Tensor:
-        assert isinstance(parameter, DTensor), name
-        held = parameter.to_local().detach().to(self.groups.device)
-        mesh, local = placement.mesh, padded(held, placement.local_padding(self._place(placement.mesh)))
-        axes = tuple(axis for axis in mesh.names if axis in self._refined.names)
-        if not axes:
-            return unpadded(local, placement.padding)
-        (transport,) = self.transports(self._refined)
-        (gathered,) = transport.wait(transport.launch(Launch("all_gather", "copy", axes, (name,), (name,)), [local]))
-        return unpadded(assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh), placement.padding)
-
-
-def _holders(placements: Mapping[str, Placement], compiled: Compiled) -> dict[str, tuple[int, ...]]:
-    """By parameter the places on `pp` whose ranks read it; all of them where nobody does."""
-    stages = range(len(compiled.schedules))
-    reads = [{item.name for item in schedule.signature.inputs_of("parameter")} for schedule in compiled.schedules]
-    return {name: tuple(stage for stage in stages if name in reads[stage]) or tuple(stages) for name in placements}
-
-
-def _dp_axes_beside(tangent: Input, mesh: Mesh) -> tuple[str, ...]:
-    """The axes of dp along which every rank has the whole tangent: there each has the one of its own loss, and they are summed."""
-    assert tangent.sharding is not None, tangent
-    return tuple(axis for axis, size in mesh.axes if parent(axis) == "dp" and size > 1 and axis not in tangent.sharding.axes)
-
-
-def _within_share(placement: Placement) -> Placement:
-    """How one dp share lies on the mesh, when the whole lies as `placement`."""
-    mesh, kept = placement.mesh, []
-    only_dp = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in placement.sharding.splits))
-    for split in placement.sharding.splits:
-        kept.append(tuple(axis for axis in split if parent(axis) != "dp"))
-    return Placement(only_dp.local_dims(placement.dims, mesh), Sharding(tuple(kept), placement.sharding.unreduced), mesh)

@@ -30,9 +30,11 @@ from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.birth.weights import Weights
 from autopar.runtime.execute.agreement import from_first, telling
 from autopar.runtime.execute.call import outside_inference_mode
+from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
-from autopar.runtime.execute.world import DistributedWorld, VirtualWorld, World
+from autopar.runtime.execute.virtual_world import VirtualWorld
+from autopar.runtime.execute.world import World
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.host_allocator import keep_freed_memory
 from autopar.runtime.module.inputs import (

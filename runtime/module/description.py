@@ -11,11 +11,11 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -126,8 +126,8 @@ def _words(entries: dict[str, Any], path: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.dtype)
+# Asked of every parameter at every call.
+_form: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter("shape", "dtype")
 
 
 class _Walk:

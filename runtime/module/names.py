@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.runtime._torch import Converted, registered_names
+from autopar.runtime._torch import AsksToConvert, registered_names
 
 logger = logging.getLogger("autopar")
 
 
-class NamesOfModel(Converted):
+class NamesOfModel(AsksToConvert):
     """A module with the names of another, the attribute `_model`, beside its own.
 
     Its own come first: those of the class, of `nn.Module` and what it was given before `_model`. Methods of the model are bound

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError, PlanError
 from autopar.runtime._torch import metadata_of, with_metadata
-from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World
 from autopar.runtime.module.placement import like, torch_can_gather_tensor
 
 

@@ -16,7 +16,8 @@ from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
 from autopar.ir.placement import Placement
 from autopar.runtime._torch import local_part
-from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World
 from autopar.runtime.module.placement import dtensor_placements
 from autopar.runtime.train.state import placed_like
 

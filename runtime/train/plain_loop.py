@@ -25,7 +25,7 @@ from autopar.driver.optimizers import scope_of, takes_closure
 from autopar.driver.train_step import Scope
 from autopar.errors import AutoparError
 from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
-from autopar.runtime.execute.world import DistributedWorld
+from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.placement import torch_can_gather
 from autopar.runtime.train.placed import check_stages, is_seen_whole
 from autopar.runtime.train.stand_ins import StandIns

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from autopar.driver.compiled import Compiled
 from autopar.driver.train_step import LossScale
 from autopar.errors import AutoparError, NonFiniteError
-from autopar.runtime.execute.world import DistributedWorld, World, local_of
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World, local_of
 
 logger = logging.getLogger("autopar")
 

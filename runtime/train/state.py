@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
 from autopar.runtime.execute.agreement import agreed
-from autopar.runtime.execute.world import DistributedWorld, World
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World
 from autopar.runtime.module.placement import like
 
 # By the name of a parameter and what is kept of it.

@@ -18,7 +18,8 @@ from autopar.ir.offload import Offload
 from autopar.runtime._torch import has_step_hooks
 from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.call import Call
-from autopar.runtime.execute.world import DistributedWorld, World, local_of
+from autopar.runtime.execute.distributed_world import DistributedWorld
+from autopar.runtime.execute.world import World, local_of
 from autopar.runtime.module.state import total_norm
 from autopar.runtime.offload.copier import copier_of
 from autopar.runtime.offload.state_files import StateFiles

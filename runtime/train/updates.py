@@ -13,7 +13,7 @@ from autopar.ir.instructions import Update
 from autopar.ir.schedule import Schedule
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.owned_memory import OwnedMemory
-from autopar.runtime.execute.world import local_of
+from autopar.runtime.execute.world import RankParts, local_of
 
 
 class Updates:
@@ -41,16 +41,19 @@ class Updates:
         others = map(buffers.__getitem__, buffers.keys() - set(instruction.gradients))
         owned = OwnedMemory(self._call.transports, others)
         complete: list[tuple[str, int]] = []
-        for buffer, gradient in zip(instruction.parameters, gradients, strict=True):
+        mine = owned.own(gradients) if self._is_alone else gradients
+        for buffer, gradient in zip(instruction.parameters, mine, strict=True):
             name = self._names[rank][buffer]
             key = name, self._brought[rank, name]
             self._brought[rank, name] += 1
             parts = self._parts.setdefault(key, {})
-            parts[rank] = owned.own(gradient) if self._is_alone else gradient
+            parts[rank] = gradient
             if len(parts) == len(self._ranks_of(name)):
                 complete.append(key)
-        for name, number in complete:
-            self._kept[name] = self._whole(name, self._parts.pop((name, number)))
+        for name, number in complete:  # one by one: parts are let go of as wholes are made
+            held = self._held(name, self._parts.pop((name, number)))
+            (self._kept[name],) = self._call.world.gradients([held], [self._parameters[name]], self._own)
+            del held
         if self._apply is not None and complete:
             self.commit()
             self._apply([name for name, _ in complete])
@@ -85,16 +88,16 @@ class Updates:
     def _ranks_of(self, name: str) -> set[int]:
         return {rank for _, rank, _ in self._call.places.of(self._outputs[name]).buffers}
 
-    def _whole(self, name: str, brought: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def _held(self, name: str, brought: Mapping[int, torch.Tensor]) -> RankParts:
         found = self._call.places.of(self._outputs[name])
         parts: dict[int, torch.Tensor] = {}
         for place, rank, _ in found.buffers:
             parts.setdefault(place, brought[rank])
-        return self._call.world.gradient(parts, found.item, found.mesh, self._parameters[name], self._own)
+        return RankParts(parts, found.item, found.mesh)
 
-    def _own(self, part: torch.Tensor) -> torch.Tensor:
+    def _own(self, parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Those of one rank are their own since they were taken."""
-        return part if self._is_alone else part.clone()
+        return parts if self._is_alone else [part.clone() for part in parts]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from autopar.ir.program import Program, operands
 from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.global_.fold_no_ops import FoldNoOps
 from autopar.passes.global_.merge_equal_calls import MergeEqualCalls
-from autopar.runtime.execute.world import VirtualWorld
+from autopar.runtime.execute.virtual_world import VirtualWorld
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.verify import verify

@@ -70,7 +70,8 @@ def test_a_gradient_keeps_its_place_in_a_bucket_unless_another_lies_there() -> N
     bucket = BucketMemory().packed("g", tensors())
     owned = OwnedMemory([_Transport(bucket)], [])
     whole, other = bucket.tensors()[0], bucket.tensors()[2]
-    assert owned.own(whole) is whole and owned.own(other) is other
+    kept = owned.own([whole, other])
+    assert kept[0] is whole and kept[1] is other
     for part in (whole[1:], whole[:1], whole.view(3, 5), bucket.memory[:40]):
-        copy = owned.own(part)
+        (copy,) = owned.own([part])
         assert torch.equal(copy, part) and copy.untyped_storage().data_ptr() != bucket.memory.untyped_storage().data_ptr()

@@ -19,8 +19,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.sharding import Sharding, shape_of
 from autopar.runtime._torch import gathers_strided_shards
+from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.process_groups import ProcessGroups
-from autopar.runtime.execute.world import DistributedWorld
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.module.placement import check_equal_models, refined_device_mesh, torch_can_gather, torch_can_gather_tensor, wrap

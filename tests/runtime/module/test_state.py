@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import AutoparError
-from autopar.runtime.execute.world import DistributedWorld
+from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.state import clip_grad_norm
 
 # torch rounds the norm to the dtype of the gradients before it scales by it.
