@@ -53,10 +53,10 @@ def captured(
     planned = options.plan.schedule if options.plan is not None else None
     schedule, number = chosen_schedule(options.schedule, options.num_microbatches, planned, mesh, batch_sizes)
     order = pipeline_order(schedule, mesh.with_microbatches(number))
-    if options.microbatch_statistics == "own" and number > 1 and any(size % (_num_shares(mesh) * number) for size in batch_sizes):
+    if options.microbatch_statistics == "own" and number > 1 and any(size % (mesh.num_shares * number) for size in batch_sizes):
         raise InputError(
             f'microbatch_statistics="own" takes the statistics of equal microbatches, and a batch of {min(batch_sizes)} does not divide '
-            f"into {_num_shares(mesh) * number} of them (dp = {_num_shares(mesh)} × num_microbatches = {number}): pad or drop it, or leave "
+            f"into {mesh.num_shares * number} of them (dp = {mesh.num_shares} × num_microbatches = {number}): pad or drop it, or leave "
             "microbatch_statistics out"
         )
     if options.precision is not None and Autocast.around(options.device) is not None:
@@ -94,7 +94,3 @@ def _captured(
     except (NotKnown, NotRepeatedError, AutoparError) as why:
         logger.info("all of %s are captured one by one: %s", run.path, why)
     return capture(model, args, kwargs, mesh, outputs, dims)
-
-
-def _num_shares(mesh: Mesh) -> int:
-    return mesh.size_of(mesh.parts("dp"))

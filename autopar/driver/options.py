@@ -128,7 +128,7 @@ class Options:
         all that it may; then, by level of ZeRO from the highest, what is computed again so that the step fits, and all that may be. Where
         parameters lie is fixed if it `is_placed`."""
         is_free = self.freedom.shards_parameters and self.freedom.zero is None and not is_placed
-        levels = (3, 2, 1, 0) if mesh.size_of(mesh.parts("dp")) > 1 else (0,)
+        levels = (3, 2, 1, 0) if mesh.num_shares > 1 else (0,)
         modes = ("auto", "full") if self.recompute == "auto" else (self.recompute,)
         freedoms = [
             replace(self.freedom, shards_parameters=level > 0, zero=ZeRO(level) if level else None) for level in (levels if is_free else ())

@@ -100,7 +100,7 @@ def capture(
         program = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs), autocast)
     refuse_lost(program, spec.assigned)
     program = _with_batch_dims(program, batch_dims)
-    if mesh.size_of(mesh.parts("dp")) > 1 and program.signature.outputs_of("output"):
+    if mesh.num_shares > 1 and program.signature.outputs_of("output"):
         program = _with_batch_dims_of_outputs(program, model, args, kwargs)
     return replace(program, written=tuple(sorted(written)))
 

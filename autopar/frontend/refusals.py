@@ -10,6 +10,7 @@ from collections.abc import Generator, Iterable, Mapping
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import CaptureError, ModelError
@@ -33,6 +34,13 @@ def refuse_no_model(model: object) -> None:
         raise ModelError(
             f"the model is {what}, but must be an instance of torch.nn.Module: parameters are split and trained by their names in it. "
             "Put a function into the forward of a module that has the layers it calls as attributes"
+        )
+    placed = next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), None)
+    if placed is not None:
+        raise ModelError(
+            f"parameter {placed!r} of the model is a DTensor: the model was compiled before, or split by another trainer (fully_shard, "
+            "parallelize_module). Pass a model of plain tensors, built anew, with the same values on every rank; those of a parallel "
+            "module are parallel.full_state_dict()"
         )
 
 

@@ -141,6 +141,11 @@ class Mesh:
         """The sub-axes of `axis` on this mesh, or `axis` itself; empty when it is absent."""
         return tuple(name for name in self.names if parent(name) == axis)
 
+    @property
+    def num_shares(self) -> int:
+        """Into how many shares `dp` divides a batch."""
+        return self.size_of(self.parts("dp"))
+
     def require_supported(self, world_size: int | None = None) -> None:
         """Raise `MeshError` for axes that nothing is split over yet, and where the world of real ranks has another size."""
         unknown = [name for name in self.names if name not in RESERVED_AXES]

@@ -64,7 +64,7 @@ class ZeRO:
     def on(self, mesh: Mesh) -> ZeRO:
         """As it is on `mesh`: groups as large as `dp` are none. Raises `MeshError` where `dp` is missing, `PlanError` where groups do not
         fit."""
-        size = mesh.size_of(mesh.parts("dp"))
+        size = mesh.num_shares
         if self.level and not mesh.parts("dp"):
             raise MeshError(f"zero={self.level} splits over the axis dp, and the mesh ({mesh}) has none: add one, or leave zero out")
         if self.group is None:
@@ -76,7 +76,7 @@ class ZeRO:
 
     def num_parts(self, mesh: Mesh) -> int:
         """In how many parts masters lie, whether `dp` is broken into groups already or not."""
-        size = mesh.size_of(mesh.parts("dp"))
+        size = mesh.num_shares
         return 1 if self.level == 0 else min(self.shards or size, size)
 
     def splits_masters(self, axis: str) -> bool:

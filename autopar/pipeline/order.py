@@ -27,7 +27,7 @@ def default_number(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
 
 def _share(mesh: Mesh, batch_sizes: Sequence[int]) -> int:
     """What a number must divide so that it divides a rank's share of every input; 1 where none has a batch."""
-    num_shares = mesh.size_of(mesh.parts("dp"))
+    num_shares = mesh.num_shares
     return max(-(-math.gcd(*batch_sizes) // num_shares), 1)  # the largest share, to which the others are padded
 
 

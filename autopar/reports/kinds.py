@@ -114,7 +114,7 @@ def _others(compiled: Compiled, nodes: Sequence[Node], names: Sequence[str], is_
 
 def _could_be_in_parts(program: Program) -> bool:
     mesh = program.mesh
-    return not program.freedom.shards_parameters and program.freedom.zero is None and mesh.size_of(mesh.parts("dp")) > 1
+    return not program.freedom.shards_parameters and program.freedom.zero is None and mesh.num_shares > 1
 
 
 def _dims(sharding: Sharding, node: Node) -> str:

@@ -38,7 +38,7 @@ def zero_lines(program: Program) -> Iterator[str]:
     wanted = [(item, node) for item, node in program.named_inputs() if is_in_parts(item, program.freedom)]
     parts = [item for item, node in wanted if set(masters) <= set(SHARDING[node][0].axes)]
     size = mesh.size_of(masters)
-    replicas = mesh.size_of(mesh.parts("dp")) // size
+    replicas = mesh.num_shares // size
     across = f", {replicas} groups of replicas, gradients all-reduced across them" if replicas > 1 else ""
     over = " · ".join(sorted(masters))
     yield f"{zero}: {len(parts)} parameters, their gradients and their optimizer state in {size} parts over {over}{across}"

@@ -59,7 +59,7 @@ class ChooseMicrobatches:
         wanted = program.order.num_microbatches
         if wanted == 1:
             return MicrobatchDecision(1, 1)
-        num_shares = program.mesh.size_of(program.mesh.parts("dp"))
+        num_shares = program.mesh.num_shares
         if any(size % (num_shares * wanted) for size in batch_sizes(program)):
             return MicrobatchDecision(1, wanted)  # a batch that could not be padded: each of them would compute all of it
         is_asked = self.is_asked or program.order.num_ranks == 1  # without a pipeline nobody runs several unasked
@@ -96,6 +96,6 @@ class ChooseMicrobatches:
 
 def _unpadded_share(program: Program) -> int | None:
     """The samples of a rank, if it is for the microbatches alone that a batch is padded."""
-    sizes, num_shares = batch_sizes(program, is_padded=False), program.mesh.size_of(program.mesh.parts("dp"))
+    sizes, num_shares = batch_sizes(program, is_padded=False), program.mesh.num_shares
     is_for_them = sizes != batch_sizes(program) and all(size % num_shares == 0 for size in sizes)
     return min(sizes) // num_shares if is_for_them else None

@@ -44,7 +44,7 @@ class PadBatch:
 
     def decide(self, program: Program) -> PaddingDecision:
         number = program.order.num_microbatches
-        needed = program.mesh.size_of(program.mesh.parts("dp")) * number
+        needed = program.mesh.num_shares * number
         batches = [item for item in program.signature.inputs_of("batch") if item.batch_dim is not None]
         if all(item.shape[item.batch_dim or 0] % needed == 0 for item in batches):
             return PaddingDecision()

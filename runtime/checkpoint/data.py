@@ -70,7 +70,7 @@ def place_of(parallel: ParallelModule) -> int:
 
 
 def num_places(parallel: ParallelModule) -> int:
-    return parallel.mesh.size_of(parallel.mesh.parts("dp")) if isinstance(parallel._world, DistributedWorld) else 1
+    return parallel.mesh.num_shares if isinstance(parallel._world, DistributedWorld) else 1
 
 
 def position_of(data: StatefulData | None, place: int) -> tuple[Position | None, dict[str, Held]]:

@@ -164,7 +164,7 @@ class DistributedWorld:
         if item.kind == "tangent":
             # Each rank's own loss has a tangent of its own; what is differentiated is their mean.
             value = value if item.shares else self._summed(value, _dp_axes_beside(item, ranks), ranks)
-            value = value / ranks.size_of(ranks.parts("dp"))
+            value = value / ranks.num_shares
         value = item.entering(value)
         return {place: local_shard(value, placement.dims, placement.sharding, mesh, place) for place in self._places(mesh)}
 

@@ -108,7 +108,7 @@ def rank_sizes(compiled: Compiled, backend: str | Backend, model: nn.Module, on_
     form = simplified if backend == "eager" else _as_it_is
     mesh = compiled.mesh
     stage_ranks = mesh.size // mesh.size_of(mesh.parts("pp"))
-    given = sum(_given_bytes(item, mesh.size_of(mesh.parts("dp"))) for item in compiled.signature.inputs_of("batch"))
+    given = sum(_given_bytes(item, mesh.num_shares) for item in compiled.signature.inputs_of("batch"))
     buffers = sum(each.numel() * each.element_size() for each in model.buffers())
     return RankSizes(compiled.budget, form, compiled.schedule.device, on_processes, stage_ranks, given, buffers)
 

@@ -240,8 +240,8 @@ class CapturingModule(NamesOfModel):
             dims = batch_dims_of(inputs, self._batch_dims)
         except InputError:
             return inputs  # refused where all ranks hear of it
-        self._given, parts = inputs, self.mesh.parts("dp")
-        return inputs.share(dims, self.mesh.index(self._world.rank, parts), self.mesh.size_of(parts))
+        self._given = inputs
+        return inputs.share(dims, self.mesh.index(self._world.rank, self.mesh.parts("dp")), self.mesh.num_shares)
 
     def learn_lengths(self, inputs: CallInputs, captured: Captured) -> None:
         """How outputs are cut, before anything runs that they come of. Raises `InputError` where they cannot be, on all ranks."""
@@ -302,8 +302,7 @@ class CapturingModule(NamesOfModel):
         return False
 
     def _shares_to_pad(self, inputs: CallInputs) -> UnequalShares | None:
-        num_shares = self.mesh.size_of(self.mesh.parts("dp"))
-        return shares_to_pad(inputs, batch_dims_of(inputs, self._batch_dims), num_shares, self._num_microbatches)
+        return shares_to_pad(inputs, batch_dims_of(inputs, self._batch_dims), self.mesh.num_shares, self._num_microbatches)
 
     def _check(self, inputs: CallInputs) -> CallKey:
         """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""
@@ -324,8 +323,7 @@ class CapturingModule(NamesOfModel):
         args, kwargs = inputs.call()
         dims = batch_dims_of(inputs, self._batch_dims) if shares is None else shares.dims
         if not self._world.is_virtual:
-            num_shares = self.mesh.size_of(self.mesh.parts("dp"))
-            sizes = {index: tensor.shape[dims[index]] * num_shares for index, _, tensor in inputs.tensors if index in dims}
+            sizes = {index: tensor.shape[dims[index]] * self.mesh.num_shares for index, _, tensor in inputs.tensors if index in dims}
             sizes = sizes if shares is None else {index: sum(each) for index, each in shares.sizes.items()}
             args, kwargs = global_call(inputs, dims, sizes)
         values = None
@@ -368,10 +366,9 @@ class CapturingModule(NamesOfModel):
         if number == 1:
             return
         shapes = ", ".join(f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for _, name, tensor in inputs.tensors)
-        mode = f"training={self.training}, grad={torch.is_grad_enabled()}"
-        changes = self._guard.changes()
-        changed = f"; the model changed: {changes}" if changes else ""
-        logger.info("recapturing: no program fits this call (%s; %s%s); this is capture %d", shapes, mode, changed, number)
+        changed = f"; the model changed: {changes}" if (changes := self._guard.changes()) else ""
+        told = f"{shapes}; training={self.training}, grad={torch.is_grad_enabled()}{changed}"
+        logger.info("recapturing: no program fits this call (%s); this is capture %d", told, number)
         if number > MAX_QUIET_CAPTURES:
             fewer = "pad_to=autopar.PadTo(...) pads batches to a few lengths" if self._pad_to is None else "give pad_to= fewer lengths"
             why = f"each new shape compiles anew; {fewer}"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection
+from types import MethodType
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.runtime._torch import AsksToConvert, registered_names
@@ -18,7 +21,8 @@ class NamesOfModel(AsksToConvert):
     """A module with the names of another, the attribute `_model`, beside its own.
 
     Its own come first: those of the class, of `nn.Module` and what it was given before `_model`. Methods of the model are bound
-    to the model, and what they call is the model: they run as written, in this process, not on the mesh.
+    to the model, and what they call is the model: they run as written, in this process, not on the mesh. Where parameters lie on processes
+    what computes with them raises `AutoparError`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -26,7 +30,9 @@ class NamesOfModel(AsksToConvert):
         if isinstance(own, property):  # reading it raised an AttributeError, which is what there is to say: no name of the model's
             return own.__get__(self, type(self))
         if "_model" in self.__dict__ and not (name.startswith("__") and name.endswith("__")):
-            return getattr(self.__dict__["_model"], name)
+            model = self.__dict__["_model"]
+            value = getattr(model, name)
+            return _explained(value, model) if isinstance(value, MethodType) and value.__self__ is model else value
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -66,6 +72,28 @@ class NamesOfModel(AsksToConvert):
     def _is_full_backward_hook(self, is_full: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if "_model" in self.__dict__:
             self.__dict__["_model"]._is_full_backward_hook = is_full
+
+
+def _explained(method: MethodType, model: nn.Module) -> Any:
+    """A method of the model that says why it cannot compute with what lies on processes, and what can: torch says that they are mixed."""
+    placed = next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), None)
+    if placed is None:
+        return method
+
+    @functools.wraps(method)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise AutoparError(
+                f"{method.__name__} calls the model itself, whose parameters lie on ranks ({placed!r} is a DTensor); calls of the parallel "
+                f"module alone run on the mesh. Load weights = parallel.full_state_dict(), which all ranks call, into a model built anew, "
+                f"and call {method.__name__} of that"
+            ) from error
+
+    return explained
 
 
 def check_names(model: nn.Module, own: type[nn.Module], attributes: Collection[str]) -> None:

@@ -141,7 +141,7 @@ class _OwnRun:
         """This rank's part along dp of an output's tangent, as if of its own loss: gradients are of the mean of these."""
         assert item.sharding is not None, item
         if item.shares:
-            return share_of(tangent, item, mesh, self.world.ranks[0]).to(self.device) * mesh.size_of(mesh.parts("dp"))
+            return share_of(tangent, item, mesh, self.world.ranks[0]).to(self.device) * mesh.num_shares
         along = Sharding(tuple(tuple(axis for axis in split if parent(axis) == "dp") for split in item.sharding.splits))
         return local_shard(tangent, item.dims, along, mesh, self.world.ranks[0]).to(self.device) * mesh.size_of(along.axes)
 

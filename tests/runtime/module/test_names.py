@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.errors import CaptureError
+import autopar
+from autopar.errors import AutoparError, CaptureError
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.support.captures import compiled
 
@@ -133,3 +135,38 @@ def test_backward_hooks_inside_the_model_are_refused_in_training_alone() -> None
     assert len(seen) == 1
     handle.remove()
     parallel(x).backward()
+
+
+class Predicting(Model):
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).argmax(-1)
+
+    def fail(self) -> None:
+        raise RuntimeError("of its own")
+
+
+def names_on_ranks() -> list[str]:
+    """What methods of the model say once its parameters lie on ranks, and what a second compile of it says; the remedy is followed."""
+    torch.manual_seed(0)
+    model, mesh, x = Predicting(), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(2, 4)
+    wanted = model.predict(x)
+    parallel = autopar.compile(model, mesh, backend="eager")
+    parallel(x)
+    assert parallel.own_method(2.0) == 2.0
+    found: list[str] = []
+    for call in (lambda: parallel.predict(x), parallel.fail, lambda: autopar.compile(model, mesh)):
+        with pytest.raises((RuntimeError, AutoparError)) as error:
+            call()
+        found.append(f"{type(error.value).__name__}: {error.value}")
+    fresh = Predicting()
+    fresh.load_state_dict(parallel.full_state_dict())
+    assert torch.equal(fresh.predict(x), wanted)
+    return found
+
+
+def test_on_processes_what_computes_beside_the_mesh_says_what_serves(gloo_ranks: Any) -> None:
+    for method, own, compiled_twice in gloo_ranks.run(names_on_ranks):
+        assert method.startswith("AutoparError: predict calls the model itself, whose parameters lie on ranks ('fc.weight' is a DTensor)")
+        assert "parallel.full_state_dict()" in method and method.endswith("and call predict of that")
+        assert own == "RuntimeError: of its own"
+        assert compiled_twice.startswith("ModelError: parameter 'fc.weight' of the model is a DTensor: the model was compiled before")
