@@ -31,7 +31,7 @@ from autopar.driver.progress import progress
 from autopar.driver.train_step import TrainStep
 from autopar.errors import InputError, MeshError, MicrobatchError, PlanError
 from autopar.flat_mesh import chosen, is_flat
-from autopar.frontend.refusals import refuse_no_model
+from autopar.frontend.refusals import refuse_no_model, refuse_placed
 from autopar.graph.autocast import autocast_off
 from autopar.graph.microbatches import has_estimates
 from autopar.ir.actions import PipelineSchedule
@@ -159,11 +159,12 @@ def compile(
     collective_chunks  how many pieces of rows go one after another where products wait for a gather, or a sum over ranks for products, so
                     that one moves while another is computed: "auto" by cost, "off", or a number for all that can be cut into so many
 
-    Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module`, `MeshError` for a mesh that
-    cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that is not one graph,
-    `PlanError` for a plan, pins, budget or number of microbatches that cannot be kept. Each says how to mend it.
+    Raises `AutoparError` for an option that has no such value, `ModelError` for what is no `nn.Module` or has DTensors for parameters,
+    `MeshError` for a mesh that cannot be used. With `example_inputs`, else at the first call: `InputError`, `CaptureError` for a model that
+    is not one graph, `PlanError` for a plan, pins, budget or number of microbatches that cannot be kept. Each says how to mend it.
     """
     refuse_no_model(model)
+    refuse_placed(model)
     refuse_no_number(num_microbatches)
     takes_global = is_flat(mesh)
     if takes_global:

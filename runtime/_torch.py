@@ -29,8 +29,8 @@ Backend = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any
 
 __all__ = [
     "AllocatorLog",
-    "Backend",
     "AsksToConvert",
+    "Backend",
     "TorchDispatchMode",
     "all_gather_flat",
     "apply_on_tape",
@@ -144,8 +144,8 @@ def is_accumulating(leaf_node: Any) -> bool | None:
 
 
 def apply_on_tape(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply(*args)`, but for torch's search of all `args`, here hundreds of parameters, for what a transform of `torch.func` that
-    is over left wrapped."""
+    """As `function.apply(*args)`, of a function without `setup_context`, but for torch's look at every argument for wrappers that a
+    finished transform of `torch.func` left behind: here there are hundreds of parameters, none of them such."""
     if torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

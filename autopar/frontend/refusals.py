@@ -35,6 +35,10 @@ def refuse_no_model(model: object) -> None:
             f"the model is {what}, but must be an instance of torch.nn.Module: parameters are split and trained by their names in it. "
             "Put a function into the forward of a module that has the layers it calls as attributes"
         )
+
+
+def refuse_placed(model: nn.Module) -> None:
+    """A compile takes a model that nobody has split: parameters that are DTensors already lie somewhere."""
     placed = next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), None)
     if placed is not None:
         raise ModelError(

@@ -38,10 +38,10 @@ class KeyRandom:
     """Dropout and random ops become integer arithmetic on positions (`autopar/graph/draws.py`).
 
     Reads: a FORWARD program; attention's dropout as `UnifyAttention` and `FuseAttention` leave it.
-    Writes: plain ATen ops in the place of random ones; positions and words into attention, which draws by itself; and, if anything
-        is drawn, one more input, the last, of kind "random_key": int64, 0-d, in [0, 2**62), mixed from seed and step by
-        `autopar.runtime.execute.random_key`. Sites have the numbers that `number_sites` gave them; those without one follow, in graph
-        order.
+    Writes: plain ATen ops in the place of random ones; a recurrent network that drops between its layers as one call a layer; positions
+        and words into attention, which draws by itself; and, if anything is drawn, one more input, the last, of kind "random_key": int64,
+        0-d, in [0, 2**62), mixed from seed and step by `autopar.runtime.execute.random_key`. Sites have the numbers that `number_sites`
+        gave them; those without one follow, in graph order.
     Ensures: no op draws from a generator. Dropout in evaluation, or of probability 0, is gone. Raises `CaptureError` naming every
         random op that cannot be keyed.
     """
@@ -306,7 +306,7 @@ _DROPOUTS: dict[object, _Site] = {
 }
 _SITES: dict[object, _Site] = _DROPOUTS | {
     attention: _Site(_attention),
-    **dict.fromkeys(RECURRENT, _Site(_recurrent)),
+    **dict.fromkeys(RECURRENT, _Site(_recurrent)),  # of as many streams as drop: `_num_streams`
     aten.rand.default: _Site(_uniform),
     aten.rand_like.default: _Site(_uniform),
     aten.uniform_.default: _Site(_uniform_in_place, in_place=True),

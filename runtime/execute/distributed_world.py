@@ -147,7 +147,7 @@ class DistributedWorld:
         return range(self.rank * each, self.rank * each + each)
 
     def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:
-        assert all(isinstance(each, DTensor) for each in parameters), "a parameter is no DTensor"
+        assert all(isinstance(each, DTensor) for each in parameters), f"not all of these are DTensors: {[item.name for item in items]}"
         return [part if item.padding is None else None for part, item in zip(plain_parts(parameters), items, strict=True)]
 
     def parameter_parts(self, parameter: torch.Tensor, item: Input, mesh: Mesh) -> Parts:
@@ -198,7 +198,9 @@ class DistributedWorld:
         parts = own([part for each in held for part in each.parts.values()])
         for part, (_, item, mesh), parameter in zip(parts, held, parameters, strict=True):
             assert isinstance(parameter, DTensor), f"parameter {item.name} is no DTensor"
-            found.append(like(parameter, part if item.padding is None else unpadded(part, self._local_padding(item, mesh))))
+            part = part if item.padding is None else unpadded(part, self._local_padding(item, mesh))
+            device = local_part(parameter).device
+            found.append(like(parameter, part if part.device == device else part.to(device)))
         return found
 
     def _local_padding(self, item: Input | Output, mesh: Mesh) -> Padding | None:

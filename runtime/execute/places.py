@@ -56,7 +56,7 @@ class Places:
 
     @cached_property
     def gradients(self) -> tuple[tuple[str, ResultPlace], ...]:
-        """Where these ranks have parts of the gradients that they have parts of, by name of the parameter."""
+        """By name of a parameter where these ranks hold its gradient, or parts of it; only those that they hold any of."""
         places = ((item.name, self.of(item)) for item in self.compiled.signature.outputs_of("gradient"))
         return tuple((name, place) for name, place in places if place.buffers)
 

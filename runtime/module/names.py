@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from types import MethodType
 from typing import Any
 
@@ -22,7 +22,7 @@ class NamesOfModel(AsksToConvert):
 
     Its own come first: those of the class, of `nn.Module` and what it was given before `_model`. Methods of the model are bound
     to the model, and what they call is the model: they run as written, in this process, not on the mesh. Where parameters lie on processes
-    what computes with them raises `AutoparError`.
+    torch may not be able to, and `AutoparError` says what can.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -74,21 +74,27 @@ class NamesOfModel(AsksToConvert):
             self.__dict__["_model"]._is_full_backward_hook = is_full
 
 
-def _explained(method: MethodType, model: nn.Module) -> Any:
-    """A method of the model that says why it cannot compute with what lies on processes, and what can: torch says that they are mixed."""
-    placed = next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), None)
-    if placed is None:
+def _explained(method: MethodType, model: nn.Module) -> Callable[..., Any]:
+    """A method of the model that says why it cannot compute with what lies on processes, and what can.
+
+    Torch has no class of error for plain tensors among DTensors, or beside the parameters of another stage, which are on meta: its texts
+    name either.
+    """
+    lying = ((name, each) for name, each in model.named_parameters() if isinstance(each, DTensor) or each.is_meta)
+    placed, parameter = next(lying, ("", None))
+    if parameter is None:
         return method
+    how = "a DTensor" if isinstance(parameter, DTensor) else "on meta"
 
     @functools.wraps(method)
     def explained(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:
-            if "DTensor" not in str(error):
+            if "DTensor" not in str(error) and "meta" not in str(error):
                 raise
             raise AutoparError(
-                f"{method.__name__} calls the model itself, whose parameters lie on ranks ({placed!r} is a DTensor); calls of the parallel "
+                f"{method.__name__} calls the model itself, whose parameters lie on ranks ({placed!r} is {how}); calls of the parallel "
                 f"module alone run on the mesh. Load weights = parallel.full_state_dict(), which all ranks call, into a model built anew, "
                 f"and call {method.__name__} of that"
             ) from error

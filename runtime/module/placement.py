@@ -155,10 +155,8 @@ def held_part(whole: torch.Tensor, placement: Placement, rank: int) -> torch.Ten
 
 
 def like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """`local` as this rank's part of a DTensor that lies as `parameter` does, on its device."""
-    part = local_part(parameter)
-    local = local if local.device == part.device else local.to(part.device)
-    if local.dtype is part.dtype and local.shape == part.shape:
+    """`local` as this rank's part of a DTensor that lies as `parameter` does, but for its device: state may be kept on the host."""
+    if local.dtype is (part := local_part(parameter)).dtype and local.shape == part.shape:
         return dtensor_like(parameter, local)
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

@@ -41,13 +41,12 @@ class Updates:
         others = map(buffers.__getitem__, buffers.keys() - set(instruction.gradients))
         owned = OwnedMemory(self._call.transports, others)
         complete: list[tuple[str, int]] = []
-        mine = owned.own(gradients) if self._is_alone else gradients
-        for buffer, gradient in zip(instruction.parameters, mine, strict=True):
+        for buffer, gradient in zip(instruction.parameters, gradients, strict=True):
             name = self._names[rank][buffer]
             key = name, self._brought[rank, name]
             self._brought[rank, name] += 1
             parts = self._parts.setdefault(key, {})
-            parts[rank] = gradient
+            parts[rank] = owned.own([gradient])[0] if self._is_alone else gradient
             if len(parts) == len(self._ranks_of(name)):
                 complete.append(key)
         for name, number in complete:  # one by one: parts are let go of as wholes are made

@@ -145,16 +145,17 @@ class Predicting(Model):
         raise RuntimeError("of its own")
 
 
-def names_on_ranks() -> list[str]:
+def names_on_ranks(axes: dict[str, int]) -> list[str]:
     """What methods of the model say once its parameters lie on ranks, and what a second compile of it says; the remedy is followed."""
     torch.manual_seed(0)
-    model, mesh, x = Predicting(), init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(2, 4)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model, x = Predicting(), torch.randn(2, 4)
     wanted = model.predict(x)
     parallel = autopar.compile(model, mesh, backend="eager")
     parallel(x)
     assert parallel.own_method(2.0) == 2.0
     found: list[str] = []
-    for call in (lambda: parallel.predict(x), parallel.fail, lambda: autopar.compile(model, mesh)):
+    for call in (lambda: parallel.predict(x), parallel.fail, *([lambda: autopar.compile(model, mesh)] if "pp" not in axes else [])):
         with pytest.raises((RuntimeError, AutoparError)) as error:
             call()
         found.append(f"{type(error.value).__name__}: {error.value}")
@@ -165,8 +166,14 @@ def names_on_ranks() -> list[str]:
 
 
 def test_on_processes_what_computes_beside_the_mesh_says_what_serves(gloo_ranks: Any) -> None:
-    for method, own, compiled_twice in gloo_ranks.run(names_on_ranks):
+    for method, own, compiled_twice in gloo_ranks.run(names_on_ranks, {"dp": 4}):
         assert method.startswith("AutoparError: predict calls the model itself, whose parameters lie on ranks ('fc.weight' is a DTensor)")
         assert "parallel.full_state_dict()" in method and method.endswith("and call predict of that")
         assert own == "RuntimeError: of its own"
         assert compiled_twice.startswith("ModelError: parameter 'fc.weight' of the model is a DTensor: the model was compiled before")
+
+
+def test_a_stage_without_a_parameter_says_so_too(gloo_ranks: Any) -> None:
+    found = [method for method, _ in gloo_ranks.run(names_on_ranks, {"pp": 2, "dp": 2})]
+    assert all(each.startswith("AutoparError: predict calls the model itself, whose parameters lie on ranks") for each in found)
+    assert {"is on meta" in each for each in found} == {True, False}

@@ -1,0 +1,30 @@
+"""Ops that torch traces with other strides than their kernels give."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import autopar
+
+
+class LinearAttention(nn.Module):
+    """Sums along positions, of heads that lie behind them; the backward of elu is viewed as it was traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = F.elu(self.query(x).view(*x.shape[:2], 2, 8).transpose(1, 2))
+        return heads.cumsum(2).square().mean()
+
+
+def test_a_view_that_torch_traced_in_vain_is_a_copy() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 6, 16)
+    for backend in ("eager", "inductor"):
+        parallel = autopar.compile(LinearAttention(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend=backend)
+        parallel(x).backward()
+        assert parallel.verify(x, promote=True)
