@@ -285,7 +285,11 @@ class _Forms:
             return self._made_before(compiled.forward, "capture and forward passes")
         comparison = ValueComparison(compiled.program, compiled.local, self.case, self.limits.tolerance)
         local, failure = self._local(comparison)
-        if not self.agrees(comparison.stepper.results()):
+        try:
+            is_right = self.agrees(comparison.stepper.results())
+        except ReferenceRunError as error:
+            return replace(difference_at(error.node, math.inf, str(error)), made_by="trace joint and the passes after it")
+        if not is_right:
             return self._made_before(compiled.program, "trace joint and the passes after it")
         if local is None:
             assert failure is not None

@@ -192,9 +192,13 @@ class Stepper:
         self._values: dict[str, Any] = {}
         self._needed = Counter({node.name: len(node.users) + (node.name in watched) for node in program.graph.nodes})
         self._watched = set(watched)
+        self._failure: ReferenceRunError | None = None
 
     def value(self, name: str) -> Any:
-        """What node `name` yields; a watched value is dropped here when nothing else needs it."""
+        """What node `name` yields; a watched value is dropped here when nothing else needs it. Raises `ReferenceRunError`, again and again
+        where a node in front of it cannot run."""
+        if self._failure is not None:
+            raise self._failure
         while name not in self._values:
             self._step(next(self._nodes))
         value = self._values[name]
@@ -213,7 +217,11 @@ class Stepper:
             self._values[node.name] = next(self._inputs)
         elif node.op == "call_function":
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda operand: self._values[operand.name])
-            self._values[node.name] = _execute(node, args, kwargs)
+            try:
+                self._values[node.name] = _execute(node, args, kwargs)
+            except ReferenceRunError as error:
+                self._failure = error
+                raise
             for operand in node.all_input_nodes:
                 self._used(operand.name)
 

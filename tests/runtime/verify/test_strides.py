@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import autopar
+from autopar.runtime.verify import reference_run
 
 
 class LinearAttention(nn.Module):
@@ -28,3 +30,12 @@ def test_a_view_that_torch_traced_in_vain_is_a_copy() -> None:
         parallel = autopar.compile(LinearAttention(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend=backend)
         parallel(x).backward()
         assert parallel.verify(x, promote=True)
+
+
+def test_what_cannot_run_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_run, "_viewed", torch.Tensor.view)
+    x = torch.randn(4, 6, 16)
+    parallel = autopar.compile(LinearAttention(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    report = parallel.verify(x, promote=True)
+    assert not report
+    assert "view size is not compatible" in str(report) and "trace joint and the passes after it" in str(report)
