@@ -164,7 +164,8 @@ class Call:
         parameters = [self._tensors[name] for name, _ in places]
         held = [RankParts(self._parts_at(place), place.item, place.mesh) for _, place in places]
         gradients = self.world.gradients(held, parameters, owned.own)
-        found = {name: widened(each, of) for (name, _), each, of in zip(places, gradients, parameters, strict=True)}
+        backwards = zip(reversed(places), reversed(parameters), strict=True)
+        found = {name: widened(gradients.pop(), of) for (name, _), of in backwards}  # those in a lower dtype are let go of one by one
         if self.is_over_at_pause:
             (scale,) = (next(iter(parts.values())) for parts in given.values())
             self._check_scale(scale)
