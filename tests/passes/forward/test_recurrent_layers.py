@@ -83,7 +83,7 @@ def test_each_call_draws_anew_and_is_verified_on_the_default_backend() -> None:
     model, x = of(lambda p: Recurrent(nn.LSTM, p, num_layers=2), 0.4).float(), X.float()
     parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,))
     assert parallel(x).item() != parallel(x).item()
-    assert parallel.verify(x, promote=True)
+    assert parallel.verify(x)
 
 
 def test_one_layer_has_nothing_between() -> None:
