@@ -14,7 +14,7 @@ class CaptureError(AutoparError):
 
 
 class ModelError(CaptureError, TypeError):
-    """What is to be compiled is no model: a function, a class, or something that wraps a model."""
+    """What is to be compiled is no model: a function, a class, something that wraps a model, or one that is split already."""
 
 
 class MeshError(AutoparError):

@@ -33,7 +33,6 @@ __all__ = [
     "Backend",
     "TorchDispatchMode",
     "all_gather_flat",
-    "apply_on_tape",
     "around_steps",
     "backend_named",
     "below_autograd",
@@ -141,14 +140,6 @@ def is_accumulating(leaf_node: Any) -> bool | None:
         return torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:
         return None
-
-
-def apply_on_tape(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """As `function.apply(*args)`, of a function without `setup_context`, but for torch's look at every argument for wrappers that a
-    finished transform of `torch.func` left behind: here there are hundreds of parameters, none of them such."""
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def has_gradient_hooks(owner: torch.Tensor | nn.Module) -> bool:

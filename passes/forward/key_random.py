@@ -78,10 +78,8 @@ def number_sites(program: Program) -> Program:
 
 
 def _num_streams(node: Node) -> int:
-    """How many independent streams of numbers an op that draws takes."""
-    if node.target in RECURRENT:
-        return num_layers_with_dropout(node)
-    return _SITES[node.target].num_streams if node.target in _SITES else 1
+    """How many independent streams of numbers an op that draws takes; one of which nobody has said how counts as one."""
+    return _SITES[node.target].num_streams(node) if node.target in _SITES else 1
 
 
 def _numbers(sites: Sequence[Node]) -> dict[Node, int]:
@@ -96,10 +94,10 @@ def _numbers(sites: Sequence[Node]) -> dict[Node, int]:
 
 @dataclass(frozen=True)
 class _Site:
-    """How a random op is lowered, how many independent streams that takes, and whether its operand is overwritten."""
+    """How a random op is lowered, how many independent streams a call of it takes, and whether its operand is overwritten."""
 
     lower: Callable[[Draws, Emitter, Node], Lowered]
-    num_streams: int = 1
+    num_streams: Callable[[Node], int] = lambda _: 1
     in_place: bool = False
 
 
@@ -306,13 +304,13 @@ _DROPOUTS: dict[object, _Site] = {
 }
 _SITES: dict[object, _Site] = _DROPOUTS | {
     attention: _Site(_attention),
-    **dict.fromkeys(RECURRENT, _Site(_recurrent)),  # of as many streams as drop: `_num_streams`
+    **dict.fromkeys(RECURRENT, _Site(_recurrent, num_layers_with_dropout)),
     aten.rand.default: _Site(_uniform),
     aten.rand_like.default: _Site(_uniform),
     aten.uniform_.default: _Site(_uniform_in_place, in_place=True),
-    aten.randn.default: _Site(_normal, 2),
-    aten.randn_like.default: _Site(_normal, 2),
-    aten.normal_.default: _Site(_normal_in_place, 2, in_place=True),
+    aten.randn.default: _Site(_normal, lambda _: 2),
+    aten.randn_like.default: _Site(_normal, lambda _: 2),
+    aten.normal_.default: _Site(_normal_in_place, lambda _: 2, in_place=True),
     aten.exponential_.default: _Site(_exponential, in_place=True),
     aten.rrelu.default: _Site(_rrelu),
     aten.rrelu_.default: _Site(_rrelu, in_place=True),

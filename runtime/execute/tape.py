@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import BackwardError
-from autopar.runtime._torch import apply_on_tape, has_gradient_hooks, is_accumulating, is_made_like, lies_as, local_part, plain_parts
+from autopar.runtime._torch import has_gradient_hooks, is_accumulating, is_made_like, lies_as, local_part, plain_parts
 from autopar.runtime.execute.call import Call
 from autopar.runtime.module.outputs import refuse_detached
 
@@ -63,7 +63,7 @@ def differentiate(call: Call, parameters: Mapping[str, torch.Tensor]) -> dict[st
     A stage of a pipeline may hold none of these: what it returns can be differentiated as on the others.
     """
     leaves = parameters or {"": torch.empty(0, requires_grad=True)}
-    results = apply_on_tape(_Differentiable, call, leaves, *leaves.values())
+    results = _Differentiable.apply(call, leaves, *leaves.values())
     return dict(zip((item.name for item in call.results), results, strict=True))
 
 

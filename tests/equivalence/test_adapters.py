@@ -66,7 +66,7 @@ def assert_only_adapters_train(parallel: ParallelModule, batch: dict[str, Tensor
     assert summary["memory"]["gradients"] == local_bytes
     assert 2 * local_bytes <= summary["memory"]["optimizer_state"] <= 2 * local_bytes + 8 * len(held)  # two moments, and a step count each
     sent = summary["communication"].get("dp", {})
-    num_ranks = mesh.size_of(mesh.parts("dp"))
+    num_ranks = mesh.num_shares
     assert sum(each["backward"] for each in sent.values()) <= 2 * local_bytes * (num_ranks - 1) / num_ranks  # one all-reduce of each
 
 

@@ -70,7 +70,8 @@ def test_draws_are_equal_on_any_mesh(kind: str) -> None:
         mesh = autopar.virtual_mesh(**axes)
         parallel = autopar.compile(of(KINDS[kind], 0.4), mesh, example_inputs=(X,), backend="eager", num_microbatches=2)
         found.append(step(parallel))
-        assert "no rank repeats another's work" in parallel.explain() or axes != {"dp": 2}
+        if axes == {"dp": 2}:
+            assert "no rank repeats another's work" in parallel.explain()
     first, *others = found
     kept = step(of(KINDS[kind], 0.0))
     assert not torch.allclose(first[0], kept[0], rtol=1e-3), "nothing was dropped"
