@@ -10,6 +10,7 @@ from autopar.ir.placement import Placement
 from autopar.passes.forward.cast_to_precision import CastToPrecision
 from autopar.passes.forward.choose_kernels import ChooseKernels
 from autopar.passes.forward.decompose_bags import DecomposeBags
+from autopar.passes.forward.decompose_indices import DecomposeIndices
 from autopar.passes.forward.decompose_losses import DecomposeLosses
 from autopar.passes.forward.decompose_masked_writes import DecomposeMaskedWrites
 from autopar.passes.forward.detach_outputs import DetachOutputs
@@ -79,6 +80,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         CastToPrecision(options.precision),  # the first: what is fused, and how, follows from dtypes
         DetachOutputs(training),  # before the trace, as all here
         DropEmptyParts(),  # before the fusions: they need not know of caches that hold nothing
+        DecomposeIndices(),  # before cross entropy, which reads the label of each row as a gather
         FuseCrossEntropy(options.fuses_losses),  # this and the next four before losses are decomposed, …
         FuseProjection(budget.capacity_bytes),  # after its cross entropy
         FuseGates(options.writes_rows, options.fuses_attention),

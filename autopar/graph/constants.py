@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.fx import Node
 from autopar._torch import pytree, schema_of, writes_operands
 from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.graph.promote import default_float64, promote_tensor, promoted_dtype
-from autopar.ir.arguments import call_of
+from autopar.ir.arguments import call_of, node_at
 from autopar.ir.program import Program, operands
 
 aten = torch.ops.aten
@@ -79,12 +79,17 @@ class Constants:
         if node.target in _FILLS:
             return []
         found: list[Node] = []
-        for operand in operands(node):
+        for operand in self._read_by(node):
             if operand not in self._values:
                 found.append(operand)
             elif self._values[operand] is None:
                 return []
         return found
+
+    @staticmethod
+    def _read_by(node: Node) -> Sequence[Node]:
+        """The operands whose values count: of what another is spread like, its shape does."""
+        return (node_at(node, 0),) if node.target is aten.expand_as.default else operands(node)
 
     def _is_candidate(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -98,8 +103,10 @@ class Constants:
             return None
         if node.target in _FILLS:
             return self._filled(node)
-        if any(self._values.get(operand) is None for operand in operands(node)):
+        if any(self._values.get(operand) is None for operand in self._read_by(node)):
             return None
+        if node.target is aten.expand_as.default:
+            return self._operand(node.args[0]).expand(node.meta["val"].shape)
         args, kwargs = pytree.tree_map(self._operand, (node.args, dict(node.kwargs)))
         with torch.no_grad(), default_float64():
             found = call_of(node)(*args, **kwargs)

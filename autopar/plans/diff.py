@@ -1,10 +1,13 @@
-"""What differs between two plans: parameters that lie otherwise, ops that are split otherwise, repeated layers as one line, the
-pipeline, how large buckets are, what goes in pieces, and what lies elsewhere than on the device.
+"""What differs between two plans: whatever a plan decides, repeated layers as one line.
 
+1 of 12 parameters and 12 of 96 ops differ
+freedom   dp splits the batch → dp splits the batch and parameters
 parameters
   h.*.mlp.c_fc.weight   [32, 64@tp] → [32@tp, 64]   × 12
 ops
   forward h.*.mlp.c_fc aten.mm 0   dp:m tp:n → dp:m tp:k   × 12
+recomputed
+  forward h.*.mlp.act aten.gelu.default 0   kept → computed again   × 12
 pipeline
   schedule   1f1b, 4 microbatches → zb-h1, 4 microbatches
   stage 1   forward h.2 aten.add.Tensor 0 → forward h.3 aten.add.Tensor 0
@@ -14,10 +17,17 @@ buckets
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from autopar.ir.actions import PipelineSchedule
+from autopar.ir.freedom import Freedom
 from autopar.ir.pattern import folded, pattern_of
+from autopar.ir.units import in_bytes
+
+if TYPE_CHECKING:
+    from autopar.plans.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -31,38 +41,118 @@ class Change:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """Truthy when something differs. `num_parameters` and `num_ops` count all that either plan has."""
+    """Truthy when something differs. `num_parameters` and `num_ops` count all that either plan has.
+
+    settings    what there is one of: the mesh, the roles of its axes and the level of ZeRO, the precision, the modules that are pinned
+    inputs      how the batch, buffers and constants lie
+    recomputed  what the backward computes again
+    """
 
     parameters: tuple[Change, ...]
     ops: tuple[Change, ...]
     num_parameters: int = 0
     num_ops: int = 0
-    pipeline: tuple[Change, ...] = ()
+    settings: tuple[Change, ...] = ()
+    inputs: tuple[Change, ...] = ()
     kernels: tuple[Change, ...] = ()
-    buckets: tuple[Change, ...] = ()
-    precision: tuple[Change, ...] = ()
-    offloaded: tuple[Change, ...] = ()
+    recomputed: tuple[Change, ...] = ()
     chunks: tuple[Change, ...] = ()
+    pipeline: tuple[Change, ...] = ()
+    buckets: tuple[Change, ...] = ()
+    offloaded: tuple[Change, ...] = ()
+
+    @staticmethod
+    def between(before: Plan, after: Plan) -> PlanDiff:
+        """What is otherwise in `after`. Reasons and the fingerprint are no decisions."""
+        both = (before, after)
+        again = tuple(dict.fromkeys((*before.recomputed, *after.recomputed)))
+        return PlanDiff(
+            parameters=changes(before.parameters, after.parameters),
+            ops=changes(before.strategies, after.strategies),
+            num_parameters=len({*before.parameters, *after.parameters}),
+            num_ops=len({*before.strategies, *after.strategies}),
+            settings=changes(*map(_settings, both)),
+            inputs=changes(before.inputs, after.inputs),
+            kernels=changes(before.kernels, after.kernels),
+            recomputed=changes(*({key: "computed again" if key in each.recomputed else "kept" for key in again} for each in both)),
+            chunks=changes(before.chunks or {}, after.chunks or {}),
+            pipeline=changes(*map(_pipeline, both)),
+            buckets=changes(*({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in both)),
+            offloaded=changes(*map(_away, both)),
+        )
 
     def __bool__(self) -> bool:
-        others = (self.pipeline, self.kernels, self.buckets, self.precision, self.offloaded, self.chunks)
-        return bool(self.parameters or self.ops or any(others))
+        return bool(self.settings) or any(found for _, found in (*self._by_layer, *self._by_name))
 
     def __str__(self) -> str:
         if not self:
             return "the plans are the same"
         lines = [f"{len(self.parameters)} of {self.num_parameters} parameters and {len(self.ops)} of {self.num_ops} ops differ"]
-        for title, changes in (("parameters", self.parameters), ("ops", self.ops), ("kernels", self.kernels), ("chunks", self.chunks)):
-            lines += [title, *(f"  {line}" for line in _folded(changes))] if changes else []
-        lines += [f"{each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in self.precision]
-        for title, changes in (("pipeline", self.pipeline), ("buckets", self.buckets), ("offloaded", self.offloaded)):
-            rows = [f"  {each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in changes]
-            lines += [title, *rows] if rows else []
+        lines += _rows(self.settings)
+        for title, found in self._by_layer:
+            lines += [title, *(f"  {line}" for line in _folded(found))] if found else []
+        for title, found in self._by_name:
+            lines += [title, *(f"  {line}" for line in _rows(found))] if found else []
         return "\n".join(lines)
 
+    @property
+    def _by_layer(self) -> tuple[tuple[str, tuple[Change, ...]], ...]:
+        return (
+            ("parameters", self.parameters),
+            ("inputs", self.inputs),
+            ("ops", self.ops),
+            ("kernels", self.kernels),
+            ("recomputed", self.recomputed),
+            ("chunks", self.chunks),
+        )
 
-def changes(before: Mapping[str, object], after: Mapping[str, object]) -> Iterator[Change]:
+    @property
+    def _by_name(self) -> tuple[tuple[str, tuple[Change, ...]], ...]:
+        return (("pipeline", self.pipeline), ("buckets", self.buckets), ("offloaded", self.offloaded))
+
+
+@dataclass(frozen=True)
+class _Order:
+    """A schedule that prints in a few words."""
+
+    schedule: PipelineSchedule
+
+    def __str__(self) -> str:
+        number = self.schedule.num_microbatches
+        return f"{self.schedule.name}, {number} microbatch{'' if number == 1 else 'es'}"
+
+
+def _settings(plan: Plan) -> dict[str, object]:
+    found = {"mesh": plan.mesh, "freedom": _roles(plan.freedom), "precision": plan.precision, "pinned": ", ".join(plan.pinned) or None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _roles(freedom: Freedom) -> str:
+    """Of axes in words."""
+    batch = " · ".join(freedom.batch) or "no axis"
+    roles = [f"{batch} splits the batch{' and parameters' if freedom.shards_parameters else ''}"]
+    roles += [f"{' · '.join(freedom.flexible)} the batch or anything else"] if freedom.flexible else []
+    return ", ".join([*roles, *([str(freedom.zero)] if freedom.zero is not None else [])])
+
+
+def _pipeline(plan: Plan) -> dict[str, object]:
+    """Its order, and where its stages begin."""
+    cuts: dict[str, object] = {f"stage {number}": cut for number, cut in enumerate(plan.cuts, 1)}
+    return cuts if plan.schedule is None else {"schedule": _Order(plan.schedule), **cuts}
+
+
+def _away(plan: Plan) -> dict[str, object]:
+    """What lies elsewhere than on the device, and where."""
+    stored: dict[str, object] = {} if plan.stored is None else {"parameters": plan.stored}
+    if plan.offloaded is None:
+        return stored
+    names = {f"pp = {place}": ", ".join(each) or "nothing" for place, each in enumerate(plan.offloaded.buffers)}
+    return {"memory": plan.offloaded.memory, **names, **stored}
+
+
+def changes(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[Change, ...]:
     """The entries that differ, in the order of `before`, then what `after` adds."""
+    found: list[Change] = []
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
         if old == new:
@@ -70,7 +160,12 @@ def changes(before: Mapping[str, object], after: Mapping[str, object]) -> Iterat
         texts = ["" if each is None else str(each) for each in (old, new)]
         # Two ways of running an op may go by one name where operands lie in another order of axes.
         texts = [repr(each) for each in (old, new)] if texts[0] == texts[1] else texts
-        yield Change(name, *texts)
+        found.append(Change(name, *texts))
+    return tuple(found)
+
+
+def _rows(found: Iterable[Change]) -> list[str]:
+    return [f"{each.name}   {each.before or 'none'} → {each.after or 'none'}" for each in found]
 
 
 def _folded(found: tuple[Change, ...]) -> Iterator[str]:

@@ -47,8 +47,7 @@ from autopar.ir.padding import Padding, carried_over
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy
-from autopar.ir.units import in_bytes
-from autopar.plans.diff import PlanDiff, changes
+from autopar.plans.diff import PlanDiff
 from autopar.plans.json import (
     Json,
     PlacementEntry,
@@ -73,17 +72,6 @@ Pins = Mapping[str, Sequence[DimPin]]
 
 logger = logging.getLogger("autopar")
 VERSION = 1
-
-
-@dataclass(frozen=True)
-class _Order:
-    """A schedule that prints in a few words."""
-
-    schedule: PipelineSchedule
-
-    def __str__(self) -> str:
-        number = self.schedule.num_microbatches
-        return f"{self.schedule.name}, {number} microbatch{'' if number == 1 else 'es'}"
 
 
 class Reasoned(Protocol):
@@ -271,21 +259,7 @@ class Plan:
 
     def diff(self, other: Plan) -> PlanDiff:
         """What is otherwise in `other`: it prints, repeated layers as one line, and is truthy when something differs."""
-        parameters, ops = changes(self.parameters, other.parameters), changes(self.strategies, other.strategies)
-        num_parameters = len({*self.parameters, *other.parameters})
-        pipeline = changes(self._pipeline(), other._pipeline())
-        precision = changes({"precision": self.precision}, {"precision": other.precision})
-        num_ops, kernels = len({*self.strategies, *other.strategies}), changes(self.kernels, other.kernels)
-        sizes = ({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in (self, other))
-        offloaded = changes(*(_away(each) for each in (self, other)))
-        chunks = changes(self.chunks or {}, other.chunks or {})
-        others = (tuple(each) for each in (pipeline, kernels, changes(*sizes), precision, offloaded, chunks))
-        return PlanDiff(tuple(parameters), tuple(ops), num_parameters, num_ops, *others)
-
-    def _pipeline(self) -> dict[str, object]:
-        """Its order, and where its stages begin."""
-        cuts: dict[str, object] = {f"stage {number}": cut for number, cut in enumerate(self.cuts, 1)}
-        return cuts if self.schedule is None else {"schedule": _Order(self.schedule), **cuts}
+        return PlanDiff.between(self, other)
 
     def to_json(self) -> str:
         """As text; `from_json` reads it back to an equal plan."""
@@ -369,15 +343,6 @@ class Plan:
             lines += [f"  {line}" for line in str(self.schedule).splitlines()]
             lines += [f"  stage {number} begins with {cut}" for number, cut in enumerate(self.cuts, 1)]
         return "\n".join(lines)
-
-
-def _away(plan: Plan) -> dict[str, object]:
-    """What lies elsewhere than on the device, and where."""
-    stored: dict[str, object] = {} if plan.stored is None else {"parameters": plan.stored}
-    if plan.offloaded is None:
-        return stored
-    names = {f"pp = {place}": ", ".join(each) or "nothing" for place, each in enumerate(plan.offloaded.buffers)}
-    return {"memory": plan.offloaded.memory, **names, **stored}
 
 
 def _to_place(value: Json) -> Away | None:

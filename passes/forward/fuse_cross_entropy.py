@@ -42,9 +42,9 @@ class FuseCrossEntropy:
     """Cross entropy of labels → `autopar.cross_entropy` and a subtraction, a mask and a mean of numbers of rows.
 
     What is found: `aten.cross_entropy_loss`; `aten.nll_loss` of a log-softmax; a log-softmax of which the labels' entries are
-    gathered, or indexed row by row. Logits that were made wider for it are read as they were: the op computes in float32.
+    gathered (`DecomposeIndices` makes that of `x[arange(n), labels]`). Logits that were made wider for it are read as they were: the op computes in float32.
 
-    Reads: a FORWARD program; run it before `DecomposeLosses`, which takes the rest.
+    Reads: a FORWARD program; run it after `DecomposeIndices` and before `DecomposeLosses`, which takes the rest.
     Writes: one `autopar.cross_entropy` a loss, plain ATen ops on its results, the class numbers as an `aten.arange`.
     Ensures: what is decided to be fused is, with the shape and dtype that it had. A label that is no class and is not ignored gives NaN.
     """
@@ -74,7 +74,7 @@ class FuseCrossEntropy:
 def _is_candidate(node: Node) -> bool:
     if node.target is aten.cross_entropy_loss.default:
         return True
-    source = node.args[0] if node.target in _WRITTEN else None
+    source = node.args[0] if node.target in _REASONS else None
     return isinstance(source, Node) and source.target in _LOG_SOFTMAXES and _computes_in(source.args[0], tensor_of(source).dtype)
 
 
@@ -159,23 +159,9 @@ def _why_not_gathered(node: Node) -> str:
     return "" if shape == (*rows, 1) else f"it gathers {tuple(shape)}, which is not one class a row"
 
 
-def _why_not_indexed(node: Node) -> str:
-    indices: Any = node.args[1]
-    rows = tensor_of(node.args[0]).shape[0]
-    one_a_row = len(indices) == 2 and tensor_of(node.args[0]).dim() == 2 and _is_range(indices[0], rows)
-    one_a_row = one_a_row and isinstance(indices[1], Node) and tuple(tensor_of(indices[1]).shape) == (rows,) and _is_labels(indices[1])
-    return "" if one_a_row else "it is indexed otherwise than by one label in each row"
-
-
-def _is_range(value: Any, size: int) -> bool:
-    """Whether `value` is 0 … size − 1, written as an arange."""
-    if not isinstance(value, Node) or tuple(tensor_of(value).shape) != (size,):
-        return False
-    return value.target is aten.arange.default or (value.target is aten.arange.start and value.args[:1] == (0,))
-
-
-def _is_labels(value: Node) -> bool:
-    return tensor_of(value).dtype == torch.int64
+def _why_indexed(_: Node) -> str:
+    """`DecomposeIndices` has made a gather of one label in each row."""
+    return "it is indexed otherwise than by one label in each row"
 
 
 def _loss(emit: Emitter, node: Node) -> Node:
@@ -205,13 +191,6 @@ def _gathered(emit: Emitter, node: Node) -> Node:
     return emit.call(aten.unsqueeze.default, _log_probability(emit, node, emit.call(aten.squeeze.dim, index, -1)), -1)
 
 
-def _indexed(emit: Emitter, node: Node) -> Node:
-    labels = arguments(node)[1][1]
-    # An index below 0 counts from the end.
-    from_end = emit.call(aten.add.Tensor, labels, tensor_of(_logits(node)).shape[-1])
-    return _log_probability(emit, node, emit.call(aten.where.self, emit.call(aten.lt.Scalar, labels, 0), from_end, labels))
-
-
 def _log_probability(emit: Emitter, node: Node, labels: Any) -> Node:
     """Of its label in each row; NaN where that is no class, which raises in torch."""
     logits = _logits(node)
@@ -232,11 +211,10 @@ _WRITTEN: dict[object, Callable[[Emitter, Node], Node]] = {
     aten.cross_entropy_loss.default: _loss,
     **dict.fromkeys(_NLL_LOSSES, _loss),
     aten.gather.default: _gathered,
-    aten.index.Tensor: _indexed,
 }
 _REASONS: dict[object, Callable[[Node], str]] = {
     aten.cross_entropy_loss.default: _why_no_loss,
     **dict.fromkeys(_NLL_LOSSES, _why_no_loss),
     aten.gather.default: _why_not_gathered,
-    aten.index.Tensor: _why_not_indexed,
+    aten.index.Tensor: _why_indexed,
 }

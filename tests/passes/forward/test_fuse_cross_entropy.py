@@ -16,6 +16,7 @@ from autopar.ir.fusion import FusionDecision
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.kernels.cross_entropy import cross_entropy
+from autopar.passes.forward.decompose_indices import DecomposeIndices
 from autopar.passes.forward.fuse_cross_entropy import FuseCrossEntropy
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -33,7 +34,7 @@ class Scored(nn.Module):
 
 
 def fused(loss: Loss, scores: Tensor, labels: Tensor) -> tuple[FusionDecision, Program]:
-    program = capture(Scored(scores, loss), (labels,), {}, virtual_mesh(dp=1), outputs="all")
+    program = DecomposeIndices().apply(capture(Scored(scores, loss), (labels,), {}, virtual_mesh(dp=1), outputs="all"))
     decision = FuseCrossEntropy().decide(program)
     return decision, FuseCrossEntropy().apply(program, decision)
 
