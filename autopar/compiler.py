@@ -58,6 +58,7 @@ from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.gather_ahead import GatherAhead
 from autopar.passes.schedule.offload_activations import OffloadActivations
 from autopar.passes.schedule.write_updates import WriteUpdates
+from autopar.passes.schedule.write_versions import WriteVersions
 from autopar.plans.pins import freedom_of, offload_of, precision_of, without_batch
 from autopar.plans.plan import Offloaded, Pins, Plan
 from autopar.plans.styles import UserPins, without_styles
@@ -333,7 +334,7 @@ def compile_call(
 def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     """What the passes left behind."""
     program, schedule = history.last(Form.GLOBAL), history.schedule_before(WriteUpdates)
-    updating = history.schedule_steps[-1].program
+    updating = history.schedule(WriteVersions)
     # Not after the passes before them by name: others may stand between.
     local, separated = history.before(SeparateMicrobatches), history.before(CopyToStages)
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)

@@ -47,7 +47,7 @@ from autopar.runtime.module.inputs import CallInputs, batch_dims_of
 Inputs = Mapping[str, Any] | tuple[Any, ...]
 AXES = ("pp", "dp", "tp")
 _DTYPES = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16, "float32": torch.float32}
-# So many devices share tensors at most where a cluster says nothing of nodes.
+# The largest tp that is tried on a cluster without nodes.
 _IDEAL_NODE = 8
 
 
@@ -178,7 +178,7 @@ def rank_plans(
         raise PlanError(f"zero={zero!r} is no level of ZeRO: use 0, 1, 2 or 3")
     known_sizes = list(model) if isinstance(model, Mapping) else _tp_sizes(here, number)
     sizes = known_sizes if tp is None else list(tp)
-    _refuse_sizes(sizes, number)
+    _refuse_sizes(sizes, number, list(model) if isinstance(model, Mapping) else sizes)
     with progress("planning") as show:
         works, is_complete, software = dict[int, ModelWork](), True, SoftwareProfile.named(profile)
         capacity = here.device.memory_bytes if memory is None else bytes_of(memory, "memory")
@@ -282,12 +282,17 @@ def _with_masters(profile: SoftwareProfile, work: ModelWork) -> SoftwareProfile:
     return profile if work.itemsize < 4 else replace(profile, state_bytes=8.0, reduced_bytes=4.0)
 
 
-def _refuse_sizes(sizes: Sequence[int], num_devices: int) -> None:
-    """Of tp."""
+def _refuse_sizes(sizes: Sequence[int], num_devices: int, known: Sequence[int]) -> None:
+    """Of tp, where works are `known` of some."""
     if not sizes:
         raise MeshError("no size of tp to look at: pass tp=(1,), or leave it out")
     if wrong := [each for each in sizes if each < 1 or num_devices % each]:
         raise MeshError(f"tp = {wrong[0]} does not divide {num_devices} devices: use divisors of it")
+    if unread := [each for each in sizes if each not in known]:
+        raise PlanError(
+            f"tp = {unread[0]} is asked for, and the works that were passed are of tp = {', '.join(map(str, known))}: read it, too, with "
+            f"autopar.measure_work(model, ..., tp={unread[0]})"
+        )
 
 
 def _tp_sizes(cluster: Cluster, num_devices: int) -> list[int]:
@@ -314,17 +319,13 @@ def _cluster(cluster: Cluster | str, mesh: Mesh) -> Cluster:
     """With "name:number" the mesh must not be larger than that."""
     if isinstance(cluster, Cluster):
         return cluster
-    name, _, number = cluster.partition(":")
-    if number:
-        if not number.isdigit():
-            raise MeshError(f'cluster={cluster!r}: {number!r} is no number of devices; write "h100:128"')
-        if mesh.size > int(number):
-            dp = int(number) * dict(mesh.axes).get("dp", 1) // mesh.size
-            smaller = f"take dp = {dp}" if dp else "take less of pp or tp"
-            raise MeshError(
-                f"the mesh ({mesh}) has {mesh.size} ranks, the cluster {number} devices: {smaller}, or a larger cluster, {name}:{mesh.size}"
-            )
-    return Cluster.named(name)
+    found, number = Cluster.with_number(cluster)
+    if number is not None and mesh.size > number:
+        dp = number * dict(mesh.axes).get("dp", 1) // mesh.size
+        smaller = f"take dp = {dp}" if dp else "take less of pp or tp"
+        larger = f"{cluster.rpartition(':')[0]}:{mesh.size}"
+        raise MeshError(f"the mesh ({mesh}) has {mesh.size} ranks, the cluster {number} devices: {smaller}, or a larger cluster, {larger}")
+    return found
 
 
 def _devices(cluster: Cluster | str, num_devices: int | None) -> tuple[Cluster, int]:
@@ -333,14 +334,12 @@ def _devices(cluster: Cluster | str, num_devices: int | None) -> tuple[Cluster, 
         if num_devices is None:
             raise MeshError("how many devices? Pass num_devices=128")
         return cluster, _positive(num_devices)
-    name, _, number = cluster.partition(":")
-    if number and not number.isdigit():
-        raise MeshError(f'cluster={cluster!r}: {number!r} is no number of devices; write "h100:128"')
-    if not number and num_devices is None:
-        raise MeshError(f'how many devices? Write cluster="{name}:128", or pass num_devices=128')
-    if number and num_devices not in (None, int(number)):
+    found, number = Cluster.with_number(cluster)
+    if number is None and num_devices is None:
+        raise MeshError(f'how many devices? Write cluster="{cluster}:128", or pass num_devices=128')
+    if number is not None and num_devices not in (None, number):
         raise MeshError(f"cluster={cluster!r} has {number} devices, and num_devices={num_devices}: leave one of them out")
-    return Cluster.named(name), _positive(int(number) if number else num_devices or 0)
+    return found, _positive(number or num_devices or 0)
 
 
 def _positive(num_devices: int) -> int:

@@ -78,15 +78,16 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
     return (
         # FORWARD: before the trace, so that autograd derives the backward of what is written here.
         CastToPrecision(options.precision),  # the first: what is fused, and how, follows from dtypes
-        DetachOutputs(training),  # before the trace, as all here
+        DetachOutputs(training),  # before the trace: what is detached has no gradient
         DropEmptyParts(),  # before the fusions: they need not know of caches that hold nothing
         DecomposeIndices(),  # before cross entropy, which reads the label of each row as a gather
-        FuseCrossEntropy(options.fuses_losses),  # this and the next four before losses are decomposed, …
+        FuseCrossEntropy(options.fuses_losses),  # before losses are decomposed: that takes what is left
         FuseProjection(budget.capacity_bytes),  # after its cross entropy
         FuseGates(options.writes_rows, options.fuses_attention),
         FuseRotary(options.writes_rows),
-        FuseAttention(options.fuses_attention),  # … random ops keyed and attention unified: these take what is left
-        DecomposeBags(),  # lookups and sums are split, bags are not
+        # As gates and rotary before attention is unified and draws are keyed: these take what is left.
+        FuseAttention(options.fuses_attention),
+        DecomposeBags(),  # before the trace: lookups and sums are split, and so are their gradients; bags are not
         DecomposeMaskedWrites(),  # before the trace: their backward would ask how many positions are true
         DecomposeLosses(),  # sums and counts explicit: they may then be split over the batch and the vocabulary
         UnifyAttention(),  # before the keys: dropout inside attention is a random site of its own
@@ -124,7 +125,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         # LOCAL
         Lower(),
         SeparateMicrobatches(own),  # needs local shapes, and collectives as nodes
-        CopyToStages(),
+        CopyToStages(),  # needs microbatches separated: what follows on their sums is a part of the program then
         # Needs stages, of which a piece has one; before actions are written, which cut the program at its collectives.
         ChunkCollectives(cluster, options.collective_chunks, plan.chunks if plan is not None else None, options.recompute_budget),
         # SCHEDULE: what every rank executes

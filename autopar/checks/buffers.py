@@ -24,7 +24,7 @@ def check_buffers(
     return _Walk(rank, schedule, mesh, actions, is_executable).run()
 
 
-# So many characters of an instruction are in an error: a fragment may have hundreds of operands.
+# How many characters of an instruction an error has: a fragment may have hundreds of operands.
 LONGEST = 300
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import autopar
 from autopar.cli.answer import Answer
 from autopar.cli.models import Example, load_model
-from autopar.cli.places import cluster_of, mesh_of, size_of
+from autopar.cli.places import mesh_of, size_of
 from autopar.cli.plans import Values, microbatches_text
 from autopar.cli.simulation import memory_values
 from autopar.cost.hardware.cluster import Cluster
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> Answer:
         raise InputError(f"--batch {options.batch}: a step has one sample or more")
     if options.mesh is None and options.cluster is None:
         raise MeshError("on which ranks? Pass --mesh dp=2,tp=4, or --cluster h100:8 for the best mesh of these devices")
-    cluster, number = cluster_of(options.cluster) if options.cluster is not None else (None, None)
+    cluster, number = Cluster.with_number(options.cluster) if options.cluster is not None else (None, None)
     sizes = mesh_of(options.mesh, number) if options.mesh is not None else None
     if sizes is None and number is None:
         raise MeshError(f"--cluster {options.cluster}: how many devices? Write {options.cluster}:8, or pass --mesh dp=2,tp=4")

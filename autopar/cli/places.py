@@ -9,19 +9,9 @@ from autopar.errors import MeshError
 from autopar.predictor import AXES
 
 
-def cluster_of(spec: str) -> tuple[Cluster, int | None]:
-    """The cluster of "h100:8", and how many devices, where that is said. Raises `AutoparError` for one that nobody knows."""
-    name, colon, number = spec.rpartition(":")
-    if not colon:
-        name, number = spec, ""
-    elif not number.isdigit() or int(number) < 1:
-        raise MeshError(f"--cluster {spec}: {number!r} is no number of devices; write h100:128")
-    return Cluster.named(name), int(number) if number else None
-
-
 def devices_of(spec: str) -> tuple[Cluster, int]:
-    """The same, where the number must be said."""
-    cluster, number = cluster_of(spec)
+    """The cluster of "h100:8", and how many devices. Raises `AutoparError` for one that nobody knows, and without a number."""
+    cluster, number = Cluster.with_number(spec)
     if number is None:
         raise MeshError(f"--cluster {spec}: how many devices? Write {spec}:128")
     return cluster, number

@@ -11,8 +11,9 @@ from typing import Any
 import autopar
 from autopar.cli.answer import Answer
 from autopar.cli.models import load_model
-from autopar.cli.places import cluster_of, size_of
+from autopar.cli.places import size_of
 from autopar.cli.plans import Values, file_and_number, is_saved_plan, read_file, read_plan, title
+from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.driver.compiled import Compiled
 from autopar.driver.progress import progress
@@ -140,7 +141,7 @@ def _of_saved(content: Any, options: argparse.Namespace) -> tuple[Values, Simula
     if missing:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         raise InputError(f"{options.plan} is a plan that Plan.save wrote: it needs the model and the cluster it is for; pass {names}, too")
-    cluster, _ = cluster_of(options.cluster)
+    cluster, _ = Cluster.with_number(options.cluster)
     model, batch = load_model(options.model, options.seq_len)
     sizes: dict[str, int] = {}
     for axis, size in plan.mesh.axes:

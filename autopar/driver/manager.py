@@ -152,6 +152,12 @@ class History:
         assert isinstance(program, Program), f"{chosen} is given a schedule"
         return program
 
+    def schedule(self, chosen: type[object] | str) -> ScheduleProgram:
+        """The schedule after a pass."""
+        program = self.step(chosen).program
+        assert isinstance(program, ScheduleProgram), f"{chosen} writes a graph"
+        return program
+
     def schedule_before(self, chosen: type[object] | str) -> ScheduleProgram:
         """The schedule that a pass was given."""
         program = self.steps[self.step(chosen).number - 1].program

@@ -9,7 +9,7 @@ from autopar.foresight.question import Axes, Question
 from autopar.foresight.search import Search
 from autopar.foresight.step import StepPlan
 
-# So many doublings of the devices are looked at, and of each mesh so many plans, those that hold least.
+# How often the number of devices is doubled, and how many plans are looked at on each mesh: those that hold least.
 _DOUBLINGS = 6
 _TRIED = 3
 

@@ -318,13 +318,13 @@ _FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Instruction]]] = {
 
 
 def parse(text: str) -> tuple[Instruction, ...]:
-    """Read back what `str(schedule)` printed. Raises `ScheduleError` naming the first line that is none."""
+    """Read back what `str(schedule)` printed. Raises `ScheduleError` naming the first line that is no instruction."""
     instructions: list[Instruction] = []
     for number, line in enumerate(text.strip().splitlines(), 1):
         line = line.strip()
-        pattern, build = _FORMS.get(line.split(" ", 1)[0], (None, Pause))
+        pattern, build = _FORMS.get(line.split(" ", 1)[0], (None, None))
         match = pattern.match(line) if pattern else None
-        if match is None:
+        if match is None or build is None:
             raise ScheduleError(f"line {number} is no instruction: {line!r}")
         instructions.append(build(*match.groups()))
     return tuple(instructions)

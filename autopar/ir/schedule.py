@@ -163,7 +163,7 @@ class Schedule:
 
     @property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly when they would run the same program."""
+        """Of what is printed and of the fragments: equal on two ranks that run the same program. Calls compare the sizes of inputs."""
         code = "\n".join(f"{name}:{fragment.module.code}" for name, fragment in sorted(self.fragments.items()))
         return hashlib.sha256(f"{self}\n{code}".encode()).hexdigest()
 

@@ -56,8 +56,10 @@ class Cuts:
             self._parent[left] = right
 
     def relate(self, left: Iterable[DimKey], right: Iterable[DimKey]) -> None:
-        """Record that `left` and `right`, major first, are two ways to break one flat range."""
-        self._views += list(self._groups([key for key in left if self._sizes[key] > 1], [key for key in right if self._sizes[key] > 1]))
+        """Record that `left` and `right`, major first, are two ways to break one flat range; nothing of one that is empty."""
+        left, right = ([key for key in keys if self._sizes[key] != 1] for keys in (left, right))
+        if all(self._sizes[key] for key in (*left, *right)):
+            self._views += list(self._groups(left, right))
 
     def _groups(self, left: list[DimKey], right: list[DimKey]) -> Iterable[tuple[tuple[DimKey, ...], tuple[DimKey, ...]]]:
         """Break a view into its smallest independent parts: `[8, 16, 32] → [128, 32]` is (8, 16 | 128) and (32 | 32)."""

@@ -34,7 +34,7 @@ from autopar.ops.atom_classes import read_by
 from autopar.ops.strategies import placeholder_strategies, signature_of, strategies_of
 from autopar.partition.sharding_problem import required_sharding
 
-# So many places are named.
+# How many places are named.
 _SHOWN = 4
 
 # None: the model's own, of the whole batch. "own": each microbatch takes its own where the model needs the whole batch's.
@@ -245,7 +245,7 @@ def _need(forms: _Forms, is_ahead: bool) -> Needed:
 
 @dataclass(frozen=True)
 class MicrobatchDecision:
-    """So many microbatches; `wanted` ones would mix at `found`. Where that is accepted, each takes its own in place of what it needs."""
+    """How many microbatches; `wanted` ones would mix at `found`. Where that is accepted, each takes its own in place of what it needs."""
 
     number: int
     wanted: int

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from autopar.pipeline.placement_problem import Devices, Line
 
 Floats = NDArray[np.float64]
-# So many bits of a total are kept. Sums of what has no more are exact in float64, in any order: equal stages compare equal.
+# How many bits of a total are kept. Sums of what has no more are exact in float64, in any order: equal stages compare equal.
 _BITS = 48
 
 

@@ -21,7 +21,7 @@ from autopar.pipeline.priced import price_pipeline, transfer_bytes
 from autopar.pipeline.simulate import Simulation, simulate
 from autopar.pipeline.stage_work import Work
 
-# So many lines of a grid are shown, or its first block: the rest of a schedule is like its middle.
+# How many lines of a grid are shown, or its first block: the rest of a schedule is like its middle.
 _MAX_LINES = 12
 _SHOWN_EVENTS = 4
 

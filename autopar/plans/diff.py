@@ -19,15 +19,57 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 from autopar.ir.actions import PipelineSchedule
 from autopar.ir.freedom import Freedom
+from autopar.ir.mesh import Mesh
+from autopar.ir.offload import Away
 from autopar.ir.pattern import folded, pattern_of
+from autopar.ir.precision import MixedPrecision
 from autopar.ir.units import in_bytes
 
-if TYPE_CHECKING:
-    from autopar.plans.plan import Plan
+
+class Decisions(Protocol):
+    """What is compared of an `autopar.plans.plan.Plan`, whose docstring says what each is."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def freedom(self) -> Freedom: ...
+    @property
+    def precision(self) -> MixedPrecision | None: ...
+    @property
+    def pinned(self) -> tuple[str, ...]: ...
+    @property
+    def parameters(self) -> Mapping[str, object]: ...
+    @property
+    def inputs(self) -> Mapping[str, object]: ...
+    @property
+    def strategies(self) -> Mapping[str, object]: ...
+    @property
+    def kernels(self) -> Mapping[str, str]: ...
+    @property
+    def recomputed(self) -> tuple[str, ...]: ...
+    @property
+    def chunks(self) -> Mapping[str, int] | None: ...
+    @property
+    def schedule(self) -> PipelineSchedule | None: ...
+    @property
+    def cuts(self) -> tuple[str, ...]: ...
+    @property
+    def buckets(self) -> Mapping[str, int]: ...
+    @property
+    def offloaded(self) -> Offloaded | None: ...
+    @property
+    def stored(self) -> Away | None: ...
+
+
+class Offloaded(NamedTuple):
+    """What is saved for the backward in `memory`, "host" or "file": by place along `pp` the names that the printed schedule has for it."""
+
+    memory: str
+    buffers: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +104,7 @@ class PlanDiff:
     offloaded: tuple[Change, ...] = ()
 
     @staticmethod
-    def between(before: Plan, after: Plan) -> PlanDiff:
+    def between(before: Decisions, after: Decisions) -> PlanDiff:
         """What is otherwise in `after`. Reasons and the fingerprint are no decisions."""
         both = (before, after)
         again = tuple(dict.fromkeys((*before.recomputed, *after.recomputed)))
@@ -122,7 +164,7 @@ class _Order:
         return f"{self.schedule.name}, {number} microbatch{'' if number == 1 else 'es'}"
 
 
-def _settings(plan: Plan) -> dict[str, object]:
+def _settings(plan: Decisions) -> dict[str, object]:
     found = {"mesh": plan.mesh, "freedom": _roles(plan.freedom), "precision": plan.precision, "pinned": ", ".join(plan.pinned) or None}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -135,13 +177,13 @@ def _roles(freedom: Freedom) -> str:
     return ", ".join([*roles, *([str(freedom.zero)] if freedom.zero is not None else [])])
 
 
-def _pipeline(plan: Plan) -> dict[str, object]:
+def _pipeline(plan: Decisions) -> dict[str, object]:
     """Its order, and where its stages begin."""
     cuts: dict[str, object] = {f"stage {number}": cut for number, cut in enumerate(plan.cuts, 1)}
     return cuts if plan.schedule is None else {"schedule": _Order(plan.schedule), **cuts}
 
 
-def _away(plan: Plan) -> dict[str, object]:
+def _away(plan: Decisions) -> dict[str, object]:
     """What lies elsewhere than on the device, and where."""
     stored: dict[str, object] = {} if plan.stored is None else {"parameters": plan.stored}
     if plan.offloaded is None:

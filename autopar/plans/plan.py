@@ -32,7 +32,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import EllipsisType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from torch.fx import Node
 
@@ -47,7 +47,7 @@ from autopar.ir.padding import Padding, carried_over
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.program import Program
 from autopar.ir.sharding import Dims, Sharding, Strategy
-from autopar.plans.diff import PlanDiff
+from autopar.plans.diff import Offloaded, PlanDiff
 from autopar.plans.json import (
     Json,
     PlacementEntry,
@@ -98,13 +98,6 @@ class PlannedInput:
 
     def __str__(self) -> str:
         return self.sharding.describe(self.dims)
-
-
-class Offloaded(NamedTuple):
-    """What is saved for the backward in `memory`, "host" or "file": by place along `pp` the names that the printed schedule has for it."""
-
-    memory: str
-    buffers: tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)

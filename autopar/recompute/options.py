@@ -17,7 +17,7 @@ from autopar.recompute.walk import LayerMemory
 
 Option = tuple[Again, LayerMemory]
 
-# So many sets are priced of a segment.
+# How many sets of a segment are priced.
 _MOST_PRICED = 2000
 # Prices of a byte that is kept and of one that is needed, from so many times below what computing a typical one again takes to so many
 # times above: where there are too many options, the best at these remain.

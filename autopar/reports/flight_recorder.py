@@ -16,7 +16,7 @@ from autopar.reports.recorder_file import FAILED, LEFT, RankRecord, RecordedProg
 
 # A process whose last sign of life is so much older than another's, and which did not say that it ended, was stopped or killed.
 SILENT_SECONDS = 4.0
-# So many characters of an instruction are printed.
+# How many characters of an instruction are printed.
 LONGEST = 200
 
 

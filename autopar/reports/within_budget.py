@@ -25,9 +25,9 @@ from autopar.reports.memory import Memory
 
 logger = logging.getLogger("autopar")
 
-# So often the search is asked at most.
+# How often the search is asked at most.
 _TRIES = 5
-# And recomputation alone so often anew.
+# And how often recomputation alone anew.
 _FITS = 2
 # Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds fits, or is named as a
 # budget.

@@ -51,7 +51,8 @@ class DecomposeIndices:
             if node.target not in (*_READS, *_WRITES):
                 continue
             if node.target in _READS and _is_whole(node, constants):
-                replace(node, Emitter(node.graph, before=node).call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format))
+                emit = Emitter(node.graph, before=node)
+                replace(node, emit.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format))
             elif (rows := _Rows.of(node, constants)) is not None:
                 _decompose(node, rows)
         return program

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from autopar.graph.emit import Emitter, replace, tensor_of
 from autopar.graph.overwrites import memory_of, overwritten, writers_of, written_by
-from autopar.ir.arguments import arguments, int_at
+from autopar.ir.arguments import int_at
 from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
 from autopar.kernels.attention_reference import LOST_BELOW
@@ -42,9 +42,10 @@ class FuseCrossEntropy:
     """Cross entropy of labels → `autopar.cross_entropy` and a subtraction, a mask and a mean of numbers of rows.
 
     What is found: `aten.cross_entropy_loss`; `aten.nll_loss` of a log-softmax; a log-softmax of which the labels' entries are
-    gathered (`DecomposeIndices` makes that of `x[arange(n), labels]`). Logits that were made wider for it are read as they were: the op computes in float32.
+    gathered, which `DecomposeIndices` makes of `x[arange(n), labels]`. Logits that were made wider for it are read as they were: the op
+    computes in float32.
 
-    Reads: a FORWARD program; run it after `DecomposeIndices` and before `DecomposeLosses`, which takes the rest.
+    Reads: a FORWARD program; run it after `DecomposeIndices`, and before `DecomposeLosses`, which takes the rest.
     Writes: one `autopar.cross_entropy` a loss, plain ATen ops on its results, the class numbers as an `aten.arange`.
     Ensures: what is decided to be fused is, with the shape and dtype that it had. A label that is no class and is not ignored gives NaN.
     """

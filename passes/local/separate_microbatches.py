@@ -83,7 +83,7 @@ class SeparateMicrobatches:
 
 
 def _require_sum(launch: Node, number: int, or_maximum: bool) -> None:
-    """Raises `PlanError` for a collective over the microbatches that is none of what they can make up for, or wait for."""
+    """Raises `MicrobatchError` for a collective over the microbatches that is none of what they can make up for, or wait for."""
     is_alone = launch.target is all_reduce and launch.args[1] == (MICROBATCHES,)
     if not is_alone or not (or_maximum or launch.args[-1] == "sum"):
         raise MicrobatchError(

@@ -20,7 +20,7 @@ from autopar.ir.units import in_bytes
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.plans.decisions import USUAL_BUCKET_BYTES, BucketSizes
 
-# Into how many buckets all that is reduced may go, each twice as many as the one before it.
+# All that is reduced is tried in 1, 2, 4, … 2^10 buckets.
 MOST_DOUBLINGS = 10
 
 

@@ -24,7 +24,7 @@ from autopar.pipeline.fragment_prices import fragment_seconds
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.pipeline.simulate import simulate
 
-# So many may be under way over the same axes, what takes less memory first.
+# How many may be under way over the same axes: what takes less memory is tried first.
 MOST_UNDER_WAY = (2, 4, 8)
 # A step may be so much longer on paper, which knows no better.
 _SLACK = 0.002
@@ -32,7 +32,7 @@ _SLACK = 0.002
 
 @dataclass(frozen=True)
 class MostUnderWay:
-    """So many reduce-scatters may be under way over the same axes, besides the one just launched; None: any number. And why."""
+    """How many reduce-scatters may be under way over the same axes, besides the one just launched; None: any number. And why."""
 
     number: int | None
     reason: str = ""

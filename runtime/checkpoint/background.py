@@ -33,7 +33,7 @@ class Background:
         return self._latest
 
     def wait(self) -> None:
-        """For what is under way. Raises its error, once."""
+        """For what is under way, or ended since the last call. Raises its error."""
         latest, self._latest = self._latest, None
         if latest is not None:
             latest.result()
@@ -50,7 +50,8 @@ def background(world: World) -> Background:
 
 
 def wait_for_saving(world: World) -> None:
-    """Until no checkpoint of this world is being written. Raises the error of one that was not, where nobody was told."""
+    """Until no checkpoint of this world is being written. Raises the error of one that was not, once and on all ranks: whether its future
+    was asked for it is not the same on all."""
     if world in _BACKGROUNDS:
         _BACKGROUNDS[world].wait()
 
@@ -64,14 +65,15 @@ def forget_copies(world: World) -> None:
 def _ranks_beside(world: World) -> Ranks:
     if not isinstance(world, DistributedWorld):
         return Ranks.of(world)
-    members = world.groups.global_ranks
-    with world.groups.naming_all("a group in which to save"):
+    groups = world.groups  # and not the world, by which this is found while it lives
+    members = groups.global_ranks
+    with groups.naming_all("a group in which to save"):
         group: Any = dist.new_group(list(members), backend="gloo")
     order = [sorted(members).index(each) for each in members]
 
     def gather(value: Any, what: str) -> list[Any]:
         told: list[Any] = [None] * len(members)
-        with world.groups.naming_all(what):
+        with groups.naming_all(what):
             dist.all_gather_object(told, value, group=group)
         return [told[place] for place in order]
 

@@ -69,7 +69,7 @@ def load(
         loading.check_groups()
         state = ranks.attempt("read the position in the data", lambda: loading.position(data, global_data))
         ranks.attempt("read what optimizers keep", loading.read_state)
-        if data:
+        if data is not None and data is not False:
             ranks.attempt("give data= its position", lambda: data.load_state_dict(state))
     ranks.attempt("read the model", loading.apply)
     return reading.index.note

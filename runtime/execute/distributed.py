@@ -55,7 +55,7 @@ class DistributedTransport:
         # With the other ranks of each group.
         self._groups: dict[tuple[str, ...], tuple[Group, tuple[int, ...]]] = {}
         self._buckets = BucketMemory()
-        # So long collectives and transfers have kept this rank waiting, since it was made.
+        # For how long collectives and transfers have kept this rank waiting, since it was made.
         self.waited_seconds = 0.0
 
     def launch(

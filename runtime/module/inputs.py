@@ -104,7 +104,7 @@ def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
     """The batch dim of each tensor that has one, by flat index.
 
     An int: that dim of every tensor. A mapping: from an input's name, or that of the argument it is nested in, to its dim; unnamed
-    inputs have none.
+    inputs have none. Raises `InputError` for names and dims that there are not.
     """
     if inputs.dims is not None:
         return dict(inputs.dims)
@@ -114,7 +114,7 @@ def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
         length = next((tensor.shape[0] for _, name, tensor in tensors if name == first), 0)
         return {index: 0 for index, _, tensor in tensors if tensor.shape[0] == length}
     if isinstance(batch_dims, int):
-        return {index: batch_dims % tensor.ndim for index, _, tensor in tensors}
+        return {index: _dim_of(batch_dims, tensor, name) for index, name, tensor in tensors}
     unknown = [given for given in batch_dims if not any(_covers(given, name) for name in inputs.names)]
     if unknown:
         raise InputError(f"batch_dims names {unknown[0]!r}, which is no input of this call; its inputs are {', '.join(inputs.names)}")
@@ -123,8 +123,17 @@ def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
         given = innermost(batch_dims, name)
         dim = None if given is None else batch_dims[given]
         if dim is not None:
-            found[index] = dim % tensor.ndim
+            found[index] = _dim_of(dim, tensor, name)
     return found
+
+
+def _dim_of(dim: int, tensor: torch.Tensor, name: str) -> int:
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise InputError(
+            f"batch_dims says that dim {dim} of {name} counts samples, and its shape is {tuple(tensor.shape)}; give its batch dim by name, "
+            f"batch_dims={{{name!r}: 0, …}}, or None where it has none"
+        )
+    return dim % tensor.ndim
 
 
 def innermost(given: Iterable[str], name: str) -> str | None:

@@ -18,7 +18,7 @@ from autopar.runtime.module.inputs import CallInputs, Lengths, batch_dims_of, in
 LengthDims = Mapping[str, Mapping[int, int]]
 # The structure of an output, and its flat leaves, of a tensor its shape.
 Described = tuple[Any, Sequence[Any]]
-# So many lengths are tried of those that come, and each that is shorter than all before: trying one takes a run on fake tensors.
+# How many lengths are tried of those that come, besides each that is shorter than all before: trying one takes a run on fake tensors.
 MAX_TRIED = 4
 
 

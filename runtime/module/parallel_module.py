@@ -15,6 +15,7 @@ from autopar.driver.compiled import Compiled
 from autopar.driver.train_step import LossScale
 from autopar.errors import AutoparError, MeshError
 from autopar.runtime._torch import not_compiled
+from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.fragments import rank_sizes
 from autopar.runtime.execute.random_key import random_key
@@ -25,7 +26,7 @@ from autopar.runtime.module.inputs import CallInputs, check_global, check_replic
 from autopar.runtime.module.inspection import Inspected
 from autopar.runtime.module.outputs import build_output
 from autopar.runtime.module.placement import check_conversion
-from autopar.runtime.train.refusals import updating_schedule
+from autopar.runtime.train.refusals import refuse_incomplete, updating_schedule
 from autopar.runtime.train.scaler import Scaler, tell_of_scale
 from autopar.runtime.train.trainer import Evaluated
 from autopar.runtime.verify.budget_guard import State, guard
@@ -112,8 +113,9 @@ class ParallelModule(Inspected):
         return {"seed": self.seed, "step": self.step, **self._trainer.state(self)}
 
     def load_train_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `train_state_dict` gave. Collective. Raises `AutoparError`, and changes nothing, where options or parameters are
-        others."""
+        """Go on from what `train_state_dict` gave. Collective. Raises `AutoparError`, and changes nothing, where something is missing, and
+        where options or parameters are others."""
+        agreed(self._world, lambda: refuse_incomplete(state), "a look at the saved state of training")
         self._trainer.load_state(state, self)
         self.seed, self.step = state["seed"], state["step"]
 

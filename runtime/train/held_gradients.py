@@ -11,7 +11,7 @@ from autopar.runtime._torch import scale_in_place
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.placement import widened
 
-# So many parts are cast one after another, as many as a step has updates where nothing is agreed first.
+# In how many parts they are cast one after another, as many as a step has updates where nothing is agreed first.
 NUM_PARTS = 16
 
 

@@ -32,7 +32,7 @@ from autopar.runtime.offload.worker import Work, Worker
 from autopar.runtime.train.partial_step import narrowed
 from autopar.runtime.train.stand_ins import check_parts, parts_of_state
 
-# So many updates may wait for the host; a further one waits for the first of these.
+# How many updates may wait for the host; a further one waits for the first of these.
 MAX_WAITING = 4
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -74,3 +75,10 @@ def non_finite_text(bad: Sequence[str], place: str) -> str:
     what = ["the loss is infinite or NaN"] if LOSS in bad else []
     what += [f"gradients are infinite or NaN: {', '.join(map(repr, gradients[:3]))}{more}"] if gradients else []
     return f"{' and '.join(what)}; no parameter was updated on any rank{place and f'. {place}'}"
+
+
+def refuse_incomplete(state: Mapping[str, Any]) -> None:
+    """Raise `AutoparError` for what `train_state_dict` did not give."""
+    for name in ("seed", "step", "optimizer", "ema", "loss_scale", "num_calls"):
+        if name not in state:
+            raise AutoparError(f"the saved state of training lacks {name!r}: pass what train_state_dict() gave, whole")

@@ -42,9 +42,9 @@ from autopar.runtime.verify.reference_run import (
 )
 from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, gradients_within, norm
 
-# The module's own run of a compile on a case: its results, and the first value in it that differs, looked for when the
+# The module's own run of a compile on a case: the first value in it that differs by more than a tolerance, looked for when the
 # results do not satisfy the predicate.
-Run = Callable[[Compiled, Case, Callable[[Results], bool]], Difference | None]
+Run = Callable[[Compiled, Case, Callable[[Results], bool], float], Difference | None]
 
 
 def verify_compiled(
@@ -354,7 +354,7 @@ class _Forms:
     def compare_run(self, run: Run, difference: Difference | None) -> Difference | None:
         """Run the module itself; a difference that the programs have already comes first."""
         if self.own_errors is None:
-            return difference or run(self.compiled, self.case, self.agrees)
+            return difference or run(self.compiled, self.case, self.agrees, self.limits.tolerance)
         assert self.compiled.separated is not None
         wanted, own_errors = run_separated(self.compiled.separated, self.case), self.own_errors
 
@@ -365,7 +365,7 @@ class _Forms:
             own_errors.add(errors)
             return self._are_within(errors)
 
-        return difference or run(self.compiled, self.case, agrees)
+        return difference or run(self.compiled, self.case, agrees, self.limits.tolerance)
 
 
 def _lowering(compiled: Compiled) -> str:

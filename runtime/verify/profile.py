@@ -28,7 +28,7 @@ from autopar.runtime.execute.call import Call
 from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.verify.timeline import call_of
 
-# So many fragments are printed.
+# How many fragments are printed.
 _SHOWN = 5
 # A WAIT shorter than this found its collective complete: how long that took is not known.
 _BLOCKED_SECONDS = 20e-6

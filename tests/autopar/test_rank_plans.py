@@ -119,10 +119,11 @@ def test_ctrl_c_gives_what_is_known(works: dict[int, ModelWork], monkeypatch: py
     [
         ({"cluster": "8xA100"}, MeshError, 'Write cluster="8xA100:128"'),
         ({"cluster": "8xA100:many"}, MeshError, "is no number of devices"),
-        ({"cluster": "8xA100:0"}, MeshError, "runs nothing"),
+        ({"cluster": "8xA100:0"}, MeshError, "'0' is no number of devices"),
         ({"num_devices": 4}, MeshError, "leave one of them out"),
         ({"global_batch": 0}, InputError, "1 or more"),
         ({"tp": (3,)}, MeshError, "does not divide 8 devices"),
+        ({"tp": (8,)}, PlanError, "tp = 8 is asked for, and the works that were passed are of tp = 1, 2"),
         ({"memory": "much"}, AutoparError, "memory is 'much'"),
         ({"profile": "fast"}, AutoparError, "profile='fast' is unknown"),
         ({"cluster": "8xA1000:8"}, AutoparError, "no numbers for '8xA1000'; known are a100"),

@@ -23,6 +23,7 @@ from autopar.cost.hardware.cluster_text import table_of, yaml_of
 from autopar.cost.hardware.device import Device
 from autopar.cost.hardware.host import Host
 from autopar.cost.hardware.links import Link, Protocol, Route
+from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh, parent
 
 __all__ = ["Cluster", "ClusterError", "Device", "Host", "Link", "Protocol"]
@@ -73,10 +74,17 @@ class Cluster:
         """A built-in cluster by name: `"8xH100"` (eight to a node), `"h100"`, `"4xa100-40gb"`, `"gb200"`, `"cpu"`, `"ideal"`.
 
         The name of a device as its driver reports it works too ("NVIDIA H100 80GB HBM3"), and so does the path of a
-        YAML file (`from_yaml`). Raises `ClusterError` for a name that nobody knows.
+        YAML file (`from_yaml`). Raises `ClusterError` for a name that nobody knows, and for one with a number of devices ("h100:64"),
+        which is for `with_number`.
         """
         if name.endswith((".yaml", ".yml")):
             return Cluster.from_yaml(name)
+        front, colon, _ = name.rpartition(":")
+        if colon:
+            raise ClusterError(
+                f"cluster={name!r}: how many devices there are is said by the mesh here; write {front!r}. Numbers behind a colon are for "
+                "autopar.predict, autopar.rank_plans and the command line"
+            )
         cluster = _known(name)
         if cluster is None:
             raise ClusterError(
@@ -84,6 +92,17 @@ class Cluster:
                 "autopar.calibrate(mesh, path) measures and writes"
             )
         return cluster
+
+    @staticmethod
+    def with_number(spec: str) -> tuple[Cluster, int | None]:
+        """The cluster of "h100:128", and how many devices; None where that is not said. Raises `ClusterError` as `named` does, and
+        `MeshError` for what is no number."""
+        name, colon, number = spec.rpartition(":")
+        if not colon:
+            return Cluster.named(spec), None
+        if not number.isdecimal() or int(number) < 1:
+            raise MeshError(f"cluster={spec!r}: {number!r} is no number of devices; write {name}:128")
+        return Cluster.named(name), int(number)
 
     @staticmethod
     def of_device(name: str) -> Cluster:
@@ -186,6 +205,8 @@ def _known(name: str) -> Cluster | None:
     """The cluster of such a name, with as many ranks to a node as it says in front of an x."""
     count, separator, rest = name.partition("x")
     has_count = bool(separator) and count.strip().isdigit()
+    if has_count and int(count) < 1:
+        raise ClusterError(f"cluster={name!r} has nodes of {count} devices: write how many are in one, 8x{rest.strip()}")
     wanted = (rest if has_count else name).lower().strip()
     if wanted == "ideal":
         return Cluster.ideal()
@@ -199,7 +220,7 @@ def _folder() -> Any:
 
 @cache
 def _built_in(name: str) -> Cluster:
-    return Cluster.from_text((_folder() / f"{name}.yaml").read_text(encoding="utf-8"), f"autopar/hardware/clusters/{name}.yaml")
+    return Cluster.from_text((_folder() / f"{name}.yaml").read_text(encoding="utf-8"), f"autopar/cost/hardware/clusters/{name}.yaml")
 
 
 def built_in_for(device: str) -> Cluster | None:

@@ -21,6 +21,11 @@ from tests.support.graphs import find, traced
 aten = torch.ops.aten
 
 
+def test_views_of_nothing_relate_no_dims() -> None:
+    program = find_atoms(traced(lambda x: aten.view.default(x, [0, 5]), torch.empty(2, 0, 3)))
+    assert DIMS[find(program, aten.view.default)[0]][0] == ((0,), (5,))
+
+
 def atoms_of(function: Callable[..., Any], *tensors: Tensor) -> list[Dims]:
     """The dims of every input."""
     program = find_atoms(traced(function, *tensors))

@@ -181,7 +181,6 @@ def test_where_it_is_cut_changes_what_a_stage_takes_and_not_the_sum() -> None:
     assert max(totals) == pytest.approx(min(totals))
 
 
-# goes into tests/autopar/pipeline/test_line.py once assign.py is mended
 def test_the_backward_of_a_product_is_in_its_unit() -> None:
     """Also that of its weight, which reads the product's operand as a view made anew."""
     _, _, found = decoder()

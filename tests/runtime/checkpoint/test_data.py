@@ -24,6 +24,9 @@ class Loader:
         self.order = first + torch.randperm(size, generator=self.generator)
         self.yielded, self.extra = 0, extra
 
+    def __len__(self) -> int:
+        raise TypeError("of an IterableDataset nobody knows the length")
+
     def __iter__(self) -> Any:
         while self.yielded < len(self.order):
             self.yielded += 1

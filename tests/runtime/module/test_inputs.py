@@ -52,6 +52,14 @@ def test_batch_dims_of_an_unknown_input_are_refused() -> None:
         batch_dims_of(INPUTS, {"idz": 0})
 
 
+@pytest.mark.parametrize("dims", [1, {"x": 1}, -2, {"x": -2}])
+def test_a_batch_dim_that_an_input_does_not_have_is_refused(dims: int | dict[str, int]) -> None:
+    inputs = CallInputs.of((), {"x": torch.ones(8)})
+    with pytest.raises(InputError, match=r"batch_dims says that dim -?\d of x counts samples, and its shape is \(8,\); give its batch dim"):
+        batch_dims_of(inputs, dims)
+    assert batch_dims_of(inputs, -1) == batch_dims_of(inputs, {"x": 0}) == {0: 0}
+
+
 def test_keys_tell_calls_apart() -> None:
     def key(**kwargs: Any) -> Any:
         return CallInputs.of((), kwargs).key

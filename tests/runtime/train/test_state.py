@@ -100,6 +100,17 @@ def test_a_state_of_other_options_is_refused_and_changes_nothing() -> None:
         first.load_train_state_dict(state)
 
 
+def test_a_state_that_lacks_something_is_refused_and_changes_nothing() -> None:
+    first, second = (parallel_on({"dp": 2}, "adamw") for _ in range(2))
+    for step in range(2):
+        first.train_step(**batch(step))
+    state = first.train_state_dict()
+    for name in state:
+        with pytest.raises(AutoparError, match=f"the saved state of training lacks '{name}'"):
+            second.load_train_state_dict({key: value for key, value in state.items() if key != name})
+    assert not second.optimizer.state
+
+
 def saves_and_loads(one: Mapping[str, int], other: Mapping[str, int], name: str, options: TrainStep) -> tuple[float, float]:
     """How far training that went on on another mesh of these ranks is from training that did not stop, in parameters and averages."""
     first = parallel_on(one, name, options, real=True)

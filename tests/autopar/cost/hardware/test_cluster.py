@@ -12,6 +12,7 @@ import torch
 
 from autopar.cost.hardware.cluster import Cluster, ClusterError, Link, built_in_names
 from autopar.cost.hardware.links import Protocol
+from autopar.errors import MeshError
 from autopar.ir.mesh import Mesh, virtual_mesh
 
 
@@ -54,6 +55,25 @@ def test_a_name_that_nobody_knows_is_refused(name: str) -> None:
         ClusterError, match=f"no numbers for '{name}'; known are a100, a100-40gb, b200, cpu, .*ideal, or the path of a YAML"
     ):
         Cluster.named(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("h100:64", "how many devices there are is said by the mesh here; write 'h100'"),
+        ("0xh100", "has nodes of 0 devices: write how many are in one, 8xh100"),
+    ],
+)
+def test_numbers_that_a_name_does_not_take_are_refused(name: str, text: str) -> None:
+    with pytest.raises(ClusterError, match=text):
+        Cluster.named(name)
+
+
+def test_a_cluster_with_its_number_of_devices() -> None:
+    assert Cluster.with_number("8xh100:64") == (Cluster.named("8xh100"), 64) and Cluster.with_number("cpu") == (Cluster.named("cpu"), None)
+    for spec in ("h100:0", "h100:many", "h100:", "h100:-8"):
+        with pytest.raises(MeshError, match="is no number of devices; write h100:128"):
+            Cluster.with_number(spec)
 
 
 def test_groups_within_a_node_use_inner_links_and_others_outer_ones() -> None:
