@@ -212,6 +212,15 @@ def test_every_pass_has_a_test_file() -> None:
     assert len(names) > 40 and not missing, "\n".join(missing)
 
 
+def test_every_pass_says_what_it_reads_writes_and_ensures() -> None:
+    for path in sorted((ROOT / "passes").glob("*/*.py")):
+        for each in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(each, ast.ClassDef) and any(isinstance(part, ast.FunctionDef) and part.name == "apply" for part in each.body):
+                text = ast.get_docstring(each) or ""
+                missing = [word for word in ("Reads: ", "Writes: ", "Ensures: ") if word not in text]
+                assert not missing, f"the docstring of {each.name} in {path.relative_to(ROOT)} lacks {', '.join(missing)}"
+
+
 def test_no_file_is_too_long() -> None:
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in everything()}
     long = {name: length for name, length in lengths.items() if length > MAX_LINES}

@@ -181,62 +181,50 @@ class History:
         return cast("Decided", self.step(chosen).decision)
 
 
-@dataclass(frozen=True)
-class Print:
-    """Writes the program after the passes named in `after` (every pass when empty), to `write`."""
+def run_passes(
+    program: Any,
+    passes: Sequence[Pass | DecidingPass],
+    observers: Sequence[Observer] = (),
+    seconds: float = 0.0,
+    from_first: FromFirst | None = None,
+) -> Any:
+    """`program`, which took `seconds` to capture, after all passes: a `Program`, or a `ScheduleProgram` where they go that far.
 
-    after: frozenset[str] = frozenset()
-    write: Callable[[str], None] = print
-
-    def __call__(self, step: PassRun | SchedulePassRun) -> None:
-        if not self.after or step.name in self.after:
-            self.write(f"after pass {step.number}, {step.name}\n{text_of(step.program)}\n")
-
-
-@dataclass(frozen=True)
-class PassManager:
-    """Ordered passes, and the observers called with the captured program (step 0) and after each pass (from step 1 on).
-
-    On real ranks `from_first` brings what rank 0 decided; see `autopar.driver.decide_once`.
+    Observers are called with the captured program (step 0) and after each pass (from step 1 on). On real ranks `from_first` brings what
+    rank 0 decided (`autopar.driver.decide_once`). Whatever a pass or an observer raises bears a note with the pass's number and name.
     """
+    pile = Pile()
+    for observe in observers:
+        observe(_step(0, CAPTURE, seconds, program))
+    for number, chosen in enumerate(passes, 1):
+        try:
+            step = _run_one(chosen, number, program, from_first)
+            for observe in observers:
+                observe(step)
+        except Exception as error:
+            error.add_note(f"in pass {number}, {chosen.name} ({type(chosen).__name__})")
+            raise
+        program = step.program
+        pile.collect()
+    return program
 
-    passes: tuple[Pass | DecidingPass, ...]
-    observers: tuple[Observer, ...] = ()
-    from_first: FromFirst | None = None
 
-    def run(self, program: Any, seconds: float = 0.0) -> Any:
-        """`program`, which took `seconds` to capture, after all passes.
+def _run_one(
+    chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram, from_first: FromFirst | None
+) -> PassRun | SchedulePassRun:
+    start = time.perf_counter()
+    decision = _decision(chosen, program, from_first) if isinstance(chosen, DecidingPass) else None
+    remake = partial(_applied, chosen, decision)
+    result = remake(program)
+    if isinstance(program, Program) and isinstance(result, Program) and result is not program and result.is_copy_of(program):
+        result = program  # nothing to do: observers need not look again
+    return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen), remake)
 
-        Whatever a pass or an observer raises bears a note with the pass's number and name.
-        """
-        pile = Pile()
-        for observe in self.observers:
-            observe(_step(0, CAPTURE, seconds, program))
-        for number, chosen in enumerate(self.passes, 1):
-            try:
-                step = self._run_one(chosen, number, program)
-                for observe in self.observers:
-                    observe(step)
-            except Exception as error:
-                error.add_note(f"in pass {number}, {chosen.name} ({type(chosen).__name__})")
-                raise
-            program = step.program
-            pile.collect()
-        return program
 
-    def _run_one(self, chosen: Pass | DecidingPass, number: int, program: Program | ScheduleProgram) -> PassRun | SchedulePassRun:
-        start = time.perf_counter()
-        decision = self._decision(chosen, program) if isinstance(chosen, DecidingPass) else None
-        remake = partial(_applied, chosen, decision)
-        result = remake(program)
-        if isinstance(program, Program) and isinstance(result, Program) and result is not program and result.is_copy_of(program):
-            result = program  # nothing to do: observers need not look again
-        return _step(number, chosen.name, time.perf_counter() - start, result, decision, type(chosen), remake)
-
-    def _decision(self, chosen: DecidingPass, program: Program | ScheduleProgram) -> object:
-        if self.from_first is not None and isinstance(chosen, SharedDecision):
-            return decide_once(chosen, program, self.from_first)
-        return chosen.decide(program)
+def _decision(chosen: DecidingPass, program: Program | ScheduleProgram, from_first: FromFirst | None) -> object:
+    if from_first is not None and isinstance(chosen, SharedDecision):
+        return decide_once(chosen, program, from_first)
+    return chosen.decide(program)
 
 
 def _applied(chosen: Pass | DecidingPass, decision: object, program: Any) -> Any:
@@ -255,17 +243,3 @@ def _step(
     if isinstance(program, ScheduleProgram):
         return SchedulePassRun(number, name, seconds, program, decision, kind)
     return PassRun(number, name, seconds, program, decision, kind, remake)
-
-
-def run_passes(
-    program: Any,
-    passes: Sequence[Pass | DecidingPass],
-    observers: Sequence[Observer] = (),
-    seconds: float = 0.0,
-    from_first: FromFirst | None = None,
-) -> Any:
-    """Run `passes` over `program`, which took `seconds` to capture, in order; observers are called with every `PassRun`.
-
-    A `Program` in, and a `ScheduleProgram` out where the passes go that far. On real ranks `from_first` brings rank 0's decisions.
-    """
-    return PassManager(tuple(passes), tuple(observers), from_first).run(program, seconds)

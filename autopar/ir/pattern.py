@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 # Names as like as this are typing errors of one another.
 _ALIKE = 0.6
+# How many names are given.
+_NAMED = 4
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
@@ -66,7 +68,7 @@ def is_meant(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or any(matches_module(".".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
 
 
-def near_names(pattern: str, names: Iterable[str], count: int = 4) -> str:
+def near_names(pattern: str, names: Iterable[str]) -> str:
     """The names most like `pattern`, then the first ones: `h.0.fc, h.1.fc, …`."""
     distinct = list(dict.fromkeys(names))
     matcher = difflib.SequenceMatcher()
@@ -76,4 +78,4 @@ def near_names(pattern: str, names: Iterable[str], count: int = 4) -> str:
         matcher.set_seq1(name)
         likeness[name] = matcher.ratio() if matcher.quick_ratio() >= _ALIKE else 0.0
     found = sorted(distinct, key=lambda name: -likeness[name] if likeness[name] >= _ALIKE else 0.0)
-    return ", ".join(found[:count]) + (", …" if len(found) > count else "") if found else "none"
+    return ", ".join(found[:_NAMED]) + (", …" if len(found) > _NAMED else "") if found else "none"

@@ -47,16 +47,16 @@ def source_of(node: Node, prefix: str = "") -> Source:
     return replace(place, module=_module_path(stack, prefix))
 
 
-def module_calls(node: Node, prefix: str = "model.") -> dict[str, str]:
+def module_calls(node: Node) -> dict[str, str]:
     """The modules that `node` is computed in, outermost first, each with a name for which of its calls this is.
 
-    A module that runs twice has two calls. `prefix` as in `set_sources`.
+    A module that runs twice has two calls.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         module = SOURCE[node].module if node in SOURCE else ""
         return {module: ""} if module else {}
-    paths = {path_of(str(entry[0]), prefix): str(key).partition("@")[2] for key, entry in stack.items()}
+    paths = {path_of(str(entry[0]), WRAPPED): str(key).partition("@")[2] for key, entry in stack.items()}
     return {path: call for path, call in paths.items() if path}
 
 

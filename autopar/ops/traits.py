@@ -45,6 +45,8 @@ WHOLE_VIEWS = frozenset(
         aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default,
     }
 )  # fmt: skip
+# These, and what widens: where the operand is there they take no memory, so that the backward makes them anew.
+MADE_ANEW = WHOLE_VIEWS | {aten.expand.default}
 
 
 def out_of_place(ops: Sequence[Any]) -> tuple[Any, ...]:

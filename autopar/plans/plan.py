@@ -243,13 +243,6 @@ class Plan:
             )
         return found
 
-    def with_parameter(self, name: str, sharding: Sharding) -> Plan:
-        """The plan with another sharding for one parameter; node decisions no longer hold and are dropped."""
-        if name not in self.parameters:
-            raise PlanError(f"the plan has no parameter {name!r}; it has {', '.join(list(self.parameters)[:5])}, …")
-        placement = replace(self.parameters[name], sharding=sharding)
-        return replace(self.pins(), parameters={**self.parameters, name: placement})
-
     def diff(self, other: Plan) -> PlanDiff:
         """What is otherwise in `other`: it prints, repeated layers as one line, and is truthy when something differs."""
         return PlanDiff.between(self, other)

@@ -28,12 +28,9 @@ from autopar.ir.program import Program
 from autopar.ir.reshard import reachable
 from autopar.ir.sharding import Sharding
 from autopar.ops.strategies import strategies_of
-from autopar.ops.traits import WHOLE_VIEWS
+from autopar.ops.traits import MADE_ANEW
 
 aten = torch.ops.aten
-
-# Views that show all of their operand: where it is there they take no memory.
-VIEWS = WHOLE_VIEWS | {aten.expand.default}
 
 
 def computed_again(program: Program, chosen: Iterable[str]) -> Program:
@@ -121,7 +118,7 @@ class _Rewriting:
                 node.replace_input_with(operand, self._in_sharding(saved_value(operand), SHARDING[operand][0], node))
 
     def _is_dropped(self, kept: Node, stage: int | None) -> bool:
-        return self._is_again(_operand(kept), stage) and saved_value(kept).target not in VIEWS
+        return self._is_again(_operand(kept), stage) and saved_value(kept).target not in MADE_ANEW
 
     def _in_sharding(self, value: Node, sharding: Sharding, user: Node) -> Node:
         """A copy of `value` in front of `user`, in `sharding`."""
@@ -138,7 +135,7 @@ class _Rewriting:
             return False
         if node.target is operator.getitem:
             return self._is_again(_operand(node), stage)
-        if node.target in VIEWS:
+        if node.target in MADE_ANEW:
             source = _operand(node)
             return source.op == "placeholder" or STAGE.get(source) in (None, stage)
         if node.target is reshard and not reduces(node):

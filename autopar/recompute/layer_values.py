@@ -15,9 +15,10 @@ from autopar.ir.keys import DIMS, SHARDING
 from autopar.ir.markers import save
 from autopar.ir.printing import op_name
 from autopar.ir.program import Program
+from autopar.ops.traits import MADE_ANEW
 from autopar.pipeline.priced import call_seconds, value_bytes
 from autopar.pipeline.stage_work import Work
-from autopar.recompute.again import VIEWS, is_forward, reduces
+from autopar.recompute.again import is_forward, reduces
 from autopar.recompute.min_cut import KeptValue
 from autopar.recompute.timeline import Again, BackwardCall, ForwardCall, Timeline
 from autopar.recompute.walk import StageTrace
@@ -101,7 +102,7 @@ class Layer:
 
 def value_of(node: Node) -> Node:
     """The value that `node` shows: views, and changes of sharding that complete no sum, come with it."""
-    while node.op == "call_function" and (node.target in VIEWS or (node.target is reshard and not reduces(node))):
+    while node.op == "call_function" and (node.target in MADE_ANEW or (node.target is reshard and not reduces(node))):
         (node,) = node.all_input_nodes[:1]
     return node
 

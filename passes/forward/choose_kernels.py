@@ -36,7 +36,7 @@ class ChooseKernels:
     Raises `PlanError` for a kernel of the plan that is neither.
 
     Reads: a FORWARD program; run it after `KeyRandom`, and before the trace, whose backward is of the same kernel.
-    Writes: the option `implementation`.
+    Writes: the option `implementation`. Ensures: every `autopar.attention` has one that can run it.
     """
 
     kernels: str

@@ -44,6 +44,7 @@ class ChooseMicrobatches:
     `seen` is what mixed after all in a program that was made for several: then it runs in one, as does a batch that they do not divide.
 
     Reads: DIMS, BATCH, the signature's batch dims, the order. Writes: the axis of the microbatches on the program's mesh, the order.
+    Ensures: the number divides the batch of a rank, and microbatches compute what the whole batch does, but for what was accepted.
     """
 
     is_asked: bool = False

@@ -28,7 +28,7 @@ class ChooseOrder:
     """With `is_free` find the order that takes the least time, every rank within `budget`; else keep the one that was asked for.
 
     Reads: STAGE, STRATEGY, SHARDING of a program with its reshards; its order, which says what rank holds which stage.
-    Writes: the program's order.
+    Writes: the program's order. Ensures: it is within the budget where it was free, and has the stages and microbatches that it had.
     """
 
     is_free: bool

@@ -11,7 +11,8 @@ from torch.fx import Node
 from autopar.ir.keys import DROPPED, REPEATABLE
 from autopar.ir.markers import save
 from autopar.ir.program import Program
-from autopar.recompute.again import VIEWS, saved_value
+from autopar.ops.traits import MADE_ANEW
+from autopar.recompute.again import saved_value
 from autopar.recompute.choices import named
 
 
@@ -19,7 +20,7 @@ from autopar.recompute.choices import named
 class MarkDropped:
     """Mark the `save` nodes of what `Recompute` will compute again by `mode`, and, where it `may_choose`, of what it could.
 
-    Reads: PHASE, SOURCE, `save` nodes. Writes: DROPPED, REPEATABLE.
+    Reads: PHASE, SOURCE, `save` nodes. Writes: DROPPED, REPEATABLE. Ensures: what is marked can be computed again from what is not.
     """
 
     mode: str = "auto"
@@ -46,7 +47,7 @@ class MarkDropped:
 
 def _made(node: Node) -> Node:
     """The call that makes what `node` shows."""
-    while node.target is operator.getitem or node.target in VIEWS:
+    while node.target is operator.getitem or node.target in MADE_ANEW:
         node = node.all_input_nodes[0]
     return node
 

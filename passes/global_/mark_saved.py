@@ -12,12 +12,9 @@ from autopar.graph.emit import copy_origin
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import save
 from autopar.ir.program import Program, results_of
-from autopar.ops.traits import WHOLE_VIEWS
+from autopar.ops.traits import MADE_ANEW
 
 aten = torch.ops.aten
-
-# Views that show all of their operand: what they show need not be saved when the operand is.
-_VIEWS = WHOLE_VIEWS | {aten.expand.default}
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class _Marking:
 
     def _kept(self, value: Node, user: Node) -> Node:
         """`value` as the backward has it: saved, or a view of what is, in front of its first `user`."""
-        if value.target in _VIEWS:
+        if value.target in MADE_ANEW:
             if value not in self._views:
                 source = value.args[0]
                 assert isinstance(source, Node)

@@ -37,6 +37,7 @@ class BucketCollectives:
     memory has no room for so large buckets they are halved.
 
     Reads: a `ScheduleProgram` with its results in their places. Writes: LAUNCHes of several buffers, their one WAIT.
+    Ensures: the same values, before their first reader; all ranks launch in one order.
     """
 
     cluster: Cluster

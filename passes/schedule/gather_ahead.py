@@ -40,7 +40,7 @@ class GatherAhead:
     memory the budget may not have: then they are halved until they fit, or all is left as it is.
 
     Reads: a `ScheduleProgram` with its results in their places. Writes: LAUNCHes, of several buffers, earlier, with what computes their
-    operands; their WAITs.
+    operands; their WAITs. Ensures: what is gathered is there before its first reader, within the budget.
     """
 
     cluster: Cluster

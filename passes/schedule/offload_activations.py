@@ -43,7 +43,7 @@ class OffloadActivations:
     along `pp` those go that are `planned`, where a plan has that.
 
     Reads: a `ScheduleProgram` without FREEs, in its final order. Writes: COPY and its WAITs; what reads in the backward reads what came
-    back.
+    back. Ensures: what is away is nobody's operand meanwhile.
     """
 
     offload: Offload | None

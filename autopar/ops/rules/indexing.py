@@ -79,7 +79,7 @@ def index_put(node: Node) -> Rule | None:
     shape = shape_of(values)
     tail = result[len(result) - len(shape) :]
     # A broadcast value has size 1, or lacks the dim.
-    region = _put_shape(shape_of(source), result, terms, indices)
+    region = _put_shape(shape_of(source), result, indices)
     tail = tuple(label if shape[i] == region[len(region) - len(shape) + i] else None for i, label in enumerate(tail))
     accumulate = bool(argument(node, 3, "accumulate", False))
     summed = accumulate and is_zero(source)
@@ -99,7 +99,7 @@ def _masked_put(node: Node, mask: Node, first: int) -> Rule:
     return Rule(order, (labels,), linear=(frozenset({0, 2}), *((frozenset({0}),) if is_zero(node.args[2]) else ())))
 
 
-def _put_shape(source: tuple[int, ...], result: Labels, terms: list[Labels], indices: list[Node | None]) -> tuple[int, ...]:
+def _put_shape(source: tuple[int, ...], result: Labels, indices: list[Node | None]) -> tuple[int, ...]:
     tensors = [index for index in indices if index is not None]
     common = tuple(torch.broadcast_shapes(*(shape_of(index) for index in tensors)))
     sizes = {f"i{i}": size for i, size in enumerate(common)} | {f"d{i}": size for i, size in enumerate(source)}

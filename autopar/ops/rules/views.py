@@ -71,21 +71,15 @@ def repeat(node: Node) -> Rule:
     return Rule((results[offset:],), (results,), linear=_FIRST)
 
 
-def _one_dim_blocked(node: Node, dims: tuple[int, ...], source: Any = None) -> Rule:
+def _one_dim_blocked(node: Node, dims: tuple[int, ...]) -> Rule:
     """Every dim passes but `dims`, whose elements mix or move; the result has as many dims as the operand."""
-    labels = positional(len(shape_of(source or node.args[0])))
+    labels = positional(len(shape_of(node.args[0])))
     labels = without(labels, dims)
     return Rule((labels,), (labels,) * len(results_of(node)), linear=_FIRST)
 
 
-@rule(aten.slice.Tensor)
+@rule(aten.slice.Tensor, aten.slice_backward.default)
 def slice_dim(node: Node) -> Rule:
-    before, after = shape_of(node.args[0]), shape_of(node)
-    return _one_dim_blocked(node, tuple(i for i, size in enumerate(before) if size != after[i]))
-
-
-@rule(aten.slice_backward.default)
-def slice_backward(node: Node) -> Rule:
     before, after = shape_of(node.args[0]), shape_of(node)
     return _one_dim_blocked(node, tuple(i for i, size in enumerate(before) if size != after[i]))
 

@@ -9,6 +9,9 @@ from functools import partial
 from autopar.partition.solver.assignment import Problem, State, ValueIndex, conversion_seconds
 from autopar.partition.solver.folding import Folded, FoldedValue, fold
 
+# How often `descend` goes through all classes.
+_MOST_SWEEPS = 20
+
 
 class Evaluation:
     """Prices complete assignments of a folded problem, and single changes of one.
@@ -82,11 +85,11 @@ class Evaluation:
                 best = (pick, extra)
         return best
 
-    def descend(self, picks: Sequence[int], max_sweeps: int = 20) -> list[int]:
+    def descend(self, picks: Sequence[int]) -> list[int]:
         """Improve `picks` one class at a time until nothing gets better, within the capacity: a start for the solver, no optimum."""
         found = list(picks)
         room = self.problem.capacity_bytes - sum(self._held_bytes(number, pick) for number, pick in enumerate(found))
-        for _ in range(max_sweeps):
+        for _ in range(_MOST_SWEEPS):
             changed = False
             for number in range(len(self.nodes)):
                 allowed = self._fitting(number, found[number], room)

@@ -12,7 +12,7 @@ from torch.fx import Graph
 from autopar._torch import fake_mode
 from autopar.checks.checker import Checker
 from autopar.driver.compiled import PassRun
-from autopar.driver.manager import DecidingPass, History, Log, Pass, Print, run_passes
+from autopar.driver.manager import DecidingPass, History, Log, Pass, run_passes
 from autopar.errors import AutoparError, CheckError
 from autopar.graph.emit import Emitter
 from autopar.ir.mesh import Mesh
@@ -160,12 +160,6 @@ def test_a_refused_program_is_attached_and_the_pass_named() -> None:
     printed, place = caught.value.__notes__
     assert "aten.neg" in printed and "f32[8, 17]" in printed
     assert place == "in pass 2, lies (Lies)"
-
-
-def test_print_writes_after_the_passes_named() -> None:
-    written: list[str] = []
-    run_passes(program(), (Twice(), Many()), (Print(frozenset({"many"}), written.append),))
-    assert len(written) == 1 and written[0].startswith("after pass 2, many\nGLOBAL program on dp=2: 6 nodes")
 
 
 def test_observers_are_called_in_order_after_each_pass() -> None:

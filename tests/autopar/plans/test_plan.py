@@ -122,13 +122,6 @@ def test_pins_of_unknown_parameters_are_a_warning(caplog: pytest.LogCaptureFixtu
     assert "pins 1 parameters that the model does not have, the first is 'gone.weight'" in caplog.text
 
 
-def test_editing_a_parameter_drops_the_node_decisions() -> None:
-    plan = Plan.of(program()).with_parameter("h.0.fc.weight", Sharding(((), (), ("tp",))))
-    assert plan.strategies == {} and str(plan.parameters["h.0.fc.weight"]) == "[16, (3, 2@tp)]"
-    with pytest.raises(PlanError, match="no parameter 'nothing'"):
-        plan.with_parameter("nothing", WEIGHT)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
