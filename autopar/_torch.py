@@ -15,7 +15,6 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import get_real_value
 from torch._dynamo.variables import builder
 from torch._dynamo.variables import tensor as tensor_variables
-from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
@@ -80,6 +79,7 @@ __all__ = [
     "parameters_not_copied",
     "pytree",
     "schema_of",
+    "without_onednn",
     "writes_operands",
 ]
 
@@ -174,9 +174,7 @@ def joint_graph(
             return function(*arguments)
 
     with ExitStack() as stack:
-        # With oneDNN an LSTM layer of float32 on the CPU would be one op, which no rank can split, if nobody asks for its input's gradient.
-        plain_ops = mock.patch.object(torch._C, "_get_mkldnn_enabled", lambda: False)
-        contexts = (tracing(TracingContext(mode)), mode, torch.enable_grad(), _errors_unchecked(), plain_ops)
+        contexts = (tracing(TracingContext(mode)), mode, torch.enable_grad(), _errors_unchecked(), without_onednn())
         for context in contexts:
             stack.enter_context(context)
         stack.enter_context(preserve_node_meta())
@@ -184,6 +182,11 @@ def joint_graph(
         graph = joint.graph_module.graph
     into = [node.meta["desc"] for node in graph.nodes if node.op == "placeholder"]
     return graph, into, list(graph.output_node().meta["desc"])
+
+
+def without_onednn() -> AbstractContextManager[Any]:
+    """While this is entered, fake tensors on a CPU take an LSTM layer apart: by oneDNN it is one op, which no rank can split."""
+    return mock.patch.object(torch._C, "_get_mkldnn_enabled", lambda: False)
 
 
 def leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -305,20 +308,6 @@ def checkpoints_called() -> AbstractContextManager[None]:
                 inside.clear()
 
     return _attribute_set(TagActivationCheckpoint, "__call__", call)
-
-
-def min_cut_graphs(model: torch.nn.Module, share: float) -> Callable[..., Any]:
-    """`model` as two graphs, traced at its first call and run op by op, between which torch's min-cut partitioner keeps at most `share` of
-    the activations that it would. What is read for the last time is let go of."""
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.aot_autograd import aot_module
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    def partition(*args: Any, **kwargs: Any) -> Any:
-        with functorch_config.patch(activation_memory_budget=share):
-            return min_cut_rematerialization_partition(*args, **kwargs)
-
-    return aot_module(model, boxed_nop, boxed_nop, partition_fn=partition)
 
 
 @contextmanager

@@ -19,6 +19,16 @@ from autopar.ir.source import source_of
 
 aten = torch.ops.aten
 
+# What gives its operand another shape in place: in a graph a node has one shape, for all who read it.
+_AS_VIEWS: dict[Any, Any] = {
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+}
+
 
 def set_fake_values(program: Program, regions: Mapping[Node, Region], leaves: Collection[Node] | None = None) -> None:
     """Set `val` of every node of a FORWARD program, on the CPU, all of one mode; calls in `regions` get their casts as nodes.
@@ -110,7 +120,7 @@ class _Values:
         for event in casts.events:
             leaves = [tensors[leaf.number] if isinstance(leaf, Tensor) else leaf for leaf in event.arguments]
             leaves = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
-            made = self._call(node, event.target, *pytree.tree_unflatten(leaves, event.structure))
+            made = self._call(node, _AS_VIEWS.get(event.target, event.target), *pytree.tree_unflatten(leaves, event.structure))
             for place, number in enumerate(event.results):
                 tensors[number] = self._call(node, operator.getitem, (made, place), {}) if event.is_tuple else made
         if isinstance(casts.returned, Tensor):

@@ -46,11 +46,11 @@ class Case:
     tangents: Mapping[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def value(self, item: Input, program: Program) -> torch.Tensor:
-        """The value of one input of `program`, whole, with the padding that it enters `program` with."""
+        """The value of one input of `program`, whole, with the padding that it enters `program` with, laid out as it was traced."""
         if item.kind in ("parameter", "buffer"):
-            return item.entering(self.state[item.name].detach())
+            return item.entering(self.state[item.name].detach().contiguous())
         if item.kind == "batch":
-            return item.entering(self.leaves[int(item.name)].detach())
+            return item.entering(self.leaves[int(item.name)].detach().contiguous())
         if item.kind == "constant":
             return program.constants[item.name]
         if item.kind == "random_key":

@@ -188,3 +188,16 @@ def _sorted(node: Node, dim: int) -> Rule:
     num_dims = len(shape_of(node.args[0]))
     labels = without(positional(num_dims), (dim_of(dim, num_dims),)) if num_dims else blocked(0)
     return Rule((labels,), (labels,) * len(results_of(node)))
+
+
+@rule(aten.segment_reduce.default, aten._segment_reduce_backward.default)
+def segment_reduce(node: Node) -> Rule:
+    """(data[…, axis, …], lengths or offsets[…, segments]): the rows of a segment lie one behind another, so the axis is needed whole.
+
+    The backward has gradient, result and data, which have the same dims.
+    """
+    axis, lengths = node.kwargs.get("axis", 0), (node.kwargs.get("lengths"), node.kwargs.get("offsets"))
+    assert isinstance(axis, int)
+    labels = without(positional(len(shape_of(node.args[0]))), (axis,))
+    whole = [(argument, labels) for argument in node.args]
+    return Rule(aligned(node, [*whole, *((each, (*labels[:axis], None)) for each in lengths)]), (labels,))
