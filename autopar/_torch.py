@@ -184,9 +184,15 @@ def joint_graph(
     return graph, into, list(graph.output_node().meta["desc"])
 
 
-def without_onednn() -> AbstractContextManager[Any]:
-    """While this is entered, fake tensors on a CPU take an LSTM layer apart: by oneDNN it is one op, which no rank can split."""
-    return mock.patch.object(torch._C, "_get_mkldnn_enabled", lambda: False)
+@contextmanager
+def without_onednn() -> Generator[None]:
+    """While this is entered, an LSTM layer on a CPU is plain ops: by oneDNN it is one op, which no rank can split."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 def leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from autopar.ir.arguments import arguments
 from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.program import Form, Input, Output, Program
 from autopar.ir.source import WRAPPED, set_sources
+from autopar.passes.global_.determinants import det, logdet, slogdet
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar")
@@ -190,18 +191,6 @@ def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor
     return v * (g / norm.to(g.dtype))
 
 
-def _of_contiguous(op: Any) -> Callable[..., Any]:
-    """`op`, whose kernel factors the matrix or its transpose by how that lies in memory: what it gives to its backward follows from that.
-
-    A rank's part need not lie as what was traced, so it is laid out here for both.
-    """
-
-    def of_contiguous(matrix: torch.Tensor) -> Any:
-        return op(matrix.clone(memory_format=torch.contiguous_format))
-
-    return of_contiguous
-
-
 def _refuse_effects(graph: Graph) -> None:
     """Ops that print, say, are ordered by tokens, which are no values of the program."""
     found = [node.args[1] for node in graph.nodes if str(node.target) == "with_effects"]
@@ -338,9 +327,11 @@ _CALLED_INSTEAD: dict[Any, Any] = {
     aten.rrelu_.default: _rrelu(in_place=True),
     aten.multilabel_margin_loss.default: _multilabel_margin_loss,
     aten._weight_norm.default: _weight_norm,
-    **{op: _of_contiguous(op) for op in (aten.linalg_det.default, aten.det.default, aten.logdet.default)},
-    **{op: _of_contiguous(op) for op in (aten.linalg_slogdet.default, aten.slogdet.default)},
-    **{op: _of_contiguous(op) for op in (aten._linalg_det.default, aten._linalg_slogdet.default)},
+    aten.linalg_det.default: det,
+    aten.det.default: det,
+    aten.linalg_slogdet.default: slogdet,
+    aten.slogdet.default: slogdet,
+    aten.logdet.default: logdet,
 }
 
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

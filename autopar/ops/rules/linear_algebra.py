@@ -1,0 +1,26 @@
+"""Factors of matrices, and what is solved with them: matrices of a batch stand apart, each is needed whole."""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from autopar.ops.rule import Rule, rule
+from autopar.ops.rules.labels import aligned, argument, aten, broadcast, position_of, positional, shape_of
+
+
+@rule(aten.linalg_lu_factor_ex.default)
+def lu_factors(node: Node) -> Rule:
+    """matrices[*b, m, n] → factors[*b, m, n], pivots[*b, k], info[*b]"""
+    batch = positional(len(shape_of(node.args[0])) - 2)
+    return Rule(((*batch, None, None),), ((*batch, None, None), (*batch, None), batch))
+
+
+@rule(aten.linalg_lu_solve.default)
+def lu_solve(node: Node) -> Rule:
+    """(factors[*b, n, n], pivots[*b, n], right-hand sides[*b, n, k]) → [*b, n, k]; the sides stand apart, too."""
+    factors, pivots, sides = node.args[:3]
+    batch = shape_of(node)[:-2]
+    columns = (None, "k") if argument(node, 3, "left", True) else ("k", None)
+    of_factors, of_pivots, of_sides = (broadcast(shape_of(each)[:-tail], batch) for each, tail in ((factors, 2), (pivots, 1), (sides, 2)))
+    pairs = [(factors, (*of_factors, None, None)), (pivots, (*of_pivots, None)), (sides, (*of_sides, *columns))]
+    return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_of(node, sides),))
