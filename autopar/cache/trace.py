@@ -28,6 +28,7 @@ from autopar.cache.recorder import Recorder, value_of
 from autopar.driver.compiled import TENSOR
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.caches import caches_kept_clean
+from autopar.frontend.fast_paths import fast_paths_off
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.module_hooks import BACKWARD_HOOKS
 from autopar.frontend.outputs import OutputSpec
@@ -64,7 +65,7 @@ def traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devi
     before = num_hooks(model), numbers_of(model)
     with attributes_kept(model) as written, caches_kept_clean(), library_checks_asserted(), casts_not_cached(), fake_errors_quiet():
         try:
-            with asserts_assumed(), told_of_export(), _draws_refused():
+            with asserts_assumed(), told_of_export(), fast_paths_off(), _draws_refused():
                 found = _recorded(model, args, kwargs, device)
         except NotKnown:
             raise

@@ -31,6 +31,7 @@ from autopar.frontend.caches import caches_kept_clean
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
+from autopar.frontend.fast_paths import fast_paths_off
 from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.outputs import OutputElement, OutputSpec, flattened
@@ -86,7 +87,7 @@ def capture(
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     args, kwargs = _distinct_examples(model, args, kwargs)
     autocast = Autocast.around(_device(model).type)
-    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached():
+    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached(), fast_paths_off():
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean(), asserts_assumed():
             numbers, hooks = numbers_of(model), num_hooks(model)
             # What has no batch dim is not put together again from what several microbatches make.
@@ -222,7 +223,7 @@ def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def described_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The structure of what `model(*args, **kwargs)` returns, and its flat leaves, of a tensor its shape. Values are not read."""
     args, kwargs = _distinct_examples(model, args, kwargs)
-    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached():
+    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached(), fast_paths_off():
         with attributes_kept(model, but_hooks=True), caches_kept_clean(), asserts_assumed():
             output, _ = _fake_output(model, args, kwargs)
     leaves, structure = flattened(output)

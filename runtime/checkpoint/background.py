@@ -16,6 +16,38 @@ from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.world import World
 
 
+class Saving(Future[Path]):
+    """What becomes of a checkpoint; it knows whether its end was asked for."""
+
+    is_told = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        try:
+            return super().result(timeout)
+        finally:
+            self.is_told |= self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.is_told |= self.done()
+
+    def run(self, make: Callable[[], Path]) -> None:
+        self.set_running_or_notify_cancel()
+        try:
+            self.set_result(make())
+        except BaseException as error:
+            self.set_exception(error)
+
+    def end(self) -> None:
+        """Wait for it. Raises its error where nobody was told."""
+        was_told = self.is_told
+        error = self.exception()
+        if error is not None and not was_told:
+            raise error
+
+
 class Background:
     """The thread of one world. What ranks tell each other there goes through gloo, in the order of the checkpoints: the groups in which
     training communicates are not touched."""
@@ -25,18 +57,19 @@ class Background:
         # What was copied for the latest checkpoint, in memory that the next one takes.
         self.copied: Snapshot | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._latest: Future[Path] | None = None
+        self._latest: Saving | None = None
 
-    def start(self, make: Callable[[Ranks], Path]) -> Future[Path]:
+    def start(self, make: Callable[[Ranks], Path]) -> Saving:
         """Python waits for it before it ends."""
-        self._latest = self._thread.submit(make, self.ranks)
-        return self._latest
+        self._latest = saving = Saving()
+        self._thread.submit(saving.run, lambda: make(self.ranks))
+        return saving
 
-    def wait(self) -> None:
-        """For what is under way, or ended since the last call. Raises its error."""
+    def wait(self, ranks: Ranks) -> None:
+        """For what is under way, or ended since the last call. Raises its error on all ranks, unless all were told. Collective."""
         latest, self._latest = self._latest, None
         if latest is not None:
-            latest.result()
+            ranks.attempt("write the checkpoint before this one", latest.end)
 
 
 _BACKGROUNDS: WeakKeyDictionary[World, Background] = WeakKeyDictionary()
@@ -50,10 +83,10 @@ def background(world: World) -> Background:
 
 
 def wait_for_saving(world: World) -> None:
-    """Until no checkpoint of this world is being written. Raises the error of one that was not, once and on all ranks: whether its future
-    was asked for it is not the same on all."""
+    """Until no checkpoint of this world is being written. Raises the error of one that was not, on all ranks, unless its future has told
+    all of it. Collective."""
     if world in _BACKGROUNDS:
-        _BACKGROUNDS[world].wait()
+        _BACKGROUNDS[world].wait(Ranks.of(world))
 
 
 def forget_copies(world: World) -> None:

@@ -85,8 +85,8 @@ def save(
     data       what knows its position in the data and goes on from one, by `state_dict` and `load_state_dict`: a StatefulDataLoader of each
                process. Its state must be numbers, text, None, tensors, and lists, tuples and dicts of these
     blocking   False: copies what is saved into host memory, and gives a future, whose `result()` is the path, for what a thread writes
-               meanwhile. The next save or load waits for it and raises its error; the end of Python waits, too. The memory of the copy is
-               kept for the next one, until the module is gone or a blocking save
+               meanwhile. The next save or load waits for it, and raises an error that was not asked for; the end of Python waits, too. The
+               memory of the copy is kept for the next one, until the module is gone or a blocking save
 
     Raises `CheckpointError` where something cannot be saved, on all ranks; then there is no new checkpoint. `AutoparError` between the
     calls of an accumulation.
