@@ -187,10 +187,27 @@ def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) 
         raise InputError(f"on meta or fake, without values: {names}; a program can be planned with them, but not run: pass real tensors")
 
 
+# What is compared of the calls of ranks, besides shapes, in the order of `facts` of `agree_on_call`.
+_FACTS = (
+    "arguments that are no tensors, or requires_grad of inputs",
+    "the device",
+    "the model's modes, hooks, attributes and submodules",
+    "grad mode",
+    "autocast",
+    "what of the model asks for gradients",
+    "train_step or a plain call, calls since the last update, the loss scale",
+    "the seed",
+    "the step",
+    "how often backward ran, which is to be called where a stage trains nothing, too",
+)
+# A value that takes more characters is not shown.
+_SHOWN = 40
+
+
 def agree_on_call(
     inputs: CallInputs,
     problem: str | None,
-    key: object,
+    facts: tuple[object, ...],
     mesh: Mesh,
     batch_dims: BatchDims,
     gather: Callable[..., Sequence[Any]],
@@ -199,35 +216,52 @@ def agree_on_call(
     """The ranks' shares of the batch where they are unequal, None where all are alike. Collective.
 
     problem     why this rank's inputs cannot run, or None
-    key         what chooses the program, besides shapes; its repr must be equal on all ranks, but for addresses
+    facts       what chooses the program, besides shapes, see `_FACTS`; their repr must be equal on all ranks, but for addresses
 
     Raises `InputError` on every rank when one of them cannot run its call, or when their calls need different programs: otherwise the
     others would wait for a rank that raised, or that captures anew while they run.
     """
     shapes = {name: (tuple(tensor.shape), str(tensor.dtype)) for _, name, tensor in inputs.tensors}
-    digest = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", repr(key)).encode()).hexdigest()
     what = "a comparison of the ranks' calls"
     # A number says in one short message that all is well; who differs, and in what, takes several.
-    told = hashlib.sha256(repr((problem, digest, shapes)).encode()).digest()
+    told = hashlib.sha256(_repr((problem, facts, shapes)).encode()).digest()
     if is_equal(int.from_bytes(told[:7]), what) and problem is None:
         return None
-    everyone = gather((problem, digest, shapes), what)
+    everyone = gather((problem, tuple(map(_told, facts)), shapes), what)
     problems: dict[str, int] = {}
     for rank, (text, _, _) in enumerate(everyone):
         if text is not None:
             problems.setdefault(text, rank)
     if problems:
         raise InputError("\n".join(f"rank {rank}: {text}" for text, rank in problems.items()))
-    _, first_digest, first_shapes = everyone[0]
+    _, ours, our_shapes = everyone[0]
     for rank, (_, theirs, their_shapes) in enumerate(everyone):
-        if theirs != first_digest or their_shapes.keys() != first_shapes.keys():
+        if their_shapes.keys() != our_shapes.keys():
             raise InputError(
-                f"ranks 0 and {rank} make different calls, with inputs {first_shapes} and {their_shapes}: arguments that are no tensors, "
-                "grad mode, autocast, requires_grad, the model's modes, hooks, attributes and submodules, and what was called before "
-                "(train_step or the module, seed and step, the loss scale, how often backward ran, also where a stage trains nothing) "
-                "must be equal on all ranks"
+                f"ranks 0 and {rank} make different calls, with inputs {our_shapes} and {their_shapes}: every rank passes each"
+            )
+        if theirs != ours:
+            raise InputError(
+                f"ranks 0 and {rank} make different calls, in {'; '.join(_differing(ours, theirs))}. Every rank makes each call, those that "
+                "evaluate among them, in the same state"
             )
     return unequal_shares(inputs, [theirs for _, _, theirs in everyone], mesh, batch_dims)
+
+
+def _repr(value: object) -> str:
+    return re.sub(r"0x[0-9a-f]+", "", repr(value))
+
+
+def _told(fact: object) -> tuple[str, str]:
+    """What tells it from others, and what is shown of it."""
+    text = _repr(fact)
+    return hashlib.sha256(text.encode()).hexdigest(), text if len(text) <= _SHOWN else ""
+
+
+def _differing(ours: Sequence[tuple[str, str]], theirs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for name, (first, shown), (other, also_shown) in zip(_FACTS, ours, theirs, strict=True):
+        if first != other:
+            yield f"{name} ({shown} and {also_shown})" if shown and also_shown else name
 
 
 def unequal_shares(

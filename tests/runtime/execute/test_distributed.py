@@ -250,7 +250,7 @@ def ranks_compile_different_programs() -> str:
         (ranks_pass_different_shapes, "ranks 2 and 3 pass 'x' of different shapes"),
         (ranks_pass_different_shares_to_a_later_capture, "'y' differs between ranks 0 and 1"),
         (one_rank_passes_a_short_last_batch, "ranks 2 and 3 pass 'x' of different shapes"),
-        (one_rank_is_in_another_mode, "ranks 0 and 1 make different calls, with inputs"),
+        (one_rank_is_in_another_mode, "ranks 0 and 1 make different calls, in grad mode (True and False). Every rank makes each call"),
         (one_ranks_inputs_are_refused, "rank 2: the inputs of this call cannot run on the mesh:\n  'x' requires grad"),
         (ranks_compile_different_programs, "ranks 0 and 1 compiled different programs"),
     ],
