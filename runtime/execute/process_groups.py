@@ -34,8 +34,8 @@ def naming(rank: int, peers: Sequence[int], what: object) -> Generator[None]:
         others = f"rank{'s' if len(peers) > 1 else ''} {', '.join(map(str, peers))}"
         text = (
             f"rank {rank} got no answer from {others} for {what}: {error}\n"
-            f"Look at the output of {others} first: a rank died, is stuck, left early, or does not make this call, which is for all (saving, "
-            "evaluation and backward are, too); if it is only slow, raise `timeout`"
+            f"Look at the output of {others} first: a rank died, is stuck, left early, or does not make this call, which is for "
+            "all (saving, evaluation and backward are, too); if it is only slow, raise `timeout`"
         )
         raise noted(PeerError(text)) from error
 

@@ -242,8 +242,8 @@ def agree_on_call(
             )
         if theirs != ours:
             raise InputError(
-                f"ranks 0 and {rank} make different calls, in {'; '.join(_differing(ours, theirs))}. Every rank makes each call, those that "
-                "evaluate among them, in the same state"
+                f"ranks 0 and {rank} make different calls, in {'; '.join(_differing(ours, theirs))}. Every rank makes each call, "
+                "those that evaluate among them, in the same state"
             )
     return unequal_shares(inputs, [theirs for _, _, theirs in everyone], mesh, batch_dims)
 
