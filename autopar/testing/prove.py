@@ -150,7 +150,7 @@ def _error(left: torch.Tensor, right: torch.Tensor) -> float:
     """Largest difference relative to the largest value; equal infinities and NaNs agree."""
     if torch.equal(left, right):
         return 0.0
-    a, b = (torch.view_as_real(value) if value.is_complex() else value.double() for value in (left, right))
+    a, b = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.double() for value in (left, right))
     same = (a == b) | (a.isnan() & b.isnan())
     worst = torch.where(same, 0.0, (a - b).abs()).nan_to_num(math.inf).max().item()
     return worst / max(1.0, b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0)

@@ -29,7 +29,8 @@ _SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class DecomposeLosses:
-    """Cross entropy, negative log likelihood, squared, absolute, smooth absolute, Huber, and binary cross entropy with logits.
+    """Cross entropy, negative log likelihood, squared, absolute, smooth absolute, Huber, soft margin, and binary cross entropy with
+    logits.
 
     Reads: a FORWARD program.
     Writes: plain ATen ops in the place of `aten.<loss>`, computed in float32 for 16-bit inputs and in their dtype otherwise.
@@ -195,6 +196,13 @@ def _binary_cross_entropy_with_logits(
     return _reduce(emit, _weighted(emit, loss, emit.cast(weight, exact) if weight is not None else None), reduction)
 
 
+def _soft_margin(emit: Emitter, value: Node, target: Node, reduction: int = _MEAN) -> Node:
+    """log(1 + exp(−target · x))"""
+    exact = _exact(torch.promote_types(tensor_of(value).dtype, tensor_of(target).dtype))
+    negative = emit.call(aten.neg.default, emit.call(aten.mul.Tensor, emit.cast(target, exact), emit.cast(value, exact)))
+    return _reduce(emit, emit.call(aten.logaddexp.default, emit.call(aten.zeros_like.default, negative), negative), reduction)
+
+
 def _difference(emit: Emitter, value: Node, target: Node) -> Node:
     exact = _exact(torch.promote_types(tensor_of(value).dtype, tensor_of(target).dtype))
     return emit.call(aten.sub.Tensor, emit.cast(value, exact), emit.cast(target, exact))
@@ -220,5 +228,6 @@ _LOSSES: dict[object, Callable[..., Node]] = {
     aten.l1_loss.default: _absolute,
     aten.smooth_l1_loss.default: _smooth_absolute,
     aten.huber_loss.default: _huber,
+    aten.soft_margin_loss.default: _soft_margin,
     aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
 }

@@ -1,11 +1,11 @@
-"""Factors of matrices, and what is solved with them: matrices of a batch stand apart, each is needed whole."""
+"""Factors of matrices, what is solved with them, and products of vectors: those of a batch stand apart, each is needed whole."""
 
 from __future__ import annotations
 
 from torch.fx import Node
 
 from autopar.ops.rule import Rule, rule
-from autopar.ops.rules.labels import aligned, argument, aten, broadcast, position_of, positional, shape_of
+from autopar.ops.rules.labels import aligned, argument, aten, broadcast, dim_of, position_of, positional, shape_of, without
 
 
 @rule(aten.linalg_lu_factor_ex.default)
@@ -24,3 +24,12 @@ def lu_solve(node: Node) -> Rule:
     of_factors, of_pivots, of_sides = (broadcast(shape_of(each)[:-tail], batch) for each, tail in ((factors, 2), (pivots, 1), (sides, 2)))
     pairs = [(factors, (*of_factors, None, None)), (pivots, (*of_pivots, None)), (sides, (*of_sides, *columns))]
     return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_of(node, sides),))
+
+
+@rule(aten.linalg_cross.default)
+def cross_product(node: Node) -> Rule:
+    """(left, right, dim): both are broadcast, and the vectors of three along the dim are needed whole."""
+    result = shape_of(node)
+    dim = dim_of(argument(node, 2, "dim", -1), len(result))
+    left, right = (without(broadcast(shape_of(each), result), (dim,)) for each in node.args[:2])
+    return Rule((left, right), (without(positional(len(result)), (dim,)),), linear=(frozenset({0}), frozenset({1})))

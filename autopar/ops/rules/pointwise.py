@@ -21,6 +21,10 @@ _SINGLY: dict[str, tuple[int, ...]] = {
     "aten.detach.default": (0,),
     "aten.lift_fresh_copy.default": (0,),
     "aten._to_copy.default": (0,),
+    "aten._conj.default": (0,),
+    "aten._neg_view.default": (0,),
+    "aten.resolve_conj.default": (0,),
+    "aten.resolve_neg.default": (0,),
     "prims.convert_element_type.default": (0,),
     "aten.mul.Tensor": (0, 1),
     "aten.mul.Scalar": (0,),
@@ -96,6 +100,10 @@ _UNTAGGED = (
     aten.elu_backward.default,
     aten.mish_backward.default,
     aten._prelu_kernel.default,
+    aten._conj.default,
+    aten._neg_view.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
 )
 
 

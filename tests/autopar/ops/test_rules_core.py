@@ -135,6 +135,8 @@ MORE: dict[str, tuple[Any, ...]] = {
     "elu backward": (aten.elu_backward.default, (X, 1.0, 1.0, 1.0, False, Y)),
     "clamp": (aten.clamp.default, (X, -0.5, 0.5)),
     "clamp by tensors": (aten.clamp.Tensor, (X, ROW, None)),
+    "conjugate": (aten._conj.default, (COMPLEX,)),
+    "cross product": (aten.linalg_cross.default, (torch.empty(4, 3, 6), torch.empty(1, 3, 6)), {"dim": 1}),
     "parametric relu": (aten._prelu_kernel.default, (X, torch.empty(1, 6))),
 }
 # What it holds is nobody's business.

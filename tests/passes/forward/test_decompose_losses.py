@@ -156,6 +156,13 @@ def test_binary_cross_entropy_with_logits() -> None:
     assert_as_torch(scores, target, *for_each(F.binary_cross_entropy_with_logits, weight=(None, weight), pos_weight=(None, positive)))
 
 
+def test_soft_margin() -> None:
+    torch.manual_seed(0)
+    scores, target = 20 * torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64).sign()
+    scores[0] = 0.0
+    assert_as_torch(scores, target, *for_each(F.soft_margin_loss))
+
+
 def test_the_given_program_is_left_as_it_was() -> None:
     scores, labels = scores_and_labels((6, 4))
     program = capture(Scored(scores, [F.cross_entropy]), (labels,), {}, virtual_mesh(dp=1))
