@@ -1,8 +1,9 @@
 """Checks of values inside PyTorch's own functions: assumed to hold while a model is traced, and asserted when the program runs.
 
-`torch.distributions` checks that every scale is positive, `gaussian_nll_loss` that every variance is. No branch of the model depends on
-the answer, so a trace need not stop there. While `library_checks_asserted` is entered, these functions are replaced by versions that
-call `holds(...)` in place of `if not ...: raise`; `autopar.frontend.value_checks` turns these calls into outputs of the program.
+`torch.distributions` checks that every scale is positive, `gaussian_nll_loss` that every variance is, `istft` that windows overlap. No
+branch of the model depends on the answer, so a trace need not stop there. While `library_checks_asserted` is entered, these functions are
+replaced by versions that call `holds(...)` in place of `if not ...: raise`; `autopar.frontend.value_checks` turns these calls into outputs
+of the program.
 
 Left as they are, so that a model which calls them is still refused: sampling by rejection (`VonMises.sample`), `Wishart`,
 the divergence of two binomials, tensors' own methods (`x.cov()`: write `torch.cov(x)`), and a function that was taken out of its
@@ -31,7 +32,7 @@ from autopar._torch import (
     attributes_replaced,
 )
 
-_gaussian_nll_loss, _cov, _corrcoef, _bincount = F.gaussian_nll_loss, torch.cov, torch.corrcoef, torch.bincount
+_gaussian_nll_loss, _cov, _corrcoef, _bincount, _istft = F.gaussian_nll_loss, torch.cov, torch.corrcoef, torch.bincount, torch.istft
 
 
 @contextmanager
@@ -52,6 +53,7 @@ def library_checks_asserted() -> Generator[None]:
         (torch, "cov", _covariance),
         (torch, "corrcoef", _correlation),
         (torch, "bincount", _counts),
+        (torch, "istft", _inverse_stft),
     ]
     with attributes_replaced(replaced):
         yield
@@ -160,3 +162,36 @@ def _counts(input: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
     elif weights.dtype != torch.float32:
         weights = weights.double()
     return torch.zeros(minlength, dtype=weights.dtype, device=input.device).index_add(0, input.long().clamp(0, minlength - 1), weights)
+
+
+def _inverse_stft(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Tensor:
+    """`torch.istft` of [*batch, frequencies, frames], but for its check that windows overlap everywhere: frames weighed and added up."""
+    if return_complex or not input.is_complex() or input.ndim not in (2, 3):
+        return _istft(input, n_fft, hop_length, win_length, window, center, normalized, onesided, length, return_complex)
+    hop, width, num_frames = hop_length or n_fft // 4, win_length or n_fft, input.shape[-1]
+    if window is None:
+        window = torch.ones(width, dtype=input.real.dtype, device=input.device)
+    window = F.pad(window, [(n_fft - width) // 2, n_fft - width - (n_fft - width) // 2])
+    spectra = input.mT[..., : n_fft // 2 + 1] if input.ndim == 3 else input.mT[None, :, : n_fft // 2 + 1]
+    frames = torch.fft.irfft(spectra, n_fft, norm="ortho" if normalized else "backward") * window
+    end = n_fft + hop * (num_frames - 1)
+    added, weights = (
+        F.fold(each.mT, (1, end), (1, n_fft), stride=(1, hop))[:, 0, 0] for each in (frames, window.square().expand(1, num_frames, n_fft))
+    )
+    first = n_fft // 2 if center else 0
+    last = end - first if length is None else first + length
+    weights = weights[:, first:last]
+    holds(weights.abs() > 1e-11, "istft: windows do not overlap everywhere")
+    found = F.pad(added[:, first:last] / weights, [0, max(last - end, 0)])
+    return found if input.ndim == 3 else found[0]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributions, nn
 from torch.nn import functional as F
 
-from autopar.errors import CaptureError
+import autopar
+from autopar.errors import AutoparError, CaptureError
 from autopar.frontend.capture import capture
+from autopar.frontend.library_checks import library_checks_asserted
 from autopar.ir.program import Program
 from tests.support.models.layer import MESH, Layer, X, assert_as_model, of
 from tests.support.programs import inputs_of, run_forward
@@ -94,6 +97,59 @@ def violations(program: Program, layer: nn.Module, x: Tensor) -> list[float]:
 def test_what_does_not_hold_is_counted(compute: Callable[..., Tensor], x: Tensor, expected: list[int]) -> None:
     layer = Layer(lambda layer, x: compute(layer, x).sum())
     assert violations(capture(layer, (x,), {}, MESH), layer, x) == expected
+
+
+def spectrum(x: Tensor, n_fft: int, window: Tensor, **options: Any) -> Tensor:
+    return torch.stft(x, n_fft, window=window, return_complex=True, **options)
+
+
+INVERSES: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "as it was": (16, 16, {"hop_length": 4}, {"length": 96}),
+    "as long as its frames": (16, 16, {"hop_length": 4}, {}),
+    "longer": (16, 16, {"hop_length": 4}, {"length": 110}),
+    "an odd size": (15, 15, {"hop_length": 3}, {"length": 60}),
+    "a narrow window": (16, 12, {"win_length": 12, "normalized": True}, {}),
+    "not centred": (16, 16, {"hop_length": 2, "center": False}, {}),
+    "two-sided": (16, 16, {"hop_length": 4, "onesided": False}, {"length": 90}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The length of signal is shorter")
+@pytest.mark.parametrize("name", INVERSES)
+def test_an_inverse_stft_is_torchs(name: str) -> None:
+    n_fft, width, options, more = INVERSES[name]
+    torch.manual_seed(0)
+    window, inverse = torch.hann_window(width, dtype=torch.float64) + 0.1, torch.istft
+    found = spectrum(torch.randn(3, 96, dtype=torch.float64), n_fft, window, **options)
+    with library_checks_asserted():
+        assert torch.istft is not inverse
+        ours = [torch.istft(each, n_fft, window=window, **options, **more) for each in (found, found[0])]
+    for got, of_torch in zip(ours, (found, found[0]), strict=True):
+        torch.testing.assert_close(got, inverse(of_torch, n_fft, window=window, **options, **more))
+
+
+class Vocoder(nn.Module):
+    """Masks the spectrum of a signal, and takes it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mask = nn.Linear(9, 9)
+        self.register_buffer("window", torch.hann_window(16))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        found = spectrum(x, 16, self.window, hop_length=4)
+        found = found * self.mask(found.abs().mT).sigmoid().mT
+        return (torch.istft(found, 16, 4, window=self.window, length=x.shape[-1]) - y).abs().mean()
+
+
+def test_a_vocoder_trains_on_a_mesh() -> None:
+    model, given = Vocoder(), {"x": torch.randn(8, 96), "y": torch.randn(8, 96)}
+    parallel = autopar.compile(model, autopar.virtual_mesh(pp=2, dp=2), example_inputs=given, num_microbatches=2, backend="eager")
+    assert parallel.verify(**given)
+    model.window.zero_()
+    with pytest.raises(AutoparError, match="windows do not overlap everywhere"):
+        parallel(**given)
 
 
 def test_torch_has_its_own_functions_again_after_a_capture() -> None:

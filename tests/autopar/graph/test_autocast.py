@@ -67,11 +67,20 @@ def test_a_call_that_is_cast_inside_is_taken_apart() -> None:
     assert dict(casts_of(aten.einsum.default, "ij,jk->ik", [full(2, 4), full(4, 3)], device="cuda").operands) == {1: BF16, 2: BF16}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_differs_by_device_inside_is_refused(device: str) -> None:
+def lstm(device: str) -> Casts:
     weights = [full(12, 4), full(12, 3), full(12), full(12)]
+    return casts_of(aten.lstm.input, full(2, 1, 4), [full(1, 1, 3)] * 2, weights, True, 1, 0.0, False, False, False, device=device)
+
+
+def test_what_differs_by_device_inside_is_refused() -> None:
     with pytest.raises(CastInsideError, match="lstm.input is cast inside"):
-        casts_of(aten.lstm.input, full(2, 1, 4), [full(1, 1, 3)] * 2, weights, True, 1, 0.0, False, False, False, device=device)
+        lstm("cuda")
+
+
+def test_a_layer_of_an_lstm_is_plain_ops_on_a_cpu() -> None:
+    before, names = torch.backends.mkldnn.enabled, [str(event.target) for event in lstm("cpu").events]
+    assert "aten._to_copy.default" in names and "aten.sigmoid_.default" in names and "aten.mkldnn_rnn_layer.default" not in names
+    assert torch.backends.mkldnn.enabled == before
 
 
 def test_functions_of_python_are_refused_only_if_something_in_them_is_cast() -> None:
