@@ -335,6 +335,7 @@ def _compiled(history: History, options: Options, model: nn.Module) -> Compiled:
     """What the passes left behind."""
     program, schedule = history.last(Form.GLOBAL), history.schedule_before(WriteUpdates)
     updating = history.schedule(WriteVersions)
+    assert history.schedule_steps[-1].program is updating, "no step runs what is made behind WriteVersions: stand behind FreeBuffers"
     # Not after the passes before them by name: others may stand between.
     local, separated = history.before(SeparateMicrobatches), history.before(CopyToStages)
     decision, stages = history.decision(ChooseShardings), history.decision(PlaceStages)

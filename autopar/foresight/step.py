@@ -194,7 +194,7 @@ class Step:
         return self.seconds_to_update(self.counts[rank])
 
     def seconds_to_update(self, count: float) -> float:
-        """The number of a rank's parameters."""
+        """To update `count` parameters of a rank."""
         here = count / (self.plan.dp if self.plan.zero else 1)
         profile, itemsize = self.prices.profile, self.work.itemsize
         passes = here * (profile.gradient_bytes + 2 * profile.state_bytes + itemsize)

@@ -176,21 +176,29 @@ def _inverse_stft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """`torch.istft` of [*batch, frequencies, frames], but for its check that windows overlap everywhere: frames weighed and added up."""
-    if return_complex or not input.is_complex() or input.ndim not in (2, 3):
+    """`torch.istft` of [*batch, frequencies, frames], but for its check that windows overlap everywhere: frames are weighted and added up.
+
+    What torch refuses is left to torch, and so are complex results.
+    """
+    hop = n_fft // 4 if hop_length is None else hop_length
+    width = n_fft if win_length is None else win_length
+    num_frames = input.shape[-1]
+    first, end = n_fft // 2 if center else 0, n_fft + hop * (num_frames - 1)
+    last = end - first if length is None else first + length
+    is_half = input.shape[-2:-1] == (n_fft // 2 + 1,) and onesided is not False
+    is_whole = input.shape[-2:-1] == (n_fft,) and not onesided
+    is_window = window is None or (window.shape == (width,) and window.is_floating_point())
+    is_legal = input.is_complex() and input.ndim in (2, 3) and 0 < hop <= width <= n_fft and last > first and (is_half or is_whole)
+    if return_complex or not is_legal or not is_window:
         return _istft(input, n_fft, hop_length, win_length, window, center, normalized, onesided, length, return_complex)
-    hop, width, num_frames = hop_length or n_fft // 4, win_length or n_fft, input.shape[-1]
     if window is None:
         window = torch.ones(width, dtype=input.real.dtype, device=input.device)
     window = F.pad(window, [(n_fft - width) // 2, n_fft - width - (n_fft - width) // 2])
     spectra = input.mT[..., : n_fft // 2 + 1] if input.ndim == 3 else input.mT[None, :, : n_fft // 2 + 1]
     frames = torch.fft.irfft(spectra, n_fft, norm="ortho" if normalized else "backward") * window
-    end = n_fft + hop * (num_frames - 1)
     added, weights = (
         F.fold(each.mT, (1, end), (1, n_fft), stride=(1, hop))[:, 0, 0] for each in (frames, window.square().expand(1, num_frames, n_fft))
     )
-    first = n_fft // 2 if center else 0
-    last = end - first if length is None else first + length
     weights = weights[:, first:last]
     holds(weights.abs() > 1e-11, "istft: windows do not overlap everywhere")
     found = F.pad(added[:, first:last] / weights, [0, max(last - end, 0)])

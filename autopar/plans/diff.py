@@ -105,7 +105,7 @@ class PlanDiff:
 
     @staticmethod
     def between(before: Decisions, after: Decisions) -> PlanDiff:
-        """What is otherwise in `after`. Reasons and the fingerprint are no decisions."""
+        """What is otherwise in `after`. Reasons and the fingerprint are no decisions; no chunks are as none that were decided."""
         both = (before, after)
         again = tuple(dict.fromkeys((*before.recomputed, *after.recomputed)))
         return PlanDiff(
@@ -119,7 +119,7 @@ class PlanDiff:
             recomputed=changes(*({key: "computed again" if key in each.recomputed else "kept" for key in again} for each in both)),
             chunks=changes(before.chunks or {}, after.chunks or {}),
             pipeline=changes(*map(_pipeline, both)),
-            buckets=changes(*({axes: in_bytes(size) for axes, size in each.buckets.items()} for each in both)),
+            buckets=changes(*({axes: _Bytes(size) for axes, size in each.buckets.items()} for each in both)),
             offloaded=changes(*map(_away, both)),
         )
 
@@ -162,6 +162,13 @@ class _Order:
     def __str__(self) -> str:
         number = self.schedule.num_microbatches
         return f"{self.schedule.name}, {number} microbatch{'' if number == 1 else 'es'}"
+
+
+class _Bytes(int):
+    """A number of them, in a unit that reads well."""
+
+    def __str__(self) -> str:
+        return in_bytes(self)
 
 
 def _settings(plan: Decisions) -> dict[str, object]:

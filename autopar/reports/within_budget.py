@@ -27,7 +27,7 @@ logger = logging.getLogger("autopar")
 
 # How often the search is asked at most.
 _TRIES = 5
-# And how often recomputation alone anew.
+# And how often recomputation alone is chosen anew.
 _FITS = 2
 # Multiples of what no plan takes less than, for which the search is asked where it has refused: what it then finds fits, or is named as a
 # budget.

@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
-from autopar.graph.emit import Emitter, lay_out_anew, replace, tensor_of
+from autopar.graph.emit import Emitter, replace, tensor_of
 from autopar.ir.arguments import all_named
 from autopar.ir.program import Program
 
@@ -39,7 +39,7 @@ class DecomposeIndices:
 
     Reads: a FORWARD program.
     Writes: `aten.gather` in the place of `aten.index`, `aten.scatter` and `aten.scatter_add` in that of `aten.index_put`.
-    Ensures: the result has the values, shape, dtype and strides of torch's, and a number that is too large still raises.
+    Ensures: the result has the values, shape, dtype and strides of torch's; an id of no entry raises as it did.
     """
 
     name: str = "decompose indices"
@@ -50,11 +50,13 @@ class DecomposeIndices:
         for node in list(program.graph.nodes):
             if node.target not in (*_READS, *_WRITES):
                 continue
+            emit, result = Emitter(node.graph, before=node), None
             if node.target in _READS and _is_whole(node, constants):
-                emit = Emitter(node.graph, before=node)
-                replace(node, emit.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format))
+                result = emit.call(aten.clone.default, node.args[0])
             elif (rows := _Rows.of(node, constants)) is not None:
-                _decompose(node, rows)
+                result = _decomposed(emit, node, rows)
+            if result is not None:
+                replace(node, _laid_out(emit, result, tensor_of(node)))
         return program
 
 
@@ -69,18 +71,22 @@ def _is_whole(node: Node, constants: Constants) -> bool:
     return is_as_long and _place(index, (size,), size, constants) == 0
 
 
-def _decompose(node: Node, rows: _Rows) -> None:
-    found, strides = all_named(node), tensor_of(node).stride()
-    emit, x = Emitter(node.graph, before=node), found["self"]
+def _decomposed(emit: Emitter, node: Node, rows: _Rows) -> Node:
+    found = all_named(node)
     if node.target in _READS:
-        result = rows.read(emit, x)
-    else:
-        result = rows.written(emit, x, found["values"], found["accumulate"])
-    if node.target in _IN_PLACE:
-        result = emit.call(aten.copy_.default, x, result)
-    replace(node, result)
-    if tensor_of(result).stride() != strides:
-        lay_out_anew(result)
+        return rows.read(emit, found["self"])
+    result = rows.written(emit, found["self"], found["values"], found["accumulate"])
+    return emit.call(aten.copy_.default, found["self"], result) if node.target in _IN_PLACE else result
+
+
+def _laid_out(emit: Emitter, value: Node, like: torch.Tensor) -> Node:
+    """`value` with the strides of torch's result, by which forward may view it."""
+    strides = [stride for size, stride in zip(like.shape, like.stride(), strict=True) if size > 1]
+    if [stride for size, stride in zip(like.shape, tensor_of(value).stride(), strict=True) if size > 1] == strides:
+        return value
+    order = sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
+    copied = emit.call(aten.clone.default, _permuted(emit, value, order), memory_format=torch.contiguous_format)
+    return _permuted(emit, copied, _inverse(order))
 
 
 @dataclass(frozen=True)

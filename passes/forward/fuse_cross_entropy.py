@@ -162,7 +162,7 @@ def _why_not_gathered(node: Node) -> str:
 
 def _why_indexed(_: Node) -> str:
     """`DecomposeIndices` has made a gather of one label in each row."""
-    return "it is indexed otherwise than by one label in each row"
+    return "it is no gather of one label in each row"
 
 
 def _loss(emit: Emitter, node: Node) -> Node:

@@ -6,7 +6,8 @@ was traced. A rank's part need not, nor what a compiler lays out anew. These tak
     det A = sign(P) · Π u_ii          gradient g · det A · A⁻ᵀ
     log |det A| = Σ log |u_ii|        gradient g · A⁻ᵀ
 
-A⁻ᵀ solves with the factors once more. Of a singular matrix zeros on U's diagonal are taken for the smallest step from 1, as torch does.
+A⁻ᵀ solves with the factors once more. Of a singular matrix zeros on U's diagonal are taken for the smallest step from 1, as torch does of
+det: a matrix of zeros, which a padded sample is, has no gradient where none comes in.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
+# What torch factors; of complex matrices its kernel takes no transpose.
+_REAL = (torch.float32, torch.float64)
 
 
 class _Det(torch.autograd.Function):
@@ -64,17 +68,17 @@ def _inverse_transposed(factors: torch.Tensor, pivots: torch.Tensor, scale: torc
 
 def det(matrix: torch.Tensor) -> torch.Tensor:
     """`torch.linalg.det`."""
-    return torch.linalg.det(matrix) if matrix.is_complex() else _Det.apply(matrix)
+    return _Det.apply(matrix) if matrix.dtype in _REAL else torch.linalg.det(matrix)
 
 
 def slogdet(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`torch.linalg.slogdet`."""
-    return tuple(torch.linalg.slogdet(matrix)) if matrix.is_complex() else _LogAbsDet.apply(matrix)
+    return _LogAbsDet.apply(matrix) if matrix.dtype in _REAL else tuple(torch.linalg.slogdet(matrix))
 
 
 def logdet(matrix: torch.Tensor) -> torch.Tensor:
     """`torch.logdet`: NaN where the determinant is negative."""
-    if matrix.is_complex():
+    if matrix.dtype not in _REAL:
         return torch.logdet(matrix)
     sign, logarithm = slogdet(matrix)
     return torch.where(sign == -1.0, torch.nan, logarithm)

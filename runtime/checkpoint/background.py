@@ -22,25 +22,27 @@ class Saving(Future[Path]):
     is_told = False
 
     def result(self, timeout: float | None = None) -> Path:
-        try:
-            return super().result(timeout)
-        finally:
-            self.is_told |= self.done()
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self.is_told |= self.done()
+        error = super().exception(timeout)
+        self.is_told = True
+        return error
+
+    def cancel(self) -> bool:
+        """Other ranks may be writing already."""
+        return False
 
     def run(self, make: Callable[[], Path]) -> None:
-        self.set_running_or_notify_cancel()
         try:
             self.set_result(make())
         except BaseException as error:
             self.set_exception(error)
 
-    def end(self) -> None:
+    def finish(self) -> None:
         """Wait for it. Raises its error where nobody was told."""
         was_told = self.is_told
         error = self.exception()
@@ -69,7 +71,7 @@ class Background:
         """For what is under way, or ended since the last call. Raises its error on all ranks, unless all were told. Collective."""
         latest, self._latest = self._latest, None
         if latest is not None:
-            ranks.attempt("write the checkpoint before this one", latest.end)
+            ranks.attempt("write the checkpoint before this one", latest.finish)
 
 
 _BACKGROUNDS: WeakKeyDictionary[World, Background] = WeakKeyDictionary()

@@ -283,7 +283,7 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            told = (inputs.kinds, *key[1:], self._trainer.told, self.seed, self.step, self._backwards.number) if key else ()
+            told = (inputs.kinds, *key[1:], *self._trainer.told, self.seed, self.step, self._backwards.number) if key else ()
             shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, self._world.is_equal)
         except AutoparError as refusal:
             if not self._set_by_stages(refusal):

@@ -189,13 +189,15 @@ def check_values(inputs: CallInputs, named: Iterable[tuple[str, torch.Tensor]]) 
 
 # What is compared of the calls of ranks, besides shapes, in the order of `facts` of `agree_on_call`.
 _FACTS = (
-    "arguments that are no tensors, or requires_grad of inputs",
+    "arguments that are no tensors, and requires_grad of inputs",
     "the device",
     "the model's modes, hooks, attributes and submodules",
     "grad mode",
     "autocast",
     "what of the model asks for gradients",
-    "train_step or a plain call, calls since the last update, the loss scale",
+    "whether it is a train_step",
+    "the number of training calls before it",
+    "the loss scale",
     "the seed",
     "the step",
     "how often backward ran, which is to be called where a stage trains nothing, too",

@@ -39,3 +39,22 @@ def test_rows_are_whole_and_features_split(reduce: str, width: int, axes: Mappin
     if "tp" in axes and width > 1:
         (call,) = (node for node in parallel.compiled.program.graph.nodes if "segment_reduce.default" in str(node.target))
         assert "tp" in str(autopar.ir.keys.SHARDING[call])
+
+
+class Batched(nn.Module):
+    """Segments of each sample by themselves, along its rows."""
+
+    def __init__(self, axis: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.axis = nn.Linear(3, 1), axis
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return torch.segment_reduce(self.inner(x).squeeze(-1), "max", lengths=lengths, axis=self.axis).square().sum()
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_samples_with_segments_of_their_own(axis: int) -> None:
+    given = {"x": torch.randn(8, 5, 3, dtype=torch.float64), "lengths": torch.tensor([[2, 3], [4, 1]] * 4)}
+    parallel = autopar.compile(Batched(axis).double(), autopar.virtual_mesh(dp=2, tp=2), example_inputs=given, backend="eager")
+    assert parallel.verify(**given)

@@ -82,8 +82,8 @@ class Cluster:
         front, colon, _ = name.rpartition(":")
         if colon:
             raise ClusterError(
-                f"cluster={name!r}: how many devices there are is said by the mesh here; write {front!r}. Numbers behind a colon are for "
-                "autopar.predict, autopar.rank_plans and the command line"
+                f"cluster={name!r}: no number of devices is taken here; write {front!r}. autopar.predict, autopar.rank_plans and the "
+                "command line take one"
             )
         cluster = _known(name)
         if cluster is None:

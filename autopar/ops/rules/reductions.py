@@ -196,8 +196,9 @@ def segment_reduce(node: Node) -> Rule:
 
     The backward has gradient, result and data, which have the same dims.
     """
-    axis, lengths = node.kwargs.get("axis", 0), (node.kwargs.get("lengths"), node.kwargs.get("offsets"))
-    assert isinstance(axis, int)
-    labels = without(positional(len(shape_of(node.args[0]))), (axis,))
+    lengths = node.kwargs.get("lengths"), node.kwargs.get("offsets")
+    labels = positional(len(shape_of(node.args[0])))
+    axis = dim_of(node.kwargs.get("axis", 0), len(labels))
+    labels = without(labels, (axis,))
     whole = [(argument, labels) for argument in node.args]
     return Rule(aligned(node, [*whole, *((each, (*labels[:axis], None)) for each in lengths)]), (labels,))

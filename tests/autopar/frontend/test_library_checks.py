@@ -128,6 +128,26 @@ def test_an_inverse_stft_is_torchs(name: str) -> None:
         torch.testing.assert_close(got, inverse(of_torch, n_fft, window=window, **options, **more))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n_fft": 32},
+        {"n_fft": 15},
+        {"window": torch.ones(1)},
+        {"win_length": 20, "window": torch.ones(20)},
+        {"hop_length": 0},
+        {"onesided": False},
+        {"length": 0},
+    ],
+    ids=str,
+)
+def test_what_torch_refuses_of_an_inverse_stft_it_refuses(wrong: dict[str, Any]) -> None:
+    options = {"n_fft": 16, "hop_length": 4, "window": torch.ones(16)} | wrong
+    found = torch.stft(torch.randn(2, 96), 16, 4, window=torch.ones(16), return_complex=True)
+    with library_checks_asserted(), pytest.raises(RuntimeError, match=r"istft|window|numel"):
+        torch.istft(found, **options)
+
+
 class Vocoder(nn.Module):
     """Masks the spectrum of a signal, and takes it back."""
 

@@ -107,6 +107,8 @@ def test_exact_and_in_microbatches(kind: str, name: str) -> None:
     assert num_indices(captured) and not num_indices(decomposed)
     found, before = (each.graph.find_nodes(op="output")[0].args[0][0].meta["val"] for each in (decomposed, captured))
     assert found.shape == before.shape and found.dtype == before.dtype
+    indexed = [node.meta["val"].stride() for node in captured.graph.nodes if str(node.target).startswith("aten.index")]
+    assert {*indexed} <= {node.meta["val"].stride() for node in decomposed.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
     parallel = autopar.compile(
         model, autopar.virtual_mesh(pp=2, dp=2), example_inputs=batch(), num_microbatches=2, outputs="loss", backend="eager"
     )
@@ -142,6 +144,21 @@ def test_what_is_overwritten_is_seen_by_other_names() -> None:
         return x
 
     parallel = autopar.compile(Model(write).double(), autopar.virtual_mesh(dp=2), example_inputs=batch(), backend="eager")
+    assert parallel.verify(**batch())
+
+
+@pytest.mark.parametrize(
+    "viewed",
+    [
+        lambda x, one, two: x.transpose(0, 2)[:, torch.arange(POSITIONS)].permute(2, 1, 0).view(SAMPLES, -1),
+        lambda x, one, two: x[torch.arange(SAMPLES).view(1, -1, 1), torch.stack([two.mT] * 3, -1)].view_as(
+            torch.ones(2 * SAMPLES, 3 * WIDTH)
+        ),
+    ],
+    ids=["a permuted whole", "as another"],
+)
+def test_what_is_indexed_is_viewed_as_torch_lays_it_out(viewed: Indexed) -> None:
+    parallel = autopar.compile(Model(viewed).double(), autopar.virtual_mesh(dp=2), example_inputs=batch(), backend="eager")
     assert parallel.verify(**batch())
 
 

@@ -60,7 +60,7 @@ def test_a_name_that_nobody_knows_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("h100:64", "how many devices there are is said by the mesh here; write 'h100'"),
+        ("h100:64", "no number of devices is taken here; write 'h100'"),
         ("0xh100", "has nodes of 0 devices: write how many are in one, 8xh100"),
     ],
 )
