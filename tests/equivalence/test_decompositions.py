@@ -59,6 +59,11 @@ def positive(x: Tensor) -> Tensor:
     return a @ a.mT + torch.eye(4, dtype=x.dtype)
 
 
+def regular(x: Tensor, *shape: int) -> Tensor:
+    """Matrices far from those that have no inverse."""
+    return shaped(x, *shape) + 4 * torch.eye(shape[-1], dtype=x.dtype)
+
+
 SAMPLES: dict[str, list[Sample]] = {
     "_upsample_bicubic2d_aa.vec": [resized((1, 2, 9, 8), "bicubic", (4, 5), antialias=True)],
     "_upsample_bilinear2d_aa.vec": [resized((1, 2, 9, 8), "bilinear", (4, 5), antialias=True, align_corners=True)],
@@ -133,6 +138,14 @@ OURS: dict[str, list[Sample]] = {
     "rrelu.default": [lambda x: F.rrelu(shaped(x, 3, 4)), lambda x: F.rrelu(shaped(x, 3, 4), 0.1, 0.4)],
     "rrelu_.default": [lambda x: F.rrelu(2 * shaped(x, 3, 4), inplace=True)],
     "multilabel_margin_loss.default": SAMPLES["multilabel_margin_loss_forward.default"],
+    "linalg_det.default": [lambda x: torch.linalg.det(regular(x, 2, 4, 4)), lambda x: torch.linalg.det(regular(x, 4, 4).mT).reshape(1)],
+    "det.default": [lambda x: torch.det(regular(x, 3, 3)).reshape(1)],
+    "linalg_slogdet.default": [
+        lambda x: torch.linalg.slogdet(regular(x, 2, 4, 4))[1],
+        lambda x: torch.linalg.slogdet(regular(x, 3, 3).mT)[1].reshape(1),
+    ],
+    "slogdet.default": [lambda x: torch.slogdet(regular(x, 3, 3))[1].reshape(1)],
+    "logdet.default": [lambda x: torch.logdet(regular(x, 3, 3) @ regular(x, 3, 3).mT).reshape(1)],
 }
 # By name: why there is no sample.
 LEFT_OUT = {
