@@ -15,6 +15,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import get_real_value
 from torch._dynamo.variables import builder
 from torch._dynamo.variables import tensor as tensor_variables
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
@@ -55,7 +56,9 @@ __all__ = [
     "NORM_OF_BATCH",
     "OpOverload",
     "TorchDispatchMode",
+    "WITHOUT_ONEDNN",
     "apply_custom_function",
+    "attribute_set",
     "attributes_replaced",
     "by_meta_kernel",
     "compiling",
@@ -79,7 +82,6 @@ __all__ = [
     "parameters_not_copied",
     "pytree",
     "schema_of",
-    "without_onednn",
     "writes_operands",
 ]
 
@@ -89,11 +91,9 @@ IS_ALL_TRUE = (torch, "_is_all_true")
 DISTRIBUTIONS_CHECKED = (torch.distributions.Distribution, "_validate_args")
 CAUSAL_MASK_DETECTION = (torch.nn.modules.transformer, "_detect_is_causal_mask")
 NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
-MATRIX_CONSTRAINTS = (
-    constraints._Symmetric,
-    constraints._PositiveSemidefinite,
-    constraints._PositiveDefinite,
-)
+MATRIX_CONSTRAINTS = (constraints._Symmetric, constraints._PositiveSemidefinite, constraints._PositiveDefinite)
+# With oneDNN an LSTM layer on a CPU is one op, which no rank can split.
+WITHOUT_ONEDNN = (torch.backends.mkldnn, "enabled", False)
 _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 
 
@@ -115,7 +115,7 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 def fake_errors_quiet() -> AbstractContextManager[None]:
     """While this is entered, what fails on fake tensors is not logged, whoever handles it."""
-    return _attribute_set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+    return attribute_set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def outside_fake_modes() -> AbstractContextManager[Any]:
@@ -174,7 +174,7 @@ def joint_graph(
             return function(*arguments)
 
     with ExitStack() as stack:
-        contexts = (tracing(TracingContext(mode)), mode, torch.enable_grad(), _errors_unchecked(), without_onednn())
+        contexts = (tracing(TracingContext(mode)), mode, torch.enable_grad(), _errors_unchecked(), attribute_set(*WITHOUT_ONEDNN))
         for context in contexts:
             stack.enter_context(context)
         stack.enter_context(preserve_node_meta())
@@ -182,17 +182,6 @@ def joint_graph(
         graph = joint.graph_module.graph
     into = [node.meta["desc"] for node in graph.nodes if node.op == "placeholder"]
     return graph, into, list(graph.output_node().meta["desc"])
-
-
-@contextmanager
-def without_onednn() -> Generator[None]:
-    """While this is entered, an LSTM layer on a CPU is plain ops: by oneDNN it is one op, which no rank can split."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def leaves_behind(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -249,7 +238,7 @@ def custom_functions_replaced(
             return original(self, fwd, bwd, *operands, **options)
         return by(fwd, bwd, operands, options)
 
-    return _attribute_set(AutogradFunctionApply, "__call__", call)
+    return attribute_set(AutogradFunctionApply, "__call__", call)
 
 
 @contextmanager
@@ -269,20 +258,21 @@ def hooks_replaced(by: Callable[[GraphModule, torch.Tensor, Sequence[Any]], torc
         return registered(self, tensor, *args)
 
     with ExitStack() as stack:
-        stack.enter_context(_attribute_set(SideEffects, "register_hook", register))
+        stack.enter_context(attribute_set(SideEffects, "register_hook", register))
         if _hook_op is not None:
             original = _hook_op.__call__
-            stack.enter_context(_attribute_set(_hook_op, "__call__", call))
+            stack.enter_context(attribute_set(_hook_op, "__call__", call))
         yield
 
 
 def data_detached() -> AbstractContextManager[None]:
     """While this is entered, Dynamo traces `tensor.data` as `tensor.detach()`: of `.data` the export makes a constant."""
-    return _attribute_set(torch._C._autograd, "_get_data_attr", torch.detach)  # type: ignore[attr-defined]
+    return attribute_set(torch._C._autograd, "_get_data_attr", torch.detach)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def _attribute_set(owner: Any, name: str, value: Any) -> Generator[None]:
+def attribute_set(owner: Any, name: str, value: Any) -> Generator[None]:
+    """While this is entered, `owner.name` is `value`."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -313,7 +303,21 @@ def checkpoints_called() -> AbstractContextManager[None]:
             if is_outermost:
                 inside.clear()
 
-    return _attribute_set(TagActivationCheckpoint, "__call__", call)
+    return attribute_set(TagActivationCheckpoint, "__call__", call)
+
+
+def min_cut_graphs(model: torch.nn.Module, share: float) -> Callable[..., Any]:
+    """`model` as two graphs, traced at its first call and run op by op, between which torch's min-cut partitioner keeps at most `share` of
+    the activations that it would. What is read for the last time is let go of."""
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.aot_autograd import aot_module
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def partition(*args: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(activation_memory_budget=share):
+            return min_cut_rematerialization_partition(*args, **kwargs)
+
+    return aot_module(model, boxed_nop, boxed_nop, partition_fn=partition)
 
 
 @contextmanager
@@ -360,7 +364,7 @@ def _errors_unchecked() -> Generator[None]:
 
 def compiling() -> AbstractContextManager[None]:
     """While this is entered, `torch.compiler.is_compiling()` is true, as it is for what Dynamo traces."""
-    return _attribute_set(torch.compiler, "_is_compiling_flag", True)
+    return attribute_set(torch.compiler, "_is_compiling_flag", True)
 
 
 def constraints_unchecked() -> AbstractContextManager[None]:
@@ -369,7 +373,7 @@ def constraints_unchecked() -> AbstractContextManager[None]:
     The check writes the guards of all shapes as text, which takes a quarter of an export. Only for exports without dynamic dims.
     """
     is_there = hasattr(functional_export, _CONSTRAINT_CHECK)
-    return _attribute_set(functional_export, _CONSTRAINT_CHECK, lambda *_: None) if is_there else nullcontext()
+    return attribute_set(functional_export, _CONSTRAINT_CHECK, lambda *_: None) if is_there else nullcontext()
 
 
 @contextmanager
@@ -389,5 +393,5 @@ def parameters_not_copied() -> Generator[None]:
         tracer.real_value_cache.update({each: copied(value, None) for each, value in asked.items()})
         return value_of(node, tracer)
 
-    with _attribute_set(builder, "_clone_input", kept), _attribute_set(tensor_variables, "get_real_value", copied_value_of):
+    with attribute_set(builder, "_clone_input", kept), attribute_set(tensor_variables, "get_real_value", copied_value_of):
         yield

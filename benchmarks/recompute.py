@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import autopar
-from benchmarks._torch import min_cut_graphs
+from autopar._torch import min_cut_graphs
 from benchmarks.peer_jobs import Size, batch_of, model_of
 from benchmarks.reporting import machine, print_table, write_json
 

@@ -19,7 +19,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import FakeTensorMode, OpOverload, TorchDispatchMode, fake_errors_quiet, has_kernel, pytree, schema_of, without_onednn
+from autopar._torch import (
+    WITHOUT_ONEDNN,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    attribute_set,
+    fake_errors_quiet,
+    has_kernel,
+    pytree,
+    schema_of,
+)
 from autopar.ir.arguments import call_of
 
 aten = torch.ops.aten
@@ -200,7 +210,7 @@ class _Question:
 
     def _events(self, casts: Casts, autocast: Autocast | None) -> tuple[tuple[Event, ...], Any]:
         """The ops that reach kernels, and what the call returns, each tensor as a `Tensor`."""
-        with self.mode, torch.no_grad(), without_onednn(), _autocast(self.autocast, enabled=autocast is not None):
+        with self.mode, torch.no_grad(), attribute_set(*WITHOUT_ONEDNN), _autocast(self.autocast, enabled=autocast is not None):
             leaves = [self._fake(leaf) for leaf in self.leaves]
             with _Recorder(leaves) as recorder:
                 cast = list(leaves)

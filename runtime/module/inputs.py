@@ -240,7 +240,7 @@ def agree_on_call(
     for rank, (_, theirs, their_shapes) in enumerate(everyone):
         if their_shapes.keys() != our_shapes.keys():
             raise InputError(
-                f"ranks 0 and {rank} make different calls, with inputs {our_shapes} and {their_shapes}: every rank passes each"
+                f"ranks 0 and {rank} make different calls, with inputs {our_shapes} and {their_shapes}: all ranks pass the same inputs"
             )
         if theirs != ours:
             raise InputError(

@@ -27,8 +27,8 @@ class Distilled(nn.Module):
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}], ids=str)
 def test_a_frozen_teacher_is_split(axes: dict[str, int]) -> None:
     given = {"x": torch.randn(8, 6, 32)}
-    options = {"num_microbatches": 2} if "pp" in axes else {}
-    parallel = autopar.compile(Distilled(), autopar.virtual_mesh(**axes), example_inputs=given, backend="eager", **options)  # type: ignore[arg-type]
+    number, mesh = 2 if "pp" in axes else None, autopar.virtual_mesh(**axes)
+    parallel = autopar.compile(Distilled(), mesh, example_inputs=given, num_microbatches=number, backend="eager")
     assert parallel.verify(**given) and "no rank repeats another's work" in parallel.explain()
     assert not [node for node in parallel.compiled.program.graph.nodes if "encoder_layer" in str(node.target)]
     assert torch.backends.mha.get_fastpath_enabled()

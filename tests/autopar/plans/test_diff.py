@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_sizes_of_buckets_are_shown() -> None:
 
 
 # Of each field of a plan another value.
-OTHERWISE: dict[str, object] = {
+OTHERWISE: dict[str, Any] = {
     "mesh": Mesh((("dp", 4),)),
     "parameters": {},
     "inputs": {"batch 0": PlannedInput(((4,),), Sharding((("dp",),)))},
@@ -68,7 +69,7 @@ OTHERWISE: dict[str, object] = {
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_each_decision_is_compared(name: str) -> None:
     one = plan(COLUMN, "n")
-    other = replace(one, **{name: OTHERWISE[name]})  # type: ignore[arg-type]
+    other = replace(one, **{name: OTHERWISE[name]})
     for found in (one.diff(other), other.diff(one)):
         assert found and len(str(found).splitlines()) > 1
     assert str(one.diff(other)) != str(other.diff(one)) and not other.diff(other)
@@ -80,7 +81,7 @@ def test_no_field_is_left_out() -> None:
 
 def test_what_is_computed_again_is_one_line() -> None:
     one = plan(COLUMN, "n")
-    found = str(one.diff(replace(one, recomputed=OTHERWISE["recomputed"])))  # type: ignore[arg-type]
+    found = str(one.diff(replace(one, recomputed=OTHERWISE["recomputed"])))
     assert found.splitlines()[1:] == ["recomputed", "  forward h.*.act aten.gelu.default 0   kept → computed again   × 2"]
 
 
