@@ -151,12 +151,9 @@ def _kept(spec: OutputSpec, outputs: str | None) -> tuple[OutputElement, ...] | 
 
 def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any], batch_dims: BatchDimByIndex) -> int | None:
     leaves = pytree.tree_leaves((args, kwargs))
-    dims = (
-        batch_dims
-        if batch_dims is not None
-        else {index: 0 for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim}
-    )
-    return next((leaves[index].shape[dim] for index, dim in sorted(dims.items())), None)
+    if batch_dims is None:
+        batch_dims = {index: 0 for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    return next((leaves[index].shape[dim] for index, dim in sorted(batch_dims.items())), None)
 
 
 def _with_first_names(program: Program, model: nn.Module) -> Program:
