@@ -29,7 +29,7 @@ from autopar.runtime.module.placement import like
 from autopar.runtime.offload.memories import Block, HostMemory
 from autopar.runtime.offload.state_files import Seal, StateFiles
 from autopar.runtime.offload.worker import Work, Worker
-from autopar.runtime.train.partial_step import narrowed
+from autopar.runtime.train.partial_step import by_group, narrowed
 from autopar.runtime.train.stand_ins import check_parts, parts_of_state
 
 # How many updates may wait for the host; a further one waits for the first of these.
@@ -134,7 +134,8 @@ class HostStep:
             if outer := state.get(parameter):
                 self._check_seals(parameter, parts_of_state(outer))
                 state[master] = self._on_host(parameter, parts_of_state(outer))
-        with narrowed(self.optimizer, {id(each): master for each, (_, master) in zip(parameters, masters, strict=True)}):
+        chosen = {id(each): master for each, (_, master) in zip(parameters, masters, strict=True)}
+        with narrowed(self.optimizer, by_group(self.optimizer, chosen)):
             self.optimizer.step()
         gradients.clear()  # whoever runs this may hold them for longer
         for parameter, local, (block, master) in zip(parameters, locals_, masters, strict=True):

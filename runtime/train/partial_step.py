@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.runtime._torch import local_part
+from autopar.driver.optimizers import scope_of
+from autopar.runtime._torch import has_step_hooks, local_part
 from autopar.runtime.train.placed import WholeParameters
+from autopar.runtime.train.runs import State
 from autopar.runtime.train.stand_ins import StandIns, check_parts, parts_of_state
+
+T = TypeVar("T", bound=torch.Tensor)
 
 
 class PartialStep:
@@ -40,13 +46,34 @@ class PartialStep:
             self._step_together(parameters)
 
     def _step_together(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._on_parts and not has_step_hooks(self.optimizer) and all(isinstance(each, DTensor) for each in parameters):
+            self._step_side_by_side(parameters)
+            return
         chosen = {id(each): self._stood_in_for(each) for each in parameters}
-        with narrowed(self.optimizer, chosen):
+        with narrowed(self.optimizer, by_group(self.optimizer, chosen)):
             self.optimizer.step()
         for each in parameters:
             if self.wholes is not None and each in self.wholes:
                 self._put_back(each, chosen[id(each)])
         self._stand_ins.leave(self.optimizer.state, self.optimizer.state)
+
+    def _step_side_by_side(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Plain tensors of all at once, and of those that lie one behind the other pieces."""
+        optimizer = self.optimizer
+        groups = by_group(optimizer, {id(each): each for each in parameters})
+        stepped = list(chain.from_iterable(groups))
+        gradients = [each.grad for each in stepped if isinstance(each.grad, DTensor)]
+        entered = self._stand_ins.again(stepped, gradients, optimizer.state)
+        if entered is None:
+            # A class that nobody knows may ask for the shape of a parameter.
+            entered = self._stand_ins.enter_together(groups, optimizer.state, scope_of(optimizer) == "element")
+        *firsts, last = entered.rounds(optimizer.param_groups)
+        for each in firsts:
+            with narrowed(optimizer, each, entered.inner):
+                type(optimizer).step(optimizer)
+        with narrowed(optimizer, last, entered.inner):
+            optimizer.step()  # once: a schedule of learning rates, or whoever has put a function there, counts
+        self._stand_ins.leave_together(optimizer.state)
 
     def finish(self) -> None:
         """All is done by then."""
@@ -82,17 +109,23 @@ class PartialStep:
             self.optimizer.state[parameter] = self.optimizer.state.pop(whole)
 
 
+def by_group(optimizer: Optimizer, chosen: Mapping[int, T]) -> list[list[T]]:
+    """What stands for parameters, `chosen` by their ids, group by group."""
+    return [[chosen[id(each)] for each in group["params"] if id(each) in chosen] for group in optimizer.param_groups]
+
+
 @contextmanager
-def narrowed(optimizer: Optimizer, chosen: Mapping[int, torch.Tensor]) -> Generator[None]:
-    """While it is entered, `optimizer` has the parameters that are `chosen` by their ids alone, and of each what stands for it there."""
-    groups, wholes = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+def narrowed(optimizer: Optimizer, chosen: Sequence[Sequence[torch.Tensor]], state: State | None = None) -> Generator[None]:
+    """While it is entered, `optimizer` has what is `chosen` of each group alone, and this `state` if one is given."""
+    groups, wholes, own = optimizer.param_groups, [group["params"] for group in optimizer.param_groups], optimizer.state
     try:
-        for group, params in zip(groups, wholes, strict=True):
-            group["params"] = [chosen[id(each)] for each in params if id(each) in chosen]
+        for group, params in zip(groups, chosen, strict=True):
+            group["params"] = list(params)
         optimizer.param_groups = [group for group in groups if group["params"]]
+        optimizer.state = own if state is None else state
         yield
     finally:
-        optimizer.param_groups = groups
+        optimizer.param_groups, optimizer.state = groups, own
         for group, params in zip(groups, wholes, strict=True):
             group["params"] = params
 

@@ -10,8 +10,7 @@ them; where these lie so that it cannot, or other stages of a pipeline hold the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -28,6 +27,7 @@ from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.placement import torch_can_gather
 from autopar.runtime.train.placed import check_stages, is_seen_whole
+from autopar.runtime.train.runs import State
 from autopar.runtime.train.stand_ins import StandIns
 from autopar.runtime.train.trainer import Trainer
 
@@ -90,14 +90,22 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     if entered is None:
         if not all(each in _PLACED for each in stepped):
             return None
-        entered = known.enter_together(stepped, optimizer.state)
-    stand_ins = iter(entered.locals)
-    chosen = [
-        {**group, "params": list(islice(stand_ins, len(params)))} for group, params in zip(optimizer.param_groups, groups, strict=True)
-    ]
-    stands_in = object.__new__(type(optimizer))
-    vars(stands_in).update(vars(optimizer), param_groups=chosen, state=entered.inner)
-    return stands_in
+        # A class that nobody knows may ask for the shape of a parameter.
+        entered = known.enter_together(
+            [[each for each, _ in params] for params in groups], optimizer.state, scope_of(optimizer) == "element"
+        )
+    *firsts, last = entered.rounds(optimizer.param_groups)
+    for each in firsts:
+        type(optimizer).step(_of(optimizer, each, entered.inner))
+    return _of(optimizer, last, entered.inner)
+
+
+def _of(optimizer: Optimizer, tensors: Sequence[list[torch.Tensor]], state: State) -> Optimizer:
+    """Another object with the options and hooks of `optimizer`, of these `tensors`, by group."""
+    found = object.__new__(type(optimizer))
+    groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, tensors, strict=True) if params]
+    vars(found).update(vars(optimizer), param_groups=groups, state=state)
+    return found
 
 
 def _dtensors(optimizer: Optimizer) -> Iterator[Any]:

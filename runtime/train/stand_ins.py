@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -18,9 +18,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
 from autopar.runtime.module.placement import like
-
-# The state of an optimizer: by parameter its entries.
-State = MutableMapping[Any, dict[str, Any]]
+from autopar.runtime.train.runs import Member, Run, State, runs_of
 
 
 class _StandIn(NamedTuple):
@@ -39,16 +37,39 @@ class _StandIn(NamedTuple):
 
 
 class Entered:
-    """Parameters that enter a step together. They do so again as they are where all is as it was: a look at everything at once takes a
-    fraction of what a look at each takes."""
+    """Parameters that enter a step together, of `groups` of options. They do so again as they are where all is as it was: a look at
+    everything at once takes a fraction of what a look at each takes. Of those that are `laid` out side by side, if they may be, pieces
+    are stepped."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], known: Sequence[_StandIn], outer: State, inner: State) -> None:
-        self.parameters, self.inner = list(parameters), inner
-        self.locals = [each.local for each in known]
-        self._addresses = list(map(torch.Tensor.data_ptr, self.locals))
+    def __init__(
+        self,
+        groups: Sequence[Sequence[nn.Parameter]],
+        known: Mapping[nn.Parameter, _StandIn],
+        outer: State,
+        inner: State,
+        laid: set[nn.Parameter] | None,
+    ) -> None:
+        self.parameters, self.inner = list(chain.from_iterable(groups)), inner
+        self._locals = [known[each].local for each in self.parameters]
+        of_group = [number for number, group in enumerate(groups) for _ in group]
+        self._runs = [] if laid is None else [Run(each, inner) for each in runs_of(self._members(of_group, known, laid))]
+        joined = {member.number for run in self._runs for member in run.members}
+        self._alone = [number for number in range(len(self.parameters)) if number not in joined]
+        if laid is not None:
+            laid |= {self.parameters[number] for number in joined}
+        self.alone: list[list[torch.Tensor]] = [[] for _ in groups]
+        for number in self._alone:
+            self.alone[of_group[number]].append(self._locals[number])
+        self.pieces = [(run.members[0].group, piece) for run in self._runs for piece in run.pieces]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._locals))
         # An optimizer without state has none of a parameter, not an empty one.
-        self._outer, self._states = list(map(outer.get, parameters)), [each.state for each in known if each.state]
+        self._outer, self._states = list(map(outer.get, self.parameters)), list(inner.values())
         self._entries, self._parts = _all_entries(self._outer), _all_entries(self._states)
+
+    def _members(self, of_group: Sequence[int], known: Mapping[nn.Parameter, _StandIn], laid: set[nn.Parameter]) -> Iterator[Member]:
+        for number, (each, group) in enumerate(zip(self.parameters, of_group, strict=True)):
+            assert isinstance(each, DTensor)
+            yield Member(number, self._locals[number], local_part(each), group, known[each].state, each in laid)
 
     def is_of(self, parameters: Sequence[nn.Parameter], outer: State) -> bool:
         """Whether these are they, with the state, and in the memory, that they had."""
@@ -57,15 +78,44 @@ class Entered:
             and _are_all(list(map(outer.get, parameters)), self._outer)
             and _are_all(_all_entries(self._outer), self._entries)
             and [local_part(each).data_ptr() for each in parameters if isinstance(each, DTensor)] == self._addresses
+            and all(run.is_as_it_was() for run in self._runs)
         )
 
     def is_left(self) -> bool:
         """Whether their state, as the step leaves it, is made of the same objects as before."""
         return _are_all(list(self.inner.values()), self._states) and _are_all(_all_entries(self._states), self._parts)
 
-    def put(self, gradients: Sequence[DTensor]) -> None:
-        for local, gradient in zip(self.locals, gradients, strict=True):
-            local.grad = local_part(gradient)
+    def put(self, gradients: Sequence[DTensor]) -> bool:
+        """Whether they lie as these parameters want them, which have them then."""
+        parts = list(map(local_part, gradients))
+        if not all(run.put([parts[member.number] for member in run.members]) for run in self._runs):
+            return False
+        for number in self._alone:
+            self._locals[number].grad = parts[number]
+        return True
+
+    def rounds(self, options: Sequence[Mapping[str, Any]]) -> list[list[list[torch.Tensor]]]:
+        """What is stepped at once, by group, of which there are `options`. With `foreach` an op goes over all tensors before the next, and
+        pieces are stepped one by one so that each stays in the processor's cache; others go tensor by tensor themselves."""
+        first, found = [list(each) for each in self.alone], list[list[list[torch.Tensor]]]()
+        for group, piece in self.pieces:
+            if options[group].get("foreach"):
+                found.append([[piece] if number == group else [] for number in range(len(first))])
+            else:
+                first[group].append(piece)
+        return [first, *found] if any(first) else found
+
+    def leave(self) -> None:
+        """Where it `is_left`."""
+        for run in self._runs:
+            run.leave()
+        for number in self._alone:
+            self._locals[number].grad = None
+
+    def hand_out(self) -> None:
+        """State is that of the parameters each by itself, and this is not entered again."""
+        for run in self._runs:
+            run.hand_out(self.inner)
 
 
 class StandIns:
@@ -75,34 +125,47 @@ class StandIns:
     def __init__(self) -> None:
         self._known: dict[nn.Parameter, _StandIn] = {}
         self._entered: list[nn.Parameter] = []
-        self._together: Entered | None = None
+        # With whom a parameter entered a step last; those that are in one; and which were laid out side by side.
+        self._together: dict[nn.Parameter, Entered] = {}
+        self._inside: Entered | None = None
+        self._laid: set[nn.Parameter] = set()
 
     def again(self, parameters: Sequence[nn.Parameter], gradients: Sequence[DTensor], outer: State) -> Entered | None:
-        """What stands in for `parameters`, with their gradients; None where others entered the last step, or these have other state now."""
-        if self._together is None or not self._together.is_of(parameters, outer):
+        """What stands in for `parameters`, with their gradients; None where they did not enter a step together, or have other state now."""
+        known = self._together.get(parameters[0])
+        if known is None or not known.is_of(parameters, outer) or not known.put(gradients):
             return None
-        self._together.put(gradients)
-        return self._together
+        self._forget(known.parameters)  # so that they enter one by one after a step that fails
+        self._inside = known
+        return known
 
-    def enter_together(self, parameters: Sequence[nn.Parameter], outer: State) -> Entered:
-        """As `enter`, of all that a step has; `leave_together` is its end."""
+    def enter_together(self, groups: Sequence[Sequence[nn.Parameter]], outer: State, joins: bool = False) -> Entered:
+        """As `enter`, of all that a step has, side by side if they may `join`; `leave_together` is its end."""
         inner = defaultdict[Any, dict[str, Any]](dict)
-        for each in parameters:
+        for each in chain.from_iterable(groups):
             self.enter(each, outer, inner)
+        self._forget(self._entered)
         self._entered.clear()
-        self._together = Entered(parameters, [self._known[each] for each in parameters], outer, inner)
-        return self._together
+        self._inside = Entered(groups, self._known, outer, inner, self._laid if joins else None)
+        return self._inside
 
     def leave_together(self, outer: State) -> None:
-        together = self._together
+        together, self._inside = self._inside, None
         assert together is not None, "nothing has entered"
         if together.is_left():
-            for local in together.locals:
-                local.grad = None
+            together.leave()
+            self._together.update(dict.fromkeys(together.parameters, together))
             return
+        together.hand_out()
         self._entered[:] = together.parameters
-        self._together = None
         self.leave(outer, together.inner)
+
+    def _forget(self, parameters: Iterable[nn.Parameter]) -> None:
+        """All with whom these entered a step: what some of them have is not what they had together."""
+        for each in list(parameters):
+            if (known := self._together.get(each)) is not None:
+                for other in known.parameters:
+                    del self._together[other]
 
     def knows(self, parameter: nn.Parameter, outer: Mapping[Any, dict[str, Any]]) -> bool:
         """Whether the state of `parameter` is what this handed on."""

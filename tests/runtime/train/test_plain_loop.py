@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import autopar
+from autopar.runtime._torch import local_part
+from autopar.runtime.train import runs
 from autopar.runtime.train.stand_ins import StandIns
 from tests.equivalence.test_gloo_train_step import ELEMENTWISE, MESHES, share
 from tests.support.models.trained import batch, small_gpt
@@ -97,6 +99,60 @@ def trains(where: str, name: str) -> dict[str, Any]:
         "keys": {id(each) for each in optimizer.state} <= {id(each) for each in parallel.parameters()},
         "left": sum(each.grad is not None for each in parallel.parameters()),
     }
+
+
+def side_by_side(where: str, name: str) -> dict[str, Any]:
+    """Six steps by pieces of 2 kB, of which each meets what a loop may do, beside one device's; and how many tensors each step had."""
+    reference, parallel, given = built(where)
+    make = partial(ELEMENTWISE[name], foreach=True)
+    optimizer, wanted = make(parallel.parameters()), make(reference.parameters())
+    pairs = ((parallel, optimizer, given), (reference, wanted, batch))
+    sizes: list[list[int]] = []
+    first = next(iter(dict(reference.named_parameters())))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "PIECE_BYTES", 2048)
+        for step in range(6):
+            for module, stepped, of in pairs:
+                module(**of(step)).backward()
+                if step == 1:  # accumulated, and in memory of their own
+                    module(**of(step + 1)).backward()
+                if step == 2 and first in dict(module.named_parameters()):
+                    dict(module.named_parameters())[first].grad = None
+                if step == 4:
+                    for each in stepped.state.values():
+                        each["step"].fill_(1)
+                if step == 5:
+                    stepped.load_state_dict(copy.deepcopy(stepped.state_dict()))
+            wanted.step()
+            sizes.append(numels_of(optimizer))
+            wanted.zero_grad(set_to_none=step != 3)
+            optimizer.zero_grad(set_to_none=step != 3)
+    full, expected = parallel.full_state_dict(), reference.state_dict()
+    placed = [each for each in parallel.parameters() if isinstance(each, DTensor)]
+    moments = [each.full_tensor() for of in optimizer.state.values() for each in of.values() if isinstance(each, DTensor)]
+    return {
+        "difference": max(float((full[each] - expected[each]).abs().max()) for each in expected),
+        "sizes": sizes,
+        "parameters": [local_part(each).numel() for each in placed],
+        "finite": all(bool(each.isfinite().all()) for each in moments),
+        "copied": all(torch.equal(local_part(copy.deepcopy(each)), local_part(each)) for each in placed),
+    }
+
+
+def numels_of(optimizer: torch.optim.Optimizer) -> list[int]:
+    """A step, and the elements of each tensor that the class's own code gets."""
+    found: list[int] = []
+    kind: Any = type(optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        original = kind._init_group
+
+        def spied(self: Any, group: dict[str, Any], *args: Any) -> Any:
+            found.extend(each.numel() for each in group["params"])
+            return original(self, group, *args)
+
+        patch.setattr(kind, "_init_group", spied)
+        optimizer.step()
+    return found
 
 
 def own_ways() -> dict[str, Any]:
@@ -225,6 +281,16 @@ def test_plain_tensors_in_the_step_dtensors_outside(gloo_ranks: Any, where: str,
         assert found["difference"] <= 1e-9, found
         assert found["seen"] == {Tensor} and found["state"] == {DTensor}, found
         assert found["keys"] and found["left"] == 0
+
+
+@pytest.mark.parametrize(("where", "name"), [("dp4", "adamw"), ("dp2 tp2", "adam"), ("pp2 dp2", "radam"), ("dp4", "nadam")])
+def test_side_by_side_as_one_by_one(gloo_ranks: Any, where: str, name: str) -> None:
+    for found in gloo_ranks.run(side_by_side, where, name):
+        assert found["difference"] <= 1e-9 and found["finite"] and found["copied"], found
+        for step, sizes in enumerate(found["sizes"]):
+            assert sum(sizes) >= sum(found["parameters"]) - (step == 2) * found["parameters"][0], "all are stepped"
+            assert sizes != found["parameters"], step
+            assert max(sizes) <= (256 if step else 512), "a large one is cut once it has state"
 
 
 def test_who_steps_in_sees_what_torch_shows(gloo_ranks: Any) -> None:
