@@ -28,7 +28,7 @@ from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
 from autopar.graph.autocast import Autocast, Region
 from autopar.graph.differentiable import differentiable
 from autopar.graph.emit import replace, tensor_of
-from autopar.graph.fake_values import set_fake_values
+from autopar.graph.fake_values import IN_PLACE_VIEWS, set_fake_values
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
@@ -143,6 +143,8 @@ class _Copies:
     mapping: dict[Node, Any]
     device: str
     regions: dict[Node, Region] = field(default_factory=dict)
+    # What regions under `no_grad` see of values from outside.
+    inside: set[Node] = field(default_factory=set)
 
     def calls(self, module: GraphModule, region: Region | None) -> tuple[Any, ...]:
         """Copy the calls of `module`, regions under `no_grad` or autocast inlined; returns what it outputs."""
@@ -172,9 +174,23 @@ class _Copies:
         if copied.target is torch.ops.autopar.custom_function.default:
             operands, site = copied.args
             copied.target, copied.args = function_at(site), tuple(operands)
-        if copied.target is torch.ops.aten.detach_.default:  # of `torch.tensor(...)` in forward; the fake constant may be a view
-            copied.target = torch.ops.aten.detach.default
-            self.mapping[node_at(node, 0)] = copied
+        if copied.target in IN_PLACE_VIEWS:
+            self._rename(copied)
+
+    def _rename(self, copied: Node) -> None:
+        """What changes the shape of its operand in place is another view of its memory, which all names of the operand mean from then on.
+        Views that were made of it before stay as they are; torch's own functional form of such an op makes others of them."""
+        operand = _written(node_at(copied, 0))
+        if copied.target is not torch.ops.aten.detach_.default and operand in self.inside:
+            raise CaptureError(
+                f"under no_grad forward changes the shape of a value from outside in place ({copied.target}), which would be lost\n"
+                f"  where: {source_of(copied, WRAPPED).at}\n"
+                "  how to mend it: without the underscore it is a view, x = x.transpose(0, 1)"
+            )
+        copied.target = IN_PLACE_VIEWS[copied.target]
+        for name, value in self.mapping.items():
+            if isinstance(value, Node) and _written(value) is operand:
+                self.mapping[name] = copied
 
     def _inlined(self, module: GraphModule, call: Node, region: Region | None) -> Any:
         """The body of a region: what `no_grad` computes with is detached; under an autocast its calls are noted in `regions`."""
@@ -193,6 +209,7 @@ class _Copies:
         outer = [self.mapping[operand] for operand in operands]
         # The operands rather than the results: what is written in place inside has no gradient either.
         own = [_detached(self.graph, operand) if detached else operand for operand in outer]
+        self.inside |= set(own) - set(outer)
         self.mapping |= zip(inner.graph.find_nodes(op="placeholder"), own, strict=True)
         results = self.calls(inner, region)
         # An operand that the region hands back, written in place or not, is itself.

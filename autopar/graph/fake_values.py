@@ -19,8 +19,12 @@ from autopar.ir.source import source_of
 
 aten = torch.ops.aten
 
-# What gives its operand another shape in place: in a graph a node has one shape, for all who read it.
-_AS_VIEWS: dict[Any, Any] = {
+# What gives its operand another shape in place, or takes it off the tape: in a graph a node has one shape, for all who read it.
+IN_PLACE_VIEWS: dict[Any, Any] = {
+    aten.detach_.default: aten.detach.default,
+    aten.swapaxes_.default: aten.transpose.int,
+    aten.swapdims_.default: aten.transpose.int,
+    aten.as_strided_.default: aten.as_strided.default,
     aten.transpose_.default: aten.transpose.int,
     aten.t_.default: aten.t.default,
     aten.unsqueeze_.default: aten.unsqueeze.default,
@@ -120,7 +124,7 @@ class _Values:
         for event in casts.events:
             leaves = [tensors[leaf.number] if isinstance(leaf, Tensor) else leaf for leaf in event.arguments]
             leaves = [torch.device("cpu") if isinstance(leaf, torch.device) else leaf for leaf in leaves]
-            made = self._call(node, _AS_VIEWS.get(event.target, event.target), *pytree.tree_unflatten(leaves, event.structure))
+            made = self._call(node, IN_PLACE_VIEWS.get(event.target, event.target), *pytree.tree_unflatten(leaves, event.structure))
             for place, number in enumerate(event.results):
                 tensors[number] = self._call(node, operator.getitem, (made, place), {}) if event.is_tuple else made
         if isinstance(casts.returned, Tensor):

@@ -197,7 +197,7 @@ def _structure(nodes: list[Node], inputs: list[Node], outputs: list[Node]) -> st
     numbers = {node: number for number, node in enumerate([*inputs, *nodes])}
 
     def value(node: Node) -> str:
-        return " ".join(f"{v.dtype}{tuple(v.shape)}{v.stride()}" for v in results_of(node) if v is not None)
+        return " ".join(f"{v.dtype}{tuple(v.shape)}{v.stride()}{v.is_conj()}{v.is_neg()}" for v in results_of(node) if v is not None)
 
     lines = [value(node) for node in inputs]
     for node in nodes:

@@ -70,7 +70,7 @@ class LocalBuilder:
 def _described(value: Any) -> Any:
     """All that the values of calls depend on."""
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{value.stride()}"
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.is_conj()}{value.is_neg()}"
     return [_described(each) for each in value] if isinstance(value, (tuple, list)) else value
 
 

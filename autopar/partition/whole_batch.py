@@ -118,12 +118,13 @@ def mixing(program: Program, number: int) -> tuple[Mixing, ...]:
     return tuple(each for _, each in found if by_place[each.place, each.needs] is each)
 
 
-def undivided(program: Program, number: int) -> tuple[Mixing, ...]:
-    """The inputs of which every microbatch would compute all: their samples lie in groups (4 × 6 of 24) none of which `number` divides."""
+def undivided(program: Program, number: int, num_shares: int = 1) -> tuple[Mixing, ...]:
+    """The inputs of which every microbatch would compute all: their samples lie in groups (4 × 6 of 24) none of which `number` divides, of
+    each of `num_shares` that take their parts of the same groups."""
     found: list[Mixing] = []
     for item, node in program.named_inputs():
         dims = DIMS[node][0]
-        if item.batch_dim is not None and all(atom % number for atom in dims[item.batch_dim]):
+        if item.batch_dim is not None and all(atom % (number * num_shares) for atom in dims[item.batch_dim]):
             found.append(Mixing(item.name, " × ".join(map(str, dims[item.batch_dim])), "whole groups"))
     return tuple(found)
 

@@ -64,21 +64,25 @@ class ChooseMicrobatches:
         if any(size % (num_shares * wanted) for size in batch_sizes(program)):
             return MicrobatchDecision(1, wanted)  # a batch that could not be padded: each of them would compute all of it
         is_asked = self.is_asked or program.order.num_ranks == 1  # without a pipeline nobody runs several unasked
-        found = self.seen or mixing(program, wanted) or undivided(program, wanted)
+        found = self.seen or mixing(program, wanted) or undivided(program, wanted, 1 if is_asked else num_shares)
         if not found or (self.statistics == "own" and all(each.has_estimate for each in found)):
             return MicrobatchDecision(wanted, wanted, found)
-        number = 1 if self.seen else self._most(program)
+        number = 1 if self.seen else self._most(program, num_shares, wanted)
+        if number == wanted:
+            return MicrobatchDecision(wanted, wanted)
         if is_asked or self.statistics == "own":
             raise MicrobatchError(refusal(wanted, number, found, _unpadded_share(program)), () if is_asked else found)
         what = "%d microbatch%s instead of %d, which would %s: %s"
         logger.warning(what, number, "" if number == 1 else "es", wanted, consequence(found), "; ".join(shown(found)))
         return MicrobatchDecision(number, wanted, found)
 
-    def _most(self, program: Program) -> int:
-        """The largest number below the wanted one that changes nothing."""
-        share = share_of(program)
-        fewer = (number for number in range(program.order.num_microbatches - 1, 1, -1) if share % number == 0)
-        return next((number for number in fewer if not undivided(program, number) and not mixing(program, number)), 1)
+    def _most(self, program: Program, num_shares: int, wanted: int) -> int:
+        """The largest number up to the wanted one that changes nothing, with room for shares and microbatches in groups of one kind; where
+        there is none, in groups of two."""
+        numbers = [number for number in range(wanted, 1, -1) if share_of(program) % number == 0 and not mixing(program, number)]
+        together = (number for number in numbers if not undivided(program, number, num_shares))
+        apart = (number for number in numbers if not undivided(program, number))
+        return next(together, next(apart, 1))
 
     def apply(self, program: Program, decision: MicrobatchDecision) -> Program:
         order = ordered_for(program.order, decision.number)

@@ -342,4 +342,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.baddbmm.default: _baddbmm,
     aten.mean.dim: _mean,
     aten.mean.default: _mean_all,
+    # Marks on views, which say that memory is read as its conjugate, are lost where ranks exchange what lies there.
+    aten._conj.default: aten.conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
 }

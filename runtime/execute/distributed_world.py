@@ -237,7 +237,7 @@ class DistributedWorld:
         mesh, local = placement.mesh, padded(held, placement.local_padding(self._place(placement.mesh)))
         axes = tuple(axis for axis in mesh.names if axis in self._refined.names)
         if not axes:
-            return unpadded(local, placement.padding)
+            return unpadded(local, placement.padding).clone()  # there is nobody to gather from
         (transport,) = self.transports(self._refined)
         (gathered,) = transport.wait(transport.launch(Launch("all_gather", "copy", axes, (name,), (name,)), [local]))
         return unpadded(assemble(dict(enumerate(gathered)), placement.dims, placement.sharding, mesh), placement.padding)

@@ -89,5 +89,5 @@ class World(Protocol):
         ...
 
     def full(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
-        """The global value of a parameter. Collective."""
+        """The global value of a parameter, in memory of its own. Collective."""
         ...

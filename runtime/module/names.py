@@ -78,7 +78,7 @@ def _explained(method: MethodType, model: nn.Module) -> Callable[..., Any]:
     """A method of the model that says why it cannot compute with what lies on processes, and what can.
 
     Torch has no class of error for plain tensors among DTensors, or beside the parameters of another stage, which are on meta: its texts
-    name either.
+    name either, or say that there is no storage (`save_pretrained`).
     """
     lying = ((name, each) for name, each in model.named_parameters() if isinstance(each, DTensor) or each.is_meta)
     placed, parameter = next(lying, ("", None))
@@ -91,12 +91,14 @@ def _explained(method: MethodType, model: nn.Module) -> Callable[..., Any]:
         try:
             return method(*args, **kwargs)
         except RuntimeError as error:
-            if "DTensor" not in str(error) and "meta" not in str(error):
+            if not any(each in str(error) for each in ("DTensor", "meta", "python storage")):
                 raise
+            weights = "parallel.full_state_dict(), which all ranks call"
+            others = f"load weights = {weights}, into a model built anew, and call {method.__name__} of that"
+            mend = f"pass it state_dict={weights}" if method.__name__ == "save_pretrained" else others
             raise AutoparError(
                 f"{method.__name__} calls the model itself, whose parameters lie on ranks ({placed!r} is {how}); calls of the parallel "
-                f"module alone run on the mesh. Load weights = parallel.full_state_dict(), which all ranks call, into a model built anew, "
-                f"and call {method.__name__} of that"
+                f"module alone run on the mesh. How to mend it: {mend}"
             ) from error
 
     return explained

@@ -57,8 +57,9 @@ def sharded_state(
         target = current.get(key)
         if isinstance(target, DTensor) and isinstance(value, torch.Tensor):
             result[key] = _sharded(value, target, world, names[id(target)])
-    # What only another stage holds has no place here.
-    result.update((key, target) for key, target in current.items() if isinstance(target, torch.Tensor) and target.is_meta)
+    # What only another stage holds has no place here; of what is missing all ranks are to hear.
+    elsewhere = ((key, target) for key, target in current.items() if isinstance(target, torch.Tensor) and target.is_meta)
+    result.update((key, target) for key, target in elsewhere if key in state)
     return result
 
 

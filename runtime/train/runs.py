@@ -105,6 +105,8 @@ class Run:
         self._versions: list[int] = versions(self._all_scalars())
         is_put = self.put([each.gradient for each in members])
         assert is_put, "its members were chosen by where their gradients lie"
+        for each in self._locals:
+            each.grad = None  # a bucket is used again once nobody looks at it
 
     @property
     def _piece_size(self) -> int:

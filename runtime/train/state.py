@@ -56,7 +56,7 @@ def _whole(value: Any, form: _Form, stage: int, name: str, world: DistributedWor
         whole = torch.empty(form.shape, dtype=form.dtype, device=device)
     elif isinstance(value, DTensor):
         lies_so = world.placements[name].shape == tuple(value.shape)
-        whole = world.whole_at_stage(value, name) if lies_so else value.full_tensor()
+        whole = world.whole_at_stage(value, name) if lies_so else value.full_tensor().clone()
     else:
         whole = value.detach().clone().to(device)
     whole = world.from_stage(whole, stage)

@@ -49,6 +49,15 @@ def in_frequencies(module: Squared, x: Tensor) -> Tensor:
     return torch.fft.irfft(torch.fft.rfft(x) * factors, n=WIDTH)
 
 
+def conjugates(module: Squared, x: Tensor) -> Tensor:
+    """Marks on views of memory, resolved or read through: torch lays `hfft` out as two of them."""
+    h = module.parts["linear"](x)
+    z = torch.view_as_complex(h.unflatten(-1, (WIDTH // 2, 2)))
+    product = torch.einsum("bij,bkj->bik", z, z.conj()).mH.imag.sum(-1, keepdim=True)
+    parts = torch.view_as_real(z.conj().resolve_conj()).sin().flatten(-2)
+    return torch.fft.hfft(z, n=WIDTH) + torch.cat((z.conj().imag.exp(), torch.fft.ihfft(h).imag[..., : WIDTH // 2]), -1) + product + parts
+
+
 def routed(module: Squared, x: Tensor) -> Tensor:
     """One-hot of the best of four, whose classes torch asserts."""
     scores = module.parts["router"](x)
@@ -65,6 +74,7 @@ MODELS: dict[str, Callable[[], Squared]] = {
         lambda m, x: m.parts["layer"](x), layer=nn.TransformerEncoderLayer(WIDTH, 4, 32, dropout=0.0, batch_first=True)
     ),
     "complex": lambda: Squared(in_frequencies, linear=nn.Linear(WIDTH, WIDTH + 2)),
+    "conjugates": lambda: Squared(conjugates, linear=nn.Linear(WIDTH, WIDTH)),
     "one-hot": lambda: Squared(routed, router=nn.Linear(WIDTH, 4), linear=nn.Linear(WIDTH, WIDTH)),
     "spectral norm": lambda: Squared(
         lambda m, x: m.parts["linear"](x), linear=torch.nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))

@@ -73,7 +73,7 @@ def test_activations_are_exact(name: str, place: Any, tmp_path: Path) -> None:
 
 
 class Phases(nn.Module):
-    """The backward reads a conjugate, whose memory is that of the number itself."""
+    """The backward reads conjugates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ def test_conjugates_are_exact(promote: bool) -> None:
     torch.manual_seed(0)
     case = Case(Phases(), {"x": torch.randn(32, 8)})
     plan = compiled(case, autopar.virtual_mesh(tp=2), None).plan
-    plan = replace(plan, offloaded=Offloaded("host", (("_conj_default", "exp_default"),)))
+    plan = replace(plan, offloaded=Offloaded("host", (("_conj_physical_default", "exp_default"),)))
     parallel = compiled(case, autopar.virtual_mesh(tp=2), None, plan=plan)
-    assert {"_conj_default", "exp_default"} <= {name for each in copies(parallel) for name in each.sources}
+    assert {"_conj_physical_default", "exp_default"} <= {name for each in copies(parallel) for name in each.sources}
     report = parallel.verify(**case.batch, promote=promote)
     assert report and (not promote or report.worst <= 1e-9), report
     assert parallel.memory().peak_bytes > 0

@@ -22,6 +22,7 @@ _SINGLY: dict[str, tuple[int, ...]] = {
     "aten.lift_fresh_copy.default": (0,),
     "aten._to_copy.default": (0,),
     "aten._conj.default": (0,),
+    "aten._conj_physical.default": (0,),
     "aten._neg_view.default": (0,),
     "aten.resolve_conj.default": (0,),
     "aten.resolve_neg.default": (0,),

@@ -73,6 +73,7 @@ def test_groups_of_samples_that_a_number_does_not_divide() -> None:
     assert "input '0' lie in groups" in str(found) and str(found).endswith("2 × 4") and not found.has_estimate
     assert list(MicrobatchDecision(2, 8, (found,)).lines())[0] == "2 instead of 8, which would compute the whole batch in each of them:"
     assert not undivided(pairs, 4) and mixing(pairs, 4) and not undivided(pairs, 2) and not mixing(pairs, 2)
+    assert undivided(pairs, 4, num_shares=2) and not undivided(pairs, 2, num_shares=2), "shares take groups of the same kind"
 
 
 def test_sums_added_to_a_buffer_are_exact_and_what_else_becomes_of_it_is_not() -> None:

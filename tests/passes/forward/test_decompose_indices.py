@@ -138,6 +138,29 @@ def test_an_index_is_a_copy() -> None:
     assert parallel.verify(**batch())
 
 
+def changed(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    x = x * 1
+    x[rows(x), one] -= 0.35  # as margins of losses do
+    x[rows(x)[:, None], two] = x[rows(x)[:, None], two].tanh()
+    x[rows(x), :, one % WIDTH] *= 0.5
+    return x
+
+
+def gathered(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    found = torch.zeros_like(x)
+    found[rows(x), one] = x[:, 0]
+    found[rows(x), one] += x[:, 1]
+    return found.sin() * x
+
+
+@pytest.mark.parametrize("write", [changed, gathered])
+def test_what_is_read_may_be_written(write: Indexed) -> None:
+    """A gather keeps what it reads for its backward, where an index keeps nothing."""
+    for axes in ({"dp": 2}, {"pp": 2, "dp": 2}):
+        parallel = autopar.compile(Model(write).double(), autopar.virtual_mesh(**axes), example_inputs=batch(), backend="eager")
+        assert parallel.verify(**batch()) and "no rank repeats another's work" in parallel.explain()
+
+
 def test_what_is_overwritten_is_seen_by_other_names() -> None:
     def write(x: Tensor, one: Tensor, two: Tensor) -> Tensor:
         x = x * 1

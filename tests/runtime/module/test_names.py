@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autopar
 from autopar.errors import AutoparError, CaptureError
@@ -163,6 +165,64 @@ def names_on_ranks(axes: dict[str, int]) -> list[str]:
     fresh.load_state_dict(parallel.full_state_dict())
     assert torch.equal(fresh.predict(x), wanted)
     return found
+
+
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def weights_written(folder: str, axes: dict[str, int]) -> tuple[str, bool]:
+    """What transformers' own way of writing weights says there; and whether those of the remedy are the model's."""
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2))
+    reference, ids = copy.deepcopy(model), torch.arange(16).view(8, 2)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    parallel = autopar.compile(model, mesh, example_inputs={"input_ids": ids, "labels": ids}, backend="eager")
+    text = ""
+    try:
+        parallel.save_pretrained(folder)
+    except AutoparError as error:  # on the ranks that write, in the eyes of transformers
+        text = str(error)
+    parallel.save_pretrained(folder, state_dict=parallel.full_state_dict())
+    torch.distributed.barrier()
+    again = LlamaForCausalLM.from_pretrained(folder)
+    return text, all(map(torch.equal, again.state_dict().values(), reference.state_dict().values()))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 4}, {"pp": 2, "dp": 2}], ids=["dp4", "pp2 dp2"])
+def test_on_processes_transformers_writes_the_weights_that_it_is_given(gloo_ranks: Any, tmp_path: Path, axes: dict[str, int]) -> None:
+    texts, are_equal = zip(*gloo_ranks.run(weights_written, str(tmp_path), axes), strict=True)
+    assert "save_pretrained calls the model itself" in texts[0] and "pass it state_dict=parallel.full_state_dict()" in texts[0]
+    assert all(are_equal)
+
+
+def snapshots(axes: dict[str, int]) -> dict[str, Any]:
+    """Whole states, and what becomes of them while the parameters go on; and which ranks hear of a key that a state lacks."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)), Squares()).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    parallel = autopar.compile(model, mesh, example_inputs=(x,), backend="eager", optimizer=torch.optim.Adam)
+    parallel.train_step(x)
+    state, trained = parallel.full_state_dict(), parallel.train_state_dict()
+    before, trained_before = copy.deepcopy(state), copy.deepcopy(trained)
+    parallel.train_step(x)
+    after = parallel.full_state_dict()
+    first = next(iter(state))
+    with pytest.raises(RuntimeError) as error:
+        parallel.load_state_dict({key: value for key, value in state.items() if key != first})
+    return {
+        "kept": all(torch.equal(state[key], before[key]) for key in before),
+        "training kept": str(trained) == str(trained_before),
+        "moved": not any(torch.equal(after[key], before[key]) for key in before),
+        "missing": f'Missing key(s) in state_dict: "{first}"' in str(error.value),
+    }
+
+
+@pytest.mark.parametrize("axes", [{"pp": 4}, {"pp": 2, "dp": 2}, {"dp": 2, "tp": 2}], ids=["pp4", "pp2 dp2", "dp2 tp2"])
+def test_whole_states_are_copies_and_every_rank_hears_of_a_missing_key(gloo_ranks: Any, axes: dict[str, int]) -> None:
+    for found in gloo_ranks.run(snapshots, axes):
+        assert all(found.values()), found
 
 
 def test_on_processes_what_computes_beside_the_mesh_says_what_serves(gloo_ranks: Any) -> None:

@@ -128,6 +128,7 @@ def test_numbers_and_state_are_those_of_each_by_itself(make: Callable[[Any], tor
         theirs.give([each.clone() for each in found])
         before = versions(mine.parts)
         (run,) = mine.in_runs()
+        assert all(each.grad is None for each in (*mine.locals, *run.pieces)), "whose memory is free"
         assert all(now > then for now, then in zip(versions(mine.parts), before, strict=True)), "autograd knows that all are written"
         assert len(run.members) == len(SHAPES) and len(run.pieces) == 7, "440 elements with what lies between, 64 in each"
         theirs.plainly()
