@@ -96,8 +96,10 @@ class Run:
         begin = members[0].gradient.storage_offset()
         self._offsets = [int(each.gradient.storage_offset() - begin) for each in members]
         self._size = self._offsets[-1] + members[-1].local.numel()
-        self.pieces = list(self._laid(self._locals, [each.part for each in members]).split(self._piece_size))
         self._entries: list[dict[str, Any]] = [inner.pop(each.local, {}) for each in members]
+        # Without state it is one piece: that of several would have to be put together.
+        self._piece_size = PIECE_BYTES // self._locals[0].element_size() if self._entries[0] else self._size
+        self.pieces = list(self._laid(self._locals, [each.part for each in members]).split(self._piece_size))
         self._scalars: dict[str, torch.Tensor] = {}
         self._addresses: list[int] = []
         self._take_state(inner)
@@ -107,10 +109,6 @@ class Run:
         assert is_put, "its members were chosen by where their gradients lie"
         for each in self._locals:
             each.grad = None  # a bucket is used again once nobody looks at it
-
-    @property
-    def _piece_size(self) -> int:
-        return PIECE_BYTES // self.members[0].local.element_size()
 
     def is_as_it_was(self) -> bool:
         """Whether nobody has written a step count, or another number, since it was handed out."""
@@ -155,7 +153,7 @@ class Run:
             if _is_part(key, value, self.pieces[0]):
                 values = [state.pop(key) for state in states]
                 if not self._holds(key, values):
-                    whole = torch.cat(values)
+                    whole = values[0] if len(values) == 1 else torch.cat(values)
                     self._entries_are(key, self._parts_of(whole))
                     _WHOLES.update({entries[key]: whole for entries in self._entries})
                 del values
@@ -227,8 +225,7 @@ class Run:
 
 
 def runs_of(members: Iterable[Member]) -> list[list[Member]]:
-    """Those that lie one behind the other, and large ones, which are stepped in pieces; what is left stands alone. So does a large one
-    until it has state: of pieces that would have to be put together."""
+    """Those that lie one behind the other, and large ones, which are stepped in pieces once they have state; what is left stands alone."""
     found: list[list[Member]] = []
     ready = sorted((each for each in members if each.can_join), key=lambda each: each.gradient.data_ptr())
     for each in ready:
