@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import gives_views
+from autopar._torch import OpOverload, gives_views
 from autopar.graph.emit import Emitter, replace
 from autopar.ir.program import Program
 
@@ -89,7 +89,7 @@ def _order_of_all(number: int, size: Sequence[int], stride: Sequence[int]) -> li
 def _in_order(emit: Emitter, x: Node) -> Node | None:
     """All of the memory that `x` shows a part of, or in another order, from its begin; None where nothing shows it."""
     while (order := _order_of_memory(x.meta["val"])) is None:
-        if x.op != "call_function" or not gives_views(x.target):
+        if not isinstance(x.target, OpOverload) or not gives_views(x.target):
             return None
         x = x.all_input_nodes[0]
     return _permuted(emit, x, order)
