@@ -91,7 +91,10 @@ def _in_order(emit: Emitter, x: Node) -> Node | None:
     while (order := _order_of_memory(x.meta["val"])) is None:
         if not isinstance(x.target, OpOverload) or not gives_views(x.target):
             return None
-        x = x.all_input_nodes[0]
+        viewed = x.all_input_nodes[0]
+        if viewed.meta["val"].dtype != x.meta["val"].dtype:
+            return None  # strides and offsets count other elements there
+        x = viewed
     return _permuted(emit, x, order)
 
 
