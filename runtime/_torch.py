@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -345,11 +345,6 @@ def truncated_normals_shown() -> Generator[None]:
 def num_holders(tensor: torch.Tensor) -> int:
     """How many tensors and storages share the memory of `tensor`, this question included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each was written in place, as autograd counts it."""
-    return [each._version for each in tensors]
 
 
 def num_references(tensor: torch.Tensor) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any, TypedDict
 
 from autopar.errors import MicrobatchError
@@ -64,7 +65,9 @@ class ChooseMicrobatches:
         if any(size % (num_shares * wanted) for size in batch_sizes(program)):
             return MicrobatchDecision(1, wanted)  # a batch that could not be padded: each of them would compute all of it
         is_asked = self.is_asked or program.order.num_ranks == 1  # without a pipeline nobody runs several unasked
-        found = self.seen or mixing(program, wanted) or undivided(program, wanted, 1 if is_asked else num_shares)
+        found = (
+            self.seen or mixing(program, wanted) or undivided(program, wanted, 1 if is_asked or self.statistics == "own" else num_shares)
+        )
         if not found or (self.statistics == "own" and all(each.has_estimate for each in found)):
             return MicrobatchDecision(wanted, wanted, found)
         number = 1 if self.seen else self._most(program, num_shares, wanted)
@@ -78,11 +81,11 @@ class ChooseMicrobatches:
 
     def _most(self, program: Program, num_shares: int, wanted: int) -> int:
         """The largest number up to the wanted one that changes nothing, with room for shares and microbatches in groups of one kind; where
-        there is none, in groups of two."""
-        numbers = [number for number in range(wanted, 1, -1) if share_of(program) % number == 0 and not mixing(program, number)]
-        together = (number for number in numbers if not undivided(program, number, num_shares))
-        apart = (number for number in numbers if not undivided(program, number))
-        return next(together, next(apart, 1))
+        there is none, in groups of two (of 4 × 6 samples, 2 shares and 4 microbatches)."""
+        numbers = [number for number in range(wanted, 1, -1) if share_of(program) % number == 0]
+        found = ((number, shares) for shares in (num_shares, 1) for number in numbers)
+        exact = cache(lambda number: not mixing(program, number))
+        return next((number for number, shares in found if not undivided(program, number, shares) and exact(number)), 1)
 
     def apply(self, program: Program, decision: MicrobatchDecision) -> Program:
         order = ordered_for(program.order, decision.number)

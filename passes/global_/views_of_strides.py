@@ -13,6 +13,7 @@ whole, so what stays `as_strided` is not split; and a tensor that ranks have put
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,15 +43,15 @@ class ViewsOfStrides:
         for node in list(program.graph.nodes):
             rewrite = _REWRITES.get(node.target) if node.op == "call_function" else None
             found = rewrite(Emitter(program.graph, before=node), node) if rewrite else None
-            if found is not None and _strides(found.meta["val"]) == _strides(node.meta["val"]):
+            if found is not None and _kind(found.meta["val"]) == _kind(node.meta["val"]):
                 replace(node, found)
         program.graph.eliminate_dead_code()
         return program
 
 
-def _strides(value: torch.Tensor) -> list[int]:
-    """Those that address anything: a dim of size 1 may have any."""
-    return [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+def _kind(value: torch.Tensor) -> tuple[torch.dtype, list[int]]:
+    """With the strides that address anything: a dim of size 1 may have any."""
+    return value.dtype, [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
 
 
 def _view(emit: Emitter, node: Node) -> Node | None:
@@ -70,7 +71,8 @@ def _view(emit: Emitter, node: Node) -> Node | None:
 def _written(emit: Emitter, node: Node) -> Node | None:
     x, part, size, stride, *offset = _arguments(node)
     value = x.meta["val"]
-    order = _order_of_all(value.numel(), size, stride) if value.is_contiguous() and not (offset and offset[0]) else None
+    is_memory = value.is_contiguous() and _order_of_memory(value) is not None and not (offset and offset[0])
+    order = _order_of_all(value.numel(), size, stride) if is_memory else None
     if order is None or part.meta["val"].dtype != value.dtype:
         return None
     return emit.call(aten.reshape.default, _permuted(emit, part, order), list(value.shape))
@@ -89,9 +91,10 @@ def _order_of_all(number: int, size: Sequence[int], stride: Sequence[int]) -> li
 def _in_order(emit: Emitter, x: Node) -> Node | None:
     """All of the memory that `x` shows a part of, or in another order, from its begin; None where nothing shows it."""
     while (order := _order_of_memory(x.meta["val"])) is None:
-        if not isinstance(x.target, OpOverload) or not gives_views(x.target):
+        op = x.all_input_nodes[0] if x.target is operator.getitem else x  # a part of a split
+        if not isinstance(op.target, OpOverload) or not gives_views(op.target):
             return None
-        viewed = x.all_input_nodes[0]
+        viewed = op.all_input_nodes[0]
         if viewed.meta["val"].dtype != x.meta["val"].dtype:
             return None  # strides and offsets count other elements there
         x = viewed

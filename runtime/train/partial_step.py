@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autopar.driver.optimizers import scope_of
 from autopar.runtime._torch import has_step_hooks, local_part
 from autopar.runtime.train.placed import WholeParameters
 from autopar.runtime.train.runs import State
-from autopar.runtime.train.stand_ins import StandIns, check_parts, parts_of_state
+from autopar.runtime.train.stand_ins import StandIns, check_parts, joining, parts_of_state
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -61,18 +60,19 @@ class PartialStep:
         """Plain tensors of all at once, and of those that lie one behind the other pieces."""
         optimizer = self.optimizer
         groups = by_group(optimizer, {id(each): each for each in parameters})
-        stepped = list(chain.from_iterable(groups))
-        gradients = [each.grad for each in stepped if isinstance(each.grad, DTensor)]
-        entered = self._stand_ins.again(stepped, gradients, optimizer.state)
+        gradients = [each.grad for each in chain.from_iterable(groups) if isinstance(each.grad, DTensor)]
+        if not gradients:  # of parameters that the optimizer does not have
+            with narrowed(optimizer, groups):
+                optimizer.step()
+            return
+        entered = self._stand_ins.again(groups, gradients, optimizer.state)
         if entered is None:
-            # A class that nobody knows may ask for the shape of a parameter.
-            entered = self._stand_ins.enter_together(groups, optimizer.state, scope_of(optimizer) == "element")
-        *firsts, last = entered.rounds(optimizer.param_groups)
-        for each in firsts:
+            entered = self._stand_ins.enter_together(groups, optimizer.state, joining(optimizer))
+        # Whoever has put a function there, a schedule of learning rates among them, counts the steps.
+        is_counted = "step" in vars(optimizer)
+        for each in entered.rounds([{}] * len(groups) if is_counted else optimizer.param_groups):
             with narrowed(optimizer, each, entered.inner):
-                type(optimizer).step(optimizer)
-        with narrowed(optimizer, last, entered.inner):
-            optimizer.step()  # once: a schedule of learning rates, or whoever has put a function there, counts
+                optimizer.step()
         self._stand_ins.leave_together(optimizer.state)
 
     def finish(self) -> None:

@@ -28,7 +28,7 @@ from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.placement import torch_can_gather
 from autopar.runtime.train.placed import check_stages, is_seen_whole
 from autopar.runtime.train.runs import State
-from autopar.runtime.train.stand_ins import StandIns
+from autopar.runtime.train.stand_ins import StandIns, joining
 from autopar.runtime.train.trainer import Trainer
 
 # Where the parameters of parallel modules on processes lie.
@@ -85,15 +85,12 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     # A gradient that the user put there may lie otherwise.
     if not stepped or not all(map(lies_as, gradients, stepped)):
         return None
-    known = _STAND_INS.setdefault(optimizer, StandIns())
-    entered = known.again(stepped, gradients, optimizer.state)
+    known, parameters = _STAND_INS.setdefault(optimizer, StandIns()), [[each for each, _ in params] for params in groups]
+    entered = known.again(parameters, gradients, optimizer.state)
     if entered is None:
         if not all(each in _PLACED for each in stepped):
             return None
-        # A class that nobody knows may ask for the shape of a parameter.
-        entered = known.enter_together(
-            [[each for each, _ in params] for params in groups], optimizer.state, scope_of(optimizer) == "element"
-        )
+        entered = known.enter_together(parameters, optimizer.state, joining(optimizer))
     *firsts, last = entered.rounds(optimizer.param_groups)
     for each in firsts:
         type(optimizer).step(_of(optimizer, each, entered.inner))

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.runtime._torch import num_holders, versions
+from autopar.runtime._torch import is_alone, num_holders
 
 # The state of an optimizer: by parameter its entries.
 State = defaultdict[Any, dict[str, Any]]
@@ -26,15 +26,15 @@ State = defaultdict[Any, dict[str, Any]]
 # Of a piece. With its gradient, two entries of state and what an op makes, it takes five times that. AdamW of 5.3 million parameters took
 # 18 ms as 390 tensors, 10 in pieces of 1 MiB or half of it, 12 of a quarter, and 14 where one op goes over all.
 PIECE_BYTES = 1 << 20
-# Of a run, in pieces. What is laid out takes so much twice for a moment.
+# A run has at most so many: to lay it out takes its memory a second time.
 PIECES_OF_A_RUN = 8
 # Buckets begin each tensor at a multiple of so many bytes. What begins elsewhere is left out, so that between two neighbours that lie less
 # than that apart there is nothing of another.
 _ALIGNMENT_BYTES = 64
 
 
-# By what was laid out, a parameter or an entry of its state, the memory that it is a part of. It has a storage of its own: whoever saves or
-# copies one meets no other, and it begins at 0, as torch wants of what DTensors hold.
+# By what was laid out, a parameter's stand-in or an entry of its state, the memory that it is a part of, and keeps alive. It has a storage
+# of its own: whoever saves or copies one meets no other, and it begins at 0, as torch wants of what DTensors hold.
 _WHOLES: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 # How many hold the memory of a parameter that has nobody but its stand-in.
@@ -44,8 +44,11 @@ _HOLDERS = num_holders(_PROBE)
 
 
 class Member(NamedTuple):
-    """What stands in for the parameter of a `number`, with a gradient; the tensor whose memory it shares; its group of options, its state,
-    and whether it has been laid out before."""
+    """A parameter of which this rank has a part.
+
+    `number` is its place among those of the step, `group` that of its options. `part` is the DTensor's own tensor, `local` what the
+    optimizer sees of it, which has the gradient and by which `state` is found. `is_laid` if it has been in a run before.
+    """
 
     number: int
     local: torch.Tensor
@@ -71,6 +74,7 @@ class Member(NamedTuple):
             and begin % _ALIGNMENT_BYTES == 0
             and all(each.is_contiguous() and each.device.type == "cpu" for each in parts)
             and all(_is_part(key, each, self.local) or not each.ndim for key, each in tensors)
+            and all(each in _WHOLES or is_alone(each) for key, each in tensors if _is_part(key, each, self.local))
             and (self.is_laid or num_holders(self.part) == _HOLDERS)
         )
 
@@ -104,15 +108,16 @@ class Run:
         self._addresses: list[int] = []
         self._take_state(inner)
         self._states = [inner[piece] for piece in self.pieces if piece in inner]
-        self._versions: list[int] = versions(self._all_scalars())
+        self._places = self._places_of_scalars()
         is_put = self.put([each.gradient for each in members])
         assert is_put, "its members were chosen by where their gradients lie"
         for each in self._locals:
             each.grad = None  # a bucket is used again once nobody looks at it
 
     def is_as_it_was(self) -> bool:
-        """Whether nobody has written a step count, or another number, since it was handed out."""
-        return versions(self._all_scalars()) == self._versions
+        """Whether nobody has written a step count, or another number, or put it elsewhere, since it was handed out."""
+        are_equal = all(bool((numbers == self._states[0][key]).all()) for key, numbers in self._scalars.items())
+        return are_equal and self._places_of_scalars() == self._places
 
     def put(self, gradients: Sequence[torch.Tensor]) -> bool:
         """Give the pieces these gradients of the members; False, and nothing is done, where they do not lie as the members do."""
@@ -198,7 +203,8 @@ class Run:
         return whole
 
     def _parts_of(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """Of each member, in the memory of `whole`, with a storage of its own."""
+        """Of each member, in the memory of `whole`. The storage that `from_numpy` makes of a slice begins and ends with it, as no view's
+        does, and keeps the memory alive."""
         memory, size = whole.view(torch.uint8).numpy(), whole.element_size()
         places = zip(self._locals, self._offsets, strict=True)
         flat = [torch.from_numpy(memory[offset * size : (offset + each.numel()) * size]).view(whole.dtype) for each, offset in places]
@@ -220,8 +226,8 @@ class Run:
         for entries, value in zip(self._entries, values, strict=True):
             entries[key] = value
 
-    def _all_scalars(self) -> list[torch.Tensor]:
-        return [entries[key] for key in self._scalars for entries in self._entries]
+    def _places_of_scalars(self) -> list[int]:
+        return [entries[key].data_ptr() for key in self._scalars for entries in self._entries]
 
 
 def runs_of(members: Iterable[Member]) -> list[list[Member]]:

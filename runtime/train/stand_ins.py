@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
+from autopar.driver.optimizers import scope_of
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
 from autopar.runtime.module.placement import like
@@ -38,8 +40,8 @@ class _StandIn(NamedTuple):
 
 class Entered:
     """Parameters that enter a step together, of `groups` of options. They do so again as they are where all is as it was: a look at
-    everything at once takes a fraction of what a look at each takes. Of those that are `laid` out side by side, if they may be, pieces
-    are stepped."""
+    everything at once takes a fraction of what a look at each takes. Of the groups that `join` those that lie side by side are stepped in
+    pieces, and put to what is `laid` out."""
 
     def __init__(
         self,
@@ -47,16 +49,17 @@ class Entered:
         known: Mapping[nn.Parameter, _StandIn],
         outer: State,
         inner: State,
-        laid: set[nn.Parameter] | None,
+        joins: Collection[int],
+        laid: set[nn.Parameter],
     ) -> None:
         self.parameters, self.inner = list(chain.from_iterable(groups)), inner
         self._locals = [known[each].local for each in self.parameters]
+        self._sizes = list(map(len, groups))
         of_group = [number for number, group in enumerate(groups) for _ in group]
-        self._runs = [] if laid is None else [Run(each, inner) for each in runs_of(self._members(of_group, known, laid))]
+        self._runs = [Run(each, inner) for each in runs_of(self._members(of_group, known, joins, laid))]
         joined = {member.number for run in self._runs for member in run.members}
         self._alone = [number for number in range(len(self.parameters)) if number not in joined]
-        if laid is not None:
-            laid |= {self.parameters[number] for number in joined}
+        laid |= {self.parameters[number] for number in joined}
         self.alone: list[list[torch.Tensor]] = [[] for _ in groups]
         for number in self._alone:
             self.alone[of_group[number]].append(self._locals[number])
@@ -66,15 +69,22 @@ class Entered:
         self._outer, self._states = list(map(outer.get, self.parameters)), list(inner.values())
         self._entries, self._parts = _all_entries(self._outer), _all_entries(self._states)
 
-    def _members(self, of_group: Sequence[int], known: Mapping[nn.Parameter, _StandIn], laid: set[nn.Parameter]) -> Iterator[Member]:
+    def _members(
+        self, of_group: Sequence[int], known: Mapping[nn.Parameter, _StandIn], joins: Collection[int], laid: set[nn.Parameter]
+    ) -> Iterator[Member]:
+        if len(set(self.parameters)) != len(self.parameters):
+            return  # torch warns of one that is in a group twice, and steps it twice
         for number, (each, group) in enumerate(zip(self.parameters, of_group, strict=True)):
-            assert isinstance(each, DTensor)
-            yield Member(number, self._locals[number], local_part(each), group, known[each].state, each in laid)
+            if group in joins:
+                assert isinstance(each, DTensor)
+                yield Member(number, self._locals[number], local_part(each), group, known[each].state, each in laid)
 
-    def is_of(self, parameters: Sequence[nn.Parameter], outer: State) -> bool:
-        """Whether these are they, with the state, and in the memory, that they had."""
+    def is_of(self, groups: Sequence[Sequence[nn.Parameter]], outer: State) -> bool:
+        """Whether these are they, in the groups, with the state, and in the memory, that they had."""
+        parameters = list(chain.from_iterable(groups))
         return (
             _are_all(parameters, self.parameters)
+            and list(map(len, groups)) == self._sizes
             and _are_all(list(map(outer.get, parameters)), self._outer)
             and _are_all(_all_entries(self._outer), self._entries)
             and [local_part(each).data_ptr() for each in parameters if isinstance(each, DTensor)] == self._addresses
@@ -125,28 +135,29 @@ class StandIns:
     def __init__(self) -> None:
         self._known: dict[nn.Parameter, _StandIn] = {}
         self._entered: list[nn.Parameter] = []
-        # With whom a parameter entered a step last; those that are in one; and which were laid out side by side.
-        self._together: dict[nn.Parameter, Entered] = {}
-        self._inside: Entered | None = None
-        self._laid: set[nn.Parameter] = set()
+        self._together: dict[nn.Parameter, Entered] = {}  # by each of those that entered a step together what they were then
+        self._inside: Entered | None = None  # what is in a step now, or was in one that failed
+        self._laid: set[nn.Parameter] = set()  # those that have lain side by side
 
-    def again(self, parameters: Sequence[nn.Parameter], gradients: Sequence[DTensor], outer: State) -> Entered | None:
-        """What stands in for `parameters`, with their gradients; None where they did not enter a step together, or have other state now."""
-        known = self._together.get(parameters[0])
-        if known is None or not known.is_of(parameters, outer) or not known.put(gradients):
+    def again(self, groups: Sequence[Sequence[nn.Parameter]], gradients: Sequence[DTensor], outer: State) -> Entered | None:
+        """What stands in for the parameters of `groups`, one at least, with their gradients; None where they did not enter a step together,
+        or have other state now."""
+        known = self._together.get(next(chain.from_iterable(groups)))
+        if known is None or not known.is_of(groups, outer) or not known.put(gradients):
             return None
         self._forget(known.parameters)  # so that they enter one by one after a step that fails
         self._inside = known
         return known
 
-    def enter_together(self, groups: Sequence[Sequence[nn.Parameter]], outer: State, joins: bool = False) -> Entered:
-        """As `enter`, of all that a step has, side by side if they may `join`; `leave_together` is its end."""
+    def enter_together(self, groups: Sequence[Sequence[nn.Parameter]], outer: State, joins: Collection[int] = ()) -> Entered:
+        """As `enter`, of all that a step has, side by side in the groups that `join`; `leave_together` is its end."""
+        self._inside = None  # a step that failed had gradients
         inner = defaultdict[Any, dict[str, Any]](dict)
         for each in chain.from_iterable(groups):
             self.enter(each, outer, inner)
         self._forget(self._entered)
         self._entered.clear()
-        self._inside = Entered(groups, self._known, outer, inner, self._laid if joins else None)
+        self._inside = Entered(groups, self._known, outer, inner, joins, self._laid)
         return self._inside
 
     def leave_together(self, outer: State) -> None:
@@ -165,7 +176,7 @@ class StandIns:
         for each in list(parameters):
             if (known := self._together.get(each)) is not None:
                 for other in known.parameters:
-                    del self._together[other]
+                    self._together.pop(other, None)
 
     def knows(self, parameter: nn.Parameter, outer: Mapping[Any, dict[str, Any]]) -> bool:
         """Whether the state of `parameter` is what this handed on."""
@@ -210,6 +221,14 @@ class StandIns:
             elif not isinstance(held, DTensor) or local_part(held) is not value:
                 entries[key] = like(parameter, value)
         self._known[parameter] = _StandIn(known.local, state, entries, tuple(state.values()), tuple(entries.values()))
+
+
+def joining(optimizer: Optimizer) -> set[int]:
+    """The groups of which parameters may be stepped side by side. A class that nobody knows may ask for the shape of one; torch's fused
+    kernels round otherwise at its end."""
+    if scope_of(optimizer) != "element":
+        return set()
+    return {number for number, group in enumerate(optimizer.param_groups) if not group.get("fused")}
 
 
 def _all_entries(states: Iterable[Mapping[str, Any] | None]) -> list[Any]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError
-from autopar.runtime._torch import local_part
+from autopar.runtime._torch import local_part, storage_key
 from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.world import World
@@ -56,7 +56,8 @@ def _whole(value: Any, form: _Form, stage: int, name: str, world: DistributedWor
         whole = torch.empty(form.shape, dtype=form.dtype, device=device)
     elif isinstance(value, DTensor):
         lies_so = world.placements[name].shape == tuple(value.shape)
-        whole = world.whole_at_stage(value, name) if lies_so else value.full_tensor().clone()
+        whole = world.whole_at_stage(value, name) if lies_so else value.full_tensor()
+        whole = whole.clone() if storage_key(whole) == storage_key(local_part(value)) else whole
     else:
         whole = value.detach().clone().to(device)
     whole = world.from_stage(whole, stage)

@@ -90,6 +90,8 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
     "windows of a part": lambda h: windows(h[:, :, 2], 3).exp(),
     "windows of a transposed part": lambda h: windows(h.transpose(1, 2)[:, 3], 2).exp(),
     "from the middle of a part": lambda h: h[1:, 2:].as_strided((3, 5), (48, 7), 50).exp(),
+    "of a chunk": lambda h: h.flatten(1).chunk(2, 1)[1].as_strided((8, 3), (48, 8)).exp(),
+    "of one of all": lambda h: h.unbind(1)[2].as_strided((8, 5), (48, 1)).exp(),
     "behind a part": lambda h: h[2:].as_strided((6, 8), (48, 1)).exp(),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -155,6 +156,58 @@ def numels_of(optimizer: torch.optim.Optimizer) -> list[int]:
     return found
 
 
+def changed(step: int, optimizer: torch.optim.Optimizer, frozen: list[nn.Parameter]) -> None:
+    """One parameter moves from the end of the first group to the begin of the second; those that are frozen come in a group of their own,
+    and train later."""
+    if step == 2:
+        optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+    if step == 4:
+        optimizer.add_param_group({"params": frozen, "lr": 0.01})
+    if step == 5:
+        for each in frozen:
+            each.requires_grad_(True)
+
+
+def groups_that_change(is_plain: bool) -> float:
+    """Two groups of options, which `changed` changes. How far parameters are from one device's."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)), Square()).double()
+    reference[3].requires_grad_(False)
+    model, x = copy.deepcopy(reference), torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    share_ = x.chunk(4)[dist.get_rank()]
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        trained = [each for each in parameters if each.requires_grad]
+        return torch.optim.AdamW([{"params": trained[:2], "lr": 0.1}, {"params": trained[2:], "lr": 0.001}], foreach=is_plain)
+
+    parallel = autopar.compile(model, mesh, example_inputs=(share_,), backend="eager", optimizer=None if is_plain else make)
+    if not is_plain:
+        parallel.train_step(share_)
+    optimizer = make(parallel.parameters()) if is_plain else parallel.optimizer
+    wanted = make(reference.parameters())
+    assert optimizer is not None
+    for step in range(8):
+        if is_plain:
+            parallel(share_).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        elif step:
+            parallel.train_step(share_)
+        reference(x).backward()
+        wanted.step()
+        wanted.zero_grad()
+        for stepped, module in ((optimizer, parallel), (wanted, reference)):
+            changed(step, stepped, [each for name, each in module.named_parameters() if name.startswith("3.")])
+    full, expected = parallel.full_state_dict(), reference.state_dict()
+    return max(float((full[each] - expected[each]).abs().max()) for each in expected)
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
 def own_ways() -> dict[str, Any]:
     """What the class's own code sees where the user steps in; and what is left of a step that failed."""
     _, parallel, given = built("dp2 tp2")
@@ -291,6 +344,12 @@ def test_side_by_side_as_one_by_one(gloo_ranks: Any, where: str, name: str) -> N
             assert sum(sizes) >= sum(found["parameters"]) - (step == 2) * found["parameters"][0], "all are stepped"
             assert sizes != found["parameters"], step
             assert max(sizes) <= (256 if step else 8 * 256), "a run is cut once it has state"
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain loop", "train_step"])
+def test_groups_may_change_between_steps(gloo_ranks: Any, is_plain: bool) -> None:
+    for difference in gloo_ranks.run(groups_that_change, is_plain):
+        assert difference <= 1e-9
 
 
 def test_who_steps_in_sees_what_torch_shows(gloo_ranks: Any) -> None:
