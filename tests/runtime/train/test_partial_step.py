@@ -120,6 +120,24 @@ def test_what_is_gathered_is_there_one_at_a_time(joint: bool) -> None:
     assert live == ([1, 2, 3] if joint else [1, 1, 1])
 
 
+def test_parameters_that_the_optimizer_does_not_have_stay() -> None:
+    """An update has those of a bucket, a stage of a pipeline has some: they may be others than the user's. What counts steps goes on."""
+    counted: list[int] = []
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        parameters = [nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(3)]
+        for each in parameters:
+            each.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+        optimizer = torch.optim.SGD(parameters[:1], lr=0.5)
+        step = optimizer.step
+        optimizer.step = lambda *args, **kwargs: counted.append(len(optimizer.param_groups)) or step(*args, **kwargs)
+        partial_step = PartialStep(optimizer, on_parts=True)
+        partial_step.step(parameters[1:])
+        partial_step.step(parameters)
+        values = [float(each.detach().sum()) for each in parameters]
+    assert values == [2.0, 4.0, 4.0] and counted == [0, 1]
+
+
 @contextmanager
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
