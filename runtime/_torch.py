@@ -295,8 +295,16 @@ def plain_parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def dtensor_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     """`local`, of the shape and dtype of this rank's part of `parameter`, as a DTensor that lies as it does: `from_local` without its
-    checks, for what is made anew at every step. `DTensor.__init__`, which does nothing, takes as long as the rest together."""
-    return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
+    checks, for what is made anew at every step. `DTensor.__init__`, which does nothing, takes as long as the rest together.
+
+    Torch can neither save nor deep-copy one that is made of a view that begins within a storage, as gradients in buckets do: it is made of
+    the parameter's part then, and holds the view."""
+    part = parameter._local_tensor
+    if not local.storage_offset() or part.storage_offset() or local.device != part.device:
+        return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
+    made = DTensor.__new__(DTensor, part, parameter._spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
 
 def is_made_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:

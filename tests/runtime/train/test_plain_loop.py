@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -102,6 +103,13 @@ def trains(where: str, name: str) -> dict[str, Any]:
     }
 
 
+def saved_gradients(module: nn.Module) -> int:
+    """How many are equal to a deep copy of theirs, once they are saved: they are views of a bucket."""
+    gradients = [each.grad for each in module.parameters() if isinstance(each.grad, DTensor)]
+    torch.save(gradients, io.BytesIO())
+    return sum(torch.equal(local_part(copy.deepcopy(each)), local_part(each)) for each in gradients)
+
+
 def side_by_side(where: str, name: str) -> dict[str, Any]:
     """Six steps by pieces of 2 kB, of which each meets what a loop may do, beside one device's; and how many tensors each step had."""
     reference, parallel, given = built(where)
@@ -124,6 +132,8 @@ def side_by_side(where: str, name: str) -> dict[str, Any]:
                         each["step"].fill_(1)
                 if step == 5:
                     stepped.load_state_dict(copy.deepcopy(stepped.state_dict()))
+            if step == 0:
+                saved = saved_gradients(parallel)
             wanted.step()
             sizes.append(numels_of(optimizer))
             wanted.zero_grad(set_to_none=step != 3)
@@ -137,6 +147,7 @@ def side_by_side(where: str, name: str) -> dict[str, Any]:
         "parameters": [local_part(each).numel() for each in placed],
         "finite": all(bool(each.isfinite().all()) for each in moments),
         "copied": all(torch.equal(local_part(copy.deepcopy(each)), local_part(each)) for each in placed),
+        "gradients copied": saved == len(placed),
     }
 
 
@@ -339,7 +350,7 @@ def test_plain_tensors_in_the_step_dtensors_outside(gloo_ranks: Any, where: str,
 @pytest.mark.parametrize(("where", "name"), [("dp4", "adamw"), ("dp2 tp2", "adam"), ("pp2 dp2", "radam"), ("dp4", "nadam")])
 def test_side_by_side_as_one_by_one(gloo_ranks: Any, where: str, name: str) -> None:
     for found in gloo_ranks.run(side_by_side, where, name):
-        assert found["difference"] <= 1e-9 and found["finite"] and found["copied"], found
+        assert found["difference"] <= 1e-9 and found["finite"] and found["copied"] and found["gradients copied"], found
         for step, sizes in enumerate(found["sizes"]):
             assert sum(sizes) >= sum(found["parameters"]) - (step == 2) * found["parameters"][0], "all are stepped"
             assert sizes != found["parameters"], step
