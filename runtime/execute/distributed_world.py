@@ -62,6 +62,8 @@ class DistributedWorld:
         # By parameter the places on `pp` that hold it.
         self.holders: dict[str, tuple[int, ...]] = {}
         self.recorder: MeshRecorder | None = None
+        # Whether parameters lie in memory that they may not leave: in files, or where a GPU copies from.
+        self.is_stored = False
 
     def device(self, model: nn.Module) -> torch.device:
         return self.groups.device
@@ -97,6 +99,7 @@ class DistributedWorld:
         with self.groups.naming_all("the groups of the parameters' mesh"):
             device_mesh = stage_device_mesh(self.device_mesh, stage)
         store = store_of(compiled, self.groups.device)
+        self.is_stored = bool(compiled.stored)
         place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
         place_buffers(model, values, self.device(model))
 

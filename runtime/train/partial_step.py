@@ -26,11 +26,19 @@ class PartialStep:
     While it steps, `param_groups` have these parameters alone; learning rates and other options are read from them, as ever. With
     `on_parts` it sees this rank's parts of DTensors as plain tensors, which is quicker, and right for what goes element by element;
     state is handed on as DTensors, under the parameters themselves, and what takes the place of an entry there is used from then on.
-    Those in `wholes` it sees whole, one after another unless an update is `joint`, of all at once; so is their state.
+    Those in `wholes` it sees whole, one after another unless an update is `joint`, of all at once; so is their state. Parameters that are
+    `stored` stay in the memory where they are.
     """
 
-    def __init__(self, optimizer: Optimizer, on_parts: bool = False, wholes: WholeParameters | None = None, joint: bool = False) -> None:
-        self.optimizer, self._on_parts, self.wholes, self._is_joint = optimizer, on_parts, wholes, joint
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        on_parts: bool = False,
+        wholes: WholeParameters | None = None,
+        joint: bool = False,
+        stored: bool = False,
+    ) -> None:
+        self.optimizer, self._on_parts, self.wholes, self._is_joint, self._is_stored = optimizer, on_parts, wholes, joint, stored
         self._stand_ins = StandIns()
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -67,7 +75,7 @@ class PartialStep:
             return
         entered = self._stand_ins.again(groups, gradients, optimizer.state)
         if entered is None:
-            entered = self._stand_ins.enter_together(groups, optimizer.state, joining(optimizer))
+            entered = self._stand_ins.enter_together(groups, optimizer.state, () if self._is_stored else joining(optimizer))
         # Whoever has put a function there, a schedule of learning rates among them, counts the steps.
         is_counted = "step" in vars(optimizer)
         for each in entered.rounds([{}] * len(groups) if is_counted else optimizer.param_groups):

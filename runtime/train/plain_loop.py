@@ -90,7 +90,9 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     if entered is None:
         if not all(each in _PLACED for each in stepped):
             return None
-        entered = known.enter_together(parameters, optimizer.state, joining(optimizer))
+        worlds = [world for each in stepped if (world := _PLACED[each].world()) is not None]
+        joins = () if any(world.is_stored for world in worlds) else joining(optimizer)
+        entered = known.enter_together(parameters, optimizer.state, joins)
     *firsts, last = entered.rounds(optimizer.param_groups)
     for each in firsts:
         type(optimizer).step(_of(optimizer, each, entered.inner))

@@ -211,9 +211,11 @@ class Run:
         return [part.view(each.shape) for part, each in zip(flat, self._locals, strict=True)]
 
     def _numbers(self, key: str, value: torch.Tensor) -> list[torch.Tensor]:
-        """A number of each member, all `value`, which are written at once from now on; `data`, so that no version tells of that."""
-        self._scalars[key] = value.expand(len(self.members)).clone()
-        return [each.data for each in self._scalars[key]]
+        """A number of each member, all `value`, which are written at once from now on; with a storage of its own, as members have."""
+        self._scalars[key] = whole = value.repeat(len(self.members))
+        memory, size = whole.view(torch.uint8).numpy(), whole.element_size()
+        begins = range(0, whole.nbytes, size)
+        return [torch.from_numpy(memory[begin : begin + size]).view(whole.dtype).view(()) for begin in begins]
 
     def _holds(self, key: str, values: Sequence[torch.Tensor]) -> bool:
         """Whether pieces still have what members gave them."""

@@ -133,7 +133,7 @@ class Trainer:
             return PartialStep(optimizer)
         check_places(optimizer, scope, world)
         wholes = None if scope == "element" else WholeParameters(optimizer, parameters, world)
-        return PartialStep(optimizer, on_parts=scope == "element", wholes=wholes, joint=scope == "model")
+        return PartialStep(optimizer, on_parts=scope == "element", wholes=wholes, joint=scope == "model", stored=world.is_stored)
 
     @property
     def _has_parts(self) -> bool:
