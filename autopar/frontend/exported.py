@@ -143,7 +143,7 @@ class _Copies:
     mapping: dict[Node, Any]
     device: str
     regions: dict[Node, Region] = field(default_factory=dict)
-    # What regions under `no_grad` see of values from outside.
+    # Views that regions under `no_grad` see in place of values from outside; renamed there, these keep the names that they have outside.
     inside: set[Node] = field(default_factory=set)
 
     def calls(self, module: GraphModule, region: Region | None) -> tuple[Any, ...]:

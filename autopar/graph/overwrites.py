@@ -71,6 +71,12 @@ def is_last_reader(reader: Node, value: Node) -> bool:
     return False
 
 
+def is_written_after(reader: Node, value: Node) -> bool:
+    """Whether something behind `reader` writes into the memory of `value`."""
+    memory = memory_of(value)
+    return any(reader < writer and memory_of(written_by(writer)) is memory for writer in writers_of(reader.graph))
+
+
 def overwritten(values: Iterable[Node], before: Node, writers: Sequence[Node], own: Iterable[Node] = ()) -> Node | None:
     """The first of `writers`, but for `own`, that may write into one of `values` between where it is made and `before`."""
     first: dict[Node, Node] = {}

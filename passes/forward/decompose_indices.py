@@ -21,7 +21,7 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import Emitter, replace, tensor_of
-from autopar.graph.overwrites import memory_of, writes, written_by
+from autopar.graph.overwrites import is_written_after
 from autopar.ir.arguments import all_named
 from autopar.ir.program import Program
 
@@ -77,19 +77,9 @@ def _decomposed(emit: Emitter, node: Node, rows: _Rows) -> Node:
     if node.target in _READS:
         x = found["self"]
         # A gather keeps what it reads for its backward, an index does not.
-        return rows.read(emit, emit.call(aten.clone.default, x) if _is_written_after(node, x) else x)
+        return rows.read(emit, emit.call(aten.clone.default, x) if is_written_after(node, x) else x)
     result = rows.written(emit, found["self"], found["values"], found["accumulate"])
     return emit.call(aten.copy_.default, found["self"], result) if node.target in _IN_PLACE else result
-
-
-def _is_written_after(reader: Node, value: Node) -> bool:
-    """Whether something behind `reader` writes into the memory of `value`."""
-    memory, node = memory_of(value), reader.next
-    while node.op != "root":
-        if node.op == "call_function" and writes(node) and memory_of(written_by(node)) is memory:
-            return True
-        node = node.next
-    return False
 
 
 def _laid_out(emit: Emitter, value: Node, like: torch.Tensor) -> Node:

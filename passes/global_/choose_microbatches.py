@@ -65,9 +65,8 @@ class ChooseMicrobatches:
         if any(size % (num_shares * wanted) for size in batch_sizes(program)):
             return MicrobatchDecision(1, wanted)  # a batch that could not be padded: each of them would compute all of it
         is_asked = self.is_asked or program.order.num_ranks == 1  # without a pipeline nobody runs several unasked
-        found = (
-            self.seen or mixing(program, wanted) or undivided(program, wanted, 1 if is_asked or self.statistics == "own" else num_shares)
-        )
+        shares = 1 if is_asked or self.statistics == "own" else num_shares
+        found = self.seen or mixing(program, wanted) or undivided(program, wanted, shares)
         if not found or (self.statistics == "own" and all(each.has_estimate for each in found)):
             return MicrobatchDecision(wanted, wanted, found)
         number = 1 if self.seen else self._most(program, num_shares, wanted)

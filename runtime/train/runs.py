@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.cost.memory_walk import BUCKET_ALIGNMENT_BYTES
 from autopar.runtime._torch import is_alone, num_holders
 
 # The state of an optimizer: by parameter its entries.
@@ -28,10 +29,6 @@ State = defaultdict[Any, dict[str, Any]]
 PIECE_BYTES = 1 << 20
 # A run has at most so many: to lay it out takes its memory a second time.
 PIECES_OF_A_RUN = 8
-# Buckets begin each tensor at a multiple of so many bytes. What begins elsewhere is left out, so that between two neighbours that lie less
-# than that apart there is nothing of another.
-_ALIGNMENT_BYTES = 64
-
 
 # By what was laid out, a parameter's stand-in or an entry of its state, the memory that it is a part of, and keeps alive. It has a storage
 # of its own: whoever saves or copies one meets no other, and it begins at 0, as torch wants of what DTensors hold.
@@ -64,17 +61,18 @@ class Member(NamedTuple):
 
     @property
     def can_join(self) -> bool:
-        """Whether it may be in a run: its memory is one piece, and moving it is seen by nobody."""
+        """Whether it may be in a run: its memory is one piece, and moving it is seen by nobody. Its gradient begins where buckets begin
+        one: between two such neighbours that lie less than that apart there is nothing of another."""
         tensors = [(key, each) for key, each in self.state.items() if isinstance(each, torch.Tensor)]
-        parts = [self.local, self.gradient, *(each for key, each in tensors if _is_part(key, each, self.local))]
+        parts = [self.local, self.gradient, *(each for key, each in tensors if is_part(key, each, self.local))]
         begin = self.gradient.storage_offset() * self.gradient.element_size()
         return (
             self.local.ndim > 0 < self.local.numel()
             and self.gradient.dtype == self.local.dtype
-            and begin % _ALIGNMENT_BYTES == 0
+            and begin % BUCKET_ALIGNMENT_BYTES == 0
             and all(each.is_contiguous() and each.device.type == "cpu" for each in parts)
-            and all(_is_part(key, each, self.local) or not each.ndim for key, each in tensors)
-            and all(each in _WHOLES or is_alone(each) for key, each in tensors if _is_part(key, each, self.local))
+            and all(is_part(key, each, self.local) or not each.ndim for key, each in tensors)
+            and all(each in _WHOLES or is_alone(each) for key, each in tensors if is_part(key, each, self.local))
             and (self.is_laid or num_holders(self.part) == _HOLDERS)
         )
 
@@ -83,7 +81,7 @@ class Member(NamedTuple):
         distance = _distance(self.gradient, other.gradient)
         return (
             distance is not None
-            and 0 <= distance - self.local.nbytes < _ALIGNMENT_BYTES
+            and 0 <= distance - self.local.nbytes < BUCKET_ALIGNMENT_BYTES
             and (self.group, self.local.dtype, self.is_laid) == (other.group, other.local.dtype, other.is_laid)
             and (not self.is_laid or _is_behind(self.local, other.local, distance))
             and _have_equal_scalars(self, other)
@@ -138,24 +136,24 @@ class Run:
         increment_version(self._locals)
         return True
 
-    def leave(self) -> None:
-        """Members have the numbers that the pieces have; gradients are let go of."""
+    def end_step(self) -> None:
+        """Members have the numbers that the pieces have; gradients are dropped."""
         for key, scalars in self._scalars.items():
             scalars.copy_(self._states[0][key])
-        self.let_go()
+        self.drop_gradients()
 
-    def let_go(self) -> None:
+    def drop_gradients(self) -> None:
         for piece in self.pieces:
             piece.grad = None
 
-    def hand_out(self, inner: State) -> None:
+    def dissolve(self, inner: State) -> None:
         """The state of pieces leaves `inner`, and that of members, which are views of it, takes its place."""
         states = [inner.pop(piece) for piece in self.pieces if piece in inner]
-        self.let_go()
+        self.drop_gradients()
         if not states:
             return
         for key, value in list(states[0].items()):
-            if _is_part(key, value, self.pieces[0]):
+            if is_part(key, value, self.pieces[0]):
                 values = [state.pop(key) for state in states]
                 if not self._holds(key, values):
                     whole = values[0] if len(values) == 1 else torch.cat(values)
@@ -174,7 +172,7 @@ class Run:
     def _take_state(self, inner: State) -> None:
         states: list[dict[str, Any]] = [{} for _ in self.pieces]
         for key, value in self._entries[0].items():
-            if _is_part(key, value, self.members[0].local):
+            if is_part(key, value, self.members[0].local):
                 values = self._laid([entries[key] for entries in self._entries]).split(self._piece_size)
             elif isinstance(value, torch.Tensor):
                 for entries, number in zip(self._entries, self._numbers(key, value), strict=True):
@@ -246,7 +244,7 @@ def runs_of(members: Iterable[Member]) -> list[list[Member]]:
     return [each for each in found if len(each) > 1 or (each[0].local.nbytes > PIECE_BYTES and each[0].state)]
 
 
-def _is_part(key: str, value: Any, tensor: torch.Tensor) -> bool:
+def is_part(key: str, value: Any, tensor: torch.Tensor) -> bool:
     """Whether an entry of the state of `tensor` has a number for each of its elements."""
     return key != "step" and isinstance(value, torch.Tensor) and value.shape == tensor.shape
 
@@ -270,11 +268,11 @@ def _have_equal_scalars(one: Member, other: Member) -> bool:
     if list(one.state) != list(other.state):
         return False
     for key, value in one.state.items():
-        theirs, is_part = other.state[key], _is_part(key, value, one.local)
-        if is_part != _is_part(key, theirs, other.local):
+        theirs, has_each = other.state[key], is_part(key, value, one.local)
+        if has_each != is_part(key, theirs, other.local):
             return False
         if isinstance(value, torch.Tensor) and isinstance(theirs, torch.Tensor):
-            if value.dtype != theirs.dtype or (not is_part and not torch.equal(value, theirs)):
+            if value.dtype != theirs.dtype or (not has_each and not torch.equal(value, theirs)):
                 return False
         elif value is not theirs and value != theirs:
             return False

@@ -20,7 +20,7 @@ from autopar.driver.optimizers import scope_of
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part
 from autopar.runtime.module.placement import like
-from autopar.runtime.train.runs import Member, Run, State, runs_of
+from autopar.runtime.train.runs import Member, Run, State, is_part, runs_of
 
 
 class _StandIn(NamedTuple):
@@ -115,17 +115,17 @@ class Entered:
                 first[group].append(piece)
         return [first, *found] if any(first) else found
 
-    def leave(self) -> None:
+    def end_step(self) -> None:
         """Where it `is_left`."""
         for run in self._runs:
-            run.leave()
+            run.end_step()
         for number in self._alone:
             self._locals[number].grad = None
 
-    def hand_out(self) -> None:
+    def dissolve(self) -> None:
         """State is that of the parameters each by itself, and this is not entered again."""
         for run in self._runs:
-            run.hand_out(self.inner)
+            run.dissolve(self.inner)
 
 
 class StandIns:
@@ -164,10 +164,10 @@ class StandIns:
         together, self._inside = self._inside, None
         assert together is not None, "nothing has entered"
         if together.is_left():
-            together.leave()
+            together.end_step()
             self._together.update(dict.fromkeys(together.parameters, together))
             return
-        together.hand_out()
+        together.dissolve()
         self._entered[:] = together.parameters
         self.leave(outer, together.inner)
 
@@ -214,9 +214,8 @@ class StandIns:
         assert isinstance(parameter, DTensor)
         entries = outer[parameter]
         for key, value in state.items():
-            is_part = key != "step" and isinstance(value, torch.Tensor) and value.shape == known.local.shape
             held = entries.get(key)
-            if not is_part:
+            if not is_part(key, value, known.local):
                 entries[key] = value
             elif not isinstance(held, DTensor) or local_part(held) is not value:
                 entries[key] = like(parameter, value)

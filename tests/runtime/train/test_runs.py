@@ -89,7 +89,7 @@ class Loop:
             group["params"] = tensors
         self.optimizer.state = state
         for run in found:
-            run.hand_out(inner)
+            run.dissolve(inner)
         self.states.update({each: inner[each] for each in self.locals if each in inner})
         return found
 
@@ -238,7 +238,7 @@ def test_a_run_is_entered_again_with_gradients_anywhere_and_not_once_a_count_was
     assert not run.put([each.clone() for each in elsewhere]), "they do not lie side by side"
     turned = [elsewhere[0].t().contiguous().t(), *elsewhere[1:]]
     assert not run.put(turned)
-    run.leave()
+    run.end_step()
     assert run.is_as_it_was() and all(piece.grad is None for piece in run.pieces)
     count = mine.states[mine.locals[4]]["step"]
     count.data.fill_(0)
