@@ -1,8 +1,10 @@
 """autopar: compiler passes that take an unmodified PyTorch model to a program for every rank of a mesh."""
 
-from autopar.calibrator import calibrate
-from autopar.compiler import compile, estimate_memory
 from autopar.cost.hardware.cluster import Cluster
+from autopar.doors.calibrate import calibrate
+from autopar.doors.compile import compile, estimate_memory
+from autopar.doors.predict import measure_work, predict
+from autopar.doors.rank_plans import rank_plans
 from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import LossScale, TrainStep
 from autopar.errors import (
@@ -33,7 +35,6 @@ from autopar.ir.offload import Offload
 from autopar.ir.precision import MixedPrecision
 from autopar.ir.zero import ZeRO
 from autopar.plans.plan import Plan
-from autopar.predictor import predict, rank_plans
 from autopar.reports.flight_recorder import FlightRecord, read_recorder
 from autopar.reports.memory import Memory
 from autopar.runtime.birth.weights import Weights
@@ -86,6 +87,7 @@ __all__ = [
     "import_dcp",
     "import_safetensors",
     "load",
+    "measure_work",
     "save",
     "read_recorder",
     "predict",

@@ -8,12 +8,12 @@ from functools import cache
 import torch
 
 from autopar.cost.hardware.cluster import Cluster
+from autopar.doors.predict import measure_work, step_of
 from autopar.foresight.constants import Constants, SoftwareProfile
 from autopar.foresight.price import Prices, Seconds
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
 from autopar.ir.mesh import Mesh
-from autopar.predictor import measure_work, step_of
 from benchmarks.published_models import GPT, MEGATRON, SPLIT_SEQUENCE, WHOLE_OUTPUTS
 from benchmarks.published_rows import Case, Compared, Row, Tables
 

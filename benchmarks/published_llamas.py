@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from autopar.doors.predict import measure_work, step_of
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
-from autopar.predictor import measure_work, step_of
 from benchmarks.published_models import LLAMA, Llama
 from benchmarks.published_rows import Case, Compared, Row, Tables
 

@@ -16,6 +16,7 @@ from autopar.cli.plans import Values, microbatches_text
 from autopar.cli.simulation import memory_values
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import OptimizerKind, bytes_of
+from autopar.doors.predict import AXES, measure_work, step_of, tokens_per_sample, with_samples
 from autopar.driver.options import refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError
@@ -26,7 +27,6 @@ from autopar.foresight.step import Step, StepPlan
 from autopar.foresight.work import ModelWork
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.pipeline.schedules import generate
-from autopar.predictor import AXES, measure_work, step_of, tokens_per_sample, with_samples
 from autopar.reports.formulas import Formulas
 from autopar.reports.memory import Memory
 

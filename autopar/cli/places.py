@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autopar.cost.hardware.cluster import Cluster
+from autopar.doors.predict import AXES
 from autopar.errors import MeshError
-from autopar.predictor import AXES
 
 
 def devices_of(spec: str) -> tuple[Cluster, int]:

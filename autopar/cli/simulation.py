@@ -15,6 +15,7 @@ from autopar.cli.places import size_of
 from autopar.cli.plans import Values, file_and_number, is_saved_plan, read_file, read_plan, title
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
+from autopar.doors.predict import AXES, tokens_per_sample, with_samples
 from autopar.driver.compiled import Compiled
 from autopar.driver.progress import progress
 from autopar.errors import InputError
@@ -32,7 +33,6 @@ from autopar.pipeline.schedules import generate
 from autopar.pipeline.simulate import Event, Simulation, simulate
 from autopar.pipeline.trace import write_trace
 from autopar.plans.plan import Plan
-from autopar.predictor import AXES, tokens_per_sample, with_samples
 from autopar.reports.summary import flops
 
 # Parts of a predicted step by what they are for; the rest is the bubble.

@@ -128,6 +128,10 @@ class SoftwareProfile:
     bucket_bytes: float = 0.0
     counts_working: Literal["", "fused", "eager"] = ""
 
+    def beside(self, itemsize: int) -> SoftwareProfile:
+        """Beside parameters of so many bytes an element: in float32 they have no masters."""
+        return self if itemsize < 4 else replace(self, state_bytes=8.0, reduced_bytes=4.0)
+
     @staticmethod
     def named(name: str | SoftwareProfile) -> SoftwareProfile:
         """A known profile by name. Raises `AutoparError` for a name that is none."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.captured
-import autopar.compiler
+import autopar.doors.compile
 from autopar.cost.hardware.cluster import Cluster
 from autopar.frontend.capture import capture
 from autopar.graph.autocast import Autocast
@@ -45,7 +45,7 @@ def compiled(model: nn.Module, mesh: Mesh | DeviceMesh | Mapping[str, int], batc
     """
     placed = virtual_mesh(**mesh) if isinstance(mesh, Mapping) else mesh
     options = {"backend": "eager", "cluster": Cluster.ideal()} | options
-    return autopar.compiler.compile(model, placed, example_inputs=batch, **options)
+    return autopar.doors.compile.compile(model, placed, example_inputs=batch, **options)
 
 
 def keep_captures() -> None:

@@ -80,7 +80,7 @@ def calibrate(
     mesh: Any = None, path: str | Path | None = None, measure_host: Callable[[], Host] = Host, on_cpu: Runner | None = None
 ) -> Cluster:
     """The cluster that this process runs on, measured; written as YAML to `path`, where given. `measure_host` says what the program that
-    drives a CPU takes (`autopar.calibrator`), but for what is measured here of it. By `on_cpu` ranks of a CPU gather and scatter
+    drives a CPU takes (`autopar.doors.calibrate`), but for what is measured here of it. By `on_cpu` ranks of a CPU gather and scatter
     (`autopar.runtime.execute.distributed`), in place of torch's own collectives.
 
     Call it on every rank of `torch.distributed` with the same DeviceMesh (named axes), all ranks of the world on it:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-import autopar.compiler
+import autopar.doors.compile
 from autopar import ParallelModule, TrainStep
 from autopar.cache.folder import CacheFolder
 from autopar.errors import AutoparError
@@ -91,7 +91,7 @@ def refuse(*args: Any, **kwargs: Any) -> Any:
 
 def main(folder: str) -> None:
     """What another process does: it may only read."""
-    autopar.compiler.compile_call = refuse
+    autopar.doors.compile.compile_call = refuse
     print(json.dumps({name: run(name, folder) for name in CASES}))
 
 
@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def only_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autopar.compiler, "compile_call", refuse)
+    monkeypatch.setattr(autopar.doors.compile, "compile_call", refuse)
 
 
 @pytest.mark.usefixtures("only_read")
@@ -271,7 +271,7 @@ def test_a_model_without_values_is_found_as_well(tmp_path: Path, monkeypatch: py
     with torch.device("meta"):
         models = [residual.Residual(is_tied=True) for _ in range(2)]
     compiled(models[0], ids(), cache=tmp_path / "cache")
-    monkeypatch.setattr(autopar.compiler, "compile_call", refuse)
+    monkeypatch.setattr(autopar.doors.compile, "compile_call", refuse)
     compiled(models[1], ids(), cache=tmp_path / "cache")
     with pytest.raises(AssertionError, match="nothing is to be compiled"):
         compiled(residual.Residual(is_tied=True), ids(), cache=tmp_path / "cache")  # it has values, and may run
@@ -284,12 +284,12 @@ def test_plans_and_schedules_are_there_without_a_compile(folder: str) -> None:
 
 
 def test_a_compile_that_warns_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make = autopar.compiler.compile_call
+    make = autopar.doors.compile.compile_call
 
     def warning(*args: Any, **kwargs: Any) -> Any:
         logging.getLogger("autopar").warning("mind the gap")
         return make(*args, **kwargs)
 
-    monkeypatch.setattr(autopar.compiler, "compile_call", warning)
+    monkeypatch.setattr(autopar.doors.compile, "compile_call", warning)
     compiled(blocks(), ids(), cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
-import autopar.compiler
+import autopar.doors.compile
 from autopar import ParallelModule
 from autopar.errors import AutoparError
 from autopar.runtime.execute.world import local_of
@@ -42,7 +42,7 @@ def compiled(model: nn.Module, axes: dict[str, int], **options: Any) -> tuple[Pa
 def only_reading(here: bool) -> Generator[None]:
     """A rank that is `here` compiles nothing."""
     refused = mock.Mock(side_effect=AssertionError("nothing is to be compiled"))
-    with mock.patch.object(autopar.compiler, "compile_call", refused if here else autopar.compiler.compile_call):
+    with mock.patch.object(autopar.doors.compile, "compile_call", refused if here else autopar.doors.compile.compile_call):
         yield
 
 

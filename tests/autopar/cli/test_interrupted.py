@@ -17,7 +17,7 @@ WAITING = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 import autopar.foresight.search as search
-import autopar.predictor as predictor
+import autopar.doors.predict as predictor
 from autopar.cli.main import main
 
 def waits_at(module, name, number):

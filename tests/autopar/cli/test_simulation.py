@@ -12,9 +12,9 @@ import torch
 import autopar
 from autopar.cli.main import main
 from autopar.cli.simulation import clocked, shares
+from autopar.doors.predict import measure_work, step_of
 from autopar.foresight.ranking import plan_values
 from autopar.foresight.step import Step
-from autopar.predictor import measure_work, step_of
 from benchmarks.published_models import GPT, MEGATRON
 from tests.autopar.cli.test_main import check_plans
 

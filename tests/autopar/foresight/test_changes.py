@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import autopar
+from autopar.doors.predict import measure_work, step_of
 from autopar.foresight.changes import until_saved
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
-from autopar.predictor import measure_work, step_of
 from benchmarks.published_models import GPT
 
 BOTH = autopar.Offload(activations="host", optimizer="host")

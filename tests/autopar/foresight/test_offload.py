@@ -11,12 +11,13 @@ import torch
 import autopar
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.links import Link
+from autopar.doors.predict import measure_work, step_of
+from autopar.doors.rank_plans import rank_plans
 from autopar.errors import AutoparError, PlanError
 from autopar.foresight.constants import SoftwareProfile
 from autopar.foresight.offload import HOST_BANDWIDTH, KINDS, NOTHING
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
-from autopar.predictor import measure_work, rank_plans, step_of
 from benchmarks.published_models import GPT
 
 BOTH = autopar.Offload(activations="host", optimizer="host")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.doors.predict import measure_work
 from autopar.foresight.work import Block, ModelWork
-from autopar.predictor import measure_work
 from benchmarks.published_gpts import gpt
 from benchmarks.published_models import GPT
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from autopar.cost.hardware.cluster import Cluster
+from autopar.doors.predict import measure_work, step_of
+from autopar.doors.rank_plans import rank_plans
 from autopar.foresight.constants import SoftwareProfile
 from autopar.foresight.prediction import Prediction
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
-from autopar.predictor import measure_work, rank_plans, step_of
 from benchmarks.published_gpts import gpt
 from benchmarks.published_models import GPT
 

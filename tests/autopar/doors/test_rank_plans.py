@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import autopar
+from autopar.doors.predict import measure_work
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.foresight.search import Search
 from autopar.foresight.work import ModelWork
-from autopar.predictor import measure_work
 from benchmarks.published_models import GPT
 
 EXACT = 1e-12

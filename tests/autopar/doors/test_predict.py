@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import autopar
+from autopar.doors.predict import measure_work
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.foresight.work import ModelWork
-from autopar.predictor import measure_work
 from benchmarks.published_models import GPT
 
 

@@ -1,4 +1,4 @@
-"""The front door of measurements, `autopar.calibrate`: the hardware that this program runs on, and on a CPU what the program takes."""
+"""The door to measurements, `autopar.calibrate`: the hardware that this program runs on, and on a CPU what the program takes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from autopar.compiler import compile
 from autopar.cost.hardware import calibrate as hardware
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.host import Host
+from autopar.doors.compile import compile
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.runtime.execute.distributed import measurable

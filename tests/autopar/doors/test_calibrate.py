@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import autopar
-import autopar.calibrator as door
 import autopar.cost.hardware.calibrate as measuring
+import autopar.doors.calibrate as door
 from autopar.cost.hardware.cluster import Cluster, Host
 from autopar.cost.hardware.kept import FOLDER
 

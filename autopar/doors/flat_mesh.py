@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autopar.errors
 from autopar.cost.hardware.cluster import Cluster
+from autopar.doors.rank_plans import rank_plans
 from autopar.driver.options import BatchDims
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.ranking import RankedPlans
@@ -21,7 +22,6 @@ from autopar.ir.mesh import FLAT, Mesh
 from autopar.ir.offload import Offload
 from autopar.ir.precision import MixedPrecision
 from autopar.pipeline.schedules import generate
-from autopar.predictor import rank_plans
 from autopar.runtime.module.inputs import CallInputs, batch_dims_of
 
 logger = logging.getLogger("autopar")
