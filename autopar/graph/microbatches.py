@@ -39,13 +39,35 @@ _MOVES = frozenset(
         aten.select.int, aten.index_select.default,
     }
 )  # fmt: skip
-# So do these, but for signs, repetitions and sums.
-_LINEAR = _MOVES | {save, aten.expand.default, aten.neg.default, aten.sum.dim_IntList, aten.sum.default}
+# So do these, but for signs, repetitions, zeros and sums.
+_LINEAR = _MOVES | {
+    save, aten.expand.default, aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.select_backward.default,
+    aten.slice_backward.default, aten.diagonal.default, aten.flip.default, aten.roll.default, aten.repeat.default, aten.tril.default,
+    aten.triu.default, aten.cumsum.default,
+}  # fmt: skip
+# And these of their first operand, where all microbatches have the others alike: derivatives, and what indices or masks pick.
+_LINEAR_IN_FIRST = frozenset(
+    {
+        aten.tanh_backward.default, aten.sigmoid_backward.default, aten.threshold_backward.default, aten.gelu_backward.default,
+        aten.silu_backward.default, aten.softplus_backward.default, aten.elu_backward.default, aten.hardtanh_backward.default,
+        aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.leaky_relu_backward.default,
+        aten.log_sigmoid_backward.default, aten.mish_backward.default, aten.logit_backward.default, aten._softmax_backward_data.default,
+        aten._log_softmax_backward_data.default, aten.embedding_dense_backward.default, aten.gather.default,
+    }
+)  # fmt: skip
 _SCALES = frozenset({aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor})
-_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor})
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.div.Tensor, aten.mm.default, aten.bmm.default})
 _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 # They, too, make of means the mean of what they make of each.
-_AFFINE = _SUMS | {aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.cat.default, aten.stack.default}
+_AFFINE = _SUMS | {
+    aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.cat.default, aten.stack.default,
+    aten.select_scatter.default, aten.slice_scatter.default, aten.constant_pad_nd.default,
+}  # fmt: skip
+# So do these, where all microbatches have the mask or the indices alike; they are the operand at this place.
+_CHOOSERS = {
+    aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.scatter_add.default: 2, aten.scatter.src: 2,
+    aten.scatter.value: 2, aten.index_add.default: 2,
+}  # fmt: skip
 
 _KNOWN_AHEAD = ("batch", "constant", "coordinate", "random_key")
 
@@ -208,7 +230,7 @@ def parts_of_means(program: Program) -> frozenset[Node]:
     means = [(node, is_mean(output.kind, output.sharding) and node not in ahead) for output, node in program.named_outputs()]
     others = {node for node, mean in means if not mean}
     ends = {node for node, _ in means if node not in others and all(user.op == "output" for user in node.users)}
-    return leading_to(program, ends, lambda user: is_affine(user) or is_linear(user, same))
+    return leading_to(program, ends, lambda user: is_affine(user, same) or is_linear(user, same))
 
 
 def is_mean(kind: str, sharding: Sharding | None) -> bool:
@@ -226,9 +248,10 @@ def leading_to(program: Program, ends: set[Node], through: Callable[[Node], bool
     return frozenset(found)
 
 
-def is_affine(node: Node) -> bool:
-    """Whether a call makes of the means of its operands the mean of what it makes of each: it adds, subtracts or lines up."""
-    return node.target in _AFFINE
+def is_affine(node: Node, same: frozenset[Node]) -> bool:
+    """Whether a call makes of the means of its operands the mean of what it makes of each: it adds, subtracts, lines up, or chooses by
+    what all microbatches have alike, the nodes in `same`."""
+    return node.target in _AFFINE or (node.target in _CHOOSERS and node.args[_CHOOSERS[node.target]] in same)
 
 
 def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:
@@ -246,6 +269,9 @@ def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:
     if node.target is aten._to_copy.default:
         source, target = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
         return target.is_floating_point or (target != torch.bool and not source.is_floating_point)
+    if node.target in _LINEAR_IN_FIRST:
+        first, *others = node.all_input_nodes
+        return first not in same and same.issuperset(others)
     return node.target in _LINEAR or (node.target in _SCALES and isinstance(node.args[1], Number))
 
 

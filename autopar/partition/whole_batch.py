@@ -230,7 +230,7 @@ def _part_of(node: Node, operands: Sequence[_Forms], same: frozenset[Node]) -> L
     """
     terms = [forms for forms in operands if forms.part is not None or forms.is_sum]
     is_sum = all(forms.is_sum for forms in terms)
-    if is_affine(node) and terms and all(forms.is_term for forms in operands):
+    if is_affine(node, same) and terms and all(forms.is_term for forms in operands):
         return "sum" if is_sum and len(terms) == len(operands) > 1 else "affine"
     if is_linear(node, same) and terms:
         return "sum" if is_sum else "affine"

@@ -322,6 +322,13 @@ def _new(*default: float) -> Callable[..., torch.Tensor]:
 # Checks of values that the trace itself adds; those of the model are outputs by now. They are torch's decompositions' (that a class is one
 # of those there are), and those of `torch.linalg` inside other functions (`matrix_power` to a negative one).
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
+
+
+def _conj(x: torch.Tensor | complex) -> torch.Tensor:
+    """A number stands for the tensor that autograd makes of a factor that is one."""
+    return aten.conj_physical.default(x) if isinstance(x, torch.Tensor) else torch.full((), x.conjugate())
+
+
 _CALLED_INSTEAD: dict[Any, Any] = {
     aten.rrelu.default: _rrelu(in_place=False),
     aten.rrelu_.default: _rrelu(in_place=True),
@@ -343,6 +350,6 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.mean.dim: _mean,
     aten.mean.default: _mean_all,
     # Marks on views, which say that memory is read as its conjugate, are lost where ranks exchange what lies there.
-    aten._conj.default: aten.conj_physical.default,
+    aten._conj.default: _conj,
     aten._neg_view.default: aten.neg.default,
 }

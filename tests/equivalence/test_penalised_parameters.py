@@ -1,0 +1,96 @@
+"""Parameters that a batch and a penalty read, each behind a view, a mask or a nonlinearity: several microbatches compute what one does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autopar.errors import MicrobatchError
+from autopar.partition.whole_batch import Mixing
+from tests.support.captures import compiled
+
+Loss = Callable[["Penalised", Tensor], Tensor]
+
+
+class Penalised(nn.Module):
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layer, self.scales, self.table, self.loss = nn.Linear(6, 4), nn.Parameter(torch.rand(4) + 0.2), nn.Embedding(5, 4), loss
+        self.square = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self, torch.tanh(self.layer(x)))
+
+
+def uncertainties(module: Penalised, h: Tensor) -> Tensor:
+    """Kendall et al., Multi-Task Learning Using Uncertainty, equation 7."""
+    first, second = h.square().mean(), h.exp().mean()
+    return (-module.scales[0]).exp() * first + module.scales[0] + (-module.scales[1]).exp() * second + module.scales[1]
+
+
+def sparse_gates(module: Penalised, h: Tensor) -> Tensor:
+    gates = torch.sigmoid(module.square.sum(0))
+    return (h * gates).square().mean() + gates.mean()
+
+
+def bayesian(module: Penalised, h: Tensor) -> Tensor:
+    mean, deviation = module.layer.weight[:, :4], F.softplus(module.square)
+    return (h @ (mean + 0.3 * deviation)).square().mean() + ((deviation.square() + mean.square()) / 2 - deviation.log()).sum()
+
+
+def masked(module: Penalised, h: Tensor) -> Tensor:
+    kept = torch.where(module.scales > 0.5, module.scales, 0.1).flip(0)
+    lower = module.square.masked_fill(torch.eye(4, dtype=torch.bool), 2.0).tril()
+    return (h @ lower * kept).square().mean() + kept.square().sum() + lower.abs().sum() + F.pad(kept, (1, 1), value=2.0)[:3].prod()
+
+
+def codes(module: Penalised, h: Tensor) -> Tensor:
+    codebook = module.table.weight[None, :4]
+    picked = module.table(torch.tensor([1, 1, 3]))
+    return (h[:, None] - codebook).square().sum(-1).amin(1).mean() + (picked @ picked.t()).square().mean()
+
+
+def activations(module: Penalised, h: Tensor) -> Tensor:
+    made = [f(module.scales) for f in (F.gelu, F.silu, F.elu, F.mish, F.relu, F.hardswish, F.logsigmoid, F.leaky_relu)]
+    weights = torch.softmax(torch.stack(made), 0).gather(0, torch.tensor([[0, 3, 1, 7]]))
+    return (h * weights).square().mean() + weights.log_softmax(-1).sum() + sum(each.square().sum() for each in made)
+
+
+CASES = (uncertainties, sparse_gates, bayesian, masked, codes, activations)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("loss", CASES)
+def test_four_microbatches_are_the_whole_batch(loss: Loss, axes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Penalised(loss).double(), torch.randn(8, 6, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    expected = plain(x)
+    expected.backward()
+    parallel = compiled(model, axes, (x,), num_microbatches=4)
+    found = parallel(x)
+    found.backward()
+    assert parallel.compiled.program.mesh.num_microbatches == 4
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    for (name, ours), theirs in zip(parallel.named_parameters(), plain.parameters(), strict=True):
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, h: torch.where(h.mean() > 0, m.scales, 0.5 * m.scales).square().sum() + h.sum(),
+        lambda m, h: F.softplus(h.mean(0)).sum() + m.scales.sum(),
+        lambda m, h: (torch.sigmoid(m.scales) * h.mean(0)).tanh().sum(),
+    ],
+)
+def test_what_the_batch_as_a_whole_chooses_is_still_refused(loss: Loss) -> None:
+    with pytest.raises(MicrobatchError) as caught:
+        compiled(Penalised(loss).double(), {"dp": 2}, (torch.randn(8, 6, dtype=torch.float64),), num_microbatches=4)
+    assert all(isinstance(each, Mixing) for each in caught.value.found) and "would change what the model computes" in str(caught.value)
