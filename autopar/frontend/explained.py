@@ -109,6 +109,10 @@ _FAULTS = (
             "torch.func.grad",
             "torch.func.vjp",
             "torch.func.jac",
+            "vmap(grad",
+            "jacrev(",
+            "jacfwd(",
+            "hessian(",
             "element 0 of tensors does not require grad",
             ".backward(",
         ),
@@ -169,13 +173,21 @@ _FAULTS = (
         "register it only where it is wanted",
     ),
     _Fault(
+        ("checkpoint_sequential",),
+        "torch.utils.checkpoint.checkpoint_sequential is no region that torch traces",
+        "call torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False) on each part, in a loop",
+    ),
+    _Fault(
         ("graph break", "Unsupported", "skipped", "custom C"),
         "this line leaves the graph (I/O, a foreign library, an unsupported call)",
         "move it out of forward, or make it an op that torch knows (torch.library.custom_op, with register_fake and register_autograd)",
     ),
 )
 _PLAIN = "the model must run as plain tensor code on inputs of these shapes"
-_ALONE = "call the model alone on inputs of these shapes, dtypes and devices: it fails there, too"
+_ALONE = (
+    "call the model alone on inputs of these shapes, dtypes and devices: if it fails there, too, mend it there; else write this line in "
+    "plain tensor code"
+)
 _ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
 # What a model's own code raises when a call does not fit it, traced or not.
 _OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
@@ -214,7 +226,7 @@ def _explanation(model: nn.Module, error: Exception) -> str:
         return _message(f"{name} cannot be captured as one graph: {fault.what}", model, places, fault.mend, said)
     if isinstance(error, _OWN_ERRORS) and not type(error).__module__.startswith("torch._dynamo"):
         is_missing = isinstance(error, TypeError) and "argument" in said
-        return _message(f"{name} itself fails on these inputs: {said}", model, places, _ARGUMENTS if is_missing else _ALONE)
+        return _message(f"{name} fails on these inputs: {said}", model, places, _ARGUMENTS if is_missing else _ALONE)
     return _message(f"{name} cannot be captured as one graph", model, places, _PLAIN, said)
 
 

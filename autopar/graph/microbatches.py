@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Number
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -64,7 +65,7 @@ _AFFINE = _SUMS | {
     aten.select_scatter.default, aten.slice_scatter.default, aten.constant_pad_nd.default,
 }  # fmt: skip
 # So do these, where all microbatches have the mask or the indices alike; they are the operand at this place.
-_CHOOSERS = {
+_CHOOSERS: dict[Any, int] = {
     aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.scatter_add.default: 2, aten.scatter.src: 2,
     aten.scatter.value: 2, aten.index_add.default: 2,
 }  # fmt: skip
@@ -251,7 +252,8 @@ def leading_to(program: Program, ends: set[Node], through: Callable[[Node], bool
 def is_affine(node: Node, same: frozenset[Node]) -> bool:
     """Whether a call makes of the means of its operands the mean of what it makes of each: it adds, subtracts, lines up, or chooses by
     what all microbatches have alike, the nodes in `same`."""
-    return node.target in _AFFINE or (node.target in _CHOOSERS and node.args[_CHOOSERS[node.target]] in same)
+    place = _CHOOSERS.get(node.target)
+    return node.target in _AFFINE or (place is not None and node.args[place] in same)
 
 
 def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:

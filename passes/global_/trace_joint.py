@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from torch.fx import Graph, Interpreter, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.graph import CodeGen
 
 from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
@@ -22,7 +22,7 @@ from autopar.graph.emit import Emitter
 from autopar.graph.late_code import code_written_late
 from autopar.graph.layer_instances import with_all_layers, with_few_layers
 from autopar.graph.layers import NotRepeatedError, run_of
-from autopar.graph.overwrites import memory_of, sources_of, writers_of, written_by
+from autopar.graph.overwrites import memory_of, sources_of, writers_of, writes, written_by
 from autopar.ir.arguments import arguments
 from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.program import Form, Input, Output, Program
@@ -31,6 +31,9 @@ from autopar.passes.global_.determinants import det, logdet, slogdet
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar")
+
+# So many characters of torch's own text.
+_SHOWN = 400
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,18 @@ def _of_no_known_size(program: Program) -> CaptureError:
     )
 
 
+def _of_op(node: Node, error: Exception) -> CaptureError:
+    """Where the model alone has done what its functional form cannot."""
+    source, in_place = (
+        SOURCE.get(node),
+        "\n  how to mend it: write it without the underscore, x = x.masked_fill(...) for x.masked_fill_(...)",
+    )
+    return CaptureError(
+        f"{node.target} fails where torch traces forward and backward as one functional graph: {' '.join(str(error).split())[:_SHOWN]}"
+        f"\n  where: {source.at if source is not None else '(no source line)'}{in_place if writes(node) else ''}"
+    )
+
+
 def _fakes(program: Program, mode: FakeTensorMode, training: bool) -> list[torch.Tensor]:
     with mode:
         return [
@@ -156,8 +171,20 @@ def _with_own_memory(program: Program) -> Program:
 class _Run(Interpreter):
     """Runs a FORWARD program, with functions of ours in place of ops whose decomposition in torch is wrong, or whose backward is one op."""
 
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # what is raised here says where
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
+
+    def run_node(self, n: Node) -> Any:
+        try:
+            return super().run_node(n)
+        except DATA_DEPENDENT_ERRORS:
+            raise
+        except (RuntimeError, ValueError) as error:
+            raise _of_op(n, error) from error
 
 
 def _rrelu(in_place: bool) -> Callable[..., torch.Tensor]:

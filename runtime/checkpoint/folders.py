@@ -18,7 +18,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from autopar.errors import CheckpointError
@@ -148,9 +149,16 @@ def read_index(checkpoint: Path, sums: Mapping[str, str]) -> bytes:
 
 def check_sum(path: Path, found: str, sums: Mapping[str, str]) -> None:
     if found != sums[path.name]:
-        raise CheckpointError(
-            f"{path} is damaged: its SHA-256 is {found[:12]}…, and {SUMS} has {sums[path.name][:12]}…{_others(path.parent)}"
-        )
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is {found[:12]}…, and {SUMS} has {sums[path.name][:12]}…")
+
+
+@contextmanager
+def naming_others(checkpoint: Path) -> Generator[None]:
+    """What cannot be read of a checkpoint is said with those that lie beside it."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_others(checkpoint)}") from error
 
 
 def _others(checkpoint: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint.folders import SUMS, check_sum, read_index, read_sums
+from autopar.runtime.checkpoint.folders import SUMS, check_sum, naming_others, read_index, read_sums
 from autopar.runtime.checkpoint.index import Index, Stored, form_of
 from autopar.runtime.checkpoint.slices import Slices, are_apart, copy, shape_of
 from autopar.runtime.checkpoint.tensor_file import TensorFile
@@ -19,8 +19,9 @@ class Reading:
 
     def __init__(self, path: Path, kinds: Collection[str] | None = None) -> None:
         self.path = path
-        self._sums = read_sums(path)
-        self.index = Index.parse(read_index(path, self._sums), path / "index.json")
+        with naming_others(path):
+            self._sums = read_sums(path)
+            self.index = Index.parse(read_index(path, self._sums), path / "index.json")
         # By file the tensors that must be in it, with their forms.
         self._expected: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for kind, name, stored in self.index.stored():
@@ -35,8 +36,9 @@ class Reading:
 
     def check(self, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with their SHA-256, and all of what it has of the headers with the index."""
-        for file in sorted(self._expected)[rank::num_ranks]:
-            check_sum(self.path / file, self._file(file).sha256(), self._sums)
+        with naming_others(self.path):
+            for file in sorted(self._expected)[rank::num_ranks]:
+                check_sum(self.path / file, self._file(file).sha256(), self._sums)
 
     def _file(self, name: str) -> TensorFile:
         if name not in self._files:

@@ -14,6 +14,7 @@ from autopar.plans.styles import UserPins
 from autopar.reports.entries import Summary
 from autopar.reports.formulas import Formulas, formulas
 from autopar.reports.memory import Memory, capacity_of, memory_of
+from autopar.reports.text import Text
 from autopar.reports.what_if import WhatIf
 from autopar.runtime.execute.call import outside_inference_mode
 from autopar.runtime.execute.fragments import rank_sizes
@@ -42,13 +43,13 @@ class Inspected(ModuleState):
         assert self.compiled.plan is not None, "autopar.compile makes one"
         return self.compiled.plan
 
-    def explain(self, pattern: str | None = None, *, detail: str | None = None) -> str:
+    def explain(self, pattern: str | None = None, *, detail: str | None = None) -> Text:
         """What was split, how and why, what a step costs, what limits it and what to try, on one screen.
 
         With a pattern of names (`"model.layers.*"`) what was decided of each parameter and contraction that it names; with `detail`
         one section of the whole report ("parameters", "contractions", "communication", …), or all of it ("all").
         """
-        return autopar.reports.inspect.explain(self.compiled, pattern, detail, self._world.is_virtual)
+        return Text(autopar.reports.inspect.explain(self.compiled, pattern, detail, self._world.is_virtual))
 
     def summary(self) -> Summary:
         """What `explain` says, as a JSON-able dict."""
@@ -72,21 +73,21 @@ class Inspected(ModuleState):
         """Saved bytes, parameter bytes and FLOPs as formulas in b, s, h, …, a value that prints."""
         return formulas(self.compiled.program)
 
-    def why(self, pattern: str) -> str:
+    def why(self, pattern: str) -> Text:
         """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
-        return autopar.reports.inspect.why(self.compiled, pattern)
+        return Text(autopar.reports.inspect.why(self.compiled, pattern))
 
     def what_if(self, pins: UserPins | Plan | None) -> WhatIf:
         """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
         return autopar.reports.inspect.what_if(self.compiled, pins)
 
-    def print_program(self, after: str | None = None, rank: int = 0, module: str | None = None) -> str:
+    def print_program(self, after: str | None = None, rank: int = 0, module: str | None = None) -> Text:
         """The program after pass `after`, or what `rank` runs; of `module` and the modules in it alone, where one is named."""
-        return autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank, module=module)
+        return Text(autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank, module=module))
 
-    def diff(self, before: str, after: str, module: str | None = None) -> str:
+    def diff(self, before: str, after: str, module: str | None = None) -> Text:
         """How the program differs between after pass `before` and after pass `after`; of `module` alone, where one is named."""
-        return autopar.reports.inspect.diff(self.compiled, before, after, module)
+        return Text(autopar.reports.inspect.diff(self.compiled, before, after, module))
 
     def timeline(self, *args: Any, **kwargs: Any) -> Timeline:
         """Run one step on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.

@@ -15,8 +15,10 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.func import grad, vmap
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint_sequential
 
 from autopar.errors import CaptureError
 from autopar.frontend.capture import capture
@@ -25,7 +27,7 @@ from tests.support.models import asserting
 from tests.support.models.language import SIZES
 from tests.support.models.layer import MESH, Layer, X, of
 
-READS, SIZE, FAILS = "reads the value of a tensor", "the size of a result depends on values", "Layer itself fails on these inputs: "
+READS, SIZE, FAILS = "reads the value of a tensor", "the size of a result depends on values", "Layer fails on these inputs: "
 
 
 class Cube(torch.autograd.Function):
@@ -50,6 +52,10 @@ def formatted(layer: Layer, x: Tensor) -> Tensor:
     y = layer.linear(x)
     print(f"mean {y.mean():.3f}")
     return y.sum()
+
+
+def parts_checkpointed(layer: Layer, x: Tensor) -> Tensor:
+    return checkpoint_sequential(nn.Sequential(layer.linear, nn.GELU()), 2, x, use_reentrant=False).sum()
 
 
 def caught(layer: Layer, x: Tensor) -> Tensor:
@@ -107,6 +113,8 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "new parameter": (lambda layer, x: (layer.linear(x) * nn.Parameter(torch.ones(4))).sum(), "makes a parameter", "make it in __init__"),
     "autograd": (differentiated, "differentiates inside itself", "compare outputs at two inputs"),
     "vmap": (lambda layer, x: torch.vmap(layer.linear)(x).sum(), "a transform of torch.func", "functional_call"),
+    "vmap of grad": (lambda layer, x: vmap(grad(lambda v: layer.linear(v).sum()))(x).sum(), "differentiates inside", "at two inputs"),
+    "sequential": (parts_checkpointed, "checkpoint_sequential is no region", "on each part, in a loop"),
     "shapes": (lambda layer, x: layer.linear(x[:, :2]).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "dtypes": (lambda layer, x: F.embedding(x, layer.linear.weight).sum(), FAILS + "RuntimeError: ", "it fails there, too"),
     "devices": (lambda layer, x: (layer.linear(x) + torch.ones(4, device="meta")).sum(), "the same device", "it fails there, too"),

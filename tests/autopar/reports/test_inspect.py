@@ -391,3 +391,9 @@ def test_print_program_and_diff_of_one_module() -> None:
         print_program(one, module="transformer.h.7")
     with pytest.raises(AutoparError, match="instructions, of no module"):
         print_program(one, after="write actions", module="transformer.h.1")
+
+
+def test_a_prompt_shows_reports_as_print_does() -> None:
+    parallel = captures.compiled(torch.nn.Linear(4, 4), {"dp": 2}, (torch.randn(4, 4),))
+    texts = (parallel.explain(), parallel.why("weight"), parallel.print_program(), parallel.diff("trace joint", "lower"))
+    assert all(repr(each) == str(each) and "\n" in repr(each) and json.loads(json.dumps(each)) == each for each in texts)

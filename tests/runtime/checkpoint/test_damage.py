@@ -175,6 +175,22 @@ def test_files_that_are_cut_or_missing_are_found(trained: autopar.ParallelModule
         file.write_bytes(content)
 
 
+@pytest.mark.parametrize("name", ["SHA256SUMS", "index.json", "model-00000.safetensors"])
+@pytest.mark.parametrize("length", [None, 100, -1], ids=["missing", "cut", "changed"])
+def test_a_damaged_file_is_named_with_the_checkpoints_beside_it(
+    trained: autopar.ParallelModule, tmp_path: Path, name: str, length: int | None
+) -> None:
+    run = tmp_path / "runs" / "run"
+    paths = [autopar.save(run, trained, keep=3) for _ in range(3)]
+    file = paths[-1] / name
+    content = file.read_bytes()
+    file.unlink()
+    if length is not None:
+        file.write_bytes(content[:length] + b"x" * (length < 0))
+    refused(run, trained, name, f". Beside it are the checkpoints {paths[0].name}, {paths[1].name}: load one by its own path")
+    autopar.load(paths[1], trained)
+
+
 def test_an_index_of_another_checkpoint_is_found(trained: autopar.ParallelModule, bad: Path, tmp_path: Path) -> None:
     other = autopar.save(tmp_path / "other", trained, note="other")
     shutil.copy(other / "index.json", bad / "index.json")
