@@ -140,8 +140,7 @@ def compile(
     refuse_no_model(model)
     refuse_placed(model)
     refuse_no_number(num_microbatches)
-    hardware, dims = Cluster.asked_for(cluster, mesh), BatchOfFirst.of(model) if batch_dims is None else batch_dims
-    takes_global = is_flat(mesh)
+    takes_global, dims = is_flat(mesh), BatchOfFirst.of(model) if batch_dims is None else batch_dims
     if takes_global:
         if pins is not None or plan is not None:
             raise PlanError("pins= and plan= speak of axes, and a flat mesh has none yet: pass the mesh that they are for")
@@ -149,7 +148,7 @@ def compile(
             model,
             mesh,
             example_inputs,
-            hardware,
+            Cluster.asked_for(cluster, mesh),
             batch_dims=dims,
             memory=memory_budget,
             schedule=schedule,
@@ -168,7 +167,7 @@ def compile(
     refuse_no_host_update(places, recipe, step)
     budget = budget.gathering(gathered_by(recipe, step)).with_away(places)
     options = Options(
-        cluster=hardware,
+        cluster=Cluster.asked_for(cluster, mesh),
         outputs=outputs,
         batch_dims=dims,
         plan=plan,
@@ -216,8 +215,8 @@ def compile(
 
 @dataclass(frozen=True)
 class _Maker:
-    """What was asked of a compile, and makes parallel modules of it: the user's, and those of its deep copies. `has_plan_pins` where
-    parameters lie as a plan says that was passed as `pins=`."""
+    """What was asked of a compile, and makes parallel modules of it: the user's, and those of its deep copies. `mesh` is the user's, `axes`
+    what the compiler knows of it; `has_plan_pins` where parameters lie as a plan says that was passed as `pins=`."""
 
     mesh: Mesh | DeviceMesh
     axes: Mesh

@@ -22,13 +22,14 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import tensor_of
-from autopar.ir.arguments import arguments
+from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.ir.keys import ORIGIN
 from autopar.ir.markers import save
 from autopar.ir.mesh import MICROBATCHES
-from autopar.ir.program import Form, Program
+from autopar.ir.program import Form, Program, operands
 from autopar.ir.sharding import Sharding
+from autopar.ops.traits import truncates
 
 aten = torch.ops.aten
 
@@ -41,12 +42,12 @@ _MOVES = frozenset(
     }
 )  # fmt: skip
 # So do these, but for signs, repetitions, zeros and sums.
-_LINEAR = _MOVES | {
+_LINEAR = (_MOVES - {aten.index_select.default}) | {
     save, aten.expand.default, aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.select_backward.default,
-    aten.slice_backward.default, aten.diagonal.default, aten.flip.default, aten.roll.default, aten.repeat.default, aten.tril.default,
-    aten.triu.default, aten.cumsum.default,
+    aten.slice_backward.default, aten.diagonal.default, aten.diagonal_backward.default, aten.flip.default, aten.roll.default,
+    aten.repeat.default, aten.tril.default, aten.triu.default, aten.cumsum.default,
 }  # fmt: skip
-# And these of their first operand, where all microbatches have the others alike: derivatives, and what indices or masks pick.
+# These do so with their first operand, where all microbatches have the others alike: derivatives, and what indices pick.
 _LINEAR_IN_FIRST = frozenset(
     {
         aten.tanh_backward.default, aten.sigmoid_backward.default, aten.threshold_backward.default, aten.gelu_backward.default,
@@ -54,6 +55,7 @@ _LINEAR_IN_FIRST = frozenset(
         aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.leaky_relu_backward.default,
         aten.log_sigmoid_backward.default, aten.mish_backward.default, aten.logit_backward.default, aten._softmax_backward_data.default,
         aten._log_softmax_backward_data.default, aten.embedding_dense_backward.default, aten.gather.default,
+        aten.index_select.default,
     }
 )  # fmt: skip
 _SCALES = frozenset({aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor})
@@ -64,7 +66,7 @@ _AFFINE = _SUMS | {
     aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.cat.default, aten.stack.default,
     aten.select_scatter.default, aten.slice_scatter.default, aten.constant_pad_nd.default,
 }  # fmt: skip
-# So do these, where all microbatches have the mask or the indices alike; they are the operand at this place.
+# So do these, where all microbatches have the mask or the indices alike, which are the argument at this position.
 _CHOOSERS: dict[Any, int] = {
     aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.scatter_add.default: 2, aten.scatter.src: 2,
     aten.scatter.value: 2, aten.index_add.default: 2,
@@ -139,9 +141,9 @@ class AddedToBuffers:
     exact: frozenset[str]
     alike: frozenset[Node]
 
-    def takes(self, user: Node) -> bool:
-        """Whether all that `user` makes of an operand ends in such an addition."""
-        return user in self.sums or (user in self.values and is_linear(user, self.alike))
+    def takes(self, user: Node, value: Node) -> bool:
+        """Whether all that `user` makes of `value` ends in such an addition, as a term of it and not as a factor."""
+        return user in self.sums or (user in self.values and is_linear_in(user, value, self.alike))
 
 
 def added_to_buffers(program: Program) -> AddedToBuffers:
@@ -155,7 +157,7 @@ def added_to_buffers(program: Program) -> AddedToBuffers:
         added = [value for each in chain for value in added_by(each, old[name], program.form)]
         if chain and len(old[name].users) == 1 and all(_is_total(value, same) for value in added):
             exact.add(name)
-    values = leading_to(program, sums, lambda user: user in sums or is_linear(user, same)) - sums - set(old.values())
+    values = leading_to(program, sums, lambda user, value: user in sums or is_linear_in(user, value, same)) - sums - set(old.values())
     return AddedToBuffers(frozenset(sums), values, frozenset(exact), same)
 
 
@@ -231,7 +233,7 @@ def parts_of_means(program: Program) -> frozenset[Node]:
     means = [(node, is_mean(output.kind, output.sharding) and node not in ahead) for output, node in program.named_outputs()]
     others = {node for node, mean in means if not mean}
     ends = {node for node, _ in means if node not in others and all(user.op == "output" for user in node.users)}
-    return leading_to(program, ends, lambda user: is_affine(user, same) or is_linear(user, same))
+    return leading_to(program, ends, lambda user, value: is_affine(user, same) or is_linear_in(user, value, same))
 
 
 def is_mean(kind: str, sharding: Sharding | None) -> bool:
@@ -240,24 +242,30 @@ def is_mean(kind: str, sharding: Sharding | None) -> bool:
     return kind in ("loss", "gradient") and not is_summed_later(sharding)
 
 
-def leading_to(program: Program, ends: set[Node], through: Callable[[Node], bool]) -> frozenset[Node]:
-    """`ends` and the nodes that are read for them alone, each reader on the way being one `through` which to go."""
+def leading_to(program: Program, ends: set[Node], through: Callable[[Node, Node], bool]) -> frozenset[Node]:
+    """`ends` and the nodes that are read for them alone, each reader on the way being one `through` which to go from the node."""
     found = set(ends)
     for node in reversed(program.graph.nodes):
-        if node.users and all(user in found and through(user) for user in node.users):
+        if node.users and all(user in found and through(user, node) for user in node.users):
             found.add(node)
     return frozenset(found)
+
+
+def chooser_of(node: Node) -> Node | None:
+    """The mask, or the indices, by which a call chooses what it gives; None for others."""
+    place = _CHOOSERS.get(node.target)
+    return None if place is None else node_at(node, place)
 
 
 def is_affine(node: Node, same: frozenset[Node]) -> bool:
     """Whether a call makes of the means of its operands the mean of what it makes of each: it adds, subtracts, lines up, or chooses by
     what all microbatches have alike, the nodes in `same`."""
-    place = _CHOOSERS.get(node.target)
-    return node.target in _AFFINE or (place is not None and node.args[place] in same)
+    return node.target in _AFFINE or chooser_of(node) in same
 
 
 def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:
-    """Whether a call makes of a sum the sum of what it makes of its terms: views, factors, sums over ranks, casts that round at most.
+    """Whether a call makes of a sum the sum of what it makes of its terms: views, factors, derivatives, sums over ranks, casts that round
+    at most.
 
     The nodes in `same` are no sums: a product with one of them is linear in the other operand.
     """
@@ -272,9 +280,14 @@ def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:
         source, target = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
         return target.is_floating_point or (target != torch.bool and not source.is_floating_point)
     if node.target in _LINEAR_IN_FIRST:
-        first, *others = node.all_input_nodes
+        first, *others = operands(node)
         return first not in same and same.issuperset(others)
-    return node.target in _LINEAR or (node.target in _SCALES and isinstance(node.args[1], Number))
+    return (node.target in _LINEAR and not truncates(node)) or (node.target in _SCALES and isinstance(node.args[1], Number))
+
+
+def is_linear_in(node: Node, value: Node, same: frozenset[Node]) -> bool:
+    """Whether a call is linear and `value` an operand in which it is: what all microbatches have alike is a factor beside a sum."""
+    return is_linear(node, same) and (value not in same or same.issuperset(node.all_input_nodes))
 
 
 @dataclass(frozen=True)
@@ -302,4 +315,4 @@ def has_estimates(program: Program) -> bool:
 def _is_exact(launch: Node, added: AddedToBuffers, means: frozenset[Node]) -> bool:
     """Whether what the microbatches take in place of a sum comes to that sum in the end."""
     (completed,) = launch.users
-    return launch.args[-1] == "sum" and (completed in means or all(added.takes(user) for user in completed.users))
+    return launch.args[-1] == "sum" and (completed in means or all(added.takes(user, completed) for user in completed.users))

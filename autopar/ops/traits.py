@@ -54,6 +54,14 @@ def out_of_place(ops: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(op for op in ops if not writes_operands(op))
 
 
+def truncates(node: Node) -> bool:
+    """Whether a sum takes the integers of what it is given, floats, before it adds them: of a sum it is not the sum of what it makes of
+    the terms."""
+    dtype = node.kwargs.get("dtype")
+    is_integer = isinstance(dtype, torch.dtype) and not (dtype.is_floating_point or dtype.is_complex)
+    return is_integer and tensor_of(node.args[0]).is_floating_point()
+
+
 def permutation(node: Node) -> tuple[int, ...]:
     """For each dim of a result of `PERMUTES` the dim of its operand that it is."""
     rank = tensor_of(node).ndim

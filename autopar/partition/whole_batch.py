@@ -23,7 +23,7 @@ from typing import Literal
 
 from torch.fx import Node
 
-from autopar.graph.microbatches import added_by, additions_to_buffers, is_affine, is_linear, is_summed_later, known_ahead
+from autopar.graph.microbatches import added_by, additions_to_buffers, chooser_of, is_affine, is_linear, is_summed_later, known_ahead
 from autopar.ir.keys import BATCH, DIMS, PHASE, SOURCE, Source
 from autopar.ir.mesh import MICROBATCHES, Mesh
 from autopar.ir.printing import op_name
@@ -103,9 +103,14 @@ class _Forms:
         return self.part == "sum" or any(map(is_summed_later, self.shardings))
 
     @property
+    def is_part(self) -> bool:
+        """Whether it is a sum over the samples, perhaps with more that all microbatches have alike."""
+        return self.part is not None or self.is_sum
+
+    @property
     def is_term(self) -> bool:
         """Whether it is a sum over the samples, alike in all microbatches, or both added up."""
-        return self.part is not None or self.is_sum or self.is_whole
+        return self.is_part or self.is_whole
 
 
 def mixing(program: Program, number: int) -> tuple[Mixing, ...]:
@@ -165,7 +170,7 @@ class _Following:
         strategies = self._strategies[signature]
         fitting = [each for each in strategies if self._fits(each, sources, operands)]
         same = frozenset(source[0] for source, forms in zip(sources, operands, strict=True) if self._is_alike(source, forms))
-        part = _part_of(node, operands, same)
+        part = _part_of(node, list(zip(sources, operands, strict=True)), same)
         if not fitting and part is None:
             fitting = list(strategies[:1])  # as if it had been given what it needs: one report for each cause
             read = zip(fitting[0].operands, sources, operands, strict=True)
@@ -223,22 +228,25 @@ def _is_there(forms: _Forms, wanted: Sharding) -> bool:
     return any(reachable(each, wanted) and all(move.collective == "slice" for move in moves(each, wanted)) for each in forms.shardings)
 
 
-def _part_of(node: Node, operands: Sequence[_Forms], same: frozenset[Node]) -> Literal["sum", "affine"] | None:
+def _part_of(node: Node, read: Sequence[tuple[tuple[Node, int], _Forms]], same: frozenset[Node]) -> Literal["sum", "affine"] | None:
     """Whether the result is a sum over the samples, perhaps with more that all microbatches have alike, where no sharding says so.
 
-    `same` are the operands that all microbatches have alike.
+    `read` are the operands with their forms; `same` are those that all microbatches have alike.
     """
-    terms = [forms for forms in operands if forms.part is not None or forms.is_sum]
+    values = [forms for source, forms in read if source[0] is not chooser_of(node)]
+    terms = [forms for forms in values if forms.is_part]
     is_sum = all(forms.is_sum for forms in terms)
-    if is_affine(node, same) and terms and all(forms.is_term for forms in operands):
-        return "sum" if is_sum and len(terms) == len(operands) > 1 else "affine"
-    if is_linear(node, same) and terms:
+    if is_affine(node, same) and terms and all(forms.is_term for forms in values):
+        return "sum" if is_sum and len(terms) == len(values) > 1 else "affine"
+    # What all have alike is a factor beside what they have not.
+    others = [forms for source, forms in read if source[0] not in same]
+    if is_linear(node, same) and terms and (not others or any(forms.is_part for forms in others)):
         return "sum" if is_sum else "affine"
     return None
 
 
 def _need(forms: _Forms, is_ahead: bool) -> Needed:
-    if forms.part is not None or forms.is_sum:
+    if forms.is_part:
         return "a sum over the batch of what another is part of" if is_ahead else "a sum over the batch"
     is_maximum = any((MICROBATCHES, "max") in sharding.unreduced for sharding in forms.shardings)
     return "a maximum over the batch" if is_maximum else "all samples of the batch at once"

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.graph import CodeGen
 
 from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
-from autopar.errors import CaptureError
+from autopar.errors import AutoparError, CaptureError
 from autopar.graph.emit import Emitter
 from autopar.graph.late_code import code_written_late
 from autopar.graph.layer_instances import with_all_layers, with_few_layers
@@ -107,8 +107,8 @@ def _traced(program: Program, training: bool) -> Program:
 
 def _of_no_known_size(program: Program) -> CaptureError:
     """Naming the writes by a mask, of which autograd gathers what was written."""
-    writes = [node for node in program.graph.nodes if node.op == "call_function" and "index_put" in str(node.target)]
-    lines = "".join(f"\n  {node.target} at {SOURCE.get(node) or '(no source line)'}" for node in writes)
+    masked = [node for node in program.graph.nodes if node.op == "call_function" and "index_put" in str(node.target)]
+    lines = "".join(f"\n  {node.target} at {SOURCE.get(node) or '(no source line)'}" for node in masked)
     return CaptureError(
         f"the backward has a value whose size depends on data, as where a mask says which rows are written{lines and ':' + lines}\n"
         "  how to mend it: torch.where(mask, values, x) or x.masked_fill(mask, value) choose for each position by itself"
@@ -117,13 +117,14 @@ def _of_no_known_size(program: Program) -> CaptureError:
 
 def _of_op(node: Node, error: Exception) -> CaptureError:
     """Where the model alone has done what its functional form cannot."""
-    source, in_place = (
-        SOURCE.get(node),
-        "\n  how to mend it: write it without the underscore, x = x.masked_fill(...) for x.masked_fill_(...)",
+    source, said = SOURCE.get(node), " ".join(str(error).split())
+    in_place = (
+        "make a new tensor in place of writing into this one: x = x.masked_fill(...) for x.masked_fill_(...), torch.where for x[i] = v"
     )
     return CaptureError(
-        f"{node.target} fails where torch traces forward and backward as one functional graph: {' '.join(str(error).split())[:_SHOWN]}"
-        f"\n  where: {source.at if source is not None else '(no source line)'}{in_place if writes(node) else ''}"
+        f"{node.target} fails where torch traces forward and backward as one functional graph: "
+        f"{said if len(said) <= _SHOWN else said[:_SHOWN] + ' …'}\n  where: {'(no source line)' if source is None else source.at}\n"
+        f"  how to mend it: {in_place if writes(node) else 'compute the same by other ops of torch on this line'}"
     )
 
 
@@ -181,7 +182,7 @@ class _Run(Interpreter):
     def run_node(self, n: Node) -> Any:
         try:
             return super().run_node(n)
-        except DATA_DEPENDENT_ERRORS:
+        except (AutoparError, *DATA_DEPENDENT_ERRORS):
             raise
         except (RuntimeError, ValueError) as error:
             raise _of_op(n, error) from error
@@ -195,6 +196,11 @@ def _rrelu(in_place: bool) -> Callable[..., torch.Tensor]:
         return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace=in_place)
 
     return rrelu
+
+
+def _conj(x: torch.Tensor | complex) -> torch.Tensor:
+    """A number stands for the tensor that autograd makes of a factor that is one."""
+    return aten.conj_physical.default(x) if isinstance(x, torch.Tensor) else torch.full((), x.conjugate(), dtype=torch.complex128)
 
 
 def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
@@ -349,11 +355,6 @@ def _new(*default: float) -> Callable[..., torch.Tensor]:
 # Checks of values that the trace itself adds; those of the model are outputs by now. They are torch's decompositions' (that a class is one
 # of those there are), and those of `torch.linalg` inside other functions (`matrix_power` to a negative one).
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
-
-
-def _conj(x: torch.Tensor | complex) -> torch.Tensor:
-    """A number stands for the tensor that autograd makes of a factor that is one."""
-    return aten.conj_physical.default(x) if isinstance(x, torch.Tensor) else torch.full((), x.conjugate())
 
 
 _CALLED_INSTEAD: dict[Any, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -97,7 +98,7 @@ def _separate(launch: Node, program: Program, number: int, added: AddedToBuffers
     """Put in place of a collective over the microbatches what one of them makes of it.
 
     To a buffer it adds its own part. Else its part times their number, or its own maximum, is its estimate; what is known ahead stays
-    a sum, but for a buffer: that is written by every microbatch.
+    a sum, but for a buffer that is no sum of parts: that is written anew by every microbatch.
     """
     (completed,) = launch.users
     operand = launch.args[0]
@@ -105,9 +106,9 @@ def _separate(launch: Node, program: Program, number: int, added: AddedToBuffers
     emit, is_sum = Emitter(program.graph, launch), launch.args[-1] == "sum"
     own = _Stand(emit, operand, completed)
     for user in list(completed.users):
-        if is_sum and added.takes(user):
+        if is_sum and added.takes(user, completed):
             user.replace_input_with(completed, own.part())
-        elif is_mixing or _ends_in_buffers(user, program):
+        elif is_mixing or _ends_in_buffers(user, program, added.exact):
             user.replace_input_with(completed, own.times(number) if is_sum else own.part())
     if not completed.users:
         program.graph.erase_node(completed)
@@ -134,11 +135,11 @@ class _Stand:
         return self.made[number]
 
 
-def _ends_in_buffers(node: Node, program: Program) -> bool:
-    """Whether new values of buffers are all that becomes of `node`."""
-    buffers = {result for output, result in program.named_outputs() if output.kind == "buffer"}
-    others = {result for output, result in program.named_outputs() if output.kind != "buffer"}
-    return node in leading_to(program, buffers - others, lambda user: True)
+def _ends_in_buffers(node: Node, program: Program, exact: Collection[str]) -> bool:
+    """Whether new values of buffers that are not `exact` sums are all that becomes of `node`."""
+    written = {output.name: result for output, result in program.named_outputs() if output.kind == "buffer" and output.name not in exact}
+    others = {result for output, result in program.named_outputs() if output.name not in written or output.kind != "buffer"}
+    return node in leading_to(program, set(written.values()) - others, lambda user, value: True)
 
 
 def _mixing(estimated: Estimates) -> tuple[Mixing, ...]:

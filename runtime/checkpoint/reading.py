@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from autopar.errors import CheckpointError
-from autopar.runtime.checkpoint.folders import SUMS, check_sum, naming_others, read_index, read_sums
+from autopar.runtime.checkpoint.folders import INDEX, SUMS, check_sum, naming_others, read_index, read_sums
 from autopar.runtime.checkpoint.index import Index, Stored, form_of
 from autopar.runtime.checkpoint.slices import Slices, are_apart, copy, shape_of
 from autopar.runtime.checkpoint.tensor_file import TensorFile
@@ -21,18 +21,22 @@ class Reading:
         self.path = path
         with naming_others(path):
             self._sums = read_sums(path)
-            self.index = Index.parse(read_index(path, self._sums), path / "index.json")
-        # By file the tensors that must be in it, with their forms.
-        self._expected: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
+            self.index = Index.parse(read_index(path, self._sums), path / INDEX)
+            self._expected = self._expected_of(kinds)
+        self._files: dict[str, TensorFile] = {}
+
+    def _expected_of(self, kinds: Collection[str] | None) -> dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+        """By file the tensors that must be in it, with their forms."""
+        found: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for kind, name, stored in self.index.stored():
             for piece in stored.pieces if kinds is None or kind in kinds else ():
                 if piece.file not in self._sums:
-                    raise CheckpointError(f"{path / 'index.json'} names {piece.file!r}, which is not in {SUMS}")
-                expected = self._expected.setdefault(piece.file, {})
+                    raise CheckpointError(f"{self.path / INDEX} names {piece.file!r}, which is not in {SUMS}")
+                expected = found.setdefault(piece.file, {})
                 if name in expected:
-                    raise CheckpointError(f"{path / 'index.json'} has two pieces of {name!r} in {piece.file}")
+                    raise CheckpointError(f"{self.path / INDEX} has two pieces of {name!r} in {piece.file}")
                 expected[name] = stored.dtype, shape_of(piece.slices)
-        self._files: dict[str, TensorFile] = {}
+        return found
 
     def check(self, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with their SHA-256, and all of what it has of the headers with the index."""

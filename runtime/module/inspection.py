@@ -14,7 +14,7 @@ from autopar.plans.styles import UserPins
 from autopar.reports.entries import Summary
 from autopar.reports.formulas import Formulas, formulas
 from autopar.reports.memory import Memory, capacity_of, memory_of
-from autopar.reports.text import Text
+from autopar.reports.prompt_text import PromptText
 from autopar.reports.what_if import WhatIf
 from autopar.runtime.execute.call import outside_inference_mode
 from autopar.runtime.execute.fragments import rank_sizes
@@ -43,13 +43,13 @@ class Inspected(ModuleState):
         assert self.compiled.plan is not None, "autopar.compile makes one"
         return self.compiled.plan
 
-    def explain(self, pattern: str | None = None, *, detail: str | None = None) -> Text:
+    def explain(self, pattern: str | None = None, *, detail: str | None = None) -> PromptText:
         """What was split, how and why, what a step costs, what limits it and what to try, on one screen.
 
         With a pattern of names (`"model.layers.*"`) what was decided of each parameter and contraction that it names; with `detail`
         one section of the whole report ("parameters", "contractions", "communication", …), or all of it ("all").
         """
-        return Text(autopar.reports.inspect.explain(self.compiled, pattern, detail, self._world.is_virtual))
+        return PromptText(autopar.reports.inspect.explain(self.compiled, pattern, detail, self._world.is_virtual))
 
     def summary(self) -> Summary:
         """What `explain` says, as a JSON-able dict."""
@@ -73,21 +73,21 @@ class Inspected(ModuleState):
         """Saved bytes, parameter bytes and FLOPs as formulas in b, s, h, …, a value that prints."""
         return formulas(self.compiled.program)
 
-    def why(self, pattern: str) -> Text:
+    def why(self, pattern: str) -> PromptText:
         """Why parameters, modules and ops that match `pattern` are split as they are, what that costs, and what else was possible."""
-        return Text(autopar.reports.inspect.why(self.compiled, pattern))
+        return PromptText(autopar.reports.inspect.why(self.compiled, pattern))
 
     def what_if(self, pins: UserPins | Plan | None) -> WhatIf:
         """What the latest program would cost with these pins in place of those given to `compile`; a value that prints. Nothing changes."""
         return autopar.reports.inspect.what_if(self.compiled, pins)
 
-    def print_program(self, after: str | None = None, rank: int = 0, module: str | None = None) -> Text:
+    def print_program(self, after: str | None = None, rank: int = 0, module: str | None = None) -> PromptText:
         """The program after pass `after`, or what `rank` runs; of `module` and the modules in it alone, where one is named."""
-        return Text(autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank, module=module))
+        return PromptText(autopar.reports.inspect.print_program(self.compiled, after=after, rank=rank, module=module))
 
-    def diff(self, before: str, after: str, module: str | None = None) -> Text:
+    def diff(self, before: str, after: str, module: str | None = None) -> PromptText:
         """How the program differs between after pass `before` and after pass `after`; of `module` alone, where one is named."""
-        return Text(autopar.reports.inspect.diff(self.compiled, before, after, module))
+        return PromptText(autopar.reports.inspect.diff(self.compiled, before, after, module))
 
     def timeline(self, *args: Any, **kwargs: Any) -> Timeline:
         """Run one step on these inputs and measure it: a value that prints, and writes a trace beside the predicted one.

@@ -87,6 +87,8 @@ def test_four_microbatches_are_the_whole_batch(loss: Loss, axes: dict[str, int])
     [
         lambda m, h: torch.where(h.mean() > 0, m.scales, 0.5 * m.scales).square().sum() + h.sum(),
         lambda m, h: F.softplus(h.mean(0)).sum() + m.scales.sum(),
+        lambda m, h: (m.square.detach().index_select(0, (h.detach() > 2).sum(0)) * m.scales).sum() + h.sum(),
+        lambda m, h: (h.detach().sum(0).cumsum(0, dtype=torch.int64).to(h.dtype) * m.scales).sum() + h.sum(),
         lambda m, h: (torch.sigmoid(m.scales) * h.mean(0)).tanh().sum(),
     ],
 )
@@ -94,3 +96,31 @@ def test_what_the_batch_as_a_whole_chooses_is_still_refused(loss: Loss) -> None:
     with pytest.raises(MicrobatchError) as caught:
         compiled(Penalised(loss).double(), {"dp": 2}, (torch.randn(8, 6, dtype=torch.float64),), num_microbatches=4)
     assert all(isinstance(each, Mixing) for each in caught.value.found) and "would change what the model computes" in str(caught.value)
+
+
+class Seen(nn.Module):
+    """Adds to a buffer what it has seen of marked samples, divided by how many there are, which is known ahead."""
+
+    def __init__(self, share: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.share = nn.Linear(6, 4), share
+        self.register_buffer("seen", torch.zeros(4))
+        self.seen: Tensor
+
+    def forward(self, x: Tensor, marks: Tensor) -> Tensor:
+        h = self.layer(x)
+        with torch.no_grad():
+            self.seen += (h * marks[:, None]).sum(0) * self.share(marks.sum())
+        return h.square().sum()
+
+
+@pytest.mark.parametrize("share", [lambda number: 1 / number, lambda number: (number + 1).view(1).expand(4)], ids=["divided", "as a view"])
+@pytest.mark.parametrize(("axes", "number"), [({"dp": 1}, 4), ({"dp": 2}, 2), ({"pp": 2}, 4)], ids=str)
+def test_what_is_known_ahead_is_a_factor_of_what_buffers_take(share: Callable[[Tensor], Tensor], axes: dict[str, int], number: int) -> None:
+    torch.manual_seed(0)
+    model, x, marks = Seen(share).double(), torch.randn(8, 6, dtype=torch.float64), torch.tensor([1.0, 0, 1, 1, 0, 0, 1, 0]).double()
+    plain = copy.deepcopy(model)
+    expected = plain(x, marks)
+    parallel = compiled(model, axes, (x, marks), num_microbatches=number)
+    torch.testing.assert_close(parallel(x, marks), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(parallel.seen, plain.seen, rtol=1e-12, atol=1e-12)

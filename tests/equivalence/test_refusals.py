@@ -92,6 +92,7 @@ def test_an_unknown_choice_of_kernels_is_refused() -> None:
 def test_a_mesh_without_names_is_refused() -> None:
     stands_in = SimpleNamespace(mesh=torch.arange(4), mesh_dim_names=None, device_type="cpu")
     assert "the mesh needs named axes" in refusal(MeshError, lambda: parallel(mesh=stands_in))
+    assert "the mesh needs named axes" in refusal(MeshError, lambda: parallel(mesh={"dp": 2}))
 
 
 def meshes_that_do_not_fit() -> list[str]:

@@ -7,6 +7,7 @@ from torch.fx import Node
 from autopar.ir.program import results_of
 from autopar.ops.rule import Labels, Rule, rule
 from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, positional, shape_of, without
+from autopar.ops.traits import truncates
 
 _FIRST = (frozenset({0}),)
 # Ops over dims (argument 1, `keepdim` argument 2) whose parts cannot be put together by a sum or maximum of results.
@@ -52,7 +53,7 @@ def _kept(node: Node, reduced: tuple[int, ...]) -> Labels:
 def total(node: Node) -> Rule:
     source = positional(len(shape_of(node.args[0])))
     reduced = dims_of(argument(node, 1, "dim"), len(source))
-    return Rule((source,), (_kept(node, reduced),), linear=_FIRST)
+    return Rule((source,), (_kept(node, reduced),), linear=() if truncates(node) else _FIRST)
 
 
 @rule(aten.amax.default, aten.max.default)
@@ -116,7 +117,7 @@ def histogram(node: Node) -> Rule | None:
 
 @rule(aten.cumsum.default)
 def cumulative_sum(node: Node) -> Rule:
-    return _along(node, linear=True)
+    return _along(node, linear=not truncates(node))
 
 
 @rule(

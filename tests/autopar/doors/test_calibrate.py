@@ -1,4 +1,4 @@
-"""The front door of measurements: what the program takes that drives a CPU is measured, too, and is the same on all ranks."""
+"""The door to measurements: what the program takes that drives a CPU is measured, too, and is the same on all ranks."""
 
 from __future__ import annotations
 

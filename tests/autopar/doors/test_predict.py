@@ -1,4 +1,4 @@
-"""The front door of predictions: what it says grows as it should, and what it refuses."""
+"""The door to predictions: what it says grows as it should, and what it refuses."""
 
 from __future__ import annotations
 

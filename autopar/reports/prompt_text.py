@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Text(str):
+class PromptText(str):
     """A string that a prompt or a notebook shows as `print` does, line by line."""
 
     __slots__ = ()
