@@ -118,6 +118,25 @@ class Options:
         if chunks not in ("auto", "off") and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 2):
             raise AutoparError(f'collective_chunks={chunks!r} is unknown; use "auto", "off" or a number of pieces, 2 or more')
 
+    def asked(self) -> dict[str, str]:
+        """What all ranks must be asked alike, in the user's words: of one asked for something else rank 0's plan is none."""
+        offload = self.offload and replace(self.offload, folder=None)  # a machine's own
+        return {
+            "outputs": repr(self.outputs),
+            "batch_dims": str(self.batch_dims),
+            "memory_budget": f"{self.budget.asked_bytes:.0f} bytes",
+            "zero": str(self.freedom.zero),
+            "num_microbatches": str(self.num_microbatches),
+            "microbatch_statistics": repr(self.microbatch_statistics),
+            "schedule": self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__,
+            "kernels": self.kernels,
+            "precision": str(self.precision),
+            "recompute": self.recompute,
+            "offload": str(offload),
+            "updates of train_step": str(self.updates),
+            "collective_chunks": str(self.collective_chunks),
+        }
+
     @property
     def moves_activations(self) -> bool:
         """Whether what the backward reads may lie elsewhere than on the device."""

@@ -242,6 +242,9 @@ def agree_on_call(
             raise InputError(
                 f"ranks 0 and {rank} make different calls, with inputs {our_shapes} and {their_shapes}: all ranks pass the same inputs"
             )
+        for name, (_, dtype) in our_shapes.items():
+            if their_shapes[name][1] != dtype:
+                raise InputError(f"ranks 0 and {rank} pass {name!r} as {dtype} and as {their_shapes[name][1]}: all pass one dtype")
         if theirs != ours:
             raise InputError(
                 f"ranks 0 and {rank} make different calls, in {'; '.join(_differing(ours, theirs))}. Every rank makes each call, "

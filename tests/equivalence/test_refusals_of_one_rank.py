@@ -133,3 +133,22 @@ def test_what_one_rank_cannot_begin(gloo_ranks: GlooRanks) -> None:
         assert "optimizer got an empty parameter list" in made and (f"rank {WRONG}: " in made or made.startswith("optimizer got")), made
         assert loaded.startswith(f"rank {WRONG}: the saved state of training does not fit: a loss scale is in the saved state not"), loaded
         assert captured.startswith(f"rank {WRONG}: "), captured
+
+
+def asked_for_alone() -> list[str]:
+    """What is raised where this rank's options, or the dtype that it computes with, are its own."""
+    is_wrong = dist.get_rank() == WRONG
+    parallel, x = small(zero=1 if is_wrong else None, num_microbatches=2 if is_wrong else 1)
+    found = [refusal(lambda: parallel.train_step(x))]
+    parallel, x = small()
+    return [*found, refusal(lambda: parallel.train_step(x.double() if is_wrong else x))]
+
+
+@pytest.mark.xdist_group("gloo")
+def test_what_one_rank_asks_for_alone(gloo_ranks: GlooRanks) -> None:
+    for options, dtype in gloo_ranks.run(asked_for_alone, timeout=SECONDS):
+        assert options == (
+            f"ranks 0 and {WRONG} pass different options to autopar.compile: zero (None and zero=1); num_microbatches (1 and 2); "
+            "pass the same on all ranks"
+        )
+        assert dtype == f"ranks 0 and {WRONG} pass 'args[0]' as torch.float32 and as torch.float64: all pass one dtype"
