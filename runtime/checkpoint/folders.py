@@ -162,7 +162,10 @@ def naming_others(checkpoint: Path) -> Generator[None]:
 
 
 def _others(checkpoint: Path) -> str:
-    others = [each.name for each in checkpoints(checkpoint.parent) if each != checkpoint] if _NUMBER.fullmatch(checkpoint.name) else []
+    try:
+        others = [each.name for each in checkpoints(checkpoint.parent) if each != checkpoint] if _NUMBER.fullmatch(checkpoint.name) else []
+    except OSError:  # the folder cannot be listed, of which the error in hand says enough
+        return ""
     return f". Beside it are the checkpoints {', '.join(others)}: load one by its own path" if others else ""
 
 

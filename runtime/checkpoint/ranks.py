@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from autopar.errors import CheckpointError
+from autopar.errors import AutoparError, CheckpointError
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.world import World
 
@@ -48,7 +48,7 @@ class Ranks:
         return self._told(made, error, what)
 
     def _told(self, value: Any, error: Exception | None, what: str) -> list[Any]:
-        told = self.gather((value, error and f"{type(error).__name__}: {error}"), what)
+        told = self.gather((value, error and (str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}")), what)
         if error is not None:
             raise error
         for rank, (_, text) in enumerate(told):

@@ -9,13 +9,15 @@ https://huggingface.co/docs/safetensors/index#format. A file that is read is tru
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import mmap
 import os
+import shutil
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -52,7 +54,8 @@ def check_dtype(dtype: torch.dtype, what: str) -> None:
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> Written:
-    """A new file with these tensors, of any device, which is on the disk when this returns."""
+    """A new file with these tensors, of any device, which is on the disk when this returns. Raises `CheckpointError` where that has no room
+    for it, or takes none."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     # The widest first: then each begins at a multiple of its item's size.
     names, offset = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize), 0
@@ -64,6 +67,15 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     contents = (struct.pack("<Q", len(text)) + text, *(_bytes_of(tensors[name]) for name in names))
+    try:
+        return Written(path.name, _write_whole(path, contents), 8 + len(text) + offset)
+    except OSError as error:
+        free = f", {shutil.disk_usage(path.parent).free:,} are free" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}; it takes {8 + len(text) + offset:,} bytes{free}") from error
+
+
+def _write_whole(path: Path, contents: Sequence[Any]) -> str:
+    """The SHA-256 of what is on the disk then."""
     with path.open("xb", buffering=0) as file:
         for content in contents:
             _write_all(file.fileno(), memoryview(content))
@@ -74,7 +86,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
             for content in contents:
                 digest.update(content)
         syncing.result()
-    return Written(path.name, digest.hexdigest(), 8 + len(text) + offset)
+    return digest.hexdigest()
 
 
 def _write_all(file: int, content: memoryview) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import struct
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,16 @@ from autopar.runtime.checkpoint.tensor_file import DTYPES, TensorFile, open_regu
 def some_tensors() -> dict[str, torch.Tensor]:
     found = {name: torch.randint(0, 2, (3, 5)).to(dtype) for name, dtype in DTYPES.items()}
     return found | {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "columns": torch.randn(4, 6).t(), "Ω/x": torch.randn(3)}
+
+
+def test_a_file_that_the_disk_does_not_take_is_named_with_what_it_takes(tmp_path: Path) -> None:
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, kept[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be written: File too large; it takes 4,0\d\d bytes"):
+            write(tmp_path / "a.safetensors", {"weight": torch.zeros(1000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
 
 
 def bits(tensor: torch.Tensor) -> list[int]:
