@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -18,6 +17,7 @@ from torch.fx.graph import CodeGen
 
 from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
 from autopar.errors import AutoparError, CaptureError
+from autopar.graph.decompositions import CALLED_INSTEAD, DECOMPOSITIONS
 from autopar.graph.emit import Emitter
 from autopar.graph.late_code import code_written_late
 from autopar.graph.layer_instances import with_all_layers, with_few_layers
@@ -27,7 +27,6 @@ from autopar.ir.arguments import arguments
 from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.program import Form, Input, Output, Program
 from autopar.ir.source import WRAPPED, set_sources
-from autopar.passes.global_.determinants import det, logdet, slogdet
 
 aten = torch.ops.aten
 logger = logging.getLogger("autopar")
@@ -76,7 +75,7 @@ def _traced(program: Program, training: bool) -> Program:
     mode = fake_mode_of(program.placeholders[0].meta["val"])
     try:
         with code_written_late():
-            graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, _DECOMPOSITIONS)
+            graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, DECOMPOSITIONS)
     except DATA_DEPENDENT_ERRORS as error:
         raise _of_no_known_size(program) from error
     graph.set_codegen(CodeGen())
@@ -177,7 +176,7 @@ class _Run(Interpreter):
         self.extra_traceback = False  # what is raised here says where
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return super().call_function(_CALLED_INSTEAD.get(target, target), args, kwargs)
+        return super().call_function(CALLED_INSTEAD.get(target, target), args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         try:
@@ -186,42 +185,6 @@ class _Run(Interpreter):
             raise
         except (RuntimeError, ValueError) as error:
             raise _of_op(n, error) from error
-
-
-def _rrelu(in_place: bool) -> Callable[..., torch.Tensor]:
-    """In evaluation, where it draws nothing; `KeyRandom` takes the draws out of it in training."""
-
-    def rrelu(x: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> torch.Tensor:
-        assert not training
-        return torch.nn.functional.leaky_relu(x, (lower + upper) / 2, inplace=in_place)
-
-    return rrelu
-
-
-def _conj(x: torch.Tensor | complex) -> torch.Tensor:
-    """A number stands for the tensor that autograd makes of a factor that is one."""
-    return aten.conj_physical.default(x) if isinstance(x, torch.Tensor) else torch.full((), x.conjugate(), dtype=torch.complex128)
-
-
-def _multilabel_margin_loss(x: torch.Tensor, target: torch.Tensor, reduction: int = 1) -> torch.Tensor:
-    """Labels of a row end at its first −1. torch's decomposition counts class 0 for each place after that."""
-    is_given = (target == -1).cumsum(-1) == 0
-    labels = torch.where(is_given, target, 0)
-    is_label = ((labels[..., None] == torch.arange(x.shape[-1], device=x.device)) & is_given[..., None]).any(-2)
-    margins = torch.relu(1.0 - x.gather(-1, labels)[..., None] + x[..., None, :])
-    rows = torch.where(is_given[..., None] & ~is_label[..., None, :], margins, 0.0).sum((-1, -2)) / x.shape[-1]
-    return (rows, rows.mean(), rows.sum())[reduction]
-
-
-def _weight_norm(v: torch.Tensor, g: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """In ops that have rules, and a backward that is a sum over samples for all to see; the norm of 16 bits in float32, as on CUDA.
-
-    A `dim` of −1 is no last dim: it stands for the norm of all elements.
-    """
-    kept = dim if dim == -1 else dim % v.dim()
-    others = [each for each in range(v.dim()) if each != kept]
-    norm = torch.linalg.vector_norm(v, 2, others, keepdim=True, dtype=torch.float32 if g.dtype == torch.bfloat16 else None)
-    return v * (g / norm.to(g.dtype))
 
 
 def _refuse_effects(graph: Graph) -> None:
@@ -311,73 +274,6 @@ def _order_by_phase(program: Program) -> None:
                 cursor = node
 
 
-def _addmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    """mm and add apart: a split contraction must be reduced before the bias is added."""
-    product = torch.mm(left, right)
-    product = product * alpha if alpha != 1 else product
-    return product + (bias * beta if beta != 1 else bias)
-
-
-def _baddbmm(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    product = torch.bmm(left, right)
-    product = product * alpha if alpha != 1 else product
-    return product + (bias * beta if beta != 1 else bias)
-
-
-def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A sum and a division by the logical count: a sum may stay unreduced, a mean may not."""
-    # A number has a dim 0 for those who ask for it.
-    dims = list(range(x.ndim)) if not dim or not x.ndim else list(dim)
-    count = 1
-    for index in dims:
-        count *= x.shape[index]
-    # A sum of 16-bit numbers overflows (fp16) or is rounded (bf16) where their mean does not: torch, too, adds up in float32.
-    wanted = dtype or x.dtype
-    wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else dtype
-    mean = torch.sum(x, dims, keepdim, dtype=wide) / count
-    return mean.to(wanted) if wide is torch.float32 else mean
-
-
-def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return _mean(x, None, False, dtype=dtype)
-
-
-def _new(*default: float) -> Callable[..., torch.Tensor]:
-    """`x.new_zeros(shape)` and its like without x, of which no more than dtype and device is asked: x would be gathered for that."""
-
-    def new(x: torch.Tensor, size: list[int], *values: float, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
-        (filling,) = values or default
-        return torch.full(size, filling, dtype=dtype or x.dtype, device=options.get("device") or x.device)
-
-    return new
-
-
 # Checks of values that the trace itself adds; those of the model are outputs by now. They are torch's decompositions' (that a class is one
 # of those there are), and those of `torch.linalg` inside other functions (`matrix_power` to a negative one).
 _CHECKS = (aten._assert_async.msg, aten._assert_async.default, aten._linalg_check_errors.default)
-
-
-_CALLED_INSTEAD: dict[Any, Any] = {
-    aten.rrelu.default: _rrelu(in_place=False),
-    aten.rrelu_.default: _rrelu(in_place=True),
-    aten.multilabel_margin_loss.default: _multilabel_margin_loss,
-    aten._weight_norm.default: _weight_norm,
-    aten.linalg_det.default: det,
-    aten.det.default: det,
-    aten.linalg_slogdet.default: slogdet,
-    aten.slogdet.default: slogdet,
-    aten.logdet.default: logdet,
-}
-
-_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    aten.new_zeros.default: _new(0),
-    aten.new_ones.default: _new(1),
-    aten.new_full.default: _new(),
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten.mean.dim: _mean,
-    aten.mean.default: _mean_all,
-    # Marks on views, which say that memory is read as its conjugate, are lost where ranks exchange what lies there.
-    aten._conj.default: _conj,
-    aten._neg_view.default: aten.neg.default,
-}

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch._C import DispatchKey  # pyright: ignore[reportPrivateImportUsage]
 
 from autopar.frontend.capture import capture
+from autopar.graph.decompositions import CALLED_INSTEAD, DECOMPOSITIONS
 from autopar.ir.mesh import virtual_mesh
-from autopar.passes.global_ import trace_joint
 from autopar.passes.global_.trace_joint import TraceJoint
 from tests.support.programs import inputs_of, run
 
@@ -151,6 +151,13 @@ OURS: dict[str, list[Sample]] = {
         lambda x: torch.linalg.slogdet(regular(x, 3, 3).mT)[1].reshape(1),
     ],
     "slogdet.default": [lambda x: torch.slogdet(regular(x, 3, 3))[1].reshape(1)],
+    "affine_grid_generator.default": [
+        lambda x: F.affine_grid(shaped(x, 2, 2, 3), (2, 1, 3, 5), align_corners=False),
+        lambda x: F.affine_grid(shaped(x, 2, 2, 3), (2, 4, 1, 4), align_corners=True),
+        lambda x: F.affine_grid(shaped(x, 1, 3, 4), (1, 2, 2, 3, 4), align_corners=True),
+        lambda x: F.affine_grid(shaped(x, 2, 3, 4), (2, 2, 1, 3, 2), align_corners=False),
+    ],
+    "trace.default": [lambda x: torch.trace(shaped(x, 3, 5)).reshape(1), lambda x: torch.trace(shaped(x, 4, 2)).reshape(1)],
     "logdet.default": [lambda x: torch.logdet(regular(x, 3, 3) @ regular(x, 3, 3).mT).reshape(1)],
 }
 # By name: why there is no sample.
@@ -208,7 +215,7 @@ def assert_as_the_ops(samples: dict[str, list[Sample]]) -> None:
 
 def test_every_decomposition_has_a_sample() -> None:
     assert seen_by_autograd() - LEFT_OUT.keys() - SAMPLES.keys() == set()
-    ours = {str(target).removeprefix("aten.") for target in (*trace_joint._DECOMPOSITIONS, *trace_joint._CALLED_INSTEAD)}
+    ours = {str(target).removeprefix("aten.") for target in (*DECOMPOSITIONS, *CALLED_INSTEAD)}
     assert ours == OURS.keys()
 
 

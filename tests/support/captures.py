@@ -24,9 +24,10 @@ import autopar.doors.compile
 from autopar.cost.hardware.cluster import Cluster
 from autopar.frontend.capture import capture
 from autopar.graph.autocast import Autocast
+from autopar.graph.decompositions import DECOMPOSITIONS
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.program import Program
-from autopar.passes.global_.trace_joint import _DECOMPOSITIONS, TraceJoint, trace_joint
+from autopar.passes.global_.trace_joint import TraceJoint, trace_joint
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.parallel_module import ParallelModule
 from tests.support.stored import CannotBeStored, content_of, stored
@@ -60,7 +61,7 @@ def kept_trace(chosen: TraceJoint, program: Program) -> Program:
         content = content_of(program)
     except CannotBeStored:
         return trace_joint(program, chosen.training)
-    decompositions = tuple((str(op), each.__qualname__) for op, each in _DECOMPOSITIONS.items())
+    decompositions = tuple((str(op), each.__qualname__) for op, each in DECOMPOSITIONS.items())
     key = (chosen.training, torch.get_default_dtype(), decompositions, content)
     joint = _known_or_made(key, lambda: trace_joint(program, chosen.training))
     return replace(joint, mesh=program.mesh, freedom=program.freedom, order=program.order, constants=program.constants)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.passes.global_.determinants import det, logdet, slogdet
+from autopar.graph.determinants import det, logdet, slogdet
 
 DETERMINANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "det": lambda x: torch.linalg.det(x),
