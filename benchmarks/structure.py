@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ONE_OF = {
     "definitions of SEND": r"class Send\b",
     "definitions of RECV": r"class Receive\b",
-    "parsers of instructions": r"def parse(?:_instruction)?\(",
+    "parsers of instructions": r"def parse(?:_instruction)?\(text",
     "provers of rendezvous": r"def check_rendezvous\(",
     "simulators": r"def simulate\(",
     "memory walks": r"(?m)^def (?:rank_memory|peak_bytes|schedule_memory|grid_memory)\(",
