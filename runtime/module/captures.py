@@ -47,7 +47,7 @@ from autopar.runtime.module.inputs import (
     shares_to_pad,
 )
 from autopar.runtime.module.lengths import CutOutputs, Described, at_length, padded
-from autopar.runtime.module.names import NamesOfModel, check_names
+from autopar.runtime.module.names import NamesOfModel, log_names_of_both
 from autopar.runtime.module.parameters import same_placement
 from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
@@ -60,30 +60,6 @@ T = TypeVar("T")
 logger = logging.getLogger("autopar")
 
 MAX_QUIET_CAPTURES = 8
-# What a parallel module keeps on itself, beside the dicts that it shares with the model.
-_PUBLIC_NAMES = ("mesh", "step", "seed", "plan", "compiled")
-_PRIVATE_NAMES = (
-    "_model",
-    "_guard",
-    "_capture",
-    "_backend",
-    "_batch_dims",
-    "_takes_global",
-    "_given",
-    "_num_microbatches",
-    "_world",
-    "_captures",
-    "_placements",
-    "_latest",
-    "_for_copy",
-    "_tensors",
-    "_trainer",
-    "_scaler",
-    "_weights",
-    "_pad_to",
-    "_is_cached",
-    "_backwards",
-)
 
 Capture = Callable[..., Compiled]
 # The parallel module of a copy of the model, in the same world.
@@ -175,7 +151,6 @@ class CapturingModule(NamesOfModel):
         is_cached: bool = False,
     ) -> None:
         super().__init__()
-        check_names(model, type(self), (*_PUBLIC_NAMES, *_PRIVATE_NAMES))
         share_contents(self, model)
         self.mesh = mesh
         self.step = 0
@@ -197,6 +172,7 @@ class CapturingModule(NamesOfModel):
         self._trainer.bind(model)
         if weights is not None and device_mesh is None and world is None:
             weights.give(model)
+        log_names_of_both(self, model)
         self.__dict__["_model"] = model  # the last: names that come after it are the model's
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], runs: bool = False) -> tuple[CallInputs, Captured]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -37,7 +37,7 @@ class NamesOfModel(AsksToConvert):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_own(name):
-            super().__setattr__(name, value)
+            object.__setattr__(self, name, value)  # torch's would look among the model's parameters and buffers, which may have it, too
         else:
             setattr(self.__dict__["_model"], name, value)
 
@@ -104,20 +104,10 @@ def _explained(method: MethodType, model: nn.Module) -> Callable[..., Any]:
     return explained
 
 
-def check_names(model: nn.Module, own: type[nn.Module], attributes: Collection[str]) -> None:
-    """Raise `AutoparError` when the root of `model` has a parameter, buffer or submodule under one of `attributes`: they would clash.
-
-    Another name that `own` has as well is logged: it stays the model's, and is reached through the model alone.
-    """
-    taken = registered_names(model)
-    for name in attributes:
-        if name in taken:
-            raise AutoparError(
-                f"the model has a parameter, buffer or submodule {name!r}, a name that the parallel module itself uses; "
-                "wrap the model in another module, so that the name is not at the root, or rename it"
-            )
-    ours = {name for name in (*attributes, *dir(own)) if not name.startswith("_")} - set(dir(nn.Module()))
-    theirs = ours & {*vars(model), *taken, *dir(type(model))}
+def log_names_of_both(own: nn.Module, model: nn.Module) -> None:
+    """What both have stays the model's in the model, and is reached there alone: that is logged."""
+    ours = {name for name in (*vars(own), *dir(type(own))) if not name.startswith("_")} - set(dir(nn.Module()))
+    theirs = ours & {*vars(model), *registered_names(model), *dir(type(model))}
     if theirs:
         logger.warning(
             "the model has names that the parallel module has, too: %s; parallel.%s is autopar's, use the model itself for its own",

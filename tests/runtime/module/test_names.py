@@ -101,6 +101,41 @@ def test_a_name_of_both_is_ours_and_that_is_said(caplog: pytest.LogCaptureFixtur
     assert not caplog.records
 
 
+class Counting(nn.Module):
+    """Its buffer, parameter and layers have names that a parallel module has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plan, self.seed = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("step", torch.zeros(()))
+        self.register_buffer("_world", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.step.add_(1)
+        return (self.plan(x) * self.seed / self.step).square().mean() * self._world
+
+
+def test_parameters_and_buffers_with_names_of_ours_are_the_models(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Counting()
+    model, x = copy.deepcopy(plain), torch.randn(4, 4)
+    parallel: Any = autopar.compile(model, autopar.virtual_mesh(dp=2, tp=2), example_inputs=(x,), backend="eager")
+    mine, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (parallel, plain))
+    for _ in range(2):
+        for optimizer, called in ((mine, parallel), (theirs, plain)):
+            optimizer.zero_grad()
+            called(x).backward()
+            optimizer.step()
+    torch.testing.assert_close(parallel.state_dict(), plain.state_dict())
+    parallel.step = 5
+    assert (parallel.step, model.step.item()) == (5, 2.0) and parallel.verify(x)
+    autopar.save(tmp_path, parallel)
+    other: Any = autopar.compile(Counting(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    autopar.load(tmp_path, other)
+    torch.testing.assert_close(other.state_dict(), plain.state_dict())
+    assert other.step == 5
+
+
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
 @pytest.mark.parametrize("on_parallel", [False, True])
 def test_backward_hooks_of_the_whole_model_see_what_they_see_in_plain_torch(mesh: dict[str, int], on_parallel: bool) -> None:
