@@ -15,7 +15,7 @@ Values and strides are those of the graph, but for the rounding of `addmm`, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -25,6 +25,7 @@ from autopar.ir.arguments import arguments
 from autopar.kernels.registration import IMPLEMENTATIONS
 from autopar.ops.traits import PERMUTES, permutation
 from autopar.runtime._torch import below_autograd
+from autopar.runtime.execute.failing_lines import note_of_line
 
 aten = torch.ops.aten
 Function = Callable[..., tuple[torch.Tensor, ...]]
@@ -80,12 +81,18 @@ class EagerFunction:
         simple = simplified(module)
         self._places = _with_places(simple)
         self.placeable = tuple(self._places)
-        self._forward: Function = simple.forward
+        self._module, self._forward = simple, cast(Function, simple.forward)
 
     def run(self, inputs: Sequence[torch.Tensor], into: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """`into` has contiguous memory of the right shape for some of the `placeable` results."""
-        with below_autograd():
-            return self._forward(*inputs, **{self._places[number]: memory for number, memory in into.items()})
+        """`into` has contiguous memory of the right shape for some of the `placeable` results. What an op raises says where."""
+        try:
+            with below_autograd():
+                return self._forward(*inputs, **{self._places[number]: memory for number, memory in into.items()})
+        except Exception as error:
+            note = note_of_line(self._module, self._forward.__code__, error)
+            if note:
+                error.add_note(note)
+            raise
 
 
 def _with_places(module: GraphModule) -> dict[int, str]:

@@ -21,6 +21,7 @@ from autopar.ir.schedule import Fragment
 from autopar.kernels.registration import DECOMPOSITIONS
 from autopar.runtime._torch import Backend, backend_named
 from autopar.runtime.execute.eager_function import EagerFunction, simplified
+from autopar.runtime.execute.failing_lines import note_of_fragment
 
 logger = logging.getLogger("autopar")
 
@@ -56,7 +57,11 @@ class CompiledFragments:
         function = self._compiled[name].get(key)
         if function is None:
             function = self._compile(name, key, inputs)
-        result = function(*inputs)
+        try:
+            result = function(*inputs)
+        except Exception as error:
+            error.add_note(note_of_fragment(name, self._fragments[name].module, error))
+            raise
         return (result,) if isinstance(result, torch.Tensor) else tuple(result)
 
     def placeable(self, name: str) -> Sequence[int]:
