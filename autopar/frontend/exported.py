@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputSpec
 from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import HigherOrderOperator, pytree
+from autopar._torch import HigherOrderOperator, OpOverload, pytree
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.hooks import hooks_placed
@@ -30,7 +30,7 @@ from autopar.graph.differentiable import differentiable
 from autopar.graph.emit import replace, tensor_of
 from autopar.graph.fake_values import IN_PLACE_VIEWS, set_fake_values
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
-from autopar.ir.arguments import arguments, int_at, node_at
+from autopar.ir.arguments import all_named, arguments, int_at, node_at
 from autopar.ir.keys import EXACT, SOURCE, Source
 from autopar.ir.leaf_names import leaf_names
 from autopar.ir.mesh import Mesh
@@ -82,6 +82,7 @@ def forward_program(
     reduce = torch.float32 if kinds else None
     program = Program(graph, mesh, signature, Form.FORWARD, constants, autocast=min(kinds, default=None), reduce=reduce)
     _refuse_transforms(graph)
+    _make_gradients_dense(graph)
     try:
         set_fake_values(program, copies.regions)
         set_sources(program.graph, WRAPPED)
@@ -301,6 +302,16 @@ def _refuse_transforms(graph: Graph) -> None:
                 f"  where: {source_of(node).at}\n"
                 "  how to mend it: in place of vmap write its dim out (torch.einsum, bmm, broadcasting); derivatives have no such form"
             )
+
+
+def _make_gradients_dense(graph: Graph) -> None:
+    """Tables that are asked for sparse gradients get the same numbers in a dense one: ranks sum gradients, and the layout is no part of
+    what the model computes."""
+    for node in graph.nodes:
+        named = all_named(node) if isinstance(node.target, OpOverload) and str(node.target).startswith("aten.embedding") else {}
+        if named.get("sparse"):
+            named["sparse"] = False
+            node.args, node.kwargs = (), named
 
 
 def _refuse_sparse(graph: Graph) -> None:

@@ -35,6 +35,15 @@ def _affine_grid(theta: torch.Tensor, size: Sequence[int], align_corners: bool) 
     return (places.flatten(0, -2) @ theta.mT).unflatten(1, size[2:])
 
 
+def _pad(x: torch.Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> torch.Tensor:
+    """Around a circle by what stands there; torch writes that into memory that it has not filled yet."""
+    if mode != "circular" or min(pad) < 0:
+        return aten.pad.default(x, pad, mode, value)
+    for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), 1):
+        x = torch.cat([x.narrow(-dim, x.shape[-dim] - before, before), x, x.narrow(-dim, 0, after)], -dim)
+    return x
+
+
 def _trace(x: torch.Tensor) -> torch.Tensor:
     return x.diagonal().sum()
 
@@ -118,6 +127,7 @@ CALLED_INSTEAD: dict[Any, Any] = {
     aten.slogdet.default: slogdet,
     aten.logdet.default: logdet,
     aten.affine_grid_generator.default: _affine_grid,
+    aten.pad.default: _pad,
     aten.trace.default: _trace,
 }
 

@@ -292,9 +292,9 @@ def can_be_masked(node: Node, factor: Factor, space: Space) -> bool:
 
 
 def _reducing(node: Node, factor: Factor) -> set[ReductionKind]:
-    """How the results of `node` are reduced over `factor`."""
+    """How the results of `node` are reduced over `factor`; an empty one, as of fixed statistics, is not."""
     results = zip(factor.results, factor.kinds, results_of(node), strict=True) if factor.kinds else ()
-    return {kind for place, kind, value in results if place is None and value is not None}
+    return {kind for place, kind, value in results if place is None and value is not None and value.numel()}
 
 
 def _is_given(node: Node) -> bool:

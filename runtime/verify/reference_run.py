@@ -146,13 +146,14 @@ def _changed(buffers: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch
 
 
 def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
-    """Gradients by name; a parameter that no output depends on has none."""
+    """Gradients by name, dense; a parameter that no output depends on has none."""
     differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
     if not differentiable or not parameters:
         return {}
     tangents = [case.tangents.get(name, torch.ones_like(value)).to(value.dtype) for name, value in differentiable.items()]
     found = torch.autograd.grad(list(differentiable.values()), list(parameters.values()), tangents, allow_unused=True)
-    return {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True) if isinstance(gradient, torch.Tensor)}
+    given = {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True) if isinstance(gradient, torch.Tensor)}
+    return {name: gradient if gradient.layout is torch.strided else gradient.to_dense() for name, gradient in given.items()}
 
 
 def _detached(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

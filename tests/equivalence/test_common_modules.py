@@ -179,3 +179,50 @@ def test_what_needs_all_samples_at_once_says_so() -> None:
     model = Squared(lambda m, x: m.parts["linear"](m.parts["bag"]((x[..., 0].abs() * 4).long())), bag=bag, linear=nn.Linear(WIDTH, WIDTH))
     with pytest.raises(PlanError, match=r"(?s)test_common_modules\.py:\d+.* needs all samples of the batch at once.*num_microbatches=1"):
         autopar.compile(model.double(), autopar.virtual_mesh(pp=2), example_inputs=(X,), backend="eager", num_microbatches=2)
+
+
+def transformed(module: Squared, x: Tensor) -> Tensor:
+    """A spatial transformer: each sample lies on a grid of its own."""
+    matrices = module.parts["linear"](x).mean(1)[:, :6].view(-1, 2, 3)
+    return F.grid_sample(x[:, None], F.affine_grid(matrices, [len(x), 1, 4, 5], align_corners=False), align_corners=False)
+
+
+def ids_of(x: Tensor) -> Tensor:
+    return (x[..., 0].abs() * 4).long().clamp(max=9)
+
+
+# Of each sample by itself, whatever torch makes of it: memory that is not filled, a size that counts samples, gradients in another layout.
+SAMPLE_BY_SAMPLE: dict[str, Callable[[], Squared]] = {
+    "circular padding": lambda: Squared(
+        lambda m, x: m.parts["conv"](m.parts["linear"](x)),
+        linear=nn.Linear(WIDTH, WIDTH),
+        conv=nn.Conv1d(LENGTH, 4, 3, padding=2, padding_mode="circular"),
+    ),
+    "spatial transformer": lambda: Squared(transformed, linear=nn.Linear(WIDTH, WIDTH)),
+    "sparse gradients of a table": lambda: Squared(
+        lambda m, x: m.parts["linear"](m.parts["table"](ids_of(x))), table=nn.Embedding(10, WIDTH, sparse=True), linear=nn.Linear(WIDTH, 8)
+    ),
+    "sparse gradients of bags": lambda: Squared(
+        lambda m, x: m.parts["linear"](m.parts["bag"](ids_of(x))), bag=nn.EmbeddingBag(10, WIDTH, sparse=True), linear=nn.Linear(WIDTH, 8)
+    ),
+    "fixed statistics": lambda: Squared(
+        lambda m, x: m.parts["norm"](m.parts["linear"](x)).relu(), linear=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(LENGTH).eval()
+    ),
+}
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2}, {"tp": 2}])
+@pytest.mark.parametrize("name", list(SAMPLE_BY_SAMPLE))
+def test_exact_in_microbatches_of_even_and_uneven_batches(name: str, axes: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = SAMPLE_BY_SAMPLE[name]().double()
+    parallel = autopar.compile(model, autopar.virtual_mesh(**axes), example_inputs=(X,), backend="eager", num_microbatches=2)
+    reference = copy.deepcopy(model)
+    for x in (X, X[:3]):
+        for module in (parallel, reference):
+            module.zero_grad()
+            module(x).backward()
+        for (key, ours), theirs in zip(parallel.named_parameters(), reference.parameters(), strict=True):
+            assert theirs.grad is not None
+            torch.testing.assert_close(ours.grad, theirs.grad.to_dense(), rtol=1e-9, atol=1e-12, msg=key)
+        assert parallel.verify(x)

@@ -157,6 +157,14 @@ OURS: dict[str, list[Sample]] = {
         lambda x: F.affine_grid(shaped(x, 1, 3, 4), (1, 2, 2, 3, 4), align_corners=True),
         lambda x: F.affine_grid(shaped(x, 2, 3, 4), (2, 2, 1, 3, 2), align_corners=False),
     ],
+    "pad.default": [
+        lambda x: F.pad(shaped(x, 2, 3, 4), (1, 3), mode="circular"),
+        lambda x: F.pad(shaped(x, 2, 3, 4, 5), (0, 2, 3, 1), mode="circular"),
+        lambda x: F.pad(shaped(x, 2, 1, 3, 4, 2), (1, 1, 4, 0, 2, 3), mode="circular"),
+        lambda x: F.pad(shaped(x, 2, 4, 5), (-1, 2), mode="circular"),
+        lambda x: F.pad(shaped(x, 2, 4, 5), (1, 2), mode="reflect"),
+        lambda x: F.pad(shaped(x, 4, 5), (1, -1, 2, 0), value=0.5),
+    ],
     "trace.default": [lambda x: torch.trace(shaped(x, 3, 5)).reshape(1), lambda x: torch.trace(shaped(x, 4, 2)).reshape(1)],
     "logdet.default": [lambda x: torch.logdet(regular(x, 3, 3) @ regular(x, 3, 3).mT).reshape(1)],
 }
