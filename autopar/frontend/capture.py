@@ -42,6 +42,7 @@ from autopar.frontend.refusals import (
     warn_of_frozen,
     warn_of_globals,
 )
+from autopar.frontend.shared_memory import refuse_shared_writes
 from autopar.frontend.traced import as_traced
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
@@ -133,6 +134,7 @@ def _exported(
         leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type
         with autocast_off():
             program = forward_program(exported, mesh, trainable, *leaves, device, autocast)
+    refuse_shared_writes(program, model, {name: each for name, each in exported.constants.items() if isinstance(each, torch.Tensor)})
     return _with_first_names(program, model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,10 +38,22 @@ class Constants:
         self._values: dict[Node, torch.Tensor | None] = {
             node: promote_tensor(program.constants[item.name]) if item.kind == "constant" else None for item, node in program.named_inputs()
         }
+        self._program = program
         self._found: dict[Hashable, Any] = {}
         # When which of their readers reads is not asked: nothing is known of memory that is written.
         self._written = {memory_of(written_by(writer)) for writer in writers_of(program.graph)}
         self._values |= {node: None for node in self._written if node in self._values}
+
+    @cached_property
+    def learned(self) -> frozenset[Node]:
+        """The floats that depend on a parameter."""
+        found = {node for item, node in self._program.named_inputs() if item.kind == "parameter"}
+        for node in self._program.graph.nodes:
+            value = node.meta.get("val")
+            is_float = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
+            if node.op == "call_function" and is_float and not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return frozenset(found)
 
     def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
         """What `find` finds out about known values, which `key` says; it is asked once."""

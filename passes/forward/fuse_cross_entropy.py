@@ -116,7 +116,7 @@ def _why_overwritten(node: Node, logits: Node, writers: Sequence[Node]) -> str:
 def _logits(node: Node) -> Node:
     """The scores before any log-softmax, as narrow as they were, where the op computes in no less than what they were cast to."""
     source: Any = node.args[0]
-    if source.target in _LOG_SOFTMAXES and _computes_in(source.args[0], tensor_of(source).dtype):
+    if _softmax_dim(source) == _class_dim(node) and _computes_in(source.args[0], tensor_of(source).dtype):
         source = source.args[0]
     while source.target in (aten._to_copy.default, aten.to.dtype) and _computes_in(source.args[0], tensor_of(source).dtype):
         source = source.args[0]
@@ -131,11 +131,15 @@ def _computes_in(value: object, dtype: torch.dtype) -> bool:
 
 
 def _class_dim(node: Node) -> int:
+    """The dim of the classes: that of the log-softmax below, but of a loss that has one of its own."""
     source: Any = node.args[0]
-    num_dims = tensor_of(source).dim()
-    if source.target in _LOG_SOFTMAXES:
-        return int(source.args[1]) % num_dims
-    return 0 if num_dims == 1 else 1
+    own = 0 if tensor_of(source).dim() == 1 else 1
+    found = None if node.target is aten.cross_entropy_loss.default else _softmax_dim(source)
+    return own if found is None else found
+
+
+def _softmax_dim(source: Any) -> int | None:
+    return int(source.args[1]) % tensor_of(source).dim() if source.target in _LOG_SOFTMAXES else None
 
 
 def _why_no_loss(node: Node) -> str:

@@ -109,12 +109,14 @@ class _Channels:
 def _with_buffers(emit: Emitter, node: Node, number: int) -> list[Node | None]:
     """(input, weight?, bias?, mean, variance, training, momentum, eps) → (output, mean, deviation, new mean, new variance).
 
-    The running variance is that of a microbatch, whose samples are a part of the batch: `number` of them.
+    The running variance is that of a microbatch, whose samples are a part of the batch: `number` of them. An instance norm comes as one
+    sample, whose channels are those of the batch.
     """
     x, weight, bias, old_mean, old_variance, training, momentum, eps = arguments(node)
     assert training, "in evaluation autograd calls another op"
     output, mean, deviation, variance = _normalised(emit, x, weight, bias, eps)
-    count = _Channels.of(emit, x).count // number
+    channels = _Channels.of(emit, x)
+    count = channels.count // (number if channels.shape[0] > 1 else 1)
     unbiased = emit.call(aten.mul.Tensor, variance, count / (count - 1)) if count > 1 else variance
     return [output, mean, deviation, _moved(emit, old_mean, mean, momentum), _moved(emit, old_variance, unbiased, momentum)]
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import ScheduleError
+from autopar.frontend.shared_memory import refuse_shared_parameters
 from autopar.ir.instructions import Launch
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
 from autopar.ir.padding import Padding, padded, unpadded
@@ -88,6 +89,7 @@ class DistributedWorld:
 
     def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
         if values is None:
+            refuse_shared_parameters(model, compiled.facts.constants)
             check_equal_models(model, self.gather)
         mesh = compiled.mesh.ranks
         stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))

@@ -11,6 +11,7 @@ Documents are operands where a part of a mask compares their ids, whatever they 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -81,11 +82,18 @@ def meaning(masks: list[Scaled | Filled], wanted: Layout, labels: Labels, consta
         raise NotFusible(f"something is added after a mask of {finite[-1].value:g}, which a row that it masks wholly would show")
     reader.read(masks, found, flags=not finite_rows)
     found.even_rows = finite_rows
-    if decides and any(isinstance(mask, Scaled) and constants.value(mask.node) is None for mask in masks):
-        found.conditions.append("what is added to the scores masks no row wholly")
+    unknown = [mask for mask in masks if isinstance(mask, Scaled) and constants.value(mask.node) is None]
+    if decides and any(mask.node not in constants.learned for mask in unknown):  # a mask that the batch has, padding as a rule
+        raise NotFusible(
+            f"what is added to scores that {finite[-1].value:g} masks may mask the rest of a row, which then shows that number"
+        )
+    if decides and unknown:
+        found.conditions.append("what is learned and added to the scores masks no row wholly")
     if finite_rows:
         found.conditions.append("a row that attends to nothing weighs all keys alike, as there")
     elif (found.attends or found.may_be_empty) and not weights.safe and not weights.zeroed:
+        if not reader.has_sink and reader.is_empty(fills):
+            raise NotFusible("a row that is known before it runs attends to nothing: it is NaN in the model, and 0 in the op")
         found.conditions.append("a row that attends to nothing is 0, not NaN")
     return found
 
@@ -147,6 +155,11 @@ class _Reader:
             return not bool(found.any(-1).all())
         rows, keys = (self.labels.size(dim) for dim in self.wanted[-2:])
         return not bool(found.expand(*found.shape[:-2], rows, keys).diagonal(dim1=-2, dim2=-1).all())
+
+    def is_empty(self, fills: list[Filled]) -> bool:
+        """Whether a row is masked wholly by those of `fills` that are known."""
+        known = [value for mask in fills for part in self._conjunction(mask) if (value := self._attended(part)) is not None]
+        return bool(known) and not bool(functools.reduce(torch.logical_and, known).any(-1).all())
 
     def _parts(self, mask: Scaled | Filled, found: Masks) -> list[Scaled | Filled]:
         """What is left of `mask` beside the documents that `found` then has; `mask` itself where it knows of none."""

@@ -69,6 +69,8 @@ FORMS: dict[str, Loss] = {
     "weights": lambda x, y: F.cross_entropy(x, y, weight=WEIGHT.to(x.dtype)),
     "made wider": lambda x, y: F.cross_entropy(x.float() if x.dtype == torch.bfloat16 else x.double(), y),
     "written before": lambda x, y: F.cross_entropy(masked(x.clone()), y),
+    "a log-softmax of a log-softmax": lambda x, y: F.cross_entropy(x.log_softmax(-1), y),
+    "a log-softmax over rows": lambda x, y: F.cross_entropy(x.log_softmax(0), y),
     "nll of a log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
     "nll of a log-softmax by dim 1, a sum": lambda x, y: F.nll_loss(x.log_softmax(1), y, reduction="sum"),
     "nll of a wide log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)), y),
@@ -87,6 +89,10 @@ NEAR_MISSES: dict[str, tuple[Loss, str]] = {
     "the loss takes another dim": (
         lambda x, y: F.nll_loss(F.log_softmax(x[:6].view(2, 3, 7)[:, :, :3], -1), y[:6].view(2, 3) % 3),
         "takes dim 1 for the classes, and the softmax is over dim 2",
+    ),
+    "the softmax over positions": (
+        lambda x, y: F.cross_entropy(F.log_softmax(x[:6].view(2, 3, 7)[:, :, :3], -1), y[:6].view(2, 3) % 3),
+        "classes are dim 1 of 3",
     ),
     "written after it was made wider": (lambda x, y: F.cross_entropy(masked(x.to(torch.float64, copy=True)), y), "writes into its logits"),
     "written after the loss": (lambda x, y: written_after(x.clone(), y), "writes into its logits"),

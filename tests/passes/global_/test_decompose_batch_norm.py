@@ -120,3 +120,25 @@ def test_frozen_and_instance_norms_split_and_are_exact() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-12, msg=name)
     torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()))
     assert parallel.summary()["flops_split"] == 1.0
+
+
+class Tracked(nn.Module):
+    """An instance norm that tracks statistics, of which torch makes a batch norm of one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.linear(x)) ** 3).mean()
+
+
+def test_the_running_variance_of_instances_is_that_of_their_positions_in_microbatches_too() -> None:
+    torch.manual_seed(0)
+    model, x = Tracked().double(), torch.randn(8, 3, 6).double()
+    reference = copy.deepcopy(model)
+    options = {"example_inputs": (x,), "backend": "eager", "num_microbatches": 2, "microbatch_statistics": "own"}
+    autopar.compile(model, autopar.virtual_mesh(dp=1), **options)(x)
+    for half in x.chunk(2):
+        reference(half)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(reference.named_buffers()), rtol=1e-12, atol=1e-12)

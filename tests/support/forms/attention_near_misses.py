@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.support.forms.attention import LOWEST, SQUARE, D, H, S, T, form, padding, some_empty
+from tests.support.forms.attention import LOWEST, SQUARE, B, D, H, S, T, form, padding, some_empty
 
 
 def scores_of(m: Any) -> Tensor:
@@ -182,6 +182,32 @@ def _(m: Any, mask: Tensor) -> Tensor:
 def _(m: Any) -> Tensor:
     lower = torch.ones(S, S).tril().bool()
     return torch.where(lower, scores_of(m), 0.0).softmax(-1) @ m.value
+
+
+def lengths() -> tuple[Tensor]:
+    """A mask to add, of a batch that is padded on the left: its first rows see nothing but padding."""
+    added = torch.zeros(B, S, dtype=torch.float64)
+    added[0, :2] = LOWEST
+    return (added,)
+
+
+@form("left padding added to causal scores of a number", reason="may mask the rest of a row", inputs=lengths, **SQUARE)
+def _(m: Any, mask: Tensor) -> Tensor:
+    """GPT-Neo's order: causal by a number in place of scores, then the padding is added."""
+    causal = torch.where(torch.ones(S, S).tril().bool(), scores_of(m), LOWEST)
+    return (causal + mask[:, None, None, :]).softmax(-1) @ m.value
+
+
+@form("causal scores of a number, over added left padding", reason="may mask the rest of a row", inputs=lengths, **SQUARE)
+def _(m: Any, mask: Tensor) -> Tensor:
+    scores = scores_of(m) + mask[:, None, None, :]
+    return torch.where(torch.ones(S, S).tril().bool(), scores, -1e9).softmax(-1) @ m.value
+
+
+@form("a row of -inf", reason="a row that is known before it runs attends to nothing", **SQUARE)
+def _(m: Any) -> Tensor:
+    """Each row sees what is before it, and the first nothing: NaN."""
+    return (scores_of(m).masked_fill(~torch.ones(S, S).tril(-1).bool(), -math.inf).softmax(-1) @ m.value).isnan().double()
 
 
 @form("added after a mask of a number", reason="something is added after a mask", inputs=some_empty, bias=(H, S, T))
