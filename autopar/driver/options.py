@@ -120,7 +120,7 @@ class Options:
 
     def asked(self) -> dict[str, str]:
         """What all ranks must be asked alike, in the user's words: of one asked for something else rank 0's plan is none."""
-        offload = self.offload and replace(self.offload, folder=None)  # a machine's own
+        away = self.offload  # its folder is a machine's own
         return {
             "outputs": repr(self.outputs),
             "batch_dims": str(self.batch_dims),
@@ -128,11 +128,11 @@ class Options:
             "zero": str(self.freedom.zero),
             "num_microbatches": str(self.num_microbatches),
             "microbatch_statistics": repr(self.microbatch_statistics),
-            "schedule": self.schedule if isinstance(self.schedule, str) else type(self.schedule).__name__,
+            "schedule": type(self.schedule).__name__ if isinstance(self.schedule, PipelineSchedule) else str(self.schedule),
             "kernels": self.kernels,
             "precision": str(self.precision),
             "recompute": self.recompute,
-            "offload": str(offload),
+            "offload": str(away and {"activations": away.activations, "optimizer": away.optimizer, "parameters": away.parameters}),
             "updates of train_step": str(self.updates),
             "collective_chunks": str(self.collective_chunks),
         }
