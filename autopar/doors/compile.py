@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
@@ -242,8 +242,6 @@ class _Maker:
             shares: UnequalShares | None = None,
         ) -> Compiled:
             from_first, gathered = (None, None) if isinstance(self.mesh, Mesh) else (parallel.from_first, parallel.gathered)
-            if gathered is not None and pins is None:  # the first capture
-                _refuse_unlike(gathered(self.options.asked(), "a comparison of the ranks' options"))
             return self._compiler_of(model, (args, kwargs), pins, shares, from_first, gathered).compiled(self.cache)
 
         parallel = ParallelModule(
@@ -261,7 +259,7 @@ class _Maker:
             weights=self.weights,
             takes_global=self.takes_global,
             pad_to=self.pad_to,
-            is_cached=self.cache is not None,
+            asked=self.options.asked() | {"pad_to": str(self.pad_to), "cache": "None" if self.cache is None else "a folder"},
         )
         return parallel
 
@@ -290,16 +288,6 @@ class _Maker:
 
         question = Question(model, *call, self.axes, options, pins, self.backend == "eager")
         return CallCompiler(question, compile_by, memory, by_name, from_first, gather)
-
-
-def _refuse_unlike(asked: Sequence[Mapping[str, str]]) -> None:
-    """Raise `PlanError` on all ranks where one has other options than rank 0."""
-    for rank, options in enumerate(asked):
-        unlike = [f"{name} ({asked[0][name]} and {value})" for name, value in options.items() if value != asked[0][name]]
-        if unlike:
-            raise PlanError(
-                f"ranks 0 and {rank} pass different options to autopar.compile: {'; '.join(unlike)}; pass the same on all ranks"
-            )
 
 
 def estimate_memory(

@@ -119,22 +119,25 @@ class Options:
             raise AutoparError(f'collective_chunks={chunks!r} is unknown; use "auto", "off" or a number of pieces, 2 or more')
 
     def asked(self) -> dict[str, str]:
-        """What all ranks must be asked alike, in the user's words: of one asked for something else rank 0's plan is none."""
+        """What all ranks must have asked for alike, as text by the option's name: the plan is that of rank 0, and another's would be lost.
+
+        Budgets are left out, which may be a share of each rank's own device, and plans and pins, which come from one file as a rule.
+        """
         away = self.offload  # its folder is a machine's own
+        dims = dict(sorted(self.batch_dims.items())) if isinstance(self.batch_dims, Mapping) else self.batch_dims
         return {
-            "outputs": repr(self.outputs),
-            "batch_dims": str(self.batch_dims),
-            "memory_budget": f"{self.budget.asked_bytes:.0f} bytes",
-            "zero": str(self.freedom.zero),
+            "outputs": str(self.outputs),
+            "batch_dims": "None" if isinstance(dims, BatchOfFirst) else str(dims),
+            "zero": "None" if self.freedom.zero is None else str(self.freedom.zero).removeprefix("zero="),
             "num_microbatches": str(self.num_microbatches),
-            "microbatch_statistics": repr(self.microbatch_statistics),
+            "microbatch_statistics": str(self.microbatch_statistics),
             "schedule": type(self.schedule).__name__ if isinstance(self.schedule, PipelineSchedule) else str(self.schedule),
             "kernels": self.kernels,
             "precision": str(self.precision),
             "recompute": self.recompute,
             "offload": str(away and {"activations": away.activations, "optimizer": away.optimizer, "parameters": away.parameters}),
-            "updates of train_step": str(self.updates),
             "collective_chunks": str(self.collective_chunks),
+            "train_step's updates": f"{self.updates}, {self.versions}",
         }
 
     @property

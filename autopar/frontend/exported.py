@@ -19,7 +19,7 @@ from torch.export.graph_signature import InputSpec
 from torch.export.graph_signature import OutputKind as ExportedOutput
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import HigherOrderOperator, OpOverload, pytree
+from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.hooks import hooks_placed
@@ -43,6 +43,10 @@ _KINDS: dict[ExportedKind, InputKind] = {
     ExportedKind.CONSTANT_TENSOR: "constant",
     ExportedKind.USER_INPUT: "batch",
 }
+
+
+# The flags by which ops are asked for sparse gradients.
+_SPARSE = {"aten.embedding.": "sparse", "aten.embedding_bag.": "sparse", "aten.gather.": "sparse_grad"}
 
 
 def forward_program(
@@ -305,13 +309,15 @@ def _refuse_transforms(graph: Graph) -> None:
 
 
 def _make_gradients_dense(graph: Graph) -> None:
-    """Tables that are asked for sparse gradients get the same numbers in a dense one: ranks sum gradients, and the layout is no part of
-    what the model computes."""
+    """What is asked for sparse gradients gets the same numbers in dense ones: ranks sum gradients, and the layout is no part of what the
+    model computes."""
     for node in graph.nodes:
-        named = all_named(node) if isinstance(node.target, OpOverload) and str(node.target).startswith("aten.embedding") else {}
-        if named.get("sparse"):
-            named["sparse"] = False
-            node.args, node.kwargs = (), named
+        flag = next((flag for name, flag in _SPARSE.items() if str(node.target).startswith(name)), "")
+        named = all_named(node) if flag else {}
+        if named.get(flag):
+            kept = {**named, flag: False}
+            positions = [each.name for each in schema_of(node.target).arguments if not each.kwarg_only]
+            node.args, node.kwargs = tuple(kept.pop(name) for name in positions), kept
 
 
 def _refuse_sparse(graph: Graph) -> None:

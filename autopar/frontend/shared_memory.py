@@ -3,7 +3,7 @@ every tensor is an input by itself, do not know."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,10 +11,17 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.errors import CaptureError, MeshError
-from autopar.graph.overwrites import memory_of, writers_of, written_by
+from autopar.graph.overwrites import memory_of, writes, written_by
+from autopar.ir.arguments import all_named
 from autopar.ir.keys import SOURCE
 from autopar.ir.program import Input, Program
 from autopar.ir.source import WRAPPED
+
+aten = torch.ops.aten
+
+Named = Sequence[tuple[str, torch.Tensor]]
+# Norms that move running statistics, by the flag without which they only read them.
+_TRACKING: dict[object, str] = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
 
 
 def refuse_shared_writes(program: Program, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
@@ -22,7 +29,7 @@ def refuse_shared_writes(program: Program, model: nn.Module, constants: Mapping[
     that the model holds beside its parameters and buffers."""
     values = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False)) | dict(constants)
     inputs = [(item, node, values[item.name]) for item, node in program.named_inputs() if item.name in values and item.kind != "batch"]
-    written = {memory_of(written_by(writer)): writer for writer in reversed(writers_of(program.graph))}
+    written = {memory: writer for writer in reversed(program.graph.nodes) for memory in _written(writer)}
     for item, node, value in inputs:
         if node not in written:
             continue
@@ -40,11 +47,11 @@ def refuse_shared_parameters(model: nn.Module, constants: Mapping[str, torch.Ten
         *model.named_buffers(),
         *((name.removeprefix(WRAPPED), each) for name, each in constants.items()),
     ):
-        by_memory.setdefault(StorageWeakRef(each.untyped_storage()), []).append((name, each))
+        memory = _memory(each)
+        if memory is not None:
+            by_memory.setdefault(memory, []).append((name, each))
     for found in by_memory.values():
-        trained = [(name, each) for name, each in found if isinstance(each, nn.Parameter) and each.requires_grad]
-        pairs = ((name, other) for name, each in trained for other, shown in found if overlap(each, shown))
-        for name, other in pairs:
+        for name, other in _sharing(found):
             raise MeshError(
                 f"{name!r} and {other!r} lie in the same memory and are two tensors: processes hold parts of the parameter elsewhere, and "
                 "the other would keep the values of now. Tie two parameters as one (head.weight = embedding.weight), read the parameter "
@@ -52,11 +59,37 @@ def refuse_shared_parameters(model: nn.Module, constants: Mapping[str, torch.Ten
             )
 
 
+def _written(writer: Node) -> Iterator[Node]:
+    """The values into whose memory a call of a FORWARD program writes; of norms that track statistics no schema says so."""
+    if writer.target in _TRACKING:
+        named = all_named(writer)
+        if named[_TRACKING[writer.target]]:
+            yield from (memory_of(each) for each in (named["running_mean"], named["running_var"]) if isinstance(each, Node))
+    elif writer.op == "call_function" and writes(writer):
+        yield memory_of(written_by(writer))
+
+
+def _sharing(found: Named) -> Iterator[tuple[str, str]]:
+    """Of tensors in one memory those that have an element in common with a parameter that trains, by name."""
+    placed = sorted(((*_span(each), name, each) for name, each in found if each.numel()), key=lambda each: each[:2])
+    for index, (_, end, name, each) in enumerate(placed):
+        for start, _, other, shown in placed[index + 1 :]:
+            if start >= end:
+                break  # nor does any that begins later
+            if overlap(each, shown):
+                yield from (pair for first, pair in ((each, (name, other)), (shown, (other, name))) if _trains(first))
+
+
+def _trains(value: torch.Tensor) -> bool:
+    return isinstance(value, nn.Parameter) and value.requires_grad
+
+
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, which are not the same, have an element in common."""
     if one is other or not one.numel() or not other.numel():
         return False
-    if StorageWeakRef(one.untyped_storage()) != StorageWeakRef(other.untyped_storage()):
+    memory = _memory(one)
+    if memory is None or memory != _memory(other):
         return False
     (begin, end), (start, stop) = _span(one), _span(other)
     if stop <= begin or end <= start:
@@ -66,6 +99,14 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     marks = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
     _elements(marks, one).fill_(True)
     return bool(_elements(marks, other).any())
+
+
+def _memory(value: torch.Tensor) -> StorageWeakRef | None:
+    """That of a tensor of numbers side by side; of sparse ones, and of classes that wrap others, nothing is known."""
+    try:
+        return StorageWeakRef(value.untyped_storage()) if value.layout is torch.strided else None
+    except (NotImplementedError, RuntimeError, ValueError):
+        return None
 
 
 def _span(value: torch.Tensor) -> tuple[int, int]:

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import Emitter
-from autopar.ir.arguments import arguments, int_at
+from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.program import Program, results_of
 
 aten = torch.ops.aten
@@ -109,16 +109,22 @@ class _Channels:
 def _with_buffers(emit: Emitter, node: Node, number: int) -> list[Node | None]:
     """(input, weight?, bias?, mean, variance, training, momentum, eps) → (output, mean, deviation, new mean, new variance).
 
-    The running variance is that of a microbatch, whose samples are a part of the batch: `number` of them. An instance norm comes as one
-    sample, whose channels are those of the batch.
+    The running variance is that of a microbatch, whose samples are a part of the batch: `number` of them.
     """
     x, weight, bias, old_mean, old_variance, training, momentum, eps = arguments(node)
     assert training, "in evaluation autograd calls another op"
     output, mean, deviation, variance = _normalised(emit, x, weight, bias, eps)
-    channels = _Channels.of(emit, x)
-    count = channels.count // (number if channels.shape[0] > 1 else 1)
+    count = _Channels.of(emit, x).count // (1 if _is_of_instances(x) else number)
     unbiased = emit.call(aten.mul.Tensor, variance, count / (count - 1)) if count > 1 else variance
     return [output, mean, deviation, _moved(emit, old_mean, mean, momentum), _moved(emit, old_variance, unbiased, momentum)]
+
+
+def _is_of_instances(x: Node) -> bool:
+    """Whether a batch norm is one of instances, as torch writes it: of [n, c, …] seen as one sample of n · c channels."""
+    if x.target not in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        return False
+    seen, source = x.meta["val"].shape, node_at(x, 0).meta["val"].shape
+    return len(seen) == len(source) and (seen[0], seen[1]) == (1, source[0] * source[1]) and seen[2:] == source[2:]
 
 
 def _without_buffers(emit: Emitter, node: Node, number: int) -> list[Node | None]:

@@ -70,7 +70,7 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     try:
         return Written(path.name, _write_whole(path, contents), 8 + len(text) + offset)
     except OSError as error:
-        free = f", {shutil.disk_usage(path.parent).free:,} are free" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        free = f", {shutil.disk_usage(path.parent).free:,} are free" if error.errno == errno.ENOSPC else ""
         raise CheckpointError(f"{path} cannot be written: {error.strerror}; it takes {8 + len(text) + offset:,} bytes{free}") from error
 
 

@@ -23,7 +23,7 @@ from autopar.ir.sharding import Sharding
 from autopar.runtime._torch import local_part, plain_parts
 from autopar.runtime.birth.values import Values
 from autopar.runtime.birth.weights import place_buffers
-from autopar.runtime.execute.agreement import accepted
+from autopar.runtime.execute.agreement import accepted, telling
 from autopar.runtime.execute.distributed import DistributedTransport
 from autopar.runtime.execute.group_cache import distrust
 from autopar.runtime.execute.interpreter import Execution
@@ -89,7 +89,8 @@ class DistributedWorld:
 
     def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
         if values is None:
-            refuse_shared_parameters(model, compiled.facts.constants)
+            with telling(self, "a comparison of the ranks' models"):
+                refuse_shared_parameters(model, compiled.facts.constants)
             check_equal_models(model, self.gather)
         mesh = compiled.mesh.ranks
         stage = mesh.without("pp") if mesh.names != ("pp",) else Mesh((("dp", 1),))

@@ -148,7 +148,7 @@ class CapturingModule(NamesOfModel):
         weights: Weights | None = None,
         takes_global: bool = False,
         pad_to: PadTo | None = None,
-        is_cached: bool = False,
+        asked: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         share_contents(self, model)
@@ -166,7 +166,7 @@ class CapturingModule(NamesOfModel):
         self._tensors: ModelTensors | None = None
         self._trainer = trainer or Trainer(None, TrainStep())
         self._scaler: Scaler | None = None
-        self._weights, self._takes_global, self._pad_to, self._is_cached = weights, takes_global, pad_to, is_cached
+        self._weights, self._takes_global, self._pad_to, self._asked = weights, takes_global, pad_to, asked or {}
         # The latest call's inputs, of the global batch.
         self._given: CallInputs | None = None
         self._trainer.bind(model)
@@ -201,13 +201,13 @@ class CapturingModule(NamesOfModel):
         return inputs if self._pad_to is None else padded(inputs, self._pad_to, self._batch_dims, self.mesh, self._world)
 
     def _agree_on_options(self) -> None:
-        """Those by which ranks exchange what they do not without them. Collective. Raises `InputError` on all ranks."""
-        mine = f"pad_to={self._pad_to}", f"{'a' if self._is_cached else 'no'} cache="
-        everyone = self._world.gather(mine, "a comparison of the ranks' calls")
+        """What was asked of the compile is the same on all ranks. Collective. Raises `InputError` on all of them."""
+        everyone = self._world.gather(self._asked, "a comparison of the ranks' calls")
         for rank, theirs in enumerate(everyone):
-            for first, other in zip(everyone[0], theirs, strict=True):
-                if other != first:
-                    raise InputError(f"rank 0 has {first}, and rank {rank} has {other}: give autopar.compile the same on all ranks")
+            unlike = [name for name, value in everyone[0].items() if theirs[name] != value]
+            if unlike:
+                first, other = (", ".join(f"{name}={asked[name]}" for name in unlike) for asked in (everyone[0], theirs))
+                raise InputError(f"rank 0 has {first}, and rank {rank} has {other}: give autopar.compile the same on all ranks")
 
     def _share(self, inputs: CallInputs) -> CallInputs:
         if not self._takes_global or not isinstance(self._world, DistributedWorld):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -36,19 +37,33 @@ class NamesOfModel(AsksToConvert):
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_own(name):
+        if self._is_own(name) and not self._is_of_both(name, value):
             object.__setattr__(self, name, value)  # torch's would look among the model's parameters and buffers, which may have it, too
         else:
             setattr(self.__dict__["_model"], name, value)
 
     def __delattr__(self, name: str) -> None:
         if self._is_own(name):
-            super().__delattr__(name)
+            object.__delattr__(self, name)
         else:
             delattr(self.__dict__["_model"], name)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.__dict__.get("_model", self.__class__))})
+
+    def get_submodule(self, target: str) -> nn.Module:
+        return self.__dict__["_model"].get_submodule(target) if target else self
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        return self.__dict__["_model"].get_parameter(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        return self.__dict__["_model"].get_buffer(target)
+
+    def _is_of_both(self, name: str, value: object) -> bool:
+        """Whether the model has a parameter, buffer or layer of such a name and is given one, as by `load_state_dict(assign=True)`."""
+        is_of_model = isinstance(value, (torch.Tensor, nn.Module)) and "_model" in self.__dict__
+        return is_of_model and name in registered_names(self.__dict__["_model"])
 
     def _is_own(self, name: str) -> bool:
         return "_model" not in self.__dict__ or name in self.__dict__ or hasattr(type(self), name)

@@ -202,6 +202,10 @@ SAMPLE_BY_SAMPLE: dict[str, Callable[[], Squared]] = {
     "sparse gradients of a table": lambda: Squared(
         lambda m, x: m.parts["linear"](m.parts["table"](ids_of(x))), table=nn.Embedding(10, WIDTH, sparse=True), linear=nn.Linear(WIDTH, 8)
     ),
+    "sparse gradients of what is gathered": lambda: Squared(
+        lambda m, x: torch.gather(m.parts["linear"].weight, 0, ids_of(x).flatten()[:, None].expand(-1, WIDTH), sparse_grad=True),  # type: ignore[arg-type]
+        linear=nn.Linear(WIDTH, WIDTH, bias=False),
+    ),
     "sparse gradients of bags": lambda: Squared(
         lambda m, x: m.parts["linear"](m.parts["bag"](ids_of(x))), bag=nn.EmbeddingBag(10, WIDTH, sparse=True), linear=nn.Linear(WIDTH, 8)
     ),

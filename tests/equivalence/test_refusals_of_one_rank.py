@@ -148,7 +148,7 @@ def asked_for_alone() -> list[str]:
 def test_what_one_rank_asks_for_alone(gloo_ranks: GlooRanks) -> None:
     for options, dtype in gloo_ranks.run(asked_for_alone, timeout=SECONDS):
         assert options == (
-            f"ranks 0 and {WRONG} pass different options to autopar.compile: zero (None and zero=1); num_microbatches (1 and 2); "
-            "pass the same on all ranks"
+            f"rank 0 has zero=None, num_microbatches=1, and rank {WRONG} has zero=1, num_microbatches=2: "
+            "give autopar.compile the same on all ranks"
         )
         assert dtype == f"ranks 0 and {WRONG} pass 'args[0]' as torch.float32 and as torch.float64: all pass one dtype"

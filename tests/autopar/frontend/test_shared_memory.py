@@ -60,6 +60,24 @@ def test_a_tensor_beside_the_buffers_is_refused_too() -> None:
         autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(6), nn.InstanceNorm1d(6, track_running_stats=True)], ids=["batch", "instance"])
+def test_statistics_that_a_norm_tracks_are_written_too(norm: nn.Module) -> None:
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(6, 6), norm
+            self.register_buffer("seen", norm.running_mean[:3])  # type: ignore[index]
+            self.seen: Tensor
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(x).mT).square().mean() * self.seen.sum()
+
+    x = torch.randn(4, 5, 6)
+    with pytest.raises(CaptureError, match=r"writes into the buffer 'norm\.running_mean', and the buffer 'seen'"):
+        autopar.compile(Shown(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    autopar.compile(Shown().eval(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+
+
 def test_memory_of_ones_own_and_one_buffer_of_two_names_are_taken() -> None:
     for share in (torch.clone, lambda count: count):
         model, reference = Model(share), Model(share)
@@ -75,13 +93,15 @@ def test_overlap_is_of_elements() -> None:
     assert overlap(table[:1].expand(3, 6), table[0, 5:])
     assert not overlap(table, table) and not overlap(table, torch.zeros(4, 6)) and not overlap(table[:0], table)
     assert not overlap(table[:, :3], table[:, 3:]) and not overlap(table[::2], table[1::2]) and not overlap(table[:2], table[2:])
+    sparse = table.to_sparse()
+    assert not overlap(sparse, table) and not overlap(table, sparse)
     meta = torch.zeros(4, 6, device="meta")
     assert overlap(meta, meta[1:]) and not overlap(meta[:2], meta[2:])
 
 
 def test_processes_refuse_what_a_parameter_shares() -> None:
     model = Model(torch.clone)
-    refuse_shared_parameters(model, {})
+    refuse_shared_parameters(model, {"sparse": torch.eye(3).to_sparse()})
     with pytest.raises(MeshError, match="'linear.weight' and 'kept' lie in the same memory"):
         refuse_shared_parameters(model, {"kept": model.linear.weight.detach()[0]})
     model.linear.weight.requires_grad_(False)

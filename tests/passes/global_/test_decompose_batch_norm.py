@@ -133,9 +133,21 @@ class Tracked(nn.Module):
         return (self.norm(self.linear(x)) ** 3).mean()
 
 
-def test_the_running_variance_of_instances_is_that_of_their_positions_in_microbatches_too() -> None:
+class Turned(nn.Module):
+    """A batch norm of one sample, whose positions are the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(self.linear(x).t()[None]) ** 3).mean()
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Tracked, (8, 3, 6)), (Turned, (8, 6))], ids=["instances", "positions"])
+def test_the_running_variance_in_microbatches_is_that_of_what_each_has(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model, x = Tracked().double(), torch.randn(8, 3, 6).double()
+    model, x = kind().double(), torch.randn(shape).double()
     reference = copy.deepcopy(model)
     options = {"example_inputs": (x,), "backend": "eager", "num_microbatches": 2, "microbatch_statistics": "own"}
     autopar.compile(model, autopar.virtual_mesh(dp=1), **options)(x)

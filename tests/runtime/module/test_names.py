@@ -136,6 +136,19 @@ def test_parameters_and_buffers_with_names_of_ours_are_the_models(tmp_path: Path
     assert other.step == 5
 
 
+def test_what_is_loaded_or_looked_up_under_names_of_ours_is_the_models() -> None:
+    model, other, x = Counting(), Counting(), torch.randn(4, 4)
+    parallel: Any = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    state = {name: value + 1 for name, value in other.state_dict().items()}
+    parallel.load_state_dict(state, assign=True)
+    torch.testing.assert_close(model.state_dict(), state)
+    assert isinstance(parallel.step, int) and parallel.seed is None
+    assert parallel.get_submodule("plan") is model.plan and parallel.get_submodule("") is parallel
+    assert parallel.get_parameter("plan.weight") is model.plan.weight and parallel.get_buffer("step") is model.step
+    del parallel.step
+    assert "step" in dict(model.named_buffers())
+
+
 @pytest.mark.parametrize("mesh", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
 @pytest.mark.parametrize("on_parallel", [False, True])
 def test_backward_hooks_of_the_whole_model_see_what_they_see_in_plain_torch(mesh: dict[str, int], on_parallel: bool) -> None:

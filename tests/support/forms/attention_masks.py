@@ -79,6 +79,15 @@ def _(m: Any, mask: Tensor) -> Tensor:
     return scores.masked_fill(~mask[:, None, None, :], -1e9).softmax(-1) @ m.value
 
 
+@form("padding, -1e9, and biases of layers", inputs=some_empty, bias=(H, S, T), place=(H, D, T), table=(5, H))
+def _(m: Any, mask: Tensor) -> Tensor:
+    """DeBERTa's and Swin's kinds: of positions with the query, and looked up by distance, beside a known one that masks nothing."""
+    distance = (torch.arange(S)[:, None] - torch.arange(T)).clamp(-2, 2) + 2
+    bias = m.table[distance].permute(2, 0, 1) + m.bias.type_as(m.query) + (torch.arange(T) / 7).to(m.query.dtype)
+    scores = m.query @ m.key.mT / 2 + m.query @ m.place + bias
+    return scores.masked_fill(~mask[:, None, None, :], -1e9).softmax(-1) @ m.value
+
+
 @form("padding, then zeros", inputs=some_empty)
 def _(m: Any, mask: Tensor) -> Tensor:
     """XLM and its kin: rows without any key are zero."""

@@ -204,6 +204,24 @@ def _(m: Any, mask: Tensor) -> Tensor:
     return torch.where(torch.ones(S, S).tril().bool(), scores, -1e9).softmax(-1) @ m.value
 
 
+def left_padded() -> tuple[Tensor]:
+    """Which keys a batch has, padded on the left."""
+    return (torch.arange(S) >= torch.tensor([[2]] + [[0]] * (B - 1)),)
+
+
+@form("left padding in the dtype of the queries", reason="may mask the rest of a row", inputs=left_padded, **SQUARE)
+def _(m: Any, mask: Tensor) -> Tensor:
+    causal = torch.where(torch.ones(S, S).tril().bool(), scores_of(m), LOWEST)
+    return (causal + (1.0 - mask[:, None, None, :].type_as(m.query)) * LOWEST).softmax(-1) @ m.value
+
+
+@form("left padding joined with a learned bias", reason="may mask the rest of a row", inputs=left_padded, bias=(H, S, S), **SQUARE)
+def _(m: Any, mask: Tensor) -> Tensor:
+    """T5's way to join the two, over scores that are masked by a number."""
+    causal = torch.where(torch.ones(S, S).tril().bool(), scores_of(m), LOWEST)
+    return (causal + (m.bias + (1.0 - mask[:, None, None, :].double()) * LOWEST)).softmax(-1) @ m.value
+
+
 @form("a row of -inf", reason="a row that is known before it runs attends to nothing", **SQUARE)
 def _(m: Any) -> Tensor:
     """Each row sees what is before it, and the first nothing: NaN."""
