@@ -41,7 +41,7 @@ def refuse_shared_writes(program: Program, model: nn.Module, constants: Mapping[
 def refuse_shared_parameters(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
     """Raise `MeshError` where a parameter that trains lies in one memory with another tensor of the model: processes hold parts of it,
     elsewhere, so that the other would keep the values of now."""
-    by_memory: dict[StorageWeakRef, list[tuple[str, torch.Tensor]]] = {}
+    by_memory: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, each in (
         *model.named_parameters(),
         *model.named_buffers(),
@@ -101,10 +101,10 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(_elements(marks, other).any())
 
 
-def _memory(value: torch.Tensor) -> StorageWeakRef | None:
-    """That of a tensor of numbers side by side; of sparse ones, and of classes that wrap others, nothing is known."""
+def _memory(value: torch.Tensor) -> int | None:
+    """Which is that of a tensor of numbers side by side, as long as it is there. Of sparse ones, and of classes that wrap others, None."""
     try:
-        return StorageWeakRef(value.untyped_storage()) if value.layout is torch.strided else None
+        return StorageWeakRef(value.untyped_storage()).cdata if value.layout is torch.strided else None
     except (NotImplementedError, RuntimeError, ValueError):
         return None
 
