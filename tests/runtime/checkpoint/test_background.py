@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint import tensor_file
 from autopar.runtime.checkpoint.background import _BACKGROUNDS
 from tests.support.checkpoints import all_of, are_equal, parallel_on, share
@@ -32,7 +33,7 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(tensor_file, "_write_all", full)
     failed = autopar.save(tmp_path, parallel, blocking=False)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(CheckpointError, match="No space left"):
         failed.result()
     unasked = autopar.save(tmp_path, parallel, blocking=False)  # whoever was told of one goes on
     deadline = time.monotonic() + 60
@@ -40,7 +41,7 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
         time.sleep(0.01)
     assert not unasked.cancel()
     monkeypatch.undo()
-    with pytest.raises(OSError, match="No space left"):  # whoever did not ask is told at the next
+    with pytest.raises(CheckpointError, match="No space left"):  # whoever did not ask is told at the next
         autopar.save(tmp_path, parallel)
     assert autopar.save(tmp_path, parallel).name == "00000003"
 

@@ -215,20 +215,16 @@ def test_inputs_that_cannot_run_are_refused(inputs: dict[str, torch.Tensor], exp
 
 
 @pytest.mark.parametrize("name", ["step", "seed", "mesh", "plan", "compiled"])
-def test_a_model_with_a_name_of_ours_at_its_root_is_refused_unharmed(name: str) -> None:
-    def compiled(model: torch.nn.Module) -> ParallelModule:
-        return ParallelModule(model, virtual_mesh(dp=1, tp=2), capture=lambda *_, **__: mlp_compiled(virtual_mesh(dp=1, tp=2)))
-
+def test_what_a_model_has_under_a_name_of_ours_stays_the_models(name: str) -> None:
     with_buffer, with_layer, with_parameter = Mlp(), Mlp(), Mlp()
     with_buffer.register_buffer(name, torch.ones(1))
     with_layer.add_module(name, torch.nn.Linear(2, 2))
     with_parameter.register_parameter(name, torch.nn.Parameter(torch.ones(1)))
     for model in (with_buffer, with_layer, with_parameter):
         held = getattr(model, name)
-        with pytest.raises(AutoparError, match=f"submodule {name!r}.*wrap the model in another module"):
-            compiled(model)
-        assert getattr(model, name) is held
-        compiled(torch.nn.Sequential(model))
+        parallel = ParallelModule(model, virtual_mesh(dp=1, tp=2), capture=lambda *_, **__: mlp_compiled(virtual_mesh(dp=1, tp=2)))
+        assert getattr(model, name) is held and vars(parallel).get(name) is not held
+        assert parallel.state_dict().keys() == model.state_dict().keys()
 
 
 def test_a_parameter_that_the_first_program_does_not_use_stays_whole_in_later_ones() -> None:
