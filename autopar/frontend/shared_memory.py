@@ -102,11 +102,8 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _memory(value: torch.Tensor) -> int | None:
-    """Which is that of a tensor of numbers side by side, as long as it is there. Of sparse ones, and of classes that wrap others, None."""
-    try:
-        return StorageWeakRef(value.untyped_storage()).cdata if value.layout is torch.strided else None
-    except (NotImplementedError, RuntimeError, ValueError):
-        return None
+    """Which is that of a tensor of numbers side by side, as long as it is there; None of a sparse one."""
+    return StorageWeakRef(value.untyped_storage()).cdata if value.layout is torch.strided else None
 
 
 def _span(value: torch.Tensor) -> tuple[int, int]:

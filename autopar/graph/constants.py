@@ -74,7 +74,7 @@ class Constants:
     def _is_small(self, node: Node) -> bool:
         """Whether a value is known, and no number in it as low as those that mask."""
         value = self.value(node)
-        return value is not None and bool((value >= _LEAST).all())
+        return value is not None and not value.is_complex() and bool((value >= _LEAST).all())
 
     def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
         """What `find` finds out about known values, which `key` says; it is asked once."""

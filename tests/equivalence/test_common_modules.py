@@ -203,7 +203,9 @@ SAMPLE_BY_SAMPLE: dict[str, Callable[[], Squared]] = {
         lambda m, x: m.parts["linear"](m.parts["table"](ids_of(x))), table=nn.Embedding(10, WIDTH, sparse=True), linear=nn.Linear(WIDTH, 8)
     ),
     "sparse gradients of what is gathered": lambda: Squared(
-        lambda m, x: torch.gather(m.parts["linear"].weight, 0, ids_of(x).flatten()[:, None].expand(-1, WIDTH), sparse_grad=True),  # type: ignore[arg-type]
+        lambda m, x: torch.gather(
+            m.parts["linear"].get_parameter("weight"), 0, ids_of(x).flatten()[:, None].expand(-1, WIDTH), sparse_grad=True
+        ),
         linear=nn.Linear(WIDTH, WIDTH, bias=False),
     ),
     "sparse gradients of bags": lambda: Squared(
