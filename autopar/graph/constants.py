@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,11 +23,6 @@ _FILLS = {aten.full_like.default, aten.new_full.default, aten.zeros_like.default
           aten.new_ones.default, aten.full.default, aten.zeros.default, aten.ones.default}  # fmt: skip
 _ONES = {aten.ones_like.default, aten.new_ones.default, aten.ones.default}
 _FULL: dict[object, int] = {aten.full_like.default: 1, aten.new_full.default: 2, aten.full.default: 1}
-# Contractions of what is learned give what is learned; of others the first operand is all that counts, the rest says shape or dtype.
-_CONTRACTIONS = ("linear", "matmul", "aten.mm", "bmm", "addmm", "einsum", "conv", "embedding", "scaled_dot_product")
-_OF_ONE = ("type_as", "expand_as", "view_as", "reshape_as", "to.other", "index.Tensor", "index_select", "gather")
-# Added to a score, no number above this masks it.
-_LEAST = -1e3
 # They read memory that nobody wrote, or draw.
 _UNKNOWN = ("empty", "rand", "bernoulli", "dropout", "multinomial", "normal", "custom_function", "item", "_local_scalar")
 
@@ -40,41 +34,14 @@ class Constants:
     """
 
     def __init__(self, program: Program) -> None:
+        self.program = program
         self._values: dict[Node, torch.Tensor | None] = {
             node: promote_tensor(program.constants[item.name]) if item.kind == "constant" else None for item, node in program.named_inputs()
         }
-        self._program = program
         self._found: dict[Hashable, Any] = {}
         # When which of their readers reads is not asked: nothing is known of memory that is written.
         self._written = {memory_of(written_by(writer)) for writer in writers_of(program.graph)}
         self._values |= {node: None for node in self._written if node in self._values}
-
-    @cached_property
-    def learned(self) -> frozenset[Node]:
-        """Floats made of parameters, and of what layers make of a batch: no masks, which a batch or a buffer brings as they are."""
-        found = {node for item, node in self._program.named_inputs() if item.kind == "parameter"}
-        for node in self._program.graph.nodes:
-            if node.op == "call_function" and _is_float(node) and self._is_learned(node, found):
-                found.add(node)
-        return frozenset(found)
-
-    def _is_learned(self, node: Node, found: set[Node]) -> bool:
-        name = str(node.target)
-        read = [each for each in node.all_input_nodes if _is_float(each)]
-        if any(part in name for part in _OF_ONE):
-            read = [each for each in read if each is node.args[0]]
-        literals = [each for each in (*node.args, *node.kwargs.values()) if isinstance(each, (int, float))]
-        if found.isdisjoint(read) or any(each < _LEAST for each in literals):
-            return False
-        added = read[:1] if any(part in name for part in ("addmm", "baddbmm")) else []
-        if any(part in name for part in _CONTRACTIONS):
-            read = added
-        return all(each in found or self._is_small(each) for each in read)
-
-    def _is_small(self, node: Node) -> bool:
-        """Whether a value is known, and no number in it as low as those that mask."""
-        value = self.value(node)
-        return value is not None and not value.is_complex() and bool((value >= _LEAST).all())
 
     def once(self, key: Hashable, find: Callable[[], Any]) -> Any:
         """What `find` finds out about known values, which `key` says; it is asked once."""
@@ -160,8 +127,3 @@ class Constants:
         if isinstance(fill, Node):
             return None
         return torch.full((1,) * value.dim(), fill, dtype=promoted_dtype(value.dtype)).expand(value.shape)
-
-
-def _is_float(node: Node) -> bool:
-    value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()

@@ -14,8 +14,17 @@ def differentiable(program: Program) -> set[Node]:
     """The nodes that autograd would reach from a parameter that is trained."""
     found = {node for item, node in program.named_inputs() if item.requires_grad}
     for node in program.graph.nodes:
-        value = node.meta.get("val")
-        is_float = not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
-        if node.op == "call_function" and is_float and node.target is not aten.detach.default and not found.isdisjoint(operands(node)):
+        if (
+            node.op == "call_function"
+            and is_float(node)
+            and node.target is not aten.detach.default
+            and not found.isdisjoint(operands(node))
+        ):
             found.add(node)
     return found
+
+
+def is_float(node: Node) -> bool:
+    """Whether the value of `node` is real or complex; what is no tensor may hold such."""
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()

@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from autopar.graph.constants import Constants
 from autopar.graph.emit import tensor_of
+from autopar.graph.learned import learned
 from autopar.ir.fusion import NotFusible
 from autopar.kernels.attention_reference import attended
 from autopar.passes.fuse.attention.conditions import (
@@ -83,7 +84,8 @@ def meaning(masks: list[Scaled | Filled], wanted: Layout, labels: Labels, consta
     reader.read(masks, found, flags=not finite_rows)
     found.even_rows = finite_rows
     unknown = [mask for mask in masks if isinstance(mask, Scaled) and constants.value(mask.node) is None]
-    if decides and any(mask.node not in constants.learned for mask in unknown):  # a mask that the batch has, padding as a rule
+    if decides and unknown and not constants.once("learned", lambda: learned(constants)).issuperset(mask.node for mask in unknown):
+        # A mask that the batch has, padding as a rule.
         raise NotFusible(
             f"what is added to scores that {finite[-1].value:g} masks may mask the rest of a row, which then shows that number"
         )
