@@ -34,6 +34,7 @@ from autopar.frontend.module_hooks import BACKWARD_HOOKS
 from autopar.frontend.outputs import OutputSpec
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import autocast_off, casts_not_cached
+from autopar.graph.causal_biases import causal_biases_plain
 from autopar.ir.program import Program
 
 
@@ -65,7 +66,7 @@ def traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devi
     before = num_hooks(model), numbers_of(model)
     with attributes_kept(model) as written, caches_kept_clean(), library_checks_asserted(), casts_not_cached(), fake_errors_quiet():
         try:
-            with asserts_assumed(), told_of_export(), fast_paths_off(), _draws_refused():
+            with asserts_assumed(), told_of_export(), fast_paths_off(), causal_biases_plain(model), _draws_refused():
                 found = _recorded(model, args, kwargs, device)
         except NotKnown:
             raise

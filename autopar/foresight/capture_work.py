@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from autopar.graph.causal_biases import biases_not_copied
+
 # Of a run of equal layers the first stands for itself, the second for all others.
 KEPT = 2
 
@@ -51,7 +53,7 @@ def shortened(model: nn.Module, dtype: torch.dtype | None) -> Shortened:
 
 def on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     """A copy without data; ties stay ties."""
-    known: dict[int, object] = {}
+    known: dict[int, object] = {**biases_not_copied(model)}
     for tensor in (*model.parameters(), *model.buffers()):
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         empty = torch.empty_like(tensor, device="meta", dtype=kind)

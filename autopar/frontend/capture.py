@@ -6,10 +6,10 @@ original and source lines attached; `autopar.frontend.exported` brings what it r
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from autopar.frontend.shared_memory import refuse_shared_writes
 from autopar.frontend.traced import as_traced
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
+from autopar.graph.causal_biases import causal_biases_plain
 from autopar.graph.late_code import code_written_late
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program
@@ -88,7 +89,7 @@ def capture(
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
     args, kwargs = _distinct_examples(model, args, kwargs)
     autocast = Autocast.around(_device(model).type)
-    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached(), fast_paths_off():
+    with _as_graphs_hold_it(model):
         with attributes_kept(model, but_hooks=True) as written, caches_kept_clean(), asserts_assumed():
             numbers, hooks = numbers_of(model), num_hooks(model)
             # What has no batch dim is not put together again from what several microbatches make.
@@ -105,6 +106,14 @@ def capture(
     if mesh.num_shares > 1 and program.signature.outputs_of("output"):
         program = _with_batch_dims_of_outputs(program, model, args, kwargs)
     return replace(program, written=tuple(sorted(written)))
+
+
+@contextmanager
+def _as_graphs_hold_it(model: nn.Module) -> Generator[None]:
+    """While this is entered, `model` runs as plain ops of torch's; afterwards it is as it was."""
+    with causal_biases_plain(model), attributes_kept(model), backward_hooks_apart(model):
+        with library_checks_asserted(), casts_not_cached(), fast_paths_off():
+            yield
 
 
 def _exported(
@@ -222,7 +231,7 @@ def _distinct_examples(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def described_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
     """The structure of what `model(*args, **kwargs)` returns, and its flat leaves, of a tensor its shape. Values are not read."""
     args, kwargs = _distinct_examples(model, args, kwargs)
-    with attributes_kept(model), backward_hooks_apart(model), library_checks_asserted(), casts_not_cached(), fast_paths_off():
+    with _as_graphs_hold_it(model):
         with attributes_kept(model, but_hooks=True), caches_kept_clean(), asserts_assumed():
             output, _ = _fake_output(model, args, kwargs)
     leaves, structure = flattened(output)
@@ -239,7 +248,7 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     """What the forward returns on fake tensors, and the buffers for which it sets others."""
     mode = fake_mode()
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    refused = inference_mode_refused() if torch.is_grad_enabled() else contextlib.nullcontext()
+    refused = inference_mode_refused() if torch.is_grad_enabled() else nullcontext()
     with mode, explained(model), torch.random.fork_rng(devices=[]), refused:
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._torch import FakeTensorMode, empty_as, fake_mode, pytree
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
+from autopar.graph.causal_biases import biases_not_copied
 from autopar.graph.default_eps import default_eps
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.schedule import Fragment, Schedule, TensorType
@@ -87,7 +88,7 @@ def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promote
 
     With `promoted` whatever else the modules hold of lower float tensors becomes float64 too.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {**biases_not_copied(model)}
     for tensor in (*model.parameters(), *model.buffers()):
         value = tensors[id(tensor)].detach().clone()
         memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
