@@ -28,7 +28,7 @@ from autopar.runtime.checkpoint.values import decode
 from autopar.runtime.execute.world import local_of
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.module.placement import like
-from autopar.runtime.train.state import check_optimizer_state, give_optimizer_state, take_groups
+from autopar.runtime.train.state import check_optimizer_state, check_options, give_optimizer_state, take_groups
 
 _SHOWN = 4
 
@@ -141,7 +141,7 @@ class Loading:
             when = "after" if training["scaler"] is None else "before"
             raise CheckpointError(f"parallel.scaler() {which} {self._reading.path}: make one {when} load")
         averages = index.tensors.get(EMA, {})
-        parallel._trainer.check_state({**training, "optimizer": None, "ema": averages}, None)
+        check_options({**training, "optimizer": None, "ema": averages}, parallel._trainer.options, has_optimizer=False)
         for name, stored in averages.items():
             if (stored.dtype, stored.shape) != self._as_saved(name):
                 raise CheckpointError(

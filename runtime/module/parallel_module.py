@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Container, Mapping
 from functools import partial
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -74,7 +75,7 @@ class ParallelModule(Inspected):
     @not_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output structure; see the class. A compiled training loop calls it as it is: its fragments are compiled already."""
-        return self._updating_call(args, kwargs) if self._trainer.is_stepping else self._plain_call(args, kwargs)[0]
+        return self._updating_call(args, kwargs) if self._trainer.is_asked() else self._plain_call(args, kwargs)[0]
 
     def _plain_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Evaluated:
         """The output, its tensors by flat index, and which of them gradients come back through."""
@@ -126,14 +127,14 @@ class ParallelModule(Inspected):
         Each gradient is used, and freed, as soon as it is final. `train_step=TrainStep(...)` of `autopar.compile` says what else
         happens. Raises as a call does, and `AutoparError` without an optimizer, without a loss, or where a hook waits for gradients.
         """
-        self._trainer.is_stepping = True
+        self._trainer.asked_by = get_ident()
         try:
             return self(*args, **kwargs)
         finally:
-            self._trainer.is_stepping = False
+            self._trainer.asked_by = None
 
     def _updating_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.enable_grad():
+        with torch.enable_grad(), self._trainer.agreeing():
             if self._trainer.takes_closure:
                 self.prepare(args, kwargs)  # it is made of placed parameters
                 return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)

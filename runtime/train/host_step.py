@@ -135,8 +135,13 @@ class HostStep:
                 self._check_seals(parameter, parts_of_state(outer))
                 state[master] = self._on_host(parameter, parts_of_state(outer))
         chosen = {id(each): master for each, (_, master) in zip(parameters, masters, strict=True)}
-        with narrowed(self.optimizer, by_group(self.optimizer, chosen)):
-            self.optimizer.step()
+        try:
+            with narrowed(self.optimizer, by_group(self.optimizer, chosen)):
+                self.optimizer.step()
+        except BaseException:
+            for _, master in masters:
+                state.pop(master, None)
+            raise
         gradients.clear()  # whoever runs this may hold them for longer
         for parameter, local, (block, master) in zip(parameters, locals_, masters, strict=True):
             if block is not None:

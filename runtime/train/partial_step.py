@@ -57,11 +57,17 @@ class PartialStep:
             self._step_side_by_side(parameters)
             return
         chosen = {id(each): self._stood_in_for(each) for each in parameters}
-        with narrowed(self.optimizer, by_group(self.optimizer, chosen)):
-            self.optimizer.step()
-        for each in parameters:
-            if self.wholes is not None and each in self.wholes:
-                self._put_back(each, chosen[id(each)])
+        wholes = [(each, chosen[id(each)]) for each in parameters if self.wholes is not None and each in self.wholes]
+        try:
+            with narrowed(self.optimizer, by_group(self.optimizer, chosen)):
+                self.optimizer.step()
+        finally:
+            for each, whole in wholes:
+                if whole in self.optimizer.state:
+                    self.optimizer.state[each] = self.optimizer.state.pop(whole)
+        for each, whole in wholes:
+            assert self.wholes is not None and isinstance(each, DTensor)
+            self.wholes.put(each, whole)
         self._stand_ins.leave(self.optimizer.state, self.optimizer.state)
 
     def _step_side_by_side(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -109,12 +115,6 @@ class PartialStep:
                 self.optimizer.state[whole] = self.optimizer.state.pop(parameter)
             return whole
         return self._stand_ins.enter(parameter, self.optimizer.state, self.optimizer.state) if self._on_parts else parameter
-
-    def _put_back(self, parameter: nn.Parameter, whole: torch.Tensor) -> None:
-        assert self.wholes is not None and isinstance(parameter, DTensor)
-        self.wholes.put(parameter, whole)
-        if whole in self.optimizer.state:
-            self.optimizer.state[parameter] = self.optimizer.state.pop(whole)
 
 
 def by_group(optimizer: Optimizer, chosen: Mapping[int, T]) -> list[list[T]]:

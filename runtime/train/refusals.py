@@ -6,14 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from autopar.driver.compiled import Compiled
 from autopar.driver.optimizers import OptimizerRecipe
+from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.runtime._torch import has_gradient_hooks
 
 LOSS = "the loss"
+REPLACED = (
+    "another one was put in its place since the first step, by load_state_dict(assign=True) or by hand. Load without assign, which writes "
+    "into the parameters that are there, or compile the changed model"
+)
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
@@ -37,12 +43,32 @@ def require_no_hooks(model: nn.Module, parameters: Named) -> None:
         )
 
 
+def require_own(optimizer: Optimizer, parameters: Named, how: str) -> None:
+    """Raise for an optimizer that would step what is no parameter of the model; `how` says what serves."""
+    mine = {id(each) for _, each in parameters}
+    for number, group in enumerate(optimizer.param_groups):
+        strange = next((each for each in group["params"] if id(each) not in mine), None)
+        if strange is not None:
+            raise AutoparError(
+                f"group {number} of the optimizer has a parameter of shape {list(strange.shape)} that is none of the model's: {how}"
+            )
+
+
 def require_no_gradients(parameters: Named) -> None:
     left = [name for name, each in parameters if each.grad is not None]
     if left:
         raise AutoparError(
             f"{left[0]!r}, one of {len(left)}, has a gradient already, which is not multiplied by the loss scale as those of this step "
             "are: call parallel.zero_grad() before"
+        )
+
+
+def require_no_versions(options: TrainStep) -> None:
+    """Raise where weights have versions, and a step takes all gradients at once."""
+    if options.weight_versions is not None:
+        raise AutoparError(
+            f"weight_versions={options.weight_versions!r} updates each stage by itself, and hooks of the optimizer's step, or an "
+            "update that depends on other parameters, take all gradients at once: leave one of them out"
         )
 
 

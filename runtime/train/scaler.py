@@ -17,6 +17,7 @@ from autopar.driver.train_step import LossScale
 from autopar.errors import AutoparError, NonFiniteError
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.world import World, local_of
+from autopar.runtime.module.state import total_norm
 
 logger = logging.getLogger("autopar")
 
@@ -51,7 +52,8 @@ def non_finite(gradients: Mapping[str, torch.Tensor], world: World) -> list[str]
     """The parameters whose gradients have an infinity or NaN on some rank: the same list on all. Collective."""
     norms = [torch.linalg.vector_norm(local_of(each), torch.inf) for each in gradients.values() if local_of(each).numel()]
     names = [name for name, each in gradients.items() if local_of(each).numel()]
-    bad = ~torch.stack(norms).isfinite() if norms else torch.zeros(0, dtype=torch.bool)
+    # Losses and gradients that lie on the host may be on two devices.
+    bad = ~torch.stack([each.to(norms[0].device) for each in norms]).isfinite() if norms else torch.zeros(0, dtype=torch.bool)
     if not isinstance(world, DistributedWorld):
         return [name for name, is_bad in zip(names, bad.tolist(), strict=True) if is_bad]
     anywhere = bad.any().view(1).to(world.groups.device, torch.float32)
@@ -134,3 +136,11 @@ class Scaler:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._state.scale, self._state.num_finite = state["scale"], state["num_finite"]
+
+
+def gradient_factor(gradients: Mapping[str, torch.Tensor], world: World, scale: float, most: float | None) -> torch.Tensor | None:
+    """What gradients of a loss times `scale` are multiplied by, so that their norm is at `most` what was asked for. Collective then."""
+    if most is None:
+        return None if scale == 1.0 else torch.tensor(1 / scale)
+    norm = total_norm(gradients, world, 2.0)
+    return torch.clamp(most / (norm / scale + 1e-6), max=1.0) / scale

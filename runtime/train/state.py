@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part, storage_key
 from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.distributed_world import DistributedWorld
-from autopar.runtime.execute.world import World
+from autopar.runtime.execute.world import World, local_of
 from autopar.runtime.module.placement import like
 
 # By the name of a parameter and what is kept of it.
@@ -92,6 +93,23 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str], world: World
     }
 
 
+def check_options(state: Mapping[str, Any], options: TrainStep, has_optimizer: bool) -> None:
+    """Raise `AutoparError` for a saved state of training of other options."""
+    problems: list[str] = []
+    for what, theirs, ours in (
+        ("an optimizer", state["optimizer"] is not None, has_optimizer),
+        ("a loss scale", state["loss_scale"] is not None, options.loss_scale is not None),
+    ):
+        if theirs != ours:
+            problems.append(f"{what} is in the saved state {'alone' if theirs else 'not, and here one is used'}")
+    if state["ema"] and options.ema is None:
+        problems.append("averages (ema=) are in the saved state alone")
+    if state["num_calls"] % options.accumulate:
+        problems.append(f"{state['num_calls']} calls were made, and accumulate={options.accumulate} does not divide them")
+    if problems:
+        raise AutoparError("the saved state of training does not fit: " + "; ".join(problems) + ". Compile with the options of that run")
+
+
 def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     return [
         {key: [names[id(each)] for each in value] if key == "params" else _copied(value) for key, value in group.items()}
@@ -156,9 +174,25 @@ def give_optimizer_state(optimizer: Optimizer, parameters: Mapping[str, nn.Param
 
 
 def _placed(value: Any, key: Any, parameter: nn.Parameter, name: str, is_whole: bool, world: World) -> Any:
-    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or is_whole or not value.ndim or key == "step":
+    if not isinstance(value, torch.Tensor) or key == "step":
+        return _copied(value)
+    value = value.to(local_of(parameter).device)  # it may have been read onto another
+    if not isinstance(parameter, DTensor) or is_whole or not value.ndim:
         return _copied(value)
     if value.shape == parameter.shape:
         return placed_like(value, parameter, name, world)
     mesh = parameter.device_mesh  # a statistic of the whole: the optimizer sees DTensors
     return DTensor.from_local(_copied(value), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+@torch.no_grad()
+def average(averages: dict[str, torch.Tensor], parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    """Take into exponential moving `averages` what parameters are now; the first time as they are."""
+    for name, parameter in parameters.items():
+        now = parameter.detach()
+        if name not in averages:
+            averages[name] = now.clone()
+        elif now.is_floating_point() or now.is_complex():
+            local_of(averages[name]).lerp_(local_of(now), 1 - decay)
+        else:
+            local_of(averages[name]).copy_(local_of(now))

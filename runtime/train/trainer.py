@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -19,17 +21,34 @@ from autopar.runtime._torch import has_step_hooks
 from autopar.runtime.execute.agreement import agreed
 from autopar.runtime.execute.call import Call
 from autopar.runtime.execute.distributed_world import DistributedWorld
-from autopar.runtime.execute.world import World, local_of
-from autopar.runtime.module.state import total_norm
+from autopar.runtime.execute.world import World
 from autopar.runtime.offload.copier import copier_of
 from autopar.runtime.offload.state_files import StateFiles
+from autopar.runtime.train.closure_step import Evaluated, step_by_closure
 from autopar.runtime.train.held_gradients import drop, finish, parts_of
 from autopar.runtime.train.host_step import HostStep
 from autopar.runtime.train.partial_step import PartialStep, made_of
 from autopar.runtime.train.placed import WholeParameters, check_places, placed_instance
-from autopar.runtime.train.refusals import LOSS, non_finite_text, require_no_gradients, require_no_hooks, require_optimizer, the_loss
-from autopar.runtime.train.scaler import ScaleState, non_finite
-from autopar.runtime.train.state import check_optimizer_state, load_optimizer_state, optimizer_state, placed_like, whole_entries
+from autopar.runtime.train.refusals import (
+    LOSS,
+    REPLACED,
+    non_finite_text,
+    require_no_gradients,
+    require_no_hooks,
+    require_no_versions,
+    require_optimizer,
+    require_own,
+)
+from autopar.runtime.train.scaler import ScaleState, gradient_factor, non_finite
+from autopar.runtime.train.state import (
+    average,
+    check_optimizer_state,
+    check_options,
+    load_optimizer_state,
+    optimizer_state,
+    placed_like,
+    whole_entries,
+)
 from autopar.runtime.train.updates import Updates, accumulated
 
 logger = logging.getLogger("autopar")
@@ -37,8 +56,6 @@ logger = logging.getLogger("autopar")
 Parameters = Mapping[str, nn.Parameter]
 # Runs a call again, node by node, and says where a value that is not finite first appears in it; "" where none does. Collective.
 Trace = Callable[[], str]
-# What a call gives: its output, its tensors by flat index, and what is to be differentiated of them.
-Evaluated = tuple[Any, Mapping[str, torch.Tensor], Sequence[str]]
 
 
 class Trained(Protocol):
@@ -65,6 +82,8 @@ class Trainer:
         self.recipe, self.options, self._offload = recipe, options, offload
         self.scaling = ScaleState.of(options.loss_scale) if options.loss_scale is not None else None
         self.averages: dict[str, torch.Tensor] = {}
+        # The thread of which the next call of the module makes a step, and whether a step is agreed on.
+        self.asked_by: int | None = None
         self.is_stepping = False
         self._part: PartialStep | HostStep | None = None
         self._num_calls = 0
@@ -72,6 +91,7 @@ class Trainer:
         # Of the calls since the last step: their losses, and how to find out where one of them went wrong.
         self._losses: list[torch.Tensor] = []
         self._traces: list[Trace] = []
+        self._updated: set[str] = set()  # by the step that is made, or failed
         self._is_place_told = False
         self._is_prepared = False
 
@@ -92,14 +112,7 @@ class Trainer:
         if self.recipe is None or self.recipe.instance is None:
             return  # nobody asks for them, and nothing else holds them once they are replaced
         self._first = list(model.named_parameters())
-        mine = {id(each) for _, each in self._first}
-        for number, group in enumerate(self.recipe.instance.param_groups):
-            strange = next((each for each in group["params"] if id(each) not in mine), None)
-            if strange is not None:
-                raise AutoparError(
-                    f"group {number} of the optimizer has a parameter of shape {list(strange.shape)} that is none of the model's: make the "
-                    "optimizer from model.parameters(), or pass its class or a function of the parameters"
-                )
+        require_own(self.recipe.instance, self._first, "make it from model.parameters(), or pass its class or a function of the parameters")
 
     def optimizer(self, module: Trained) -> Optimizer | None:
         """Made at the first question; None where nobody gave one. Raises where parameters have no places yet, and `AutoparError` for
@@ -144,6 +157,22 @@ class Trainer:
     def _scope(self, optimizer: Optimizer) -> Scope:
         return self.options.update_scope or scope_of(optimizer)
 
+    def is_asked(self) -> bool:
+        """Whether a call is the one that makes the step: the first of its thread, and not what a hook calls meanwhile. Asked once."""
+        if self.asked_by != get_ident():
+            return False
+        self.asked_by = None
+        return True
+
+    @contextmanager
+    def agreeing(self) -> Generator[None]:
+        """While this is entered, what a call is checked and compared as is a step."""
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
+
     @property
     def has_state(self) -> bool:
         """Whether there is an optimizer that has stepped."""
@@ -161,6 +190,7 @@ class Trainer:
         if self.scaling is not None and self._num_calls % self.options.accumulate == 0:
             require_no_gradients(named)
         if self._part is not None:
+            require_own(self._part.optimizer, named, REPLACED)
             self._part.check([each for _, each in named])
 
     @property
@@ -194,53 +224,55 @@ class Trainer:
         options = self.options
         parameters: Parameters = module.tensors().parameters
         keeps = self._keeps(call)
-        if keeps and options.weight_versions is not None:
-            raise AutoparError(
-                f"weight_versions={options.weight_versions!r} updates each stage by itself, and hooks of the optimizer's step, or an "
-                "update that depends on other parameters, take all gradients at once: leave one of them out"
-            )
+        if keeps:
+            require_no_versions(options)
+        self._updated.clear()
+        try:
+            results = self._stepped(call, parameters, module._world, trace, keeps)
+        except BaseException as error:
+            self._give_up(parameters, error)
+            raise
+        return results
+
+    def _stepped(self, call: Call, parameters: Parameters, world: World, trace: Trace, keeps: bool) -> dict[str, torch.Tensor]:
         apply = self._apply_to(parameters) if self._is_last else accumulated
         updates = Updates(call, parameters, None if keeps else apply)
         results = call.whole_step(updates.take, updates.renewal)
         updates.commit()
-        if options.non_finite is not None:
+        if self.options.non_finite is not None:
             self._losses += [results[item.name].detach() for item in call.signature.inputs_of("tangent")]
             self._traces.append(trace)
         is_last, self._num_calls = self._is_last, self._num_calls + 1
         if is_last and keeps:
-            self._agree_and_apply(parameters, module._world)
+            self._agree_and_apply(parameters, world)
         elif is_last:
             if left := [name for name, each in parameters.items() if each.grad is not None]:
                 self._apply_to(parameters)(left)  # what earlier calls used, and this one did not
             self._conclude(parameters)
         return results
 
+    def _give_up(self, parameters: Parameters, error: BaseException) -> None:
+        """Leave nothing of a call that failed, nor of those that it would have made a step with, and say what became of parameters."""
+        assert self._part is not None
+        try:
+            self._part.finish()
+        except Exception as other:  # whatever it is, the first error is raised
+            error.add_note(f"an update failed, too: {type(other).__name__}: {other}")
+        drop(parameters.values())
+        self._losses, self._traces = [], []
+        self._num_calls -= self._num_calls % self.options.accumulate
+        if 0 < len(self._updated) < len(parameters):
+            error.add_note(
+                f"{len(self._updated)} of {len(parameters)} parameters were updated before that, and the others were not: load a checkpoint"
+            )
+
     def step_by_closure(self, evaluate: Callable[[], Evaluated], module: Trained) -> Any:
         """A step of an optimizer that asks for the loss several times; what the first call returned."""
-        optimizer, asked = self.optimizer(module), self.options
+        optimizer = self.optimizer(module)
         assert optimizer is not None
-        if asked.accumulate != 1 or asked.agrees_first:
-            raise AutoparError(
-                f"{type(optimizer).__name__} asks for the loss several times in a step, and {asked} cannot be kept then: leave out "
-                "accumulate, clip_grad_norm, loss_scale (which float16 needs) and non_finite, or train by the plain loop with a closure of "
-                "your own"
-            )
-        outputs: list[Any] = []
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            output, tensors, differentiated = evaluate()
-            outputs.append(output)
-            loss = tensors[the_loss(tuple((name, tensors[name].shape) for name in differentiated))]
-            loss.backward()
-            for tensor in tensors.values():
-                tensor.detach_()
-            return loss
-
-        optimizer.step(closure)  # pyright: ignore[reportCallIssue, reportArgumentType]  (torch's own give and take tensors)
-        optimizer.zero_grad()
+        output = step_by_closure(optimizer, self.options, evaluate)
         self._average(dict(module.named_parameters()))
-        return outputs[0]
+        return output
 
     @property
     def takes_closure(self) -> bool:
@@ -283,7 +315,7 @@ class Trainer:
         or parameters."""
         self.prepare(module)
         optimizer, parameters, world = self.optimizer(module), dict(module.named_parameters()), module._world
-        agreed(world, lambda: self.check_state(state, optimizer), "a check of the saved state of training")
+        agreed(world, lambda: check_options(state, self.options, optimizer is not None), "a check of the saved state of training")
         if optimizer is not None:
             check_optimizer_state(state["optimizer"], optimizer, _names(module._model), world)
             assert self._part is not None
@@ -294,26 +326,11 @@ class Trainer:
     def take(self, counts: Mapping[str, Any], averages: dict[str, torch.Tensor]) -> None:
         """Go on from these `counts`, which were checked, and averages that lie as the parameters do."""
         self._num_calls, self.averages = counts["num_calls"], averages
+        self._losses, self._traces = [], []
+        if self._part is not None:  # what an accumulation has so far is of other parameters
+            drop(each for group in self._part.optimizer.param_groups for each in group["params"])
         if self.scaling is not None:
             self.scaling.scale, self.scaling.num_finite = counts["loss_scale"]["scale"], counts["loss_scale"]["num_finite"]
-
-    def check_state(self, state: Mapping[str, Any], optimizer: Optimizer | None) -> None:
-        """Raise `AutoparError` for a state of other options."""
-        problems: list[str] = []
-        for what, theirs, ours in (
-            ("an optimizer", state["optimizer"] is not None, optimizer is not None),
-            ("a loss scale", state["loss_scale"] is not None, self.scaling is not None),
-        ):
-            if theirs != ours:
-                problems.append(f"{what} is in the saved state {'alone' if theirs else 'not, and here one is used'}")
-        if state["ema"] and self.options.ema is None:
-            problems.append("averages (ema=) are in the saved state alone")
-        if state["num_calls"] % self.options.accumulate:
-            problems.append(f"{state['num_calls']} calls were made, and accumulate={self.options.accumulate} does not divide them")
-        if problems:
-            raise AutoparError(
-                "the saved state of training does not fit: " + "; ".join(problems) + ". Compile with the options of that run"
-            )
 
     def _apply_to(self, parameters: Parameters, factor: torch.Tensor | None = None) -> Callable[[Sequence[str]], None]:
         """Updates parameters by their gradients, which are multiplied by `factor`, and gone afterwards."""
@@ -323,6 +340,7 @@ class Trainer:
             chosen = [parameters[name] for name in names]
             finish(chosen, factor)
             self._part.step(chosen)
+            self._updated.update(names)
             for each in chosen:
                 each.grad = None
 
@@ -337,21 +355,13 @@ class Trainer:
             self._skip(bad)
             return
         self._traces = []
-        factor = self._factor(gradients, world, scale)
+        factor = gradient_factor(gradients, world, scale, options.clip_grad_norm)
         is_one = not self._has_parts or all(each.dtype == parameters[name].dtype for name, each in gradients.items())
         parts = [list(gradients)] if is_one else parts_of(gradients)
         gradients.clear()  # so that each is freed once it is used
         for names in parts:
             self._apply_to(parameters, factor)(names)
         self._conclude(parameters)
-
-    def _factor(self, gradients: Mapping[str, torch.Tensor], world: World, scale: float) -> torch.Tensor | None:
-        """What gradients of a loss times `scale` are multiplied by, so that their norm is at most what was asked for. Collective."""
-        most = self.options.clip_grad_norm
-        if most is None:
-            return None if scale == 1.0 else torch.tensor(1 / scale)
-        norm = total_norm(gradients, world, 2.0)
-        return torch.clamp(most / (norm / scale + 1e-6), max=1.0) / scale
 
     def _not_finite(self, gradients: Mapping[str, torch.Tensor], world: World) -> list[str]:
         """What forbids the optimizer to step, agreed by all ranks; the next scale is found. Collective."""
@@ -381,19 +391,8 @@ class Trainer:
         self._average(parameters)
 
     def _average(self, parameters: Parameters) -> None:
-        """Take in what parameters are now, all that this process holds, after a step."""
-        decay = self.options.ema
-        if decay is None:
-            return
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                now = parameter.detach()
-                if name not in self.averages:
-                    self.averages[name] = now.clone()
-                elif now.is_floating_point() or now.is_complex():
-                    local_of(self.averages[name]).lerp_(local_of(now), 1 - decay)
-                else:
-                    local_of(self.averages[name]).copy_(local_of(now))
+        if self.options.ema is not None:
+            average(self.averages, parameters, self.options.ema)
 
 
 def _names(model: nn.Module) -> dict[int, str]:

@@ -145,3 +145,28 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def test_state_of_what_is_gathered_is_there_after_an_error() -> None:
+    class Gathers:
+        def __contains__(self, parameter: object) -> bool:
+            return True
+
+        def gather(self, parameter: torch.Tensor) -> torch.Tensor:
+            whole = torch.zeros(4)
+            whole.grad = torch.ones(4)
+            return whole
+
+        def put(self, parameter: torch.Tensor, whole: torch.Tensor) -> None: ...
+
+    with one_rank():
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(4), init_device_mesh("cpu", (1,)), [Shard(0)]))
+        optimizer = torch.optim.Adam([parameter])
+        step = PartialStep(optimizer, wholes=cast(Any, Gathers()))
+        step.step([parameter])
+        hook = optimizer.register_step_post_hook(lambda *_: 1 / 0)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ZeroDivisionError):
+            step.step([parameter])
+        hook.remove()
+        step.step([parameter])
+    assert list(optimizer.state) == [parameter] and optimizer.state[parameter]["step"] == 3
