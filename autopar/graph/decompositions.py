@@ -115,6 +115,27 @@ def _new(*default: float) -> Callable[..., torch.Tensor]:
     return new
 
 
+def _new_empty(x: torch.Tensor, size: list[int], *, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype or x.dtype, device=options.get("device") or x.device)
+
+
+def _new_empty_strided(
+    x: torch.Tensor, size: list[int], stride: list[int], *, dtype: torch.dtype | None = None, **options: Any
+) -> torch.Tensor:
+    """Likewise; dims that lie in another order are permuted. Of what has gaps the op stays."""
+    order = sorted(range(len(size)), key=lambda dim: -stride[dim])
+    found = _new_empty(x, [size[dim] for dim in order], dtype=dtype, **options).permute([order.index(dim) for dim in range(len(size))])
+    return found if list(found.stride()) == list(stride) else NotImplemented
+
+
+def _rot90(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> torch.Tensor:
+    """Turned k times by a quarter, in ops of which each is a view or a move."""
+    first, second = dims
+    if k % 2:
+        return x.flip(second).transpose(first, second) if k % 4 == 1 else x.flip(first).transpose(first, second)
+    return x.flip(first, second) if k % 4 else x.clone()
+
+
 # Called before autograd sees the op: the backward is that of these.
 CALLED_INSTEAD: dict[Any, Any] = {
     aten.rrelu.default: _rrelu(in_place=False),
@@ -136,6 +157,9 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.new_zeros.default: _new(0),
     aten.new_ones.default: _new(1),
     aten.new_full.default: _new(),
+    aten.new_empty.default: _new_empty,
+    aten.new_empty_strided.default: _new_empty_strided,
+    aten.rot90.default: _rot90,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.mean.dim: _mean,

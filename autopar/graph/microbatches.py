@@ -45,7 +45,7 @@ _MOVES = frozenset(
 _LINEAR = (_MOVES - {aten.index_select.default}) | {
     save, aten.expand.default, aten.neg.default, aten.sum.dim_IntList, aten.sum.default, aten.select_backward.default,
     aten.slice_backward.default, aten.diagonal.default, aten.diagonal_backward.default, aten.flip.default, aten.roll.default,
-    aten.repeat.default, aten.tril.default, aten.triu.default, aten.cumsum.default,
+    aten.repeat.default, aten.tril.default, aten.triu.default, aten.cumsum.default, aten.zeros_like.default,
 }  # fmt: skip
 # These do so with their first operand, where all microbatches have the others alike: derivatives, and what indices pick.
 _LINEAR_IN_FIRST = frozenset(
@@ -55,7 +55,7 @@ _LINEAR_IN_FIRST = frozenset(
         aten.hardsigmoid_backward.default, aten.hardswish_backward.default, aten.leaky_relu_backward.default,
         aten.log_sigmoid_backward.default, aten.mish_backward.default, aten.logit_backward.default, aten._softmax_backward_data.default,
         aten._log_softmax_backward_data.default, aten.embedding_dense_backward.default, aten.gather.default,
-        aten.index_select.default,
+        aten.index_select.default, aten.index.Tensor,
     }
 )  # fmt: skip
 _SCALES = frozenset({aten.mul.Scalar, aten.div.Scalar, aten.mul.Tensor, aten.div.Tensor})
@@ -64,12 +64,12 @@ _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 # They, too, make of means the mean of what they make of each.
 _AFFINE = _SUMS | {
     aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.cat.default, aten.stack.default,
-    aten.select_scatter.default, aten.slice_scatter.default, aten.constant_pad_nd.default,
+    aten.select_scatter.default, aten.slice_scatter.default, aten.constant_pad_nd.default, aten.copy.default,
 }  # fmt: skip
 # So do these, where all microbatches have the mask or the indices alike, which are the argument at this position.
 _CHOOSERS: dict[Any, int] = {
     aten.where.self: 0, aten.masked_fill.Scalar: 1, aten.masked_fill.Tensor: 1, aten.scatter_add.default: 2, aten.scatter.src: 2,
-    aten.scatter.value: 2, aten.index_add.default: 2,
+    aten.scatter.value: 2, aten.index_add.default: 2, aten.index_put.default: 1,
 }  # fmt: skip
 
 _KNOWN_AHEAD = ("batch", "constant", "coordinate", "random_key")
@@ -254,6 +254,9 @@ def leading_to(program: Program, ends: set[Node], through: Callable[[Node, Node]
 def chooser_of(node: Node) -> Node | None:
     """The mask, or the indices, by which a call chooses what it gives; None for others."""
     place = _CHOOSERS.get(node.target)
+    if node.target is aten.index_put.default:
+        given = [each for each in arguments(node)[1] if each is not None]
+        return given[0] if len(given) == 1 else None
     return None if place is None else node_at(node, place)
 
 

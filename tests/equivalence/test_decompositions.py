@@ -7,6 +7,7 @@ and of its backward without being asked. Those of the installed torch are listed
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -33,6 +34,10 @@ def shaped(x: Tensor, *shape: int) -> Tensor:
 
 def resized(shape: tuple[int, ...], mode: str, size: tuple[int, ...] | None = None, scale: float | None = None, **options: bool) -> Sample:
     return lambda x: F.interpolate(shaped(x, *shape), size, scale, mode, **options)
+
+
+def turned(k: int, x: Tensor) -> Tensor:
+    return torch.rot90(shaped(x, 2, 3, 4), k, (2, 0))
 
 
 def recurrent(kind: str, **options: str) -> Sample:
@@ -125,6 +130,12 @@ OURS: dict[str, list[Sample]] = {
     "new_zeros.default": [lambda x: shaped(x, 3) + x.new_zeros(3)],
     "new_ones.default": [lambda x: shaped(x, 3) * x.new_ones(3, dtype=torch.float32)],
     "new_full.default": [lambda x: shaped(x, 3) * x.new_full((3,), 2.5)],
+    "new_empty.default": [lambda x: shaped(x, 3, 2) + x.new_empty(3, 2, dtype=torch.float32).copy_(shaped(x, 2))],
+    "new_empty_strided.default": [
+        lambda x: shaped(x, 3, 2) * x.new_empty_strided((3, 2), (1, 3)).copy_(shaped(x, 2)),
+        lambda x: shaped(x, 3, 2) * x.new_empty_strided((3, 2), (4, 2)).copy_(shaped(x, 2)),
+    ],
+    "rot90.default": [partial(turned, k) for k in range(-2, 4)],
     "addmm.default": [lambda x: torch.addmm(shaped(x, 4), shaped(x, 3, 2), shaped(x, 2, 4), beta=0.5, alpha=3)],
     "baddbmm.default": [lambda x: torch.baddbmm(shaped(x, 3, 4), shaped(x, 2, 3, 2), shaped(x, 2, 2, 4), beta=0.5, alpha=3)],
     "mean.dim": [lambda x: shaped(x, 3, 4, 5).mean((0, -1)), lambda x: shaped(x, 3, 4).mean(1, keepdim=True)],

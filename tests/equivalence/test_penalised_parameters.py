@@ -61,7 +61,15 @@ def activations(module: Penalised, h: Tensor) -> Tensor:
     return (h * weights).square().mean() + weights.log_softmax(-1).sum() + sum(each.square().sum() for each in made)
 
 
-CASES = (uncertainties, sparse_gates, bayesian, masked, codes, activations)
+def written(module: Penalised, h: Tensor) -> Tensor:
+    weights = module.square.clone()
+    weights[:, 1:] *= 2
+    weights.t()[1:].mul_(0.5)
+    weights[torch.tensor([3, 0])] = 3 * module.square[1:3]
+    return (h @ weights @ torch.rot90(module.square, 1, (1, 0))).square().mean() + weights.square().sum()
+
+
+CASES = (uncertainties, sparse_gates, bayesian, masked, codes, activations, written)
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)

@@ -85,8 +85,8 @@ def index_put(node: Node) -> Rule | None:
     summed = accumulate and is_zero(source)
     blocked = frozenset(str(label) for label in result if label and str(label).startswith("i"))
     last = len(terms) + 1
-    groups = (frozenset({0, last}), *((frozenset({last}),) if is_zero(source) else ()))
-    return Rule((passing, *terms, tail), (passing,), frozenset() if summed else blocked, linear=groups)
+    groups = [frozenset({0, last}), *([frozenset({last})] if is_zero(source) else []), *([frozenset({0})] if is_zero(values) else [])]
+    return Rule((passing, *terms, tail), (passing,), frozenset() if summed else blocked, linear=tuple(groups))
 
 
 def _masked_put(node: Node, mask: Node, first: int) -> Rule:

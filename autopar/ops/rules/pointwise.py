@@ -69,6 +69,7 @@ _JOINTLY: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten.addcdiv.default": ((0, 1),),
     "aten.lerp.Scalar": ((0, 1),),
     "aten.lerp.Tensor": ((0, 1),),
+    "aten.copy.default": ((0, 1),),  # nobody reads what is written over
 }
 # Ops that are pointwise without the tag.
 _UNTAGGED = (
