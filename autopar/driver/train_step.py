@@ -49,7 +49,8 @@ class TrainStep:
                     that only accumulates, or is skipped, is no step
     update_scope    what the optimizer's update of one number depends on: "element", that number's own gradient and state; "parameter",
                     those of its parameter; "model", others', too. Known of the optimizers of torch.optim; of others "model" is
-                    assumed, with which all are updated together at the end
+                    assumed, with which all are updated together at the end. With the other two a step is made in parts: what it counts
+                    it must keep in the state of each parameter
     weight_versions a pipeline updates within the call and does not wait for itself: gradients are those of weights that are a few
                     updates old. "stash", PipeDream's: a forward takes the newest weights of its stage, its backward the same; "2bw",
                     PipeDream-2BW's: every gradient is one update old. It is another training, and faster for calls of as many

@@ -12,7 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar.driver.optimizers import scope_of
 from autopar.runtime._torch import has_step_hooks, local_part
+from autopar.runtime.train.own_options import options_of, refuse_changed
 from autopar.runtime.train.placed import WholeParameters
 from autopar.runtime.train.runs import State
 from autopar.runtime.train.stand_ins import StandIns, check_parts, joining, parts_of_state
@@ -40,9 +42,17 @@ class PartialStep:
     ) -> None:
         self.optimizer, self._on_parts, self.wholes, self._is_joint, self._is_stored = optimizer, on_parts, wholes, joint, stored
         self._stand_ins = StandIns()
+        self._is_users = scope_of(optimizer) == "model"  # a class that nobody knows
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """By the gradients that they have."""
+        """By the gradients that they have. Raises `AutoparError` where this changes what the next such step reads, too."""
+        is_watched = self._is_users and not self._is_joint and not has_step_hooks(self.optimizer)
+        before = options_of(self.optimizer) if is_watched else ()
+        self._step(parameters)
+        if is_watched:
+            refuse_changed(self.optimizer, before, options_of(self.optimizer))
+
+    def _step(self, parameters: Sequence[nn.Parameter]) -> None:
         wholes = [each for each in parameters if self.wholes is not None and each in self.wholes]
         if wholes and not self._is_joint:
             # One whole parameter in memory at a time.

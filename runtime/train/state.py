@@ -88,6 +88,7 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[int, str], world: World
         state.setdefault(name, {})[keys[name, key]] = value
     order = {name: None for name in names.values()}
     return {
+        "class": type(optimizer).__name__,
         "state": {name: state[name] for name in order if name in state},
         "groups": joined_groups([each for _, each in everyone], list(order)),
     }
@@ -131,6 +132,9 @@ def joined_groups(groups: list[list[dict[str, Any]]], order: list[str]) -> list[
 
 def check_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str], world: World) -> None:
     """Raise `AutoparError` where a saved state is not one of an optimizer of these parameters. Collective."""
+    saved, here = state.get("class"), type(optimizer).__name__
+    if saved not in (None, here):
+        raise AutoparError(f"the saved state is one of {saved}, and the optimizer here is {here}: compile with that of the saved run")
     mine = joined_groups(world.gather(_groups(optimizer, names), "the groups of optimizers"), list(dict.fromkeys(names.values())))
     agreed(world, lambda: _check_groups(mine, state["groups"]), "a check of the saved state of the optimizer")
 

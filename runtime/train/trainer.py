@@ -143,7 +143,7 @@ class Trainer:
             files = StateFiles(self._offload.folder) if self._offload.state == "file" and self._offload.folder is not None else None
             return HostStep(optimizer, scope, copier_of(world, device, self._offload.folder).host, files, self._offload)
         if not isinstance(world, DistributedWorld):
-            return PartialStep(optimizer)
+            return PartialStep(optimizer, joint=scope == "model")
         check_places(optimizer, scope, world)
         wholes = None if scope == "element" else WholeParameters(optimizer, parameters, world)
         return PartialStep(optimizer, on_parts=scope == "element", wholes=wholes, joint=scope == "model", stored=world.is_stored)

@@ -100,6 +100,14 @@ def test_a_state_of_other_options_is_refused_and_changes_nothing() -> None:
         first.load_train_state_dict(state)
 
 
+def test_a_state_of_another_optimizer_is_refused_and_changes_nothing() -> None:
+    first, second = parallel_on({"dp": 2}, "adafactor", TrainStep()), parallel_on({"dp": 2}, "adamw", TrainStep())
+    first.train_step(**batch(0))
+    with pytest.raises(AutoparError, match="the saved state is one of Adafactor, and the optimizer here is AdamW"):
+        second.load_train_state_dict(first.train_state_dict())
+    assert not second.optimizer.state
+
+
 def test_a_state_that_lacks_something_is_refused_and_changes_nothing() -> None:
     first, second = (parallel_on({"dp": 2}, "adamw") for _ in range(2))
     for step in range(2):
