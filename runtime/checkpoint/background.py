@@ -69,9 +69,13 @@ class Background:
 
     def wait(self, ranks: Ranks) -> None:
         """For what is under way, or ended since the last call. Raises its error on all ranks, unless all were told. Collective."""
-        latest, self._latest = self._latest, None
-        if latest is not None:
-            ranks.attempt("write the checkpoint before this one", latest.finish)
+        if self._latest is None:
+            return
+        try:
+            ranks.attempt("write the checkpoint before this one", self._latest.finish)
+        finally:
+            if self._latest.is_told:  # an interrupted wait leaves it to the next one: a thread may still read what was copied
+                self._latest = None
 
 
 _BACKGROUNDS: WeakKeyDictionary[World, Background] = WeakKeyDictionary()
