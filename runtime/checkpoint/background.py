@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,8 @@ from autopar.runtime.checkpoint.ranks import Ranks
 from autopar.runtime.checkpoint.snapshot import Snapshot
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.world import World
+
+logger = logging.getLogger("autopar")
 
 
 class Saving(Future[Path]):
@@ -36,11 +39,13 @@ class Saving(Future[Path]):
         """Other ranks may be writing already."""
         return False
 
-    def run(self, make: Callable[[], Path]) -> None:
+    def run(self, make: Callable[[], Path], folder: Path) -> None:
+        """Logs its error, too: of the last one of a script nobody may ask."""
         try:
             self.set_result(make())
         except BaseException as error:
             self.set_exception(error)
+            logger.error("a checkpoint of %s is not written: %s: %s", folder, type(error).__name__, error)
 
     def finish(self) -> None:
         """Wait for it. Raises its error where nobody was told."""
@@ -61,17 +66,21 @@ class Background:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._latest: Saving | None = None
 
-    def start(self, make: Callable[[Ranks], Path]) -> Saving:
+    def start(self, make: Callable[[Ranks], Path], folder: Path) -> Saving:
         """Python waits for it before it ends."""
         self._latest = saving = Saving()
-        self._thread.submit(saving.run, lambda: make(self.ranks))
+        self._thread.submit(saving.run, lambda: make(self.ranks), folder)
         return saving
 
     def wait(self, ranks: Ranks) -> None:
         """For what is under way, or ended since the last call. Raises its error on all ranks, unless all were told. Collective."""
-        latest, self._latest = self._latest, None
-        if latest is not None:
-            ranks.attempt("write the checkpoint before this one", latest.finish)
+        if self._latest is None:
+            return
+        try:
+            ranks.attempt("write the checkpoint before this one", self._latest.finish)
+        finally:
+            if self._latest.is_told:  # an interrupted wait leaves it to the next one: a thread may still read what was copied
+                self._latest = None
 
 
 _BACKGROUNDS: WeakKeyDictionary[World, Background] = WeakKeyDictionary()

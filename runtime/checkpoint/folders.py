@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from autopar.errors import CheckpointError
@@ -50,7 +50,7 @@ class Writing:
             self.path, self.target = folder / f".writing-{number:08d}", folder / f"{number:08d}"
             self.path.mkdir()
         except BaseException:
-            os.close(self._lock)
+            _unlock(self._lock)
             raise
 
     def commit(self, index: str, sums: Mapping[str, str], keep: int) -> Path:
@@ -76,12 +76,12 @@ class Writing:
         """Let others save here, and forget what is not committed."""
         if self._lock >= 0:
             _remove(self.path)
-            os.close(self._lock)
+            _unlock(self._lock)
             self._lock = -1
 
 
 def _locked(folder: Path) -> int:
-    """A lock that ends with this process, if not before. File systems that lock nothing have to do without."""
+    """A lock that ends with this process and what it forks meanwhile, if not before. File systems that lock nothing have to do without."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -91,6 +91,13 @@ def _locked(folder: Path) -> int:
     except OSError as error:
         logger.warning("%s cannot be locked (%s): only one run may save there", folder, error.strerror)
     return lock
+
+
+def _unlock(lock: int) -> None:
+    """Closed alone, it would be held by what was forked meanwhile, as workers of loaders are."""
+    with suppress(OSError):  # of file systems that lock nothing
+        fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
 
 
 def _remove(path: Path) -> None:

@@ -205,7 +205,8 @@ class Loading:
     def read_state(self) -> None:
         """Read what optimizers keep, and averages, as far as it has no memory here yet. Where it has, that is written last of all."""
         if self._optimizer is not None:
-            options = {id(each): group for group in self._optimizer.param_groups for each in group["params"]}
+            pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
+            options = {id(each): {**group, **saved} for group, saved in pairs for each in group["params"]}
             part = self._parallel._trainer.wholes
             for name, entries in self._state.items():
                 parameter = self._parameters.get(name)
@@ -223,14 +224,10 @@ class Loading:
         return _mapped(value, lambda each: self._entry(each.name, key, place))
 
     def _entry(self, name: str, key: Any, place: _Place) -> torch.Tensor:
-        """Where torch's optimizers look for it: steps on the CPU unless captured or fused, all else with the parameter."""
         stored, parameter = self._index.tensors[OPTIMIZER][name], place.parameter
         if stored.shape == tuple(parameter.shape) and stored.shape and not place.is_whole and key != "step":
             return self._lying_as(parameter, place.name, stored, name, place.state.get(key))
-        value = self._whole(name)
-        device = (local_part(parameter) if isinstance(parameter, DTensor) else parameter).device
-        if key != "step" or place.options.get("capturable") or place.options.get("fused"):
-            value = value.to(device)
+        value = self._whole(name).to(_device(key, place))
         if not value.ndim or key == "step" or place.is_whole or not isinstance(parameter, DTensor):
             return value
         mesh = parameter.device_mesh  # a statistic of the whole: the optimizer sees DTensors
@@ -283,13 +280,20 @@ class Loading:
 
 @dataclass(frozen=True)
 class _Place:
-    """A parameter, whether its optimizer sees it whole, the options of its group, and what the optimizer keeps of it now."""
+    """A parameter, whether its optimizer sees it whole, the options that its group will have, and what the optimizer keeps of it now."""
 
     name: str
     parameter: nn.Parameter
     is_whole: bool
     options: Mapping[str, Any]
     state: Mapping[Any, Any]
+
+
+def _device(key: Any, place: _Place) -> torch.device:
+    """Where torch's optimizers look for an entry: steps on the CPU unless captured or fused, all else with the parameter."""
+    if key == "step" and not (place.options.get("capturable") or place.options.get("fused")):
+        return torch.device("cpu")
+    return (local_part(place.parameter) if isinstance(place.parameter, DTensor) else place.parameter).device
 
 
 @dataclass(frozen=True)

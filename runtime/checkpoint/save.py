@@ -85,8 +85,8 @@ def save(
     data       what knows its position in the data and goes on from one, by `state_dict` and `load_state_dict`: a StatefulDataLoader of each
                process. Its state must be numbers, text, None, tensors, and lists, tuples and dicts of these
     blocking   False: copies what is saved into host memory, and gives a future, whose `result()` is the path, for what a thread writes
-               meanwhile. The next save or load waits for it, and raises an error that was not asked for; the end of Python waits, too. The
-               memory of the copy is kept for the next one, until the module is gone or a blocking save
+               meanwhile. The next save or load waits for it, and raises an error that was not asked for; the end of Python waits, too. An
+               error is also logged. The memory of the copy is kept for the next one, until the module is gone or a blocking save
 
     Raises `CheckpointError` where something cannot be saved, on all ranks; then there is no new checkpoint. `AutoparError` between the
     calls of an accumulation.
@@ -101,7 +101,7 @@ def save(
         return write_out(Path(folder), content, keep, ranks)
     behind = background(parallel._world)
     copied = behind.copied = ranks.attempt("copy what is to be saved", lambda: content.copied(behind.copied))
-    return behind.start(lambda ranks: write_out(Path(folder), copied, keep, ranks))
+    return behind.start(lambda ranks: write_out(Path(folder), copied, keep, ranks), Path(folder))
 
 
 def snapshot(parallel: ParallelModule, optimizer: Optimizer | None, note: Any, ranks: Ranks, data: StatefulData | None = None) -> Snapshot:

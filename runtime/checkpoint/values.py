@@ -4,6 +4,7 @@ None, True, 3, 0.1, "mean", [1, 2]      as they are
 (0.9, 0.999)                            {"tuple": [0.9, 0.999]}
 {"step": tensor, 0: 1.5}                {"dict": [["step", {"tensor": "name"}], [0, 1.5]]}
 inf                                     {"float": "inf"}
+np.float64(0.1), np.bool_(True)         0.1, True
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar.errors import CheckpointError
 
+# Characters of NumPy's dtypes: bools, integers and floats, but for long double, which no number of Python's is equal to.
+_NUMPY_NUMBERS = "?bBhHiIlLqQefd"
 _NON_FINITE = ("inf", "-inf", "nan")
 
 
@@ -26,6 +30,8 @@ def encode(value: Any, name: str, keep: Callable[[str, torch.Tensor], None]) -> 
             return value
         case int() | float() if type(value) in (int, float):
             return value if math.isfinite(value) else {"float": repr(value)}
+        case np.generic() if value.dtype.char in _NUMPY_NUMBERS:
+            return encode(value.item(), name, keep)
         case torch.Tensor():
             keep(name, value)
             return {"tensor": name}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 import autopar
 from autopar.errors import CheckpointError
 from autopar.runtime.checkpoint import tensor_file
-from autopar.runtime.checkpoint.background import _BACKGROUNDS
+from autopar.runtime.checkpoint.background import _BACKGROUNDS, Saving, wait_for_saving
 from tests.support.checkpoints import all_of, are_equal, parallel_on, share
 from tests.support.models.trained import batch
 
@@ -44,6 +46,43 @@ def test_what_is_saved_is_what_was_there(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(CheckpointError, match="No space left"):  # whoever did not ask is told at the next
         autopar.save(tmp_path, parallel)
     assert autopar.save(tmp_path, parallel).name == "00000003"
+
+
+def test_a_failure_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parallel = parallel_on({"dp": 2})
+    (tmp_path / "file").touch()
+    autopar.save(tmp_path / "file", parallel, blocking=False)
+    with pytest.raises(FileExistsError):
+        wait_for_saving(parallel._world)
+    autopar.save(tmp_path, parallel, blocking=False).result()  # by the same thread, so that it is through with the one before
+    (said,) = [each for each in caplog.records if each.levelno == logging.ERROR]
+    assert said.getMessage().startswith(f"a checkpoint of {tmp_path / 'file'} is not written: FileExistsError: ")
+
+
+def test_an_interrupted_wait_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a copy is written to again only when it is on the disk."""
+    parallel, may_write, write_all = parallel_on({"dp": 2}), threading.Event(), tensor_file._write_all
+    parallel.train_step(**batch(0))
+    before = all_of(parallel)
+
+    def late(*of: Any) -> None:
+        assert may_write.wait(60)
+        write_all(*of)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tensor_file, "_write_all", late)
+    saving = autopar.save(tmp_path, parallel, blocking=False)
+    parallel.train_step(**batch(1))
+    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
+        during.setattr(Saving, "finish", interrupted)
+        autopar.save(tmp_path, parallel, blocking=False)
+    threading.Timer(0.5, may_write.set).start()
+    again = autopar.save(tmp_path, parallel, blocking=False)
+    assert saving.done() and again.result() == tmp_path / "00000002"
+    autopar.load(saving.result(), parallel)
+    assert are_equal(before, all_of(parallel))
 
 
 def trains_meanwhile(folder: str) -> bool:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
 from autopar import CheckpointError, LossScale, TrainStep
+from autopar.runtime.checkpoint import load
 from tests.support.checkpoints import ADAMW, all_of, are_equal, parallel_on, share
 from tests.support.models.trained import Sm3, batch, small_gpt
 
@@ -76,6 +79,36 @@ def test_optimizers_keep_what_they_have(optimizer: Any, tmp_path: Path) -> None:
     assert are_equal(all_of(one), all_of(other))
     for step in (1, 2):
         one.train_step(**batch(step)), other.train_step(**batch(step))
+    assert are_equal(all_of(one), all_of(other))
+
+
+def place_of_step(is_fused: bool) -> str:
+    """Where torch's own `load_state_dict` puts the step of a parameter on meta, by the options that were saved with it."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2, device="meta"))])
+    state = optimizer.state_dict()
+    state["param_groups"][0]["fused"] = is_fused
+    optimizer.load_state_dict({**state, "state": {0: {"step": torch.tensor(1.0)}}})
+    return next(iter(optimizer.state.values()))["step"].device.type
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_steps_lie_where_the_saved_options_say(is_fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for parameters on meta: here all lies on the CPU."""
+    one, other = (parallel_on({"dp": 2}, optimizer=partial(ADAMW, fused=each)) for each in (is_fused, not is_fused))
+    one.train_step(**batch(0))
+    autopar.save(tmp_path, one)
+    found, device = list[str](), load._device
+
+    def asked(key: Any, place: Any) -> torch.device:
+        if key == "step":
+            found.append(device(key, replace(place, parameter=nn.Parameter(place.parameter.to("meta")))).type)
+        return device(key, place)
+
+    monkeypatch.setattr(load, "_device", asked)
+    autopar.load(tmp_path, other)
+    assert set(found) == {place_of_step(is_fused)} == {"meta" if is_fused else "cpu"}
+    for each in (one, other):
+        each.train_step(**batch(1))
     assert are_equal(all_of(one), all_of(other))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 import autopar
 from autopar import CheckpointError, TrainStep
-from autopar.runtime.checkpoint import tensor_file
+from autopar.runtime.checkpoint import folders, tensor_file
 from tests.support.checkpoints import all_of, are_equal, parallel_on, share
 from tests.support.models.trained import batch, small_gpt
 
@@ -86,6 +87,26 @@ def test_one_process_saves_to_a_folder_at_a_time(trained: autopar.ParallelModule
         with pytest.raises(CheckpointError, match="another process is saving"):
             autopar.save(tmp_path, trained)
     autopar.save(tmp_path, trained)
+
+
+def test_what_is_forked_meanwhile_holds_no_lock(trained: autopar.ParallelModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, lock = list[int](), fcntl.flock
+
+    def forking(file: int, how: int) -> None:
+        lock(file, how)
+        held.append(os.dup(file))  # the same open file, as in a forked process
+
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", forking)
+    autopar.save(tmp_path, trained)
+    with monkeypatch.context() as broken, pytest.raises(OSError, match="Input/output error"):
+        broken.setattr(folders, "checkpoints", fails)
+        autopar.save(tmp_path, trained)
+    assert autopar.save(tmp_path, trained).name == "00000002" and held
+    for each in held:
+        os.close(each)
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,13 @@ def test_values_come_back(value: Any) -> None:
     assert found == value and repr(found) == repr(value)
 
 
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.float64(-np.inf), np.int64(3), np.bool_(True)], ids=repr)
+def test_numbers_of_numpy_come_back_as_those_of_python(value: Any) -> None:
+    """A learning rate by `np.cos` is one."""
+    found = there_and_back({"lr": (value,)})["lr"][0]
+    assert found == value and type(found) in (bool, int, float)
+
+
 def test_tensors_come_back_under_names_that_tell_them_apart() -> None:
     tensors = [torch.zeros(1), torch.ones(2)]
     found = there_and_back({"exp_avg": tensors[0], "old": [tensors[1]], 0: (tensors[0],)})
@@ -37,7 +45,9 @@ class Number(int):
     pass
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, b"x", Number(3), torch.float32, lambda: None])
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, b"x", Number(3), torch.float32, lambda: None, np.longdouble(1), np.timedelta64(1, "ns")]
+)
 def test_other_objects_are_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match=f"'of/a' is a {type(value).__name__}"):
         encode({"a": value}, "of", lambda *_: None)
