@@ -115,7 +115,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
         PadParameters(),  # after padded atoms, which may divide; the mesh and the search need the sizes
         MarkDropped(options.recompute, budget.is_finite),  # before the search, whose budget counts what is saved
-        RefineMesh(plan),  # needs atoms; the search needs the final axes
+        RefineMesh(plan, placed=bool(placements)),  # needs atoms; the search needs the final axes
         choose,  # needs atoms, padding and the mesh: they say what can be split
         InsertReshards(),  # every mismatch that the decision leaves is a node from here on
         PlaceStages(cluster, budget, held, plan),  # needs shardings: what a stage costs follows from them

@@ -23,15 +23,18 @@ class RefineMesh:
     Only the outermost atom of a parameter's dim that shares a factor with the axis is looked at: the inner ones
     are reached anyway, and every sub-axis multiplies the strategies of an op. The axes of the batch stay whole, but for `dp` where ZeRO
     splits parameters over groups of it: dp.0 counts the groups, dp.1 the neighbours inside. A `plan` that was made for this graph and
-    these ranks says how it broke them.
+    these ranks says how it broke them. Where parameters are `placed` by an earlier capture the mesh is the one that they lie on.
 
     Reads: DIMS, freedom. Writes: the program's mesh. Ensures: the same ranks in the same order.
     """
 
     plan: Plan | None = None
+    placed: bool = False
     name: str = "refine mesh"
 
     def decide(self, program: Program) -> Mesh:
+        if self.placed:
+            return program.mesh
         if self.plan is not None and self.plan.refines(program):
             return self.plan.mesh
         mesh, zero = program.mesh, program.freedom.zero
@@ -39,7 +42,7 @@ class RefineMesh:
             mesh = mesh.refine("dp", (mesh.size_of(["dp"]) // zero.group, zero.group))
         for axis, size in program.mesh.axes:
             divisors = {found for found in _divisors(program, size) if 1 < found < size}
-            if axis == parent(axis) and axis not in _WHOLE and divisors:  # an axis that an earlier capture refined stays as it is
+            if axis == parent(axis) and axis not in _WHOLE and divisors:  # a part of an axis stays as it is
                 part = max(divisors)
                 mesh = mesh.refine(axis, (part, size // part))
         return mesh

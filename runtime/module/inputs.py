@@ -104,7 +104,8 @@ def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
     """The batch dim of each tensor that has one, by flat index.
 
     An int: that dim of every tensor. A mapping: from an input's name, or that of the argument it is nested in, to its dim; unnamed
-    inputs have none. Raises `InputError` for names and dims that there are not.
+    inputs have none. Raises `InputError` for names and dims that there are not, and for a mapping of inputs without one that leaves out
+    others: nothing would be split.
     """
     if inputs.dims is not None:
         return dict(inputs.dims)
@@ -118,6 +119,12 @@ def batch_dims_of(inputs: CallInputs, batch_dims: BatchDims) -> dict[int, int]:
     unknown = [given for given in batch_dims if not any(_covers(given, name) for name in inputs.names)]
     if unknown:
         raise InputError(f"batch_dims names {unknown[0]!r}, which is no input of this call; its inputs are {', '.join(inputs.names)}")
+    left_out = next((name for _, name, _ in tensors if innermost(batch_dims, name) is None), None)
+    if left_out is not None and batch_dims and all(dim is None for dim in batch_dims.values()):
+        raise InputError(
+            f"batch_dims={dict(batch_dims)!r} stands in place of the default and leaves out {left_out}, so that no input would have "
+            f"a batch dim: name those that have one, batch_dims={{{left_out!r}: 0, …}}; or all inputs with None, where none has"
+        )
     found: dict[int, int] = {}
     for index, name, tensor in tensors:
         given = innermost(batch_dims, name)

@@ -48,7 +48,7 @@ def full_state(state: Any, world: World, parameters: Mapping[str, torch.Tensor])
 def sharded_state(
     state: Mapping[str, Any], current: Mapping[str, Any], world: World, parameters: Mapping[str, torch.Tensor]
 ) -> Mapping[str, Any]:
-    """`state` with each value in the form in which `current` (made with `keep_vars=True`) holds it."""
+    """`state`, a whole one or this rank's own, with each value in the form in which `current` (made with `keep_vars=True`) holds it."""
     if not isinstance(world, DistributedWorld):
         return state
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -58,8 +58,10 @@ def sharded_state(
         if isinstance(target, DTensor) and isinstance(value, torch.Tensor):
             result[key] = _sharded(value, target, world, names[id(target)])
     # What only another stage holds has no place here; of what is missing all ranks are to hear.
-    elsewhere = ((key, target) for key, target in current.items() if isinstance(target, torch.Tensor) and target.is_meta)
-    result.update((key, target) for key, target in elsewhere if key in state)
+    elsewhere = {key: target for key, target in current.items() if isinstance(target, torch.Tensor) and target.is_meta}
+    held = (state[key] for key, target in current.items() if isinstance(target, DTensor) and key in state)
+    is_own = elsewhere.keys().isdisjoint(state) and all(isinstance(each, DTensor) for each in held)
+    result.update((key, target) for key, target in elsewhere.items() if is_own or key in state)
     return result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, compress
 from typing import TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autopar._torch import FakeTensorMode, fake_mode
 from autopar.driver.optimizers import scope_of
 from autopar.runtime._torch import has_step_hooks, local_part
 from autopar.runtime.train.own_options import options_of, refuse_changed
@@ -148,15 +149,28 @@ def narrowed(optimizer: Optimizer, chosen: Sequence[Sequence[torch.Tensor]], sta
             group["params"] = params
 
 
-def made_of(make: Callable[[list[nn.Parameter]], Optimizer], parameters: list[nn.Parameter], is_stage: bool) -> Optimizer:
-    """What `make` makes of `parameters`. Those of a stage may be none, or none that it takes, which torch's own classes refuse: what it
-    makes there has none, and the optimizers of other stages have theirs."""
-    try:
-        return make(parameters)
-    except ValueError as error:
-        if not is_stage or "empty parameter list" not in str(error):
-            raise
-    optimizer = make([nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, 0))])
+def made_of(
+    make: Callable[[list[nn.Parameter]], Optimizer], parameters: Iterable[nn.Parameter], held: Iterable[nn.Parameter], device: torch.device
+) -> Optimizer:
+    """What `make` makes of all `parameters` of a model, in its order, with those alone that are `held` here.
+
+    Others, which lie with another stage, have stand-ins without memory on `device`: what is taken by its place or its shape is the same on
+    all ranks. They are taken out of the groups, which may be left without parameters, and out of the state.
+    """
+    mine, mode = {id(each) for each in held}, fake_mode()
+    given = [each if id(each) in mine else _stand_in(each, device, mode) for each in parameters]
+    optimizer = make(given)
+    strange = {id(each) for each in given} - mine
     for group in optimizer.param_groups:
-        group["params"].clear()
+        is_mine = [id(each) not in strange for each in group["params"]]
+        for key in ("params", "param_names"):  # names are there where they were given
+            if key in group:
+                group[key][:] = compress(group[key], is_mine)
+    for each in [each for each in optimizer.state if id(each) in strange]:
+        del optimizer.state[each]
     return optimizer
+
+
+def _stand_in(parameter: nn.Parameter, device: torch.device, mode: FakeTensorMode) -> nn.Parameter:
+    with mode:
+        return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=parameter.requires_grad)

@@ -120,7 +120,7 @@ class Trainer:
         if self.recipe is None:
             return None
         if self._part is None:
-            self._part = self._made(self.recipe, dict(module.named_parameters()), module._world)
+            self._part = self._made(self.recipe, module)
         return self._part.optimizer
 
     def prepare(self, module: Trained) -> None:
@@ -129,17 +129,17 @@ class Trainer:
             agreed(module._world, lambda: self.optimizer(module), "the making of the optimizer")
             self._is_prepared = True
 
-    def _made(self, recipe: OptimizerRecipe, parameters: Parameters, world: World) -> PartialStep | HostStep:
+    def _made(self, recipe: OptimizerRecipe, module: Trained) -> PartialStep | HostStep:
+        parameters, world = dict(module.named_parameters()), module._world
+        device = next((each.device for each in parameters.values()), world.device(module._model))
         if recipe.instance is None:
             assert recipe.make is not None
-            is_stage = world.mesh.size_of(world.mesh.parts("pp")) > 1
-            optimizer = made_of(recipe.make, list(parameters.values()), is_stage)
+            optimizer = made_of(recipe.make, module._model.parameters(), parameters.values(), device)
         else:
             optimizer = placed_instance(recipe.instance, dict(self._first), parameters, world)
             self._first = []
         scope = self._scope(optimizer)
         if self._offload is not None and self._offload.state is not None:
-            device = next((each.device for each in parameters.values()), torch.device("cpu"))
             files = StateFiles(self._offload.folder) if self._offload.state == "file" and self._offload.folder is not None else None
             return HostStep(optimizer, scope, copier_of(world, device, self._offload.folder).host, files, self._offload)
         if not isinstance(world, DistributedWorld):

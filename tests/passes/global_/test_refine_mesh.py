@@ -62,5 +62,12 @@ def test_a_plan_for_this_graph_and_these_ranks_breaks_them_as_it_did() -> None:
     assert RefineMesh(plan.pins()).decide(program) == RefineMesh().decide(program), "pins alone were made for no graph"
 
 
+def test_the_mesh_that_parameters_lie_on_stays() -> None:
+    program = heads(2, dp=2, tp=4)
+    mesh = Mesh((("dp", 2), ("tp.0", 4), ("tp.1", 1)))
+    plan = Plan(mesh, strategies={"forward - aten.mm 0": Strategy((), ())}, fingerprint=fingerprint(program))
+    assert RefineMesh(plan, placed=True).decide(program) == program.mesh
+
+
 def test_the_batch_axis_stays_whole() -> None:
     assert str(RefineMesh().decide(heads(2, width=6, dp=4))) == "dp=4"

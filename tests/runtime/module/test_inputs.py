@@ -52,6 +52,14 @@ def test_batch_dims_of_an_unknown_input_are_refused() -> None:
         batch_dims_of(INPUTS, {"idz": 0})
 
 
+def test_names_of_inputs_without_a_batch_dim_alone_are_refused() -> None:
+    """They stand in place of the default, and nothing would be split."""
+    with pytest.raises(InputError, match=r"batch_dims=\{'bias': None\} .* leaves out args\[0\], .* batch_dims=\{'args\[0\]': 0, …\}"):
+        batch_dims_of(INPUTS, {"bias": None})
+    assert batch_dims_of(INPUTS, dict.fromkeys(("args[0]", "bias", "extra", "ids"))) == {}
+    assert batch_dims_of(INPUTS, {}) == {}
+
+
 @pytest.mark.parametrize("dims", [1, {"x": 1}, -2, {"x": -2}])
 def test_a_batch_dim_that_an_input_does_not_have_is_refused(dims: int | dict[str, int]) -> None:
     inputs = CallInputs.of((), {"x": torch.ones(8)})

@@ -274,6 +274,34 @@ def test_whole_states_are_copies_and_every_rank_hears_of_a_missing_key(gloo_rank
         assert all(found.values()), found
 
 
+def own_states(axes: dict[str, int]) -> dict[str, Any]:
+    """A rank's own state read back after a step; and what is said of one that lacks a key, or has whole values of this stage alone."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    x = torch.randn(8, 4)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)), Squares())
+    parallel = autopar.compile(model, mesh, example_inputs=(x,), backend="eager", cluster="ideal", optimizer=torch.optim.Adam)
+    before, state = parallel.full_state_dict(), copy.deepcopy(parallel.state_dict())
+    parallel.train_step(x)
+    names = parallel.load_state_dict(state)
+    after, first, texts = parallel.full_state_dict(), next(iter(state)), list[str]()
+    for wrong in ({key: state[key] for key in state if key != first}, {key: before[key] for key in state}):
+        with pytest.raises(RuntimeError) as error:
+            parallel.load_state_dict(wrong)
+        texts.append(str(error.value))
+    return {
+        "read back": not names.missing_keys and all(torch.equal(after[key], before[key]) for key in before),
+        "own key missing": f'Missing key(s) in state_dict: "{first}". ' in f"{texts[0]}. ",
+        "others missing": all(f'"{key}"' in texts[1] for key in before if key not in state),
+    }
+
+
+@pytest.mark.parametrize("axes", [{"pp": 4}, {"pp": 2, "dp": 2}], ids=["pp4", "pp2 dp2"])
+def test_a_stage_reads_its_own_state_back(gloo_ranks: Any, axes: dict[str, int]) -> None:
+    for found in gloo_ranks.run(own_states, axes):
+        assert all(found.values()), found
+
+
 def test_on_processes_what_computes_beside_the_mesh_says_what_serves(gloo_ranks: Any) -> None:
     for method, own, compiled_twice in gloo_ranks.run(names_on_ranks, {"dp": 4}):
         assert method.startswith("AutoparError: predict calls the model itself, whose parameters lie on ranks ('fc.weight' is a DTensor)")

@@ -1,3 +1,4 @@
+import copy
 import logging
 import warnings
 from collections.abc import Callable
@@ -5,7 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
+import autopar
 from autopar.errors import AutoparError, BackwardError, InputError, MeshError
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -46,6 +52,49 @@ def test_a_compiled_training_loop_calls_it_as_it_is() -> None:
     scaled_loss(batch()).backward()
     (reference(**batch())["loss"] * 3).backward()
     check_gradients(parallel, reference)
+
+
+class TwoModes(nn.Module):
+    """Two key-value heads, which one kind of call does not look at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.pair, self.out = nn.Linear(8, 16), nn.Linear(8, 8), nn.Linear(16, 8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, attend: bool = True) -> torch.Tensor:
+        if attend:
+            query, key = (part.unflatten(-1, (-1, 4)).transpose(1, 2) for part in (self.query(x), self.pair(x)))
+            key = key.repeat_interleave(2, 1)
+            x = x + self.out(F.scaled_dot_product_attention(query, key, key, is_causal=True).transpose(1, 2).flatten(2))
+        return self.down(F.gelu(self.up(x))).square().mean()
+
+
+def two_kinds_of_calls(mesh: Any) -> str:
+    """The meshes of both kinds, whose losses and gradients are the model's; a model that attends at first has tp = 2 × 2."""
+    torch.manual_seed(0)
+    model, x = TwoModes().double(), torch.randn(4, 6, 8, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    parallel = autopar.compile(model, mesh, example_inputs={"x": x, "attend": False}, backend="eager", cluster="ideal")
+    assert str(parallel.compiled.mesh) == "tp=4"
+    for attend in (True, False):
+        loss, expected = parallel(x=x, attend=attend), reference(x=x, attend=attend)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+    for name, parameter in reference.named_parameters():
+        found = parallel.get_parameter(name).grad
+        torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, parameter.grad)
+    return ", ".join(str(each.compiled.mesh) for each in parallel._captures.values())
+
+
+def two_kinds_on_ranks() -> str:
+    return two_kinds_of_calls(init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)))
+
+
+def test_a_second_kind_of_call_is_on_the_mesh_of_the_first(gloo_ranks: Any) -> None:
+    assert two_kinds_of_calls(virtual_mesh(tp=4)) == "tp=4, tp=4"
+    assert gloo_ranks.run(two_kinds_on_ranks) == 4 * ["tp=4, tp=4"]
 
 
 def test_training_follows_the_model_step_by_step() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import autopar
 from autopar.runtime.train.partial_step import PartialStep, made_of
 from tests.support.models.trained import Lamb, Sm3
 
@@ -76,16 +77,79 @@ def test_groups_are_whole_again_after_an_error() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
 
 
-def test_a_stage_without_parameters_has_an_optimizer_without_any() -> None:
-    matrices = partial(muon_of, torch.optim.Muon)
-    for make in (torch.optim.AdamW, matrices):
-        assert all(not group["params"] for group in made_of(make, [], is_stage=True).param_groups)
-        with pytest.raises(ValueError, match="empty parameter list"):
-            made_of(make, [], is_stage=False)
-    bias = nn.Parameter(torch.zeros(3))
-    assert not made_of(matrices, [bias], is_stage=True).param_groups[0]["params"]
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "fused": lambda of: torch.optim.AdamW(of, fused=True),
+    "foreach": lambda of: torch.optim.AdamW(of, foreach=True),
+    "sgd": lambda of: torch.optim.SGD(of, lr=0.1, momentum=0.9),
+    "adagrad": lambda of: torch.optim.Adagrad(of, initial_accumulator_value=0.5),
+    "adafactor": torch.optim.Adafactor,
+    "groups": lambda of: torch.optim.AdamW([{"params": of[:2]}, {"params": of[2:], "lr": 0.1}]),
+    "named": lambda of: torch.optim.AdamW([(f"p{number}", each) for number, each in enumerate(of)]),
+    "muon": lambda of: muon_of(torch.optim.Muon, of),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("held", [(0, 2), (), (1,)], ids=["some", "none", "the vector"])
+def test_it_is_made_of_all_parameters_and_keeps_those_that_are_held(name: str, held: tuple[int, ...]) -> None:
+    shapes = ((4, 3), (3,), (5, 3))
+    wholes = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    lying = [each if number in held else nn.Parameter(each.to("meta"), requires_grad=False) for number, each in enumerate(wholes)]
+    seen = list[nn.Parameter]()
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        seen.extend(parameters)
+        return MAKERS[name](parameters)
+
+    optimizer, whole = made_of(make, lying, [wholes[number] for number in held], torch.device("cpu")), MAKERS[name](wholes)
+    assert [(tuple(each.shape), each.device.type) for each in seen] == [(shape, "cpu") for shape in shapes]
+    assert [each.requires_grad for each in seen] == [number in held for number in range(3)]
+    numbers = {id(each): number for number, each in enumerate(wholes)}
+    for group, theirs in zip(optimizer.param_groups, whole.param_groups, strict=True):
+        kept = [each for each in theirs["params"] if numbers[id(each)] in held]
+        assert list(map(id, group["params"])) == list(map(id, kept)) and group["lr"] == theirs["lr"]
+        assert group.get("param_names", []) == ([f"p{numbers[id(each)]}" for each in kept] if name == "named" else [])
+    assert set(optimizer.state) == {each for each in whole.state if numbers[id(each)] in held}
+    for each in wholes:
+        each.grad = torch.ones_like(each)
+    PartialStep(optimizer).step([wholes[number] for number in held])
+    assert set(optimizer.state) <= {wholes[number] for number in held}
+
+
+def test_what_it_refuses_is_refused_with_stand_ins_too() -> None:
+    elsewhere = [nn.Parameter(torch.zeros(3, device="meta"))]
     with pytest.raises(ValueError, match="Invalid learning rate"):
-        made_of(partial(torch.optim.AdamW, lr=-1.0), [bias], is_stage=True)
+        made_of(partial(torch.optim.AdamW, lr=-1.0), elsewhere, [], torch.device("cpu"))
+    with pytest.raises(ValueError, match="empty parameter list"):
+        made_of(partial(muon_of, torch.optim.Muon), elsewhere, [], torch.device("cpu"))
+
+
+def last_two(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters[-2:], lr=0.1)
+
+
+def made_on_ranks() -> dict[str, bool]:
+    """Which parameters a step of an optimizer of the last two changes, where every layer is a stage."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)), Squares())
+    x = torch.randn(8, 4)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    parallel = autopar.compile(model, mesh, example_inputs=(x,), backend="eager", cluster="ideal", optimizer=last_two)
+    before = parallel.full_state_dict()
+    parallel.train_step(x)
+    after = parallel.full_state_dict()
+    return {name: not torch.equal(after[name], before[name]) for name in before}
+
+
+def test_on_processes_a_function_chooses_among_the_parameters_of_all_stages(gloo_ranks: Any) -> None:
+    for changed in gloo_ranks.run(made_on_ranks):
+        assert changed == {f"{number}.0.{name}": number == 3 for number in range(4) for name in ("weight", "bias")}
+
+
+class Squares(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
 
 
 def muon_of(kind: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
