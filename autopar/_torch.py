@@ -1,26 +1,20 @@
-"""All private PyTorch API that the compiler uses, behind functions of our own. The runtime's is in `runtime/_torch.py`."""
+"""Private PyTorch API that the compiler uses, behind functions of our own; what captures alone use is in `autopar/frontend/_torch.py`, and
+what the runtime does in `runtime/_torch.py`."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._dynamo import functional_export, trace_rules
-from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.utils import get_real_value
-from torch._dynamo.variables import builder
-from torch._dynamo.variables import tensor as tensor_variables
+from torch._dynamo import trace_rules
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._guards import TracingContext, tracing
-from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._library import simple_registry
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
@@ -32,18 +26,10 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributions import constraints
-from torch.fx import Graph, GraphModule, Interpreter
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx import Graph
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-try:  # not in torch 2.11
-    from torch._higher_order_ops import register_hook
-
-    _hook_op: Any = register_hook.RegisterHookOp
-except ImportError:
-    _hook_op = None
 
 __all__ = [
     "CAUSAL_MASK_DETECTION",
@@ -57,29 +43,21 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "WITHOUT_ONEDNN",
-    "apply_custom_function",
     "attribute_set",
     "attributes_replaced",
     "by_meta_kernel",
     "compiling",
-    "constraints_unchecked",
-    "custom_functions_replaced",
-    "data_detached",
     "describe_input",
     "describe_output",
-    "empty_as",
-    "exports_let_go",
     "fake_errors_quiet",
     "fake_mode",
     "fake_mode_of",
     "gives_views",
     "has_kernel",
-    "hooks_replaced",
     "is_fake",
     "joint_graph",
     "leaves_behind",
     "outside_fake_modes",
-    "parameters_not_copied",
     "pytree",
     "schema_of",
     "writes_operands",
@@ -94,19 +72,11 @@ NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
 MATRIX_CONSTRAINTS = (constraints._Symmetric, constraints._PositiveSemidefinite, constraints._PositiveDefinite)
 # With oneDNN an LSTM layer on a CPU is one op, which no rank can split.
 WITHOUT_ONEDNN = (torch.backends.mkldnn, "enabled", False)
-_CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have shapes, dtypes and strides but no storage."""
     return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def empty_as(value: torch.Tensor, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
-    """With its shape, strides, dtype, and what torch would still do to its numbers: `x.conj()`, and its imaginary part, are marks."""
-    found = torch.empty_strided(tuple(value.shape), value.stride(), dtype=dtype or value.dtype, device=device)
-    found = found.conj() if value.is_conj() else found
-    return torch.ops.aten._neg_view.default(found) if value.is_neg() else found
 
 
 # What Python code raises that looks at the values of fake tensors.
@@ -219,57 +189,6 @@ def describe_output(descriptor: Any) -> tuple[str, int]:
     return "mutation", describe_input(descriptor.mutated_input)[1]
 
 
-def apply_custom_function(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Run a `torch.autograd.Function` from its halves as Dynamo traced them; autograd sees the backward."""
-    return autograd_function_apply(forward, backward, *operands, **options)
-
-
-def custom_functions_replaced(
-    by: Callable[[GraphModule, GraphModule, Sequence[Any], Mapping[str, Any]], Any],
-) -> AbstractContextManager[None]:
-    """While this is entered, `by(forward, backward, operands, options)` stands for each custom function that is traced into a graph.
-
-    Dynamo's own runs, which learn whether results require gradients, see the real thing.
-    """
-    original = AutogradFunctionApply.__call__
-
-    def call(self: AutogradFunctionApply, fwd: GraphModule, bwd: GraphModule, *operands: Any, **options: Any) -> Any:
-        if get_proxy_mode() is None:
-            return original(self, fwd, bwd, *operands, **options)
-        return by(fwd, bwd, operands, options)
-
-    return attribute_set(AutogradFunctionApply, "__call__", call)
-
-
-@contextmanager
-def hooks_replaced(by: Callable[[GraphModule, torch.Tensor, Sequence[Any]], torch.Tensor], note: Callable[[str], None]) -> Generator[None]:
-    """While this is entered, `by(hook, tensor, others)` stands for each hook on an intermediate value that is traced into a graph.
-
-    `hook(gradient, *others)` is a graph. `note` is called with the source of each leaf, a parameter or an input, that gets a hook. Releases
-    of torch whose Dynamo cannot trace hooks refuse them on intermediate values.
-    """
-    registered = SideEffects.register_hook
-
-    def call(self: Any, tensor: torch.Tensor, hook: GraphModule, *others: Any) -> torch.Tensor:
-        return original(self, tensor, hook, *others) if get_proxy_mode() is None else by(hook, tensor, others)
-
-    def register(self: SideEffects, tensor: Any, *args: Any) -> Any:
-        note(str(getattr(tensor.source, "name", tensor.source)))
-        return registered(self, tensor, *args)
-
-    with ExitStack() as stack:
-        stack.enter_context(attribute_set(SideEffects, "register_hook", register))
-        if _hook_op is not None:
-            original = _hook_op.__call__
-            stack.enter_context(attribute_set(_hook_op, "__call__", call))
-        yield
-
-
-def data_detached() -> AbstractContextManager[None]:
-    """While this is entered, Dynamo traces `tensor.data` as `tensor.detach()`: of `.data` the export makes a constant."""
-    return attribute_set(torch._C._autograd, "_get_data_attr", torch.detach)  # type: ignore[attr-defined]
-
-
 @contextmanager
 def attribute_set(owner: Any, name: str, value: Any) -> Generator[None]:
     """While this is entered, `owner.name` is `value`."""
@@ -279,31 +198,6 @@ def attribute_set(owner: Any, name: str, value: Any) -> Generator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def checkpoints_called() -> AbstractContextManager[None]:
-    """While this is entered, what is under `torch.utils.checkpoint` is traced as a plain call.
-
-    Each call that is traced there has the number of its region, the outermost, under torch's own name for it.
-    """
-    numbers, inside = itertools.count(), list[int]()
-
-    def call(self: TagActivationCheckpoint, gmod: GraphModule, *operands: Any, **options: Any) -> Any:
-        is_outermost = get_proxy_mode() is not None and not inside
-        if is_outermost:
-            inside.append(next(numbers))
-        for module in gmod.modules():
-            for node in module.graph.nodes if isinstance(module, GraphModule) and inside else ():
-                node.meta["ac_graph_id"] = inside[0]
-        try:
-            # With its calls' own lines and modules, not those of the checkpoint.
-            with preserve_node_meta():
-                return Interpreter(gmod).run(*operands)
-        finally:
-            if is_outermost:
-                inside.clear()
-
-    return attribute_set(TagActivationCheckpoint, "__call__", call)
 
 
 def min_cut_graphs(model: torch.nn.Module, share: float) -> Callable[..., Any]:
@@ -318,19 +212,6 @@ def min_cut_graphs(model: torch.nn.Module, share: float) -> Callable[..., Any]:
             return min_cut_rematerialization_partition(*args, **kwargs)
 
     return aot_module(model, boxed_nop, boxed_nop, partition_fn=partition)
-
-
-@contextmanager
-def exports_let_go() -> Generator[None]:
-    """When the context ends what `torch.export` has put into a module of Dynamo's is taken out again: functions that hold the graph, and
-    with it all parameters of the model, for as long as the process lives."""
-    names = functional_export.__dict__
-    before = set(names)
-    try:
-        yield
-    finally:
-        for name in [name for name in names if name.startswith("__compiled_fn") and name not in before]:
-            del names[name]
 
 
 @contextmanager
@@ -365,33 +246,3 @@ def _errors_unchecked() -> Generator[None]:
 def compiling() -> AbstractContextManager[None]:
     """While this is entered, `torch.compiler.is_compiling()` is true, as it is for what Dynamo traces."""
     return attribute_set(torch.compiler, "_is_compiling_flag", True)
-
-
-def constraints_unchecked() -> AbstractContextManager[None]:
-    """While this is entered, `torch.export` does not check its dynamic dims against what it traced.
-
-    The check writes the guards of all shapes as text, which takes a quarter of an export. Only for exports without dynamic dims.
-    """
-    is_there = hasattr(functional_export, _CONSTRAINT_CHECK)
-    return attribute_set(functional_export, _CONSTRAINT_CHECK, lambda *_: None) if is_there else nullcontext()
-
-
-@contextmanager
-def parameters_not_copied() -> Generator[None]:
-    """While this is entered, Dynamo copies a parameter that it exports when its values are asked for: else it copies each twice.
-
-    Under a transform of torch.func it does as ever: there a copy fails, and that is what refuses a module with parameters.
-    """
-    copied, value_of = builder._clone_input, get_real_value
-
-    def kept(value: Any, mode: Any) -> Any:
-        is_plain = type(value) is torch.nn.Parameter and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
-        return value if is_plain else copied(value, mode)
-
-    def copied_value_of(node: Any, tracer: Any) -> Any:
-        asked = {each: value for each, value in tracer.real_value_cache.items() if type(value) is torch.nn.Parameter}
-        tracer.real_value_cache.update({each: copied(value, None) for each, value in asked.items()})
-        return value_of(node, tracer)
-
-    with attribute_set(builder, "_clone_input", kept), attribute_set(tensor_variables, "get_real_value", copied_value_of):
-        yield

@@ -15,9 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar._torch import DATA_DEPENDENT_ERRORS, empty_as, fake_errors_quiet, fake_mode
+from autopar._torch import DATA_DEPENDENT_ERRORS, fake_errors_quiet, fake_mode
 from autopar.cost.fragment_places import device_of
 from autopar.cost.memories import Memories, Value
+from autopar.graph.fake_calls import empty_as
 from autopar.ir.keys import SOURCE, Source
 from autopar.kernels.registration import IMPLEMENTATIONS
 

@@ -8,7 +8,8 @@ import torch
 from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from autopar._torch import empty_as, fake_mode
+from autopar._torch import fake_mode
+from autopar.graph.fake_calls import empty_as
 from autopar.ir.schedule import Fragment
 
 # By result of a fragment: the first of its inputs and results that lies in the same memory, and the bytes of that.

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import (
+from autopar._torch import fake_mode, pytree
+from autopar.errors import CaptureError
+from autopar.frontend._torch import (
+    asking_for_gradients_ignored,
     checkpoints_called,
     constraints_unchecked,
     data_detached,
     exports_let_go,
-    fake_mode,
     parameters_not_copied,
-    pytree,
 )
-from autopar.errors import CaptureError
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.caches import caches_kept_clean
 from autopar.frontend.custom_functions import custom_functions_kept
@@ -128,6 +128,7 @@ def _exported(
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
     with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked(), parameters_not_copied():
         with (
+            asking_for_gradients_ignored(),
             checkpoints_called(),
             code_written_late(),
             explained(model),

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
-from autopar._torch import apply_custom_function, custom_functions_replaced
 from autopar.errors import CaptureError
+from autopar.frontend._torch import apply_custom_function, custom_functions_replaced
 from autopar.ir.arguments import arguments
 
 Results = tuple[Tensor, ...]

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from autopar._torch import hooks_replaced
 from autopar.errors import CaptureError
+from autopar.frontend._torch import hooks_replaced
 from autopar.frontend.custom_functions import CustomFunction, custom_function, keep
 from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.ir.source import path_of, source_of

@@ -53,3 +53,10 @@ def _by_meta(mode: FakeTensorMode, target: Callable[..., Any], args: tuple[Any, 
         return None
     with torch.no_grad():
         return by_meta_kernel(mode, target, args, kwargs, devices.pop())
+
+
+def empty_as(value: torch.Tensor, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
+    """With its shape, strides, dtype, and what torch would still do to its numbers: `x.conj()`, and its imaginary part, are marks."""
+    found = torch.empty_strided(tuple(value.shape), value.stride(), dtype=dtype or value.dtype, device=device)
+    found = found.conj() if value.is_conj() else found
+    return torch.ops.aten._neg_view.default(found) if value.is_neg() else found

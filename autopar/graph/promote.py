@@ -18,10 +18,11 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from autopar._torch import FakeTensorMode, empty_as, fake_mode, pytree
+from autopar._torch import FakeTensorMode, fake_mode, pytree
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
 from autopar.graph.causal_biases import biases_not_copied
 from autopar.graph.default_eps import default_eps
+from autopar.graph.fake_calls import empty_as
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.schedule import Fragment, Schedule, TensorType
 from autopar.pipeline.schedule_program import ScheduleProgram

@@ -1,0 +1,180 @@
+"""Private PyTorch API that captures use: what Dynamo and `torch.export` do otherwise while a model is traced."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch._dynamo import functional_export
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.utils import get_real_value
+from torch._dynamo.variables import builder
+from torch._dynamo.variables import builtin as builtin_variables
+from torch._dynamo.variables import tensor as tensor_variables
+from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
+from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import preserve_node_meta
+
+from autopar._torch import attribute_set
+
+try:  # not in torch 2.11
+    from torch._higher_order_ops import register_hook
+
+    _hook_op: Any = register_hook.RegisterHookOp
+except ImportError:
+    _hook_op = None
+
+_CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
+
+
+def apply_custom_function(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Run a `torch.autograd.Function` from its halves as Dynamo traced them; autograd sees the backward."""
+    return autograd_function_apply(forward, backward, *operands, **options)
+
+
+def custom_functions_replaced(
+    by: Callable[[GraphModule, GraphModule, Sequence[Any], Mapping[str, Any]], Any],
+) -> AbstractContextManager[None]:
+    """While this is entered, `by(forward, backward, operands, options)` stands for each custom function that is traced into a graph.
+
+    Dynamo's own runs, which learn whether results require gradients, see the real thing.
+    """
+    original = AutogradFunctionApply.__call__
+
+    def call(self: AutogradFunctionApply, fwd: GraphModule, bwd: GraphModule, *operands: Any, **options: Any) -> Any:
+        if get_proxy_mode() is None:
+            return original(self, fwd, bwd, *operands, **options)
+        return by(fwd, bwd, operands, options)
+
+    return attribute_set(AutogradFunctionApply, "__call__", call)
+
+
+@contextmanager
+def hooks_replaced(by: Callable[[GraphModule, torch.Tensor, Sequence[Any]], torch.Tensor], note: Callable[[str], None]) -> Generator[None]:
+    """While this is entered, `by(hook, tensor, others)` stands for each hook on an intermediate value that is traced into a graph.
+
+    `hook(gradient, *others)` is a graph. `note` is called with the source of each leaf, a parameter or an input, that gets a hook. Releases
+    of torch whose Dynamo cannot trace hooks refuse them on intermediate values.
+    """
+    registered = SideEffects.register_hook
+
+    def call(self: Any, tensor: torch.Tensor, hook: GraphModule, *others: Any) -> torch.Tensor:
+        return original(self, tensor, hook, *others) if get_proxy_mode() is None else by(hook, tensor, others)
+
+    def register(self: SideEffects, tensor: Any, *args: Any) -> Any:
+        note(str(getattr(tensor.source, "name", tensor.source)))
+        return registered(self, tensor, *args)
+
+    with ExitStack() as stack:
+        stack.enter_context(attribute_set(SideEffects, "register_hook", register))
+        if _hook_op is not None:
+            original = _hook_op.__call__
+            stack.enter_context(attribute_set(_hook_op, "__call__", call))
+        yield
+
+
+def data_detached() -> AbstractContextManager[None]:
+    """While this is entered, Dynamo traces `tensor.data` as `tensor.detach()`: of `.data` the export makes a constant."""
+    return attribute_set(torch._C._autograd, "_get_data_attr", torch.detach)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def asking_for_gradients_ignored() -> Generator[None]:
+    """While this is entered, Dynamo passes over `x.requires_grad = True` and `x.requires_grad_()` of what forward computes from inputs: the
+    gradient that `x` asks for is one that nobody gets. Whoever asks finds that it requires one, and so does what is made of it."""
+    traced = tensor_variables.TensorVariable
+    # Before torch 2.13 it was a method of another class.
+    owner = getattr(builtin_variables, "SetAttrBuiltinVariable", builtin_variables.BuiltinVariable)
+    method = "_call_setattr" if hasattr(owner, "_call_setattr") else "call_setattr"
+    set_attribute, ask = getattr(owner, method), traced.method_requires_grad_
+
+    def passes(tensor: Any, value: Any) -> bool:
+        is_true = value is True or (value.is_python_constant() and value.as_python_constant() is True)
+        if not is_true or tensor.source is not None:  # a parameter would be trained from there on, an input comes from outside
+            return False
+        tensor.as_proxy().node.meta["example_value"].requires_grad_()
+        tensor.requires_grad = True
+        return True
+
+    def setting(self: Any, tx: Any, tensor: Any, name: Any, value: Any) -> Any:
+        is_asked = isinstance(tensor, traced) and name.is_python_constant() and name.as_python_constant() == "requires_grad"
+        return value if is_asked and passes(tensor, value) else set_attribute(self, tx, tensor, name, value)
+
+    def asking(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        return self if passes(self, requires_grad) else ask(self, tx, requires_grad)
+
+    with attribute_set(owner, method, setting), attribute_set(traced, "method_requires_grad_", asking):
+        yield
+
+
+def checkpoints_called() -> AbstractContextManager[None]:
+    """While this is entered, what is under `torch.utils.checkpoint` is traced as a plain call.
+
+    Each call that is traced there has the number of its region, the outermost, under torch's own name for it.
+    """
+    numbers, inside = itertools.count(), list[int]()
+
+    def call(self: TagActivationCheckpoint, gmod: GraphModule, *operands: Any, **options: Any) -> Any:
+        is_outermost = get_proxy_mode() is not None and not inside
+        if is_outermost:
+            inside.append(next(numbers))
+        for module in gmod.modules():
+            for node in module.graph.nodes if isinstance(module, GraphModule) and inside else ():
+                node.meta["ac_graph_id"] = inside[0]
+        try:
+            # With its calls' own lines and modules, not those of the checkpoint.
+            with preserve_node_meta():
+                return Interpreter(gmod).run(*operands)
+        finally:
+            if is_outermost:
+                inside.clear()
+
+    return attribute_set(TagActivationCheckpoint, "__call__", call)
+
+
+@contextmanager
+def exports_let_go() -> Generator[None]:
+    """When the context ends what `torch.export` has put into a module of Dynamo's is taken out again: functions that hold the graph, and
+    with it all parameters of the model, for as long as the process lives."""
+    names = functional_export.__dict__
+    before = set(names)
+    try:
+        yield
+    finally:
+        for name in [name for name in names if name.startswith("__compiled_fn") and name not in before]:
+            del names[name]
+
+
+def constraints_unchecked() -> AbstractContextManager[None]:
+    """While this is entered, `torch.export` does not check its dynamic dims against what it traced.
+
+    The check writes the guards of all shapes as text, which takes a quarter of an export. Only for exports without dynamic dims.
+    """
+    is_there = hasattr(functional_export, _CONSTRAINT_CHECK)
+    return attribute_set(functional_export, _CONSTRAINT_CHECK, lambda *_: None) if is_there else nullcontext()
+
+
+@contextmanager
+def parameters_not_copied() -> Generator[None]:
+    """While this is entered, Dynamo copies a parameter that it exports when its values are asked for: else it copies each twice.
+
+    Under a transform of torch.func it does as ever: there a copy fails, and that is what refuses a module with parameters.
+    """
+    copied, value_of = builder._clone_input, get_real_value
+
+    def kept(value: Any, mode: Any) -> Any:
+        is_plain = type(value) is torch.nn.Parameter and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
+        return value if is_plain else copied(value, mode)
+
+    def copied_value_of(node: Any, tracer: Any) -> Any:
+        asked = {each: value for each, value in tracer.real_value_cache.items() if type(value) is torch.nn.Parameter}
+        tracer.real_value_cache.update({each: copied(value, None) for each, value in asked.items()})
+        return value_of(node, tracer)
+
+    with attribute_set(builder, "_clone_input", kept), attribute_set(tensor_variables, "get_real_value", copied_value_of):
+        yield
