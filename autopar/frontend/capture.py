@@ -46,7 +46,7 @@ from autopar.frontend.shared_memory import refuse_shared_writes
 from autopar.frontend.traced import as_traced
 from autopar.frontend.value_checks import asserts_assumed
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
-from autopar.graph.causal_biases import causal_biases_plain
+from autopar.graph.causal_biases import causal_biases_plain, refuse_biases
 from autopar.graph.late_code import code_written_late
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Output, Program
@@ -139,6 +139,7 @@ def _exported(
         ):
             warnings.simplefilter("always")
             exported = torch.export.export(_Captured(model, places), args, kwargs, strict=True)
+        refuse_biases(exported.constants)
         warn_of_globals(str(warning.message) for warning in heard)
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
         leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type

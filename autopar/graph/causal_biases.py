@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,11 +14,16 @@ from torch import nn
 from torch.nn.attention import bias
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
+from autopar.errors import CaptureError
+
 
 @contextmanager
 def causal_biases_plain(model: nn.Module) -> Generator[None]:
     """While this is entered, biases that `model` holds in attributes, and those that it makes, are bool tensors where its parameters are,
-    true where a row attends to a key."""
+    true where a row attends to a key. Code that knows their class by name might ask for it: there they stay what they are."""
+    if _knows_the_class(model):
+        yield
+        return
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     held = list(_held(model))
     for attributes, name, value in held:
@@ -33,6 +39,23 @@ def causal_biases_plain(model: nn.Module) -> Generator[None]:
 def biases_not_copied(model: nn.Module) -> dict[int, CausalBias]:
     """For the memo of a deep copy of `model`: biases have no numbers, and torch cannot copy one."""
     return {id(value): value for _, _, value in _held(model)}
+
+
+def refuse_biases(constants: Mapping[str, Any]) -> None:
+    """Raise `CaptureError` for one among what was captured: a graph would read its memory, in which there is nothing."""
+    name = next((name for name, value in constants.items() if isinstance(value, CausalBias)), None)
+    if name is not None:
+        raise CaptureError(
+            f"forward reads a CausalBias of torch.nn.attention.bias, {name}, which is no tensor that a graph could hold\n"
+            "  how to mend it: call causal_upper_left or causal_lower_right in forward, or keep what they give as an attribute of the "
+            "module that uses it (not in a list or a global); where the code names the class, pass is_causal=True or a mask"
+        )
+
+
+def _knows_the_class(model: nn.Module) -> bool:
+    names = {type(module).__module__ for module in model.modules()}
+    modules = [sys.modules[name] for name in names if name in sys.modules and not name.startswith("torch.")]
+    return any(value is CausalBias for module in modules for value in vars(module).values())
 
 
 def _held(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, CausalBias]]:

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.graph.emit import tensor_of
 from autopar.ir.arguments import arguments, node_at
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.ir.keys import ORIGIN
@@ -29,7 +28,7 @@ from autopar.ir.markers import save
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Form, Program, operands
 from autopar.ir.sharding import Sharding
-from autopar.ops.traits import truncates
+from autopar.ops.traits import rounds, truncates
 
 aten = torch.ops.aten
 
@@ -64,7 +63,7 @@ _SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
 # They, too, make of means the mean of what they make of each.
 _AFFINE = _SUMS | {
     aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.rsub.Tensor, aten.cat.default, aten.stack.default,
-    aten.select_scatter.default, aten.slice_scatter.default, aten.constant_pad_nd.default, aten.copy.default,
+    aten.select_scatter.default, aten.slice_scatter.default, aten.constant_pad_nd.default,
 }  # fmt: skip
 # So do these, where all microbatches have the mask or the indices alike, which are the argument at this position.
 _CHOOSERS: dict[Any, int] = {
@@ -263,7 +262,7 @@ def chooser_of(node: Node) -> Node | None:
 def is_affine(node: Node, same: frozenset[Node]) -> bool:
     """Whether a call makes of the means of its operands the mean of what it makes of each: it adds, subtracts, lines up, or chooses by
     what all microbatches have alike, the nodes in `same`."""
-    return node.target in _AFFINE or chooser_of(node) in same
+    return node.target in _AFFINE or chooser_of(node) in same or (node.target is aten.copy.default and not rounds(node))
 
 
 def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:
@@ -280,8 +279,7 @@ def is_linear(node: Node, same: frozenset[Node] = frozenset()) -> bool:
         factor = node.args[1] if node.target is aten.div.Tensor or node.args[1] in same else node.args[0]
         return factor in same and not same.issuperset(node.all_input_nodes)
     if node.target is aten._to_copy.default:
-        source, target = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
-        return target.is_floating_point or (target != torch.bool and not source.is_floating_point)
+        return not rounds(node)
     if node.target in _LINEAR_IN_FIRST:
         first, *others = operands(node)
         return first not in same and same.issuperset(others)

@@ -62,6 +62,13 @@ def truncates(node: Node) -> bool:
     return is_integer and tensor_of(node.args[0]).is_floating_point()
 
 
+def rounds(node: Node) -> bool:
+    """Whether `_to_copy`, or `copy` of its last operand, takes floats for integers, or numbers for true and false: of a sum it is not the
+    sum of what it makes of the terms."""
+    source, target = tensor_of(node.all_input_nodes[-1]).dtype, tensor_of(node).dtype
+    return target == torch.bool or (not (target.is_floating_point or target.is_complex) and (source.is_floating_point or source.is_complex))
+
+
 def permutation(node: Node) -> tuple[int, ...]:
     """For each dim of a result of `PERMUTES` the dim of its operand that it is."""
     rank = tensor_of(node).ndim

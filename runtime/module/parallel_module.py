@@ -134,11 +134,15 @@ class ParallelModule(Inspected):
             self._trainer.asked_by = None
 
     def _updating_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.enable_grad(), self._trainer.agreeing():
-            if self._trainer.takes_closure:
-                self.prepare(args, kwargs)  # it is made of placed parameters
-                return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)
-            call, captured, inputs = self.start(args, kwargs, updates=True)
+        self._trainer.is_stepping = True
+        try:
+            with torch.enable_grad():
+                if self._trainer.takes_closure:
+                    self.prepare(args, kwargs)  # it is made of placed parameters
+                    return self._trainer.step_by_closure(lambda: self._plain_call(args, kwargs), self)
+                call, captured, inputs = self.start(args, kwargs, updates=True)
+        finally:
+            self._trainer.is_stepping = False
         self._trainer.prepare(self)
         scale = self._trainer.scale
 

@@ -67,6 +67,9 @@ class HostStep:
         self._held: dict[nn.Parameter, dict[Any, torch.Tensor]] = {}
         self._seals: dict[nn.Parameter, dict[Any, Seal]] = {}
 
+    def begin(self) -> None:
+        """What is stepped from now on makes a new step."""
+
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """By the gradients that they have, which are copied at once and may be dropped."""
         if self._files is not None and self._process != os.getpid():

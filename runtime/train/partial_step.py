@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from autopar._torch import FakeTensorMode, fake_mode
 from autopar.driver.optimizers import scope_of
 from autopar.runtime._torch import has_step_hooks, local_part
-from autopar.runtime.train.own_options import options_of, refuse_changed
+from autopar.runtime.train.own_options import Counts, counts_of, refuse_changed
 from autopar.runtime.train.placed import WholeParameters
 from autopar.runtime.train.runs import State
 from autopar.runtime.train.stand_ins import StandIns, check_parts, joining, parts_of_state
@@ -43,17 +43,15 @@ class PartialStep:
     ) -> None:
         self.optimizer, self._on_parts, self.wholes, self._is_joint, self._is_stored = optimizer, on_parts, wholes, joint, stored
         self._stand_ins = StandIns()
-        self._is_users = scope_of(optimizer) == "model"  # a class that nobody knows
+        self._is_unknown = scope_of(optimizer) == "model"
+        self._before: Counts | None = None
+
+    def begin(self) -> None:
+        """What is stepped from now on makes a new step."""
+        self._before = None
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """By the gradients that they have. Raises `AutoparError` where this changes what the next such step reads, too."""
-        is_watched = self._is_users and not self._is_joint and not has_step_hooks(self.optimizer)
-        before = options_of(self.optimizer) if is_watched else ()
-        self._step(parameters)
-        if is_watched:
-            refuse_changed(self.optimizer, before, options_of(self.optimizer))
-
-    def _step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """By the gradients that they have. Raises `AutoparError` where an earlier part of the step changed what this one reads, too."""
         wholes = [each for each in parameters if self.wholes is not None and each in self.wholes]
         if wholes and not self._is_joint:
             # One whole parameter in memory at a time.
@@ -63,13 +61,25 @@ class PartialStep:
         if parameters:
             self._step_together(parameters)
 
+    def _watch(self) -> None:
+        counts = counts_of(self.optimizer)
+        if self._before is None:
+            self._before = counts
+        refuse_changed(self.optimizer, self._before, counts)
+
     def _step_together(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._is_unknown:
+            self._watch()
         if self._on_parts and not has_step_hooks(self.optimizer) and all(isinstance(each, DTensor) for each in parameters):
             self._step_side_by_side(parameters)
             return
-        chosen = {id(each): self._stood_in_for(each) for each in parameters}
-        wholes = [(each, chosen[id(each)]) for each in parameters if self.wholes is not None and each in self.wholes]
+        chosen: dict[int, torch.Tensor] = {}
+        wholes: list[tuple[nn.Parameter, torch.Tensor]] = []
         try:
+            for each in parameters:
+                chosen[id(each)] = self._stood_in_for(each)
+                if self.wholes is not None and each in self.wholes:
+                    wholes.append((each, chosen[id(each)]))
             with narrowed(self.optimizer, by_group(self.optimizer, chosen)):
                 self.optimizer.step()
         finally:
@@ -157,9 +167,18 @@ def made_of(
     Others, which lie with another stage, have stand-ins without memory on `device`: what is taken by its place or its shape is the same on
     all ranks. They are taken out of the groups, which may be left without parameters, and out of the state.
     """
+    held = list(held)
     mine, mode = {id(each) for each in held}, fake_mode()
     given = [each if id(each) in mine else _stand_in(each, device, mode) for each in parameters]
-    optimizer = make(given)
+    try:
+        optimizer = make(given)
+    except Exception as error:  # whatever it is: stand-ins have neither numbers nor names
+        if len(given) == len(held):
+            raise
+        try:
+            return make(held)
+        except Exception:
+            raise error from None
     strange = {id(each) for each in given} - mine
     for group in optimizer.param_groups:
         is_mine = [id(each) not in strange for each in group["params"]]

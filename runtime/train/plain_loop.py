@@ -26,7 +26,7 @@ from autopar.errors import AutoparError
 from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.placement import torch_can_gather
-from autopar.runtime.train.own_options import Options, options_of, refuse_changed
+from autopar.runtime.train.own_options import hand_back
 from autopar.runtime.train.placed import check_stages, is_seen_whole
 from autopar.runtime.train.runs import State
 from autopar.runtime.train.stand_ins import StandIns, joining
@@ -37,8 +37,8 @@ _PLACED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Those that stood there before, where somebody still holds them, with their names.
 _REPLACED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _STAND_INS: WeakKeyDictionary[Optimizer, StandIns] = WeakKeyDictionary()
-# By what steps in the place of an optimizer the options that it began with.
-_BEFORE: WeakKeyDictionary[Optimizer, Options] = WeakKeyDictionary()
+# By what steps in the place of an optimizer the groups of that.
+_STEPPED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
 class Home(NamedTuple):
@@ -107,8 +107,7 @@ def _of(optimizer: Optimizer, tensors: Sequence[list[torch.Tensor]], state: Stat
     found = object.__new__(type(optimizer))
     groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, tensors, strict=True) if params]
     vars(found).update(vars(optimizer), param_groups=groups, state=state)
-    if scope_of(optimizer) == "model":  # a class that nobody knows but the user
-        _BEFORE[found] = options_of(found)
+    _STEPPED[found] = [group for group, params in zip(optimizer.param_groups, tensors, strict=True) if params]
     return found
 
 
@@ -163,5 +162,6 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 
 def _after(optimizer: Optimizer, stood_in: Optimizer) -> None:
     _STAND_INS[optimizer].leave_together(optimizer.state)
-    if (before := _BEFORE.pop(stood_in, None)) is not None:
-        refuse_changed(stood_in, before, options_of(stood_in))
+    groups = _STEPPED.pop(stood_in, None)
+    if groups is not None and scope_of(optimizer) == "model":  # a class that nobody knows but the user, who steps it once
+        hand_back(stood_in, optimizer, groups)

@@ -132,11 +132,26 @@ def joined_groups(groups: list[list[dict[str, Any]]], order: list[str]) -> list[
 
 def check_optimizer_state(state: Mapping[str, Any], optimizer: Optimizer, names: Mapping[int, str], world: World) -> None:
     """Raise `AutoparError` where a saved state is not one of an optimizer of these parameters. Collective."""
-    saved, here = state.get("class"), type(optimizer).__name__
-    if saved not in (None, here):
-        raise AutoparError(f"the saved state is one of {saved}, and the optimizer here is {here}: compile with that of the saved run")
     mine = joined_groups(world.gather(_groups(optimizer, names), "the groups of optimizers"), list(dict.fromkeys(names.values())))
-    agreed(world, lambda: _check_groups(mine, state["groups"]), "a check of the saved state of the optimizer")
+
+    def check() -> None:
+        _check_class(state.get("class"), optimizer)
+        _check_groups(mine, state["groups"])
+
+    agreed(world, check, "a check of the saved state of the optimizer")
+
+
+# They keep the same.
+_ALIKE = frozenset(("Adam", "AdamW"))
+
+
+def _check_class(saved: str | None, optimizer: Optimizer) -> None:
+    names = {each.__name__ for each in type(optimizer).__mro__}
+    if saved is not None and saved not in names and not (saved in _ALIKE and not names.isdisjoint(_ALIKE)):
+        raise AutoparError(
+            f"the saved state is one of {saved}, and the optimizer here is {type(optimizer).__name__}: compile with that of the saved run, "
+            'or take state["optimizer"]["class"] out where both keep the same'
+        )
 
 
 def _check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
@@ -150,9 +165,14 @@ def _check_groups(mine: list[dict[str, Any]], saved: list[dict[str, Any]]) -> No
 
 
 def load_optimizer_state(
-    state: Mapping[str, Any], optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], wholes: Any, world: World
+    state: Mapping[str, Any],
+    optimizer: Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+    wholes: Any,
+    world: World,
+    stays: bool = False,
 ) -> None:
-    """Give `optimizer` what was saved; `wholes` has the parameters that it sees whole."""
+    """Give `optimizer` what was saved, where the parameters are unless it `stays` where it is; `wholes` has those that it sees whole."""
     take_groups(optimizer, state["groups"])
     chosen = {id(each) for group in optimizer.param_groups for each in group["params"]}
     placed: dict[str, dict[Any, Any]] = {}
@@ -160,7 +180,8 @@ def load_optimizer_state(
         parameter = parameters.get(name)
         if parameter is not None and id(parameter) in chosen:
             is_whole = wholes is not None and parameter in wholes
-            placed[name] = {key: _placed(value, key, parameter, name, is_whole, world) for key, value in entries.items()}
+            device = None if stays else local_of(parameter).device
+            placed[name] = {key: _placed(_on(value, key, device), key, parameter, name, is_whole, world) for key, value in entries.items()}
     give_optimizer_state(optimizer, parameters, placed)
 
 
@@ -177,11 +198,13 @@ def give_optimizer_state(optimizer: Optimizer, parameters: Mapping[str, nn.Param
         optimizer.state[parameters[name]] = entries
 
 
+def _on(value: Any, key: Any, device: torch.device | None) -> Any:
+    """On a device, where it may have been read onto another; steps, which are asked for on the host as a rule, as they are."""
+    return value.to(device) if isinstance(value, torch.Tensor) and device is not None and key != "step" else value
+
+
 def _placed(value: Any, key: Any, parameter: nn.Parameter, name: str, is_whole: bool, world: World) -> Any:
-    if not isinstance(value, torch.Tensor) or key == "step":
-        return _copied(value)
-    value = value.to(local_of(parameter).device)  # it may have been read onto another
-    if not isinstance(parameter, DTensor) or is_whole or not value.ndim:
+    if not isinstance(value, torch.Tensor) or not isinstance(parameter, DTensor) or is_whole or not value.ndim or key == "step":
         return _copied(value)
     if value.shape == parameter.shape:
         return placed_like(value, parameter, name, world)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from threading import get_ident
 from typing import Any, Protocol
@@ -158,20 +157,11 @@ class Trainer:
         return self.options.update_scope or scope_of(optimizer)
 
     def is_asked(self) -> bool:
-        """Whether a call is the one that makes the step: the first of its thread, and not what a hook calls meanwhile. Asked once."""
+        """Whether a call is the one that makes the step: the first of its thread, and not what is called while that runs. Asked once."""
         if self.asked_by != get_ident():
             return False
         self.asked_by = None
         return True
-
-    @contextmanager
-    def agreeing(self) -> Generator[None]:
-        """While this is entered, what a call is checked and compared as is a step."""
-        self.is_stepping = True
-        try:
-            yield
-        finally:
-            self.is_stepping = False
 
     @property
     def has_state(self) -> bool:
@@ -227,6 +217,7 @@ class Trainer:
         if keeps:
             require_no_versions(options)
         self._updated.clear()
+        self._part.begin()
         try:
             results = self._stepped(call, parameters, module._world, trace, keeps)
         except BaseException as error:
@@ -261,9 +252,10 @@ class Trainer:
         drop(parameters.values())
         self._losses, self._traces = [], []
         self._num_calls -= self._num_calls % self.options.accumulate
-        if 0 < len(self._updated) < len(parameters):
+        trained = {name for name, each in parameters.items() if each.requires_grad}
+        if self._updated and not self._updated.issuperset(trained):
             error.add_note(
-                f"{len(self._updated)} of {len(parameters)} parameters were updated before that, and the others were not: load a checkpoint"
+                f"{len(self._updated)} of {len(trained)} parameters were updated before that, and the others were not: load a checkpoint"
             )
 
     def step_by_closure(self, evaluate: Callable[[], Evaluated], module: Trained) -> Any:
@@ -319,7 +311,7 @@ class Trainer:
         if optimizer is not None:
             check_optimizer_state(state["optimizer"], optimizer, _names(module._model), world)
             assert self._part is not None
-            load_optimizer_state(state["optimizer"], optimizer, parameters, self._part.wholes, world)
+            load_optimizer_state(state["optimizer"], optimizer, parameters, self._part.wholes, world, isinstance(self._part, HostStep))
         held = {name: value for name, value in state["ema"].items() if name in parameters}
         self.take(state, {name: placed_like(value, parameters[name], name, world) for name, value in held.items()})
 

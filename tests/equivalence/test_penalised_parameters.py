@@ -98,6 +98,7 @@ def test_four_microbatches_are_the_whole_batch(loss: Loss, axes: dict[str, int])
         lambda m, h: (m.square.detach().index_select(0, (h.detach() > 2).sum(0)) * m.scales).sum() + h.sum(),
         lambda m, h: (h.detach().sum(0).cumsum(0, dtype=torch.int64).to(h.dtype) * m.scales).sum() + h.sum(),
         lambda m, h: (torch.sigmoid(m.scales) * h.mean(0)).tanh().sum(),
+        lambda m, h: torch.zeros(4, dtype=torch.int64).copy_(1.3 * h.detach().sum(0)).double().sum() * m.scales.sum() + h.sum(),
     ],
 )
 def test_what_the_batch_as_a_whole_chooses_is_still_refused(loss: Loss) -> None:

@@ -11,6 +11,7 @@ from torch.fx import Node
 from autopar.ir.program import operands, results_of
 from autopar.ops.rule import Rule, rule, rule_for_tag
 from autopar.ops.rules.labels import aten, broadcast, is_zero, positional, shape_of
+from autopar.ops.traits import rounds
 
 # Positions of the arguments in which an op is linear, one alone.
 _SINGLY: dict[str, tuple[int, ...]] = {
@@ -71,6 +72,7 @@ _JOINTLY: dict[str, tuple[tuple[int, ...], ...]] = {
     "aten.lerp.Tensor": ((0, 1),),
     "aten.copy.default": ((0, 1),),  # nobody reads what is written over
 }
+_CASTS = ("aten._to_copy.default", "aten.copy.default", "prims.convert_element_type.default")
 # Ops that are pointwise without the tag.
 _UNTAGGED = (
     aten._to_copy.default,
@@ -125,6 +127,8 @@ def pointwise(node: Node) -> Rule | None:
 
 def _linear(node: Node) -> tuple[frozenset[int], ...]:
     name = str(node.target)
+    if name in _CASTS and rounds(node):
+        return ()
     singly = [_operand_at(node, index) for index in _SINGLY.get(name, ())]
     jointly = [group for indices in _JOINTLY.get(name, ()) for group in _joint(node, indices)]
     return tuple(dict.fromkeys(group for group in (*singly, *jointly) if group))

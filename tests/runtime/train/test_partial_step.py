@@ -125,6 +125,22 @@ def test_what_it_refuses_is_refused_with_stand_ins_too() -> None:
         made_of(partial(muon_of, torch.optim.Muon), elsewhere, [], torch.device("cpu"))
 
 
+CPU = torch.device("cpu")
+
+
+def test_what_works_by_names_or_numbers_is_made_of_those_that_are_held() -> None:
+    here, elsewhere = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3, device="meta"))
+    names = {here: 0.1}
+    by_name = made_of(
+        lambda given: torch.optim.SGD([{"params": [each], "lr": names[each]} for each in given]), [elsewhere, here], [here], CPU
+    )
+    by_norm = made_of(
+        lambda given: torch.optim.SGD([each for each in given if float(each.detach().sum()) > 0]), [elsewhere, here], [here], CPU
+    )
+    for optimizer in (by_name, by_norm):
+        assert [group["params"] for group in optimizer.param_groups] == [[here]]
+
+
 def last_two(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters[-2:], lr=0.1)
 
