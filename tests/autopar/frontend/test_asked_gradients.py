@@ -30,8 +30,7 @@ class Asks(nn.Module):
         return self.layer(self.conv(h).relu().mean(-1)).square().mean()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("how", ["attribute", "method"])
+@pytest.mark.parametrize(("how", "backend"), [("attribute", "inductor"), ("method", "eager")])
 def test_what_asks_in_vain_is_passed_over(how: str, backend: str) -> None:
     x = torch.randn(4, 16)
     parallel = compiled(Asks(how), {"dp": 2}, (x,), backend=backend)
