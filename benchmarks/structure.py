@@ -140,7 +140,7 @@ def measure(tree: Tree) -> dict[str, str]:
         **{what: str(len(re.findall(pattern, everything))) for what, pattern in ONE_OF.items()},
         "import circles": ", ".join(f"one of {len(each)} modules" for each in circles) or "none",
         "lines that read written-out forms": f"{sum(lengths[path] for path in forms):,}",
-        "private torch names in the two adapters": str(sum(private[path] for path in adapters)),
+        "private torch names in the adapters": str(sum(private[path] for path in adapters)),
         "private torch names elsewhere, attributes included": ", ".join(f"`{p}` {n}" for p, n in outside.items()) or "none",
     }
 

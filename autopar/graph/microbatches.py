@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar.ir.arguments import arguments, node_at
+from autopar.ir.arguments import arguments
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.ir.keys import ORIGIN
 from autopar.ir.markers import save
@@ -251,12 +251,11 @@ def leading_to(program: Program, ends: set[Node], through: Callable[[Node, Node]
 
 
 def chooser_of(node: Node) -> Node | None:
-    """The mask, or the indices, by which a call chooses what it gives; None for others."""
+    """The mask, or the indices, by which a call chooses what it gives; None for others, and where there are several."""
     place = _CHOOSERS.get(node.target)
-    if node.target is aten.index_put.default:
-        given = [each for each in arguments(node)[1] if each is not None]
-        return given[0] if len(given) == 1 else None
-    return None if place is None else node_at(node, place)
+    given = None if place is None else arguments(node)[place]
+    choosing = [each for each in (given if isinstance(given, (list, tuple)) else (given,)) if isinstance(each, Node)]
+    return choosing[0] if len(choosing) == 1 else None
 
 
 def is_affine(node: Node, same: frozenset[Node]) -> bool:

@@ -172,13 +172,10 @@ def made_of(
     given = [each if id(each) in mine else _stand_in(each, device, mode) for each in parameters]
     try:
         optimizer = make(given)
-    except Exception as error:  # whatever it is: stand-ins have neither numbers nor names
+    except Exception:  # whatever it is: stand-ins have neither numbers nor names
         if len(given) == len(held):
             raise
-        try:
-            return make(held)
-        except Exception:
-            raise error from None
+        return make(held)
     strange = {id(each) for each in given} - mine
     for group in optimizer.param_groups:
         is_mine = [id(each) not in strange for each in group["params"]]

@@ -37,7 +37,7 @@ _PLACED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Those that stood there before, where somebody still holds them, with their names.
 _REPLACED: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _STAND_INS: WeakKeyDictionary[Optimizer, StandIns] = WeakKeyDictionary()
-# By what steps in the place of an optimizer the groups of that.
+# By what steps in the place of an optimizer that may count its steps the groups of that.
 _STEPPED: WeakKeyDictionary[Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
@@ -107,7 +107,8 @@ def _of(optimizer: Optimizer, tensors: Sequence[list[torch.Tensor]], state: Stat
     found = object.__new__(type(optimizer))
     groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, tensors, strict=True) if params]
     vars(found).update(vars(optimizer), param_groups=groups, state=state)
-    _STEPPED[found] = [group for group, params in zip(optimizer.param_groups, tensors, strict=True) if params]
+    if scope_of(optimizer) == "model":  # a class that nobody knows but the user: all is stepped at once, and it may count that
+        _STEPPED[found] = [group for group, params in zip(optimizer.param_groups, tensors, strict=True) if params]
     return found
 
 
@@ -162,6 +163,5 @@ def _refuse_replaced(optimizer: Optimizer) -> None:
 
 def _after(optimizer: Optimizer, stood_in: Optimizer) -> None:
     _STAND_INS[optimizer].leave_together(optimizer.state)
-    groups = _STEPPED.pop(stood_in, None)
-    if groups is not None and scope_of(optimizer) == "model":  # a class that nobody knows but the user, who steps it once
+    if (groups := _STEPPED.pop(stood_in, None)) is not None:
         hand_back(stood_in, optimizer, groups)

@@ -8,22 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import autopar
 from autopar.errors import AutoparError
 from autopar.runtime.train.updates import Updates
+from tests.support.models.trained import TwoLayers
 
 SGD = (torch.optim.SGD, {"lr": 0.1})
-
-
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x))).square().mean()
 
 
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
@@ -31,7 +23,7 @@ X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
 def parallel_of(**options: Any) -> autopar.ParallelModule:
     torch.manual_seed(0)
-    return autopar.compile(Two(), autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager", **({"optimizer": SGD} | options))
+    return autopar.compile(TwoLayers(), autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager", **({"optimizer": SGD} | options))
 
 
 def weights_after(number: int, **options: Any) -> dict[str, Tensor]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autopar
 from autopar import TrainStep
 from autopar.errors import AutoparError
+from tests.support.models.trained import TwoLayers
 
 
 class WarmUp(torch.optim.Optimizer):
@@ -30,22 +30,13 @@ class WarmUp(torch.optim.Optimizer):
                 each -= group["lr"] / state["step"] * each.grad
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x))).square().mean()
-
-
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
 
 def parallel_of(counts: str, scope: Any, mesh: Any = None) -> autopar.ParallelModule:
     x, mesh = (X, autopar.virtual_mesh(dp=2)) if mesh is None else (X[:2], mesh)
     options: dict[str, Any] = {"optimizer": lambda parameters: WarmUp(parameters, counts), "train_step": TrainStep(update_scope=scope)}
-    return autopar.compile(Two(), mesh, example_inputs=(x,), backend="eager", **options)
+    return autopar.compile(TwoLayers(), mesh, example_inputs=(x,), backend="eager", **options)
 
 
 @pytest.mark.parametrize(("counts", "name"), [("itself", "calls"), ("group", "steps")])
@@ -68,7 +59,7 @@ def test_what_is_counted_otherwise_is_the_optimizers_own(counts: str, scope: Any
 def test_a_step_of_all_at_once_may_count(counts: str) -> None:
     options: dict[str, Any] = {"optimizer": lambda parameters: WarmUp(parameters, counts)}
     parallel = autopar.compile(
-        Two(), autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager",
+        TwoLayers(), autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager",
         train_step=TrainStep(update_scope="element", clip_grad_norm=100.0), **options,
     )  # fmt: skip
     for _ in range(3):

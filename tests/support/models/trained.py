@@ -76,6 +76,17 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+class TwoLayers(nn.Module):
+    """Four parameters of different shapes, for inputs of eight numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))).square().mean()
+
+
 class Lamb(torch.optim.Optimizer):
     """Adam with each parameter's step scaled by the norms of the parameter and of the step (arXiv:1904.00962): a statistic of wholes."""
 
