@@ -14,14 +14,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 
 import torch
 from torch.fx import Node
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.device import UPDATE_PASSES
-from autopar.cost.hardware.links import CommunicationKind, bytes_sent, transfer_seconds
+from autopar.cost.hardware.links import CommunicationKind, Route, bytes_sent, transfer_seconds
 from autopar.cost.memory import OptimizerKind
 from autopar.ir.instructions import Memory
 from autopar.ir.keys import DIMS
@@ -78,9 +77,9 @@ class CostModel:
         self.optimizer = optimizer or OptimizerKind()
         self.mesh = mesh
         # Strategies of a thousand nodes ask for the same few hundred collectives.
-        self._collective_seconds = cache(lambda *transfer: self.collective(*transfer).seconds)
+        self._transfers: dict[tuple[CommunicationKind, tuple[str, ...], float, float], float] = {}
         self._shards: dict[Sharding, int] = {}
-        self._route = cache(partial(cluster.route, mesh.ranks))
+        self._routes: dict[tuple[str, ...], Route] = {}
 
     def compute_seconds(self, flops: float, dtype: torch.dtype) -> float:
         return flops / self.cluster.device.flops_per_second(dtype)
@@ -145,6 +144,16 @@ class CostModel:
         sent = bytes_sent(collective, route.num_ranks, num_input_bytes, num_output_bytes)
         return Cost(seconds + self.cluster.device.launch_seconds, sent)
 
+    def _route(self, axes: tuple[str, ...]) -> Route:
+        if axes not in self._routes:
+            self._routes[axes] = self.cluster.route(self.mesh.ranks, axes)
+        return self._routes[axes]
+
+    def _transfer_seconds(self, *transfer: *tuple[CommunicationKind, tuple[str, ...], float, float]) -> float:
+        if transfer not in self._transfers:
+            self._transfers[transfer] = self.collective(*transfer).seconds
+        return self._transfers[transfer]
+
     def busy(self, axes: Sequence[str]) -> float:
         """The share of a rank's device that collectives along `axes` take from what computes meanwhile."""
         across = tuple(axis for axis in axes if axis != MICROBATCHES)
@@ -192,7 +201,7 @@ class CostModel:
             if move.collective != "slice":
                 axes = tuple(axis for axis in move.axes if axis != MICROBATCHES)
                 total += MIXING_SECONDS * is_mixing(move, known_ahead)
-                total += self._collective_seconds(move.collective, axes, here, there) if axes else 0.0
+                total += self._transfer_seconds(move.collective, axes, here, there) if axes else 0.0
             here = here if move.kind == "logsumexp" else there
         return total
 

@@ -102,10 +102,10 @@ def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promote
 
 
 @contextmanager
-def default_float64() -> Generator[None]:
-    """While this is entered, what has no dtype of its own is made in float64."""
+def default_float64(is_on: bool = True) -> Generator[None]:
+    """While this is entered, what has no dtype of its own is made in float64; in float32 if not `is_on`."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(torch.float64 if is_on else torch.float32)
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ from autopar.graph.promote import Promoting, copy_model, default_float64, dtype_
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_values import ValueComparison, difference_at, first_renamed
+from autopar.runtime.verify.errors import Errors, errors_between, joint_error
+from autopar.runtime.verify.limits import Limits, gradients_within
 from autopar.runtime.verify.reference_run import (
     Case,
     ReferenceRunError,
@@ -40,7 +42,7 @@ from autopar.runtime.verify.reference_run import (
     run_separated,
     tangents_of,
 )
-from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, gradients_within, norm
+from autopar.runtime.verify.report import Difference, Report, floor_of
 
 # The module's own run of a compile on a case: the first value in it that differs by more than a tolerance, looked for when the
 # results do not satisfy the predicate.
@@ -71,65 +73,17 @@ def verify_compiled(
         if promote:
             stack.enter_context(default_float64())
         show("the original")
-        forms = _Forms(model, compiled, CallInputs.of(args, kwargs), promote, limits, key)
+        inputs = CallInputs.of(args, kwargs)
+        forms = _Forms(model, compiled, inputs, promote, limits, key)
         stack.enter_context(autocast_off())  # the original has run under it
+        if tolerance is None and _narrowest(compiled.forward) == torch.float32:
+            forms.in_other_dtype = lambda: _Forms(model, compiled, inputs, not promote, limits, key, forms.case.tangents)
         show("the program after each form, rank by rank")
         difference = forms.compare_programs()
         show("the module's own run")
         if run is not None:
             difference = forms.compare_run(run, difference)
     return forms.report(difference)
-
-
-@dataclass
-class Errors:
-    """The largest errors so far."""
-
-    loss: float = 0.0
-    gradients: dict[str, float] = field(default_factory=dict[str, float])
-    buffers: dict[str, float] = field(default_factory=dict[str, float])
-    replicas: dict[str, float] = field(default_factory=dict[str, float])
-
-    @property
-    def worst(self) -> tuple[float, str]:
-        """The largest error, and whose it is."""
-        found = [(self.loss, "loss")]
-        for title, table in (("gradient of ", self.gradients), ("buffer ", self.buffers), ("replicas of ", self.replicas)):
-            found += [(error, title + name) for name, error in table.items()]
-        return max(found)
-
-    def add(self, other: Errors) -> None:
-        self.loss = max(self.loss, other.loss)
-        for mine, theirs in ((self.gradients, other.gradients), (self.buffers, other.buffers), (self.replicas, other.replicas)):
-            for name, error in theirs.items():
-                mine[name] = max(mine.get(name, 0.0), error)
-
-
-def errors_between(results: Results, wanted: Results, case: Case, floor: float | None = None) -> Errors:
-    """How far `results` are from `wanted`; a gradient that one of them lacks counts as zeros, a buffer as unchanged. `floor` as of
-    `floor_of`, which it takes the place of."""
-    outputs = [error_of(results.outputs.get(name), value) for name, value in wanted.outputs.items()]
-    changed = dict.fromkeys([*wanted.buffers, *results.buffers])
-    found, expected = ({name: side.buffers.get(name, case.state[name]) for name in changed} for side in (results, wanted))
-    gradients, buffers = _errors_in(results.gradients, wanted.gradients, floor), _errors_in(found, expected, floor)
-    return Errors(max(outputs, default=0.0), gradients, buffers, dict(results.replica_errors))
-
-
-def _errors_in(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], floor: float | None) -> dict[str, float]:
-    """The error of each, where one that should be zero by cancellation is measured by a share of them all, see `floor_of`."""
-    scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.values()))
-    errors: dict[str, float] = {}
-    for name in dict.fromkeys([*wanted, *found]):
-        known = wanted[name] if name in wanted else found[name]
-        errors[name] = error_of(found.get(name), wanted.get(name), (floor_of(known.dtype) if floor is None else floor) * scale)
-    return errors
-
-
-def joint_error(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    """The error of all gradients together, as one vector."""
-    gaps = [value.double() - found[name].double() if name in found else value.double() for name, value in wanted.items()]
-    scale = math.sqrt(sum(norm(value) ** 2 for value in wanted.values()))
-    return math.sqrt(sum(norm(gap) ** 2 for gap in gaps)) / scale if scale else 0.0
 
 
 def case_of(model: nn.Module, inputs: CallInputs, key: int, tangents: Mapping[str, torch.Tensor], promoted: bool = False) -> Case:
@@ -182,6 +136,8 @@ class _Forms:
         self.own_errors = Errors() if compiled.separated is not None else None
         self.reference = self._scaled_reference(model, inputs)
         self.cast_error: float | None = None
+        # In float64 what is compared in float32, and in float32 what is promoted; None where nothing more is measured.
+        self.in_other_dtype: Callable[[], _Forms] | None = None
         if not promoted and self.limits.is_low:
             self._measure_casts(model, compiled, inputs, key)
 
@@ -266,6 +222,22 @@ class _Forms:
         return self._are_within(errors)
 
     def _are_within(self, errors: Errors) -> bool:
+        if not self._are_within_limits(errors) and self.in_other_dtype is not None:
+            self.limits = self._beside_rounding(self.in_other_dtype)
+            self.in_other_dtype = None
+        return self._are_within_limits(errors)
+
+    def _beside_rounding(self, in_other_dtype: Callable[[], _Forms]) -> Limits:
+        """The limits beside what rounding in float32 does to the original's own gradients, for one more run of it."""
+        with default_float64(not self.promoted):
+            other = in_other_dtype()
+        rounded, exact = (other, self) if self.promoted else (self, other)
+        coarse, fine = torch.float32, torch.float64
+        errors = errors_between(rounded.reference, exact.reference, exact.case, floor_of(fine if self.promoted else coarse))
+        finer = torch.finfo(fine).eps / torch.finfo(coarse).eps if self.promoted else 1.0
+        return self.limits.beside_rounding(errors.gradients, finer)
+
+    def _are_within_limits(self, errors: Errors) -> bool:
         rest = replace(errors, gradients={})
         are_within = gradients_within(errors.gradients, self.limits.gradients, self.limits.by_gradient)
         return rest.worst[0] <= self.limits.tolerance and are_within

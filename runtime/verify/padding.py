@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autopar.graph.promote import Promoting, copy_model, default_float64, dtype_of
 from autopar.ir.program import Signature
 from autopar.runtime.module.inputs import CallInputs
-from autopar.runtime.verify.compare_forms import case_of, errors_between, named_values
+from autopar.runtime.verify.compare_forms import case_of, named_values
+from autopar.runtime.verify.errors import errors_between
 from autopar.runtime.verify.reference_run import Results, run_original
 from autopar.runtime.verify.report import PaddingChange
 from autopar.runtime.verify.same_draws import SameDraws

@@ -9,6 +9,8 @@ from typing import Literal
 
 import torch
 
+from autopar.runtime.verify.limits import gradients_within, known
+
 Reference = Literal["original model", "forward program"]
 
 # Stands for minus infinity in masks; it would drown every other entry of a norm.
@@ -51,7 +53,7 @@ class PaddingChange:
     @property
     def worst(self) -> float:
         """The error; NaN as infinity."""
-        return _known(self.error)
+        return known(self.error)
 
     def lines(self, is_within: bool) -> list[str]:
         what = f"the batch is padded from length {self.own} to {self.padded}, and the model "
@@ -76,7 +78,7 @@ class Report:
                      the program that does so, run side by side; None elsewhere. The other errors are those against the original
     is_random        whether the model draws random numbers
     gradient_tolerance  what gradients may be off; in a lower dtype twice what that takes them all together from the original, if more
-    gradient_limits  of those that it takes farther by themselves, what each may be off
+    gradient_limits  of those that rounding takes farther by themselves, in float32 too, what each may be off
     cast_error       in a lower dtype the largest error of the reference against the original in float64; judged by `cast_tolerance`
     cast_loss_error  that of its loss and outputs, judged by `tolerance`
     padding          of a batch that `pad_to` made longer, what that changes; None of others. The other errors are on the longer batch
@@ -119,9 +121,7 @@ class Report:
     @property
     def are_casts_within(self) -> bool:
         """Whether the lower dtype takes the program no farther from the original than its rounding explains."""
-        return self.cast_error is None or (
-            _known(self.cast_error) <= self.cast_tolerance and _known(self.cast_loss_error) <= self.tolerance
-        )
+        return self.cast_error is None or (known(self.cast_error) <= self.cast_tolerance and known(self.cast_loss_error) <= self.tolerance)
 
     @property
     def is_padding_within(self) -> bool:
@@ -132,7 +132,7 @@ class Report:
     def worst(self) -> float:
         """The largest of all errors; NaN (which is no error at all) as infinity."""
         tables = (self.gradient_errors, self.buffer_errors, self.replica_errors)
-        return max(map(_known, [self.loss_error, *(error for table in tables for error in table.values())]))
+        return max(map(known, [self.loss_error, *(error for table in tables for error in table.values())]))
 
     def __str__(self) -> str:
         verdict = "NOT EQUAL" if not self.are_all_within else "equal" if self.has_numbers else "NOTHING PROVED: equal"
@@ -154,6 +154,7 @@ class Report:
                 f"{self.cast_tolerance / eps:.3g} {'are allowed' if self.are_casts_within else 'are all that rounding explains'}; its loss "
                 f"by {self.cast_loss_error:.3g}; promote=True compares without casts"
             )
+        lines += self._about_rounding()
         if self.num_detached:
             outputs = f"{self.num_detached} other output{'s' if self.num_detached > 1 else ''}"
             lines.append(f"  (gradients are those of the loss alone: a pipeline refuses a backward through {outputs}, compared by value)")
@@ -172,6 +173,15 @@ class Report:
             lines += _worst_five(title, table)
         return "\n".join(lines)
 
+    def _about_rounding(self) -> list[str]:
+        allowed = max(self.tolerance, self.gradient_tolerance)
+        farther = {name: limit for name, limit in self.gradient_limits.items() if known(self.gradient_errors.get(name, 0.0)) > allowed}
+        if not farther:
+            return []
+        name, limit = max(farther.items(), key=lambda entry: self.gradient_errors[entry[0]])
+        many = f"{len(farther)} gradients are" if len(farther) > 1 else "1 gradient is"
+        return [f"  ({many} farther off than {allowed:.3g}, as rounding takes the original's own: up to {limit:.3g} is allowed of {name})"]
+
     def _about_reference(self) -> list[str]:
         if self.is_random:
             return [
@@ -185,64 +195,6 @@ class Report:
 def _worst_five(title: str, table: Mapping[str, float]) -> list[str]:
     worst = sorted(table.items(), key=lambda entry: -entry[1])[:5]
     return [f"  {title} {name}: {error:.3g}" for name, error in worst if error > 0 or title == "gradient"]
-
-
-def own_tolerance(narrowest: torch.dtype) -> float:
-    """What is asked for in the model's own precision: 1e-4, and eight roundings of the narrowest dtype that it computes in."""
-    return max(1e-4, 8 * torch.finfo(narrowest).eps)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What errors may be. `tolerance` is for all but gradients, and `gradients` for these.
-
-    In a lower dtype a mask (of a relu, of a router's choice) flips where its operand is within a rounding of the threshold, in a share of
-    about eps of the entries; a gradient that passes through is then sqrt(eps) off, in norm, whatever computes it. What that comes to is
-    measured: `beside` the reference's own error against the original, twice that is allowed, of all gradients together or of this one
-    (`by_gradient`): of many gradients only those behind a relu are off. How far the lower dtype may take the
-    reference itself, `casts`, is four times sqrt(eps). `floor` is as of `floor_of`: with `tolerance`, the rounding of one operation.
-    """
-
-    tolerance: float
-    gradients: float
-    floor: float | None = None
-    casts: float = math.inf
-    cast_loss_error: float = 0.0
-    by_gradient: Mapping[str, float] = field(default_factory=dict[str, float])
-    is_asked: bool = False
-
-    @staticmethod
-    def of(narrowest: torch.dtype, asked: float | None) -> Limits:
-        """For a model that computes in `narrowest`; a tolerance that was `asked` for is that of all."""
-        eps = torch.finfo(narrowest).eps
-        own = own_tolerance(narrowest)
-        chosen = own if asked is None else asked
-        if narrowest.itemsize > 2:
-            return Limits(chosen, chosen, is_asked=asked is not None)
-        return Limits(chosen, chosen, eps / 2 / own, 4 * math.sqrt(eps), is_asked=asked is not None)
-
-    @property
-    def is_low(self) -> bool:
-        return self.floor is not None
-
-    def beside(self, error: float, loss_error: float, errors: Mapping[str, float] | None = None) -> Limits:
-        """Beside a reference whose gradients are together so far from the original's, and each by itself."""
-        if self.is_asked:
-            return replace(self, cast_loss_error=loss_error)
-        gradients, *each = (min(2 * _known(found), self.casts) for found in (error, *(errors or {}).values()))
-        gradients = max(self.gradients, gradients)
-        farther = {name: limit for name, limit in zip(errors or {}, each, strict=True) if limit > gradients}
-        return replace(self, gradients=gradients, cast_loss_error=loss_error, by_gradient=farther)
-
-
-def gradients_within(errors: Mapping[str, float], allowed: float, limits: Mapping[str, float]) -> bool:
-    """Whether no gradient is farther off than is `allowed`, or than its own of the `limits`."""
-    return all(_known(error) <= max(allowed, limits.get(name, 0.0)) for name, error in errors.items())
-
-
-def _known(error: float) -> float:
-    """NaN, which is no error at all, as infinity."""
-    return math.inf if math.isnan(error) else error
 
 
 def norm(tensor: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.runtime.verify.compare_forms import errors_between
+from autopar.runtime.verify.errors import errors_between
 from autopar.runtime.verify.reference_run import Case, Results
 
 

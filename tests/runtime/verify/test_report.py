@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from autopar.runtime.verify.report import Difference, Limits, Report, error_of, floor_of, norm, own_tolerance
+from autopar.runtime.verify.limits import own_tolerance
+from autopar.runtime.verify.report import Difference, Report, error_of, floor_of, norm
 
 NAN, INF = math.nan, math.inf
 
@@ -97,23 +97,6 @@ def test_accepted_own_statistics_are_told_apart_from_the_original() -> None:
     lines = str(report).splitlines()
     assert not report and lines[0].startswith("NOT EQUAL to the original model")
     assert 'microbatch_statistics="own"' in lines[1] and lines[2] == "  against the program that does so: worst error 3e-14"
-
-
-def test_in_a_lower_dtype_gradients_may_be_off_by_what_that_takes_them_from_the_original() -> None:
-    limits = Limits.of(torch.bfloat16, None)
-    assert (limits.tolerance, limits.gradients, limits.floor) == (0.0625, 0.0625, 0.0625)
-    assert limits.beside(0.01, 0.0).gradients == 0.0625 and limits.beside(0.1, 0.0).gradients == 0.2
-    # No farther than rounding explains, whatever was measured.
-    assert limits.beside(0.9, 0.0).gradients == limits.beside(math.nan, 0.0).gradients == limits.casts == 4 * 2**-3.5
-    assert Limits.of(torch.bfloat16, 1e-3).beside(0.1, 0.0, {"w": 0.2}) == replace(Limits.of(torch.bfloat16, 1e-3), cast_loss_error=0.0)
-    # One that is behind a relu is off by more than all together, and by as much again where it is computed by others.
-    limits = limits.beside(0.02, 0.0, {"relu.weight": 0.07, "other.weight": 0.02})
-    assert (limits.gradients, limits.by_gradient) == (0.0625, {"relu.weight": 0.14})
-    options: dict[str, Any] = {"tolerance": limits.tolerance, "gradient_limits": limits.by_gradient}
-    assert Report(0.0, {"relu.weight": 0.08, "other.weight": 0.06}, **options)
-    assert not Report(0.0, {"relu.weight": 0.15}, **options) and not Report(0.0, {"other.weight": 0.08}, **options)
-    for dtype in (torch.float32, torch.float64):
-        assert not Limits.of(dtype, None).is_low
 
 
 def test_the_verdict_knows_how_far_casts_lead() -> None:

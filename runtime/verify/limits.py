@@ -1,0 +1,77 @@
+"""What errors may be, by the dtype that the model computes in and by how far its own rounding takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+
+def own_tolerance(narrowest: torch.dtype) -> float:
+    """What is asked for in the model's own precision: 1e-4, and eight roundings of the narrowest dtype that it computes in."""
+    return max(1e-4, 8 * torch.finfo(narrowest).eps)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What errors may be. `tolerance` is for all but gradients, and `gradients` for these.
+
+    In a lower dtype a mask (of a relu, of a router's choice) flips where its operand is within a rounding of the threshold, in a share of
+    about eps of the entries; a gradient that passes through is then sqrt(eps) off, in norm, whatever computes it. What that comes to is
+    measured: `beside` the reference's own error against the original, twice that is allowed, of all gradients together or of this one
+    (`by_gradient`): of many gradients only those behind a relu are off. How far the lower dtype may take the
+    reference itself, `casts`, is four times sqrt(eps). `floor` is as of `floor_of`: with `tolerance`, the rounding of one operation.
+    """
+
+    tolerance: float
+    gradients: float
+    floor: float | None = None
+    casts: float = math.inf
+    cast_loss_error: float = 0.0
+    by_gradient: Mapping[str, float] = field(default_factory=dict[str, float])
+    is_asked: bool = False
+
+    @staticmethod
+    def of(narrowest: torch.dtype, asked: float | None) -> Limits:
+        """For a model that computes in `narrowest`; a tolerance that was `asked` for is that of all."""
+        eps = torch.finfo(narrowest).eps
+        own = own_tolerance(narrowest)
+        chosen = own if asked is None else asked
+        if narrowest.itemsize > 2:
+            return Limits(chosen, chosen, is_asked=asked is not None)
+        return Limits(chosen, chosen, eps / 2 / own, 4 * math.sqrt(eps), is_asked=asked is not None)
+
+    @property
+    def is_low(self) -> bool:
+        return self.floor is not None
+
+    def beside(self, error: float, loss_error: float, errors: Mapping[str, float] | None = None) -> Limits:
+        """Beside a reference whose gradients are together so far from the original's, and each by itself."""
+        if self.is_asked:
+            return replace(self, cast_loss_error=loss_error)
+        gradients, *each = (min(2 * known(found), self.casts) for found in (error, *(errors or {}).values()))
+        gradients = max(self.gradients, gradients)
+        farther = {name: limit for name, limit in zip(errors or {}, each, strict=True) if limit > gradients}
+        return replace(self, gradients=gradients, cast_loss_error=loss_error, by_gradient=farther)
+
+    def beside_rounding(self, errors: Mapping[str, float], finer: float = 1.0) -> Limits:
+        """Beside an original of whose gradients each is so far from itself in a finer dtype, by its rounding alone.
+
+        What goes through a batch norm of nearly equal rows, or cancels in a sum of many, the model amplifies, whatever computes it. Each
+        may be off by four times that, of which it is one sample, and by a thousand times what is asked of all at most. `finer` is by
+        how much less is rounded where the comparison is in the finer dtype.
+        """
+        own = {name: min(4 * finer * error, 1e3 * self.gradients) for name, error in errors.items() if math.isfinite(error)}
+        return replace(self, by_gradient={name: limit for name, limit in own.items() if limit > self.gradients})
+
+
+def known(error: float) -> float:
+    """NaN, which is no error at all, as infinity."""
+    return math.inf if math.isnan(error) else error
+
+
+def gradients_within(errors: Mapping[str, float], allowed: float, limits: Mapping[str, float]) -> bool:
+    """Whether no gradient is farther off than is `allowed`, or than its own of the `limits`."""
+    return all(known(error) <= max(allowed, limits.get(name, 0.0)) for name, error in errors.items())
