@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
+from torch.distributed.tensor import DTensor
 from torch.distributions import constraints
 from torch.fx import Graph
 from torch.fx.traceback import preserve_node_meta
@@ -57,6 +58,7 @@ __all__ = [
     "is_fake",
     "joint_graph",
     "leaves_behind",
+    "look_at_numbers",
     "outside_fake_modes",
     "pytree",
     "schema_of",
@@ -246,3 +248,14 @@ def _errors_unchecked() -> Generator[None]:
 def compiling() -> AbstractContextManager[None]:
     """While this is entered, `torch.compiler.is_compiling()` is true, as it is for what Dynamo traces."""
     return attribute_set(torch.compiler, "_is_compiling_flag", True)
+
+
+def look_at_numbers(look: Callable[[DTensor], None]) -> None:
+    """Have `look` see each DTensor of which this process asks a number from now on (`.item()`, `float()`, `bool()`), before torch gives
+    what this rank holds."""
+
+    def given(op: OpOverload, args: tuple[DTensor], kwargs: dict[str, object]) -> object:
+        look(args[0])
+        return op(args[0]._local_tensor)
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = given

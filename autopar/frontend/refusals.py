@@ -42,9 +42,9 @@ def refuse_placed(model: nn.Module) -> None:
     placed = next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), None)
     if placed is not None:
         raise ModelError(
-            f"parameter {placed!r} of the model is a DTensor: the model was compiled before, or split by another trainer (fully_shard, "
-            "parallelize_module). Pass a model of plain tensors, built anew, with the same values on every rank; those of a parallel "
-            "module are parallel.full_state_dict()"
+            f"parameter {placed!r} of the model is a DTensor: the model, or a part of it, was compiled before, or split by another trainer "
+            "(fully_shard, parallelize_module). Pass a model of plain tensors, built anew, with the same values on every rank; those of a "
+            "parallel module are parallel.full_state_dict(). Two losses of the same networks are one module, whose forward is told which"
         )
 
 

@@ -11,8 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from autopar._torch import look_at_numbers
 from autopar.driver.compiled import Compiled
 from autopar.errors import ScheduleError
+from autopar.frontend.refusals import refuse_placed
 from autopar.frontend.shared_memory import refuse_shared_parameters
 from autopar.ir.instructions import Launch
 from autopar.ir.mesh import MICROBATCHES, Mesh, parent
@@ -40,6 +42,7 @@ from autopar.runtime.module.placement import (
     like,
     place_parameters,
     refined_device_mesh,
+    refuse_number_of_part,
     stage_device_mesh,
     whole_placement,
 )
@@ -90,6 +93,7 @@ class DistributedWorld:
     def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:
         if values is None:
             with telling(self, "a comparison of the ranks' models"):
+                refuse_placed(model)  # by another parallel module, since the compile
                 refuse_shared_parameters(model, compiled.facts.constants)
             check_equal_models(model, self.gather)
         mesh = compiled.mesh.ranks
@@ -105,6 +109,7 @@ class DistributedWorld:
         self.is_stored = bool(compiled.stored)
         place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
         place_buffers(model, values, self.device(model))
+        look_at_numbers(refuse_number_of_part)
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:

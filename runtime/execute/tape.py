@@ -35,7 +35,7 @@ class _Differentiable(torch.autograd.Function):
             raise BackwardError(_SECOND_DERIVATIVE)
         if ctx.call is None:
             raise BackwardError(_SECOND_TIME)
-        given = dict(zip(ctx.results, tangents, strict=True))
+        given = {name: _plain(tangent) for name, tangent in zip(ctx.results, tangents, strict=True)}
         refuse_detached(ctx.call.signature, [item.name for item in ctx.call.detached if given[item.name] is not None])
         _ = ctx.saved_tensors
         call, ctx.call = ctx.call, None
@@ -44,6 +44,11 @@ class _Differentiable(torch.autograd.Function):
         leaves = zip(ctx.next_functions, ctx.named.items(), strict=True)
         put = _look_and_put if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() else _put
         return (None, None, *[put(name, parameter, gradients.get(name), node) for (node, _), (name, parameter) in leaves])
+
+
+def _plain(tangent: torch.Tensor | None) -> torch.Tensor | None:
+    """What torch hands back where the user computed on with parameters, which are DTensors: a penalty on them, added to the loss."""
+    return tangent.full_tensor() if isinstance(tangent, DTensor) else tangent
 
 
 _SECOND_DERIVATIVE = (

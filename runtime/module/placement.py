@@ -172,6 +172,16 @@ def widened(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return gradient.to(parameter.dtype)
 
 
+def refuse_number_of_part(tensor: DTensor) -> None:
+    """Of a norm or sum of what is split each rank holds a part, and torch gives that as if it were the number."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise AutoparError(
+            "a number is asked (.item(), float(), bool()) of a norm, a sum or the like of a parameter or gradient that is split over "
+            "ranks, of which this rank holds a part alone: torch would give another number on each rank. Call .full_tensor().item(), on "
+            "every rank; the norm of all gradients is parallel.clip_grad_norm_(float('inf'))"
+        )
+
+
 def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -> None:
     """Raise `MeshError` on every rank when ranks start from different values, naming a parameter or buffer and two ranks. Collective.
 

@@ -55,11 +55,12 @@ def require_own(optimizer: Optimizer, parameters: Named, how: str) -> None:
 
 
 def require_no_gradients(parameters: Named) -> None:
+    """Raise for gradients of a backward outside, which a step would add to its own without a word."""
     left = [name for name, each in parameters if each.grad is not None]
     if left:
         raise AutoparError(
-            f"{left[0]!r}, one of {len(left)}, has a gradient already, which is not multiplied by the loss scale as those of this step "
-            "are: call parallel.zero_grad() before"
+            f"{left[0]!r}, one of {len(left)}, has a gradient already, of a backward outside train_step, which would be added to that of "
+            "this step: call parallel.zero_grad() before, or train by the plain loop to add gradients of your own"
         )
 
 

@@ -177,7 +177,7 @@ class Trainer:
         named = list(module._model.named_parameters())
         require_optimizer(self.recipe)
         require_no_hooks(module._model, named)
-        if self.scaling is not None and self._num_calls % self.options.accumulate == 0:
+        if self._num_calls % self.options.accumulate == 0:
             require_no_gradients(named)
         if self._part is not None:
             require_own(self._part.optimizer, named, REPLACED)

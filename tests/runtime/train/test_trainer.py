@@ -41,6 +41,24 @@ def test_without_an_optimizer_it_raises() -> None:
             parallel.train_step(torch.randn(8, 4))
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_a_backward_outside_are_refused_and_change_nothing(accumulate: int) -> None:
+    model, x = Line(), torch.randn(8, 4)
+    parallel = parallel_of(model, optimizer=(torch.optim.SGD, {"lr": 0.1}), train_step=autopar.TrainStep(accumulate=accumulate))
+    parallel(x).backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(AutoparError, match=r"'weight', one of 1, has a gradient already, of a backward outside train_step.*zero_grad"):
+        parallel.train_step(x)
+    assert torch.equal(model.weight, before)
+    parallel.zero_grad()
+    for _ in range(accumulate):
+        parallel.train_step(x)
+    wanted = before.clone().requires_grad_()
+    (x @ wanted).square().mean().backward()
+    assert wanted.grad is not None
+    torch.testing.assert_close(model.weight.detach(), before - 0.1 * wanted.grad)
+
+
 def test_an_error_of_the_users_function_is_theirs() -> None:
     """Not that the model has no attribute `optimizer`, nor what it has there."""
 
