@@ -93,7 +93,9 @@ class CompiledFragments:
         text = f"compiling fragment {self.num_compiled + 1} of {len(self._fragments) - len(self._as_is)}, at its first run"
         try:
             with torch.no_grad(), progress(text, self._first_start):
-                function = self._backend(_fresh(self._fragments[name].module, self._decompositions(inputs)), list(inputs))
+                function = self._backend(
+                    _fresh(self._fragments[name].module, self._decompositions(inputs)), [_alone(each) for each in inputs]
+                )
         except Exception as error:
             error.add_note(f"while compiling fragment {name}")
             raise
@@ -105,6 +107,15 @@ class CompiledFragments:
             logger.debug("fragment %s compiled (%.2f s)", name, seconds)
         variants[key] = function
         return function
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor in memory of its own: torch cannot make a fake of one that is a view of real numbers (rotary embeddings)."""
+    if not tensor.is_complex():
+        return tensor
+    sizes, strides = [size if stride else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)], tensor.stride()
+    own = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
+    return own.copy_(tensor.as_strided(sizes, strides)).expand(tensor.shape)
 
 
 def rank_sizes(compiled: Compiled, backend: str | Backend, model: nn.Module, on_processes: bool = True) -> RankSizes:

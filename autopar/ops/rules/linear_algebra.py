@@ -26,6 +26,19 @@ def lu_solve(node: Node) -> Rule:
     return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_of(node, sides),))
 
 
+@rule(aten.linalg_solve_triangular.default)
+def solve_triangular(node: Node) -> Rule:
+    """(triangle[*b, n, n], right-hand sides[*b, n, k]) → [*b, n, k]; the sides stand apart, too, and it is linear in them."""
+    triangle, sides = node.args[:2]
+    batch = shape_of(node)[:-2]
+    columns = (None, "k") if node.kwargs.get("left", True) else ("k", None)
+    pairs = [
+        (triangle, (*broadcast(shape_of(triangle)[:-2], batch), None, None)),
+        (sides, (*broadcast(shape_of(sides)[:-2], batch), *columns)),
+    ]
+    return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_of(node, sides),))
+
+
 @rule(aten.linalg_cross.default)
 def cross_product(node: Node) -> Rule:
     """(left, right, dim): both are broadcast, and the vectors of three along the dim are needed whole."""

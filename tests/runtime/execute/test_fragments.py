@@ -27,6 +27,15 @@ def test_backends_compute_the_same(backend: str) -> None:
     assert torch.equal(doubled, x * 2) and total.item() == 21
 
 
+def test_a_complex_view_of_real_numbers_crosses_fragments() -> None:
+    """torch makes no fake of one whose base has another last dim, as `view_as_complex` of reshaped pairs has."""
+    compiled = CompiledFragments({"f": Fragment("f", symbolic_trace(lambda z: (z * z,)))}, "aot_eager")
+    numbers = torch.view_as_complex(torch.randn(4, 8).view(4, 4, 2))
+    with torch.no_grad():
+        for given in (numbers, numbers[:, :1].expand(4, 4)):
+            assert torch.equal(compiled.run("f", [given])[0], given * given)
+
+
 def test_compiled_once_for_equal_inputs_and_again_with_a_log_line_for_others(caplog: pytest.LogCaptureFixture) -> None:
     calls: list[list[torch.Tensor]] = []
 
