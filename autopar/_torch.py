@@ -254,8 +254,8 @@ def look_at_numbers(look: Callable[[DTensor], None]) -> None:
     """Have `look` see each DTensor of which this process asks a number from now on (`.item()`, `float()`, `bool()`), before torch gives
     what this rank holds."""
 
-    def given(op: OpOverload, args: tuple[DTensor], kwargs: dict[str, object]) -> object:
+    def given(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
         look(args[0])
-        return op(args[0]._local_tensor)
+        return op_call(args[0]._local_tensor)
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = given
