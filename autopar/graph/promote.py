@@ -7,7 +7,8 @@ the same agree to 1e-7 only. Promoted, the very same graph differs by rounding o
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Mapping
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar._torch import FakeTensorMode, fake_mode, pytree
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
@@ -87,18 +89,33 @@ def _promoted_signature(schedule: Schedule) -> Schedule:
 def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promoted: bool) -> nn.Module:
     """A deep copy of `model` in which `tensors`, by the id of the original, stand for parameters and buffers; ties stay ties.
 
-    With `promoted` whatever else the modules hold of lower float tensors becomes float64 too.
+    With `promoted` whatever else the modules hold of lower float tensors, in lists, tuples and dicts too, becomes float64. What was
+    computed (the weight of `nn.utils.weight_norm`, which its hook computes anew at each call) is copied without its history.
     """
     memo: dict[int, Any] = {**biases_not_copied(model)}
     for tensor in (*model.parameters(), *model.buffers()):
         value = tensors[id(tensor)].detach().clone()
         memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-    copied = copy.deepcopy(model, memo)
-    for module in copied.modules() if promoted else ():
-        for name, value in list(vars(module).items()):
-            if type(value) is torch.Tensor:  # no buffer: a constant of the graph
-                setattr(module, name, promote_tensor(value))
-    return copied
+    for tensor in _held_tensors(model):
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        is_promoted = promoted and is_plain and promoted_dtype(tensor.dtype) is not tensor.dtype
+        if id(tensor) not in memo and (is_promoted or not tensor.is_leaf):
+            value = tensor.detach().clone()
+            memo[id(tensor)] = promote_tensor(value) if is_promoted else value
+    return copy.deepcopy(model, memo)
+
+
+def _held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors in attributes of modules, and in the lists, tuples and dicts there; some may come twice."""
+    held: list[Any] = [vars(module) for module in model.modules()]
+    seen = set[int]()
+    while held:
+        each = held.pop()
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif isinstance(each, (list, tuple, dict)) and id(each) not in seen:
+            seen.add(id(each))
+            held += each.values() if isinstance(each, dict) else each
 
 
 @contextmanager
@@ -115,18 +132,77 @@ def default_float64(is_on: bool = True) -> Generator[None]:
 class Promoting(TorchFunctionMode):
     """While this is entered, whoever asks torch for a lower float dtype gets float64: `.float()`, `.to(torch.float32)`, `dtype=…`.
 
-    Of a model that computes in `dtype` an `rms_norm` without an eps has that of `dtype`.
+    Of a model that computes in `dtype` an `rms_norm` without an eps has that of `dtype`, and numbers have the digits that they have in the
+    model where a capture makes constants of them: `torch.tensor(0.3)`, `x.new_tensor([0.3])`, `x[0] = 0.3`. Ops that take a number
+    (`torch.full`, `fill_`, `masked_fill`) keep it as it is, and so do their promoted nodes.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.dtype = dtype
+        # The dtype that a tensor would have in the model, where a call says it.
+        self._asked: Any = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        func = torch.Tensor.double if any(func is cast for cast in _LOWER_CASTS) else func
+        kwargs = kwargs or {}
+        if _is_of_numbers(func, args, kwargs):
+            return self._of_numbers(func, args, kwargs)
+        if func is torch.Tensor.__setitem__:
+            args = self._with_digits(*args)
         if func in _RMS_NORMS:
-            args, kwargs = _with_eps(args, kwargs or {}, self.dtype)
-        return func(*_promoted_literals(args), **_promoted_literals(kwargs or {}))
+            args, kwargs = _with_eps(args, kwargs, self.dtype)
+        cast = next((dtype for each, dtype in _CASTS if func is each), None)
+        promoted = func if cast is None else torch.Tensor.double
+        result = promoted(*_promoted_literals(args), **_promoted_literals(kwargs))
+        asked = cast or _asked_dtype(args, kwargs)
+        return result if asked is None or not isinstance(result, torch.Tensor) else self._remembered(result, asked, args)
+
+    def _remembered(self, result: torch.Tensor, asked: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
+        """`result`, known to be of dtype `asked` in the model."""
+        if any(result is each for each in args) and asked is not self._dtype_in_model(result):
+            result = result.view_as(result)  # a cast: what it is given keeps its own dtype
+        self._asked[result] = asked
+        return result
+
+    def _of_numbers(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The tensor that the model makes of numbers, promoted."""
+        if func in _NEW_OF_NUMBERS:
+            args = (args[0].new_empty(0, dtype=self._dtype_in_model(args[0])), *args[1:])
+        with default_float64(False):
+            made = func(*args, **kwargs)
+        promoted = promote_tensor(made)
+        self._asked[promoted] = made.dtype
+        return promoted
+
+    def _with_digits(self, tensor: torch.Tensor, index: Any, value: Any) -> tuple[torch.Tensor, Any, Any]:
+        """Arguments of `tensor[index] = value`, a number of Python's with its digits in the model; NumPy's are captured in float64."""
+        if type(value) is float and tensor.is_floating_point():
+            rounded = torch.tensor(value, dtype=self._dtype_in_model(tensor)).item()
+            # Too large for the dtype, so the model has another here.
+            value = rounded if math.isfinite(rounded) else value
+        return tensor, index, value
+
+    def _dtype_in_model(self, tensor: torch.Tensor) -> torch.dtype:
+        """The dtype that a call asked for where `tensor` was made, else that which the model computes in."""
+        return self._asked.get(tensor, self.dtype) if tensor.dtype is torch.float64 else tensor.dtype
+
+
+def _is_of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call makes a tensor of numbers of Python's or NumPy's, and of no other tensor's."""
+    if func in _NEW_OF_NUMBERS:
+        return not _has_tensors((args[1:], kwargs))
+    return func in _OF_NUMBERS and not _has_tensors((args, kwargs))
+
+
+def _has_tensors(arguments: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(arguments))
+
+
+def _asked_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """What a call says of the dtype of its result: the one asked for, or torch's default where no tensor is among the arguments."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    unsaid = None if any(isinstance(leaf, torch.Tensor) for leaf in leaves) else torch.float32
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.dtype)), unsaid)
 
 
 def _with_eps(args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -138,7 +214,14 @@ def _with_eps(args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dty
 
 
 _RMS_NORMS = (torch.nn.functional.rms_norm, torch.rms_norm)
-_LOWER_CASTS = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+_CASTS = (
+    (torch.Tensor.double, torch.float64),
+    (torch.Tensor.float, torch.float32),
+    (torch.Tensor.half, torch.float16),
+    (torch.Tensor.bfloat16, torch.bfloat16),
+)
+_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
+_NEW_OF_NUMBERS = (torch.Tensor.new_tensor, torch.Tensor.new)
 # The same as the halves of a custom function have them.
 _LOWER_METHODS = ("float", "half", "bfloat16")
 

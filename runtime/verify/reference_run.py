@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.fx import Interpreter, Node
 
 from autopar.frontend.traced import as_traced
@@ -146,13 +147,19 @@ def _changed(buffers: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch
 
 
 def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
-    """Gradients by name, dense; a parameter that no output depends on has none."""
+    """Gradients by name, dense; a parameter that no output depends on has none.
+
+    They are read from `.grad`, for `checkpoint(use_reentrant=True)` forbids `torch.autograd.grad`.
+    """
     differentiable = {name: value for name, value in outputs.items() if value.requires_grad}
     if not differentiable or not parameters:
         return {}
     tangents = [case.tangents.get(name, torch.ones_like(value)).to(value.dtype) for name, value in differentiable.items()]
-    found = torch.autograd.grad(list(differentiable.values()), list(parameters.values()), tangents, allow_unused=True)
-    given = {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True) if isinstance(gradient, torch.Tensor)}
+    for parameter in parameters.values():
+        parameter.grad = None
+    # Of tensors torch turns modes like `Promoting` off, and what a checkpoint runs again would be another model.
+    torch.autograd.backward(list(map(get_gradient_edge, differentiable.values())), tangents)
+    given = {name: parameter.grad.detach() for name, parameter in parameters.items() if parameter.grad is not None}
     return {name: gradient if gradient.layout is torch.strided else gradient.to_dense() for name, gradient in given.items()}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -114,6 +117,44 @@ def test_every_way_to_ask_for_a_lower_dtype_gives_float64() -> None:
     assert [tensor.dtype for tensor in kept] == [torch.int64, torch.int32, torch.bool]
 
 
+def constants(x: torch.Tensor) -> list[torch.Tensor]:
+    """Numbers that a capture makes constants of, in the dtype that they have here: float32 by default, bfloat16 as `x` is, and as asked."""
+    ones, wide, cast, low = torch.ones(2), torch.ones(2, dtype=torch.float64), x.float(), x.clone()
+    for tensor in (ones, wide, cast, low):
+        tensor[0] = 0.3
+    made = [torch.tensor(0.3), torch.as_tensor([0.3]), torch.asarray(0.3), torch.tensor(0.3, dtype=torch.float16), torch.tensor(0.3j)]
+    likes = [x.new_tensor([0.3, 0.7]), x.new([0.3]), x.float().new_tensor(0.3), x.new_tensor(0.3, dtype=torch.float32)]
+    exact = [torch.tensor(0.3, dtype=torch.float64), torch.tensor(np.float64(0.3)), x.new_tensor(0.3, dtype=torch.float64), wide]
+    return [ones, cast, low, *made, *likes, *exact, torch.tensor([3, 4]), torch.tensor(True), torch.as_tensor(np.full(2, 0.3, np.float32))]
+
+
+def test_numbers_that_a_capture_makes_constants_of_have_the_digits_that_they_have_in_the_model() -> None:
+    x = torch.ones(2, dtype=torch.bfloat16)
+    wanted = [promote_tensor(each) for each in constants(x)]
+    wide = x.double()
+    with default_float64(), Promoting(torch.bfloat16):
+        found = constants(wide)
+    assert torch.get_default_dtype() is torch.float32
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+def test_ops_that_take_a_number_keep_it_and_so_does_what_is_made_of_tensors() -> None:
+    with default_float64(), Promoting():
+        x, exact = torch.ones(1), torch.full((1,), 0.3)
+        filled = [exact, torch.scalar_tensor(0.3)[None], x.new_full((1,), 0.3), torch.ones(1).fill_(0.3), x.masked_fill(x > 0, 0.3)]
+        of_tensors = [torch.as_tensor(exact, dtype=torch.float32), torch.asarray(exact), x.new(exact)]
+        written = torch.ones(2)
+        written[0], written[1] = exact[0], np.float64(0.3)
+    assert [each.item() for each in (*filled, *of_tensors, *written)] == [0.3] * 10
+
+
+def test_a_number_too_large_for_the_dtype_of_the_model_is_written_as_it_is() -> None:
+    with default_float64(), Promoting(torch.float16):
+        x = torch.ones(2) * 2
+        x[0] = -1e9
+    assert x.tolist() == [-1e9, 2]
+
+
 def test_the_default_dtype_is_restored_also_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), default_float64():
         assert torch.get_default_dtype() is torch.float64
@@ -134,6 +175,32 @@ def test_a_copied_model_keeps_ties_and_flags_and_leaves_the_original_alone() -> 
         for parameter in copied.parameters():
             parameter.zero_()
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class Holding(nn.Module):
+    """Holds one tensor in a list, a tuple within a dict, and an attribute; and what was computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.own, self.computed = torch.ones(2), self.inner.weight * 2
+        self.listed: list[Any] = [self.own, self.inner.weight, torch.arange(2)]
+        self.listed.append(self.listed)
+        self.named = {"pair": (self.own, torch.ones(2, dtype=torch.float64), nn.Parameter(torch.ones(2), requires_grad=False))}
+
+
+@pytest.mark.parametrize("promoted", [True, False])
+def test_what_modules_hold_beside_parameters_is_copied_and_promoted(promoted: bool) -> None:
+    model = Holding()
+    dtype = torch.float64 if promoted else torch.float32
+    copied = copy_model(model, {id(value): value.to(dtype) for value in model.parameters()}, promoted=promoted)
+    assert copied.own is copied.listed[0] is copied.named["pair"][0] is not model.own, "one tensor stays one"
+    assert copied.listed[1] is copied.inner.weight and copied.listed[3] is copied.listed
+    assert copied.own.dtype is copied.inner.weight.dtype is copied.computed.dtype is copied.named["pair"][2].dtype is dtype
+    assert copied.listed[2].dtype is torch.int64 and copied.listed[2] is not model.listed[2]
+    assert copied.named["pair"][1] is not model.named["pair"][1], "float64 as it was, and no tensor of the original's"
+    assert copied.computed.is_leaf and model.computed.grad_fn is not None
+    torch.testing.assert_close(copied.computed, model.computed.to(dtype))
 
 
 def test_a_promoted_schedule_has_the_same_instructions(forms: dict[Form, Program]) -> None:

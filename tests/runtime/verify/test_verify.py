@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar.runtime.verify.report import Report
@@ -98,6 +99,92 @@ def test_results_that_are_not_what_the_fake_of_their_op_says_are_not_compared() 
     parallel = autopar.compile(Bag(), MESH, example_inputs=(ids,), backend="eager")
     report = parallel.verify(ids, promote=True)
     assert report and report.worst <= 1e-9, str(report)
+
+
+class Scaled(nn.Module):
+    """A layer, what of it is `scaled`, and the mean of squares."""
+
+    def __init__(self, scaled: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.inner, self.scaled = nn.Linear(8, 4, dtype=dtype), scaled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(self.inner(x)).square().mean()
+
+
+def times_written(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    scale[1:] = 0.3
+    return x * scale
+
+
+NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "tensor": lambda x: x * torch.tensor(0.3),
+    "new_tensor": lambda x: x * x.new_tensor([0.1, 0.3, 0.7, 0.9]),
+    "written": lambda x: times_written(x, torch.ones(4)),
+    "written in the model's dtype": lambda x: times_written(x, x.new_ones(4)),
+    "full": lambda x: x * torch.full((4,), 0.3),
+    "recomputed": lambda x: checkpoint(lambda y: y.sin() * torch.tensor(0.3), x, use_reentrant=False),
+    "recomputed from outside": lambda x: checkpoint(lambda y: y.sin() * torch.tensor(0.3), x, use_reentrant=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scaled", NUMBERS.values(), ids=NUMBERS)
+def test_promoted_numbers_have_the_digits_that_they_have_in_the_model(
+    scaled: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, dtype=dtype)
+    parallel = autopar.compile(Scaled(scaled, dtype), MESH, example_inputs=(x,), backend="eager")
+    report = parallel.verify(x, promote=True)
+    assert report and report.worst < 1e-13, report
+
+
+class Recomputed(nn.Module):
+    """Reentrant checkpoints forbid `torch.autograd.grad`. A tie, sparse gradients, two outputs, and what these do not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner, self.unused = nn.Embedding(16, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.again = self.inner
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = checkpoint(self.inner, self.table(ids), use_reentrant=True)
+        return self.again(x.tanh()), x.square().mean(-1)
+
+
+def test_reentrant_checkpoints() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 16, (8, 4))
+    parallel = autopar.compile(Recomputed(), MESH, example_inputs=(ids,), backend="eager")
+    report = parallel.verify(ids, promote=True)
+    assert report and report.worst < 1e-13, report
+    assert set(report.gradient_errors) == {"table.weight", "inner.weight", "inner.bias"}
+    assert all(value.grad is None for value in parallel.parameters())
+
+
+class Normalized(nn.Module):
+    """Hooks of old compute the weights and leave them as attributes; a list holds a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.utils.weight_norm(nn.Linear(8, 8)), nn.utils.spectral_norm(nn.Linear(8, 8))
+        self.constants = [torch.linspace(0, 1, 64).reshape(8, 8)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.last(self.first(x).tanh()) @ self.constants[0]).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("promote", [True, False])
+def test_weights_that_hooks_compute_and_constants_in_lists(promote: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Normalized(), torch.randn(8, 8)
+    model(x)
+    parallel = autopar.compile(model, MESH, example_inputs=(x,), backend="eager")
+    report = parallel.verify(x, promote=promote)
+    assert report, report
+    assert {"first.weight_g", "first.weight_v", "last.weight_orig"} < set(report.gradient_errors)
 
 
 def test_all_labels_ignored_is_nan_on_both_sides() -> None:
