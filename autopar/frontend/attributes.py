@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.frontend.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
@@ -15,6 +16,8 @@ from autopar.frontend.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
 # What is looked into; subclasses may refuse to be written to.
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 _HOOKS = (*FORWARD_HOOKS, *FORWARD_HOOK_FLAGS)
+# What torch keeps on each module.
+_TORCHS = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -58,6 +61,24 @@ def numbers_of(model: nn.Module) -> dict[str, float]:
     }
 
 
+def tensors_of(model: nn.Module) -> dict[str, tuple[torch.Tensor, ...]]:
+    """The tensors that modules hold as attributes beside parameters and buffers, or in a list, tuple or dict that is one, by its path."""
+    found = {
+        f"{path}.{name}".lstrip("."): tuple(
+            each for each in _values(value) if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter)
+        )
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _TORCHS
+    }
+    return {path: tensors for path, tensors in found.items() if tensors}
+
+
+def others(before: Mapping[str, tuple[torch.Tensor, ...]], after: Mapping[str, tuple[torch.Tensor, ...]]) -> set[str]:
+    """The attributes, of either, that hold other tensors `after` than `before`: other objects, whatever their values are."""
+    return {path for path in {**before, **after} if list(map(id, before.get(path, ()))) != list(map(id, after.get(path, ())))}
+
+
 def num_hooks(model: nn.Module) -> int:
     return sum(len(vars(module)[name]) for module in model.modules() for name in _HOOKS)
 
@@ -70,7 +91,14 @@ def _written(attributes: dict[str, Any], before: dict[str, Any], old: dict[int, 
     """
     found = {name for name in {**before, **attributes} if attributes.get(name, old) is not before.get(name, old)}
     found |= {name for name, value in before.items() if id(value) in old and _items(value) != _items(old[id(value)])}
-    return {name for name in found if not isinstance(before.get(name), bool)} - set(vars(nn.Module()))
+    return {name for name in found if not isinstance(before.get(name), bool)} - _TORCHS
+
+
+def _values(value: Any) -> Collection[Any]:
+    """What a container holds; of anything else itself."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _items(container: Any) -> list[int]:

@@ -26,7 +26,8 @@ from autopar.frontend._torch import (
     exports_let_go,
     parameters_not_copied,
 )
-from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
+from autopar.frontend.attribute_reads import read_and_assigned
+from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of, others, tensors_of
 from autopar.frontend.caches import caches_kept_clean
 from autopar.frontend.custom_functions import custom_functions_kept
 from autopar.frontend.explained import explained
@@ -36,11 +37,14 @@ from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.outputs import OutputElement, OutputSpec, flattened
 from autopar.frontend.refusals import (
+    asking_for_gradients,
     backward_hooks_apart,
     inference_mode_refused,
     refuse_lost,
+    refuse_sparse,
     warn_of_frozen,
     warn_of_globals,
+    warn_of_reassigned,
 )
 from autopar.frontend.shared_memory import refuse_shared_writes
 from autopar.frontend.traced import as_traced
@@ -87,6 +91,7 @@ def capture(
     """
     if outputs not in (None, "loss", "all"):
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
+    refuse_sparse(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
     autocast = Autocast.around(_device(model).type)
     with _as_graphs_hold_it(model):
@@ -144,7 +149,7 @@ def _exported(
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
         leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type
         with autocast_off():
-            program = forward_program(exported, mesh, trainable, *leaves, device, autocast)
+            program = forward_program(exported, mesh, trainable, *leaves, device, autocast, asking_for_gradients(model, exported.constants))
     refuse_shared_writes(program, model, {name: each for name, each in exported.constants.items() if isinstance(each, torch.Tensor)})
     return _with_first_names(program, model)
 
@@ -235,20 +240,24 @@ def described_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     args, kwargs = _distinct_examples(model, args, kwargs)
     with _as_graphs_hold_it(model):
         with attributes_kept(model, but_hooks=True), caches_kept_clean(), asserts_assumed():
-            output, _ = _fake_output(model, args, kwargs)
+            output, _, _ = _fake_output(model, args, kwargs)
     leaves, structure = flattened(output)
     return structure, [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
 
 def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], batch_size: int | None) -> OutputSpec:
-    """Run the forward on fake tensors to learn what it returns."""
-    output, assigned = _fake_output(model, args, kwargs)
+    """Run the forward on fake tensors to learn what it returns, and warn of tensors that it keeps from call to call."""
+    output, assigned, reassigned = _fake_output(model, args, kwargs, is_watched=True)
+    warn_of_reassigned(reassigned)
     return OutputSpec.of(output, assigned, batch_size)
 
 
-def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[str, ...]]:
-    """What the forward returns on fake tensors, and the buffers for which it sets others."""
-    mode = fake_mode()
+def _fake_output(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_watched: bool = False
+) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """What the forward returns on fake tensors, the buffers for which it sets others, and, where it `is_watched`, the attributes that it
+    reads and sets anew."""
+    mode, held, hooks = fake_mode(), tensors_of(model), num_hooks(model)
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else nullcontext()
     with mode, explained(model), torch.random.fork_rng(devices=[]), refused:
@@ -257,7 +266,14 @@ def _fake_output(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
         )
         before = dict(fakes)
-        output = as_traced(lambda: torch.func.functional_call(model, fakes, fake_args, fake_kwargs))
+        reassigned: tuple[str, ...] = ()
+
+        def run(tensors: dict[str, torch.Tensor]) -> Any:
+            return as_traced(lambda: torch.func.functional_call(model, tensors, fake_args, fake_kwargs))
+
+        output = run(fakes)
+        if is_watched and others(held, tensors_of(model)) and num_hooks(model) == hooks:  # hooks that a second run might install again
+            reassigned = read_and_assigned(model, lambda: run(dict(before)))
     # After the call torch has noted in `fakes` what the model set.
     buffers = {name for name, _ in model.named_buffers()}
-    return output, tuple(name for name, value in fakes.items() if name in buffers and value is not before[name])
+    return output, tuple(name for name, value in fakes.items() if name in buffers and value is not before[name]), reassigned

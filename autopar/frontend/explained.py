@@ -108,6 +108,7 @@ _FAULTS = (
             "autograd.grad",
             "torch.func.grad",
             "torch.func.vjp",
+            "jvp(",
             "torch.func.jac",
             "vmap(grad",
             "element 0 of tensors does not require grad",
@@ -133,6 +134,20 @@ _FAULTS = (
         "forward reads the value of a tensor (a branch, .item(), .tolist(), an f-string), which no graph knows",
         "write it with torch.where, or decide it before the call; x[:, i], where i is a tensor without dims, is read too: "
         "x.index_select(1, i.view(1)).squeeze(1) is not; a branch that only raises can be an assert, checked in every call",
+    ),
+    _Fault(
+        # So torch.export ends where a parameter is none of the module's that it exports: by its name for what it has found.
+        ("KeyError'L__self__", "KeyError'self__", "KeyError'G__"),
+        "forward computes with a parameter that is none of the model's: the module that has it is no submodule (it stands in a list, a "
+        "tuple, a dict, a closure or a global)",
+        "assign that module in __init__ (self.teacher = teacher; several in an nn.ModuleList), with teacher.requires_grad_(False) where it "
+        "is not to be trained; a parameter alone is assigned as one, several in an nn.ParameterList",
+    ),
+    _Fault(
+        ("sparse_coo_tensor(", "sparse_csr_tensor("),
+        "forward makes a sparse tensor, of which nothing is known that could be split",
+        "compute with its indices and values: torch.zeros_like(h).index_add(0, rows, values[:, None] * h[columns])",
+        ("Unsupported", "skipped"),
     ),
     _Fault(
         ("torch.nn.Parameter()",),
@@ -187,7 +202,7 @@ _ALONE = (
 )
 _ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
 # What a model's own code raises when a call does not fit it, traced or not.
-_OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
+OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
 # In Dynamo's words, what the model raised: `got RuntimeError('mat1 and mat2 ...')`.
 _RAISED = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*?)(?P=quote),?\)", re.DOTALL)
 
@@ -221,7 +236,7 @@ def _explanation(model: nn.Module, error: Exception) -> str:
     said = f"{type(error).__name__}: {_shortened(said)}"
     if fault is not None:
         return _message(f"{name} cannot be captured as one graph: {fault.what}", model, places, fault.mend, said)
-    if isinstance(error, _OWN_ERRORS) and not type(error).__module__.startswith("torch._dynamo"):
+    if isinstance(error, OWN_ERRORS) and not type(error).__module__.startswith("torch._dynamo"):
         is_missing = isinstance(error, TypeError) and "argument" in said
         return _message(f"{name} fails on these inputs: {said}", model, places, _ARGUMENTS if is_missing else _ALONE)
     return _message(f"{name} cannot be captured as one graph", model, places, _PLAIN, said)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import Any, cast
@@ -24,6 +25,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.hooks import hooks_placed
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
+from autopar.frontend.refusals import refuse_untrained
 from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
 from autopar.graph.autocast import Autocast, Region
 from autopar.graph.differentiable import differentiable
@@ -59,6 +61,7 @@ def forward_program(
     kept: tuple[int, ...] | None = None,
     device: str = "cpu",
     autocast: Autocast | None = None,
+    asking: Mapping[str, str] | None = None,
 ) -> Program:
     """The FORWARD program of what was exported.
 
@@ -66,6 +69,7 @@ def forward_program(
 
     `trainable` names the parameters that get gradients; `structure` and `leaves` describe the user's output, in which the
     loss is leaf `loss_index` (None: there is none); `kept` are the leaves that the graph returns, all by default.
+    `asking` are what `refuse_untrained` takes.
     Raises `CaptureError` for what has no place.
     """
     graph, mapping = Graph(), dict[Node, Any]()
@@ -95,6 +99,7 @@ def forward_program(
         refuse_mixed_dtypes(program, {mapping[node]: names[int(item.name)] for item, node in inputs if item.kind == "batch"})
     _refuse_sparse(program.graph)
     program = _with_dtypes(program)
+    refuse_untrained(program, asking or {})  # while what is detached can be told
     _drop_needless_detaches(program)
     return checks_as_outputs(program)
 
@@ -232,7 +237,9 @@ class _Copies:
 
 
 def _on_host(constant: torch.Tensor) -> torch.Tensor:
-    """Where a program is looked at: ops there name the CPU, whatever the model is on. On meta there are no values to bring."""
+    """Where a program is looked at: ops there name the CPU, whatever the model is on. On meta there are no values to bring. It asks for no
+    gradient, for which a program has no place."""
+    constant = constant.detach() if constant.requires_grad else constant
     return constant if constant.is_meta else constant.cpu()
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 from collections.abc import Generator, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import CaptureError, ModelError
+from autopar.frontend.attributes import tensors_of
 from autopar.frontend.module_hooks import BACKWARD_HOOKS
+from autopar.graph.differentiable import differentiable
+from autopar.graph.overwrites import writes
 from autopar.ir.keys import SOURCE
 from autopar.ir.program import Program
 from autopar.ir.source import is_library
@@ -46,6 +50,53 @@ def refuse_placed(model: nn.Module) -> None:
             "(fully_shard, parallelize_module). Pass a model of plain tensors, built anew, with the same values on every rank; those of a "
             "parallel module are parallel.full_state_dict(). Two losses of the same networks are one module, whose forward is told which"
         )
+
+
+def refuse_sparse(model: nn.Module) -> None:
+    """A program computes with dense tensors: of others nothing is known that could be split. Raises `CaptureError`."""
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        found = next(((name, each.layout) for name, each in tensors if each.layout is not torch.strided), None)
+        if found is not None:
+            name, layout = found
+            raise CaptureError(
+                f"the {kind} {name!r} of the model is of layout {layout}, of which nothing is known that could be split: hold it dense "
+                "(.to_dense()), or hold its indices and values as buffers and compute with index_add or scatter_add over them"
+            )
+
+
+def asking_for_gradients(model: nn.Module, constants: Mapping[str, object]) -> dict[str, str]:
+    """Leaves that require grad and are no parameters, buffers and `constants` of a program by name: what the user calls each.
+
+    None where gradients are off. What is computed of parameters ahead of forward (by `torch.nn.utils.weight_norm`) is no leaf.
+    """
+    paths = {id(tensor): path for path, tensors in tensors_of(model).items() for tensor in tensors}
+    named = {name: (each, f"the buffer {name!r}") for name, each in model.named_buffers(remove_duplicate=False)}
+    for name, each in constants.items():
+        if isinstance(each, torch.Tensor):
+            path = paths.get(id(each))
+            named[name] = each, f"the tensor {path!r}" if path is not None else "a tensor that is held outside of the model"
+    return {name: called for name, (each, called) in named.items() if torch.is_grad_enabled() and each.requires_grad and each.is_leaf}
+
+
+def refuse_untrained(program: Program, asking: Mapping[str, str]) -> None:
+    """Refuse a FORWARD program with results, or writes, that come of one of the tensors `asking`: of parameters alone are there gradients.
+
+    They are constants and buffers by name, and what the user calls them. Raises `CaptureError`.
+    """
+    for place, (item, node) in enumerate(program.named_inputs()):
+        if item.kind not in ("buffer", "constant") or item.name not in asking:
+            continue
+        inputs = tuple(replace(each, requires_grad=number == place) for number, each in enumerate(program.signature.inputs))
+        reached = differentiable(replace(program, signature=replace(program.signature, inputs=inputs)))
+        results = [result for output, result in program.named_outputs() if output.kind != "buffer"]
+        if not reached.isdisjoint(results) or any(each.op == "call_function" and writes(each) for each in reached):
+            reader = next((each for each in program.graph.nodes if each in reached and each is not node), None)
+            where = f"\n  where: {SOURCE[reader].at}" if reader is not None else ""  # it may be returned as it is
+            raise CaptureError(
+                f"{asking[item.name]} requires grad and is no nn.Parameter: the program has gradients of parameters alone{where}\n"
+                "  how to mend it: assign it to a module as a parameter (self.w = nn.Parameter(w)); where it is not to be trained, "
+                "requires_grad_(False), or .detach() where it is read"
+            )
 
 
 def _model_within(model: object) -> str:
@@ -136,6 +187,19 @@ def warn_of_frozen(before: Mapping[str, float], after: Mapping[str, float], but_
             "forward changes numbers or flags on its modules, which the captured program has as they were: %s; where they matter, make "
             "numbers buffers, and call the original model once for flags before it is compiled",
             ", ".join(changed),
+        )
+
+
+def warn_of_reassigned(names: Iterable[str]) -> None:
+    """Warn of attributes with tensors that forward reads and assigns anew (a memory): the program keeps their captured values."""
+    found = list(names)
+    if found:
+        name = found[0].rpartition(".")[2]
+        logger.warning(
+            "forward reads tensors that are plain attributes and puts others in their place, which the captured program has as they were: "
+            "%s; keep each in a buffer and write it in place (self.%s.copy_(...) under torch.no_grad())",
+            ", ".join(found),
+            name,
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from autopar.driver.options import BatchDims, BatchOfFirst
@@ -46,6 +47,7 @@ class CallInputs:
     def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallInputs:
         kwargs = dict(sorted(kwargs.items()))
         leaves, structure = flatten((args, kwargs))
+        leaves = [leaf.item() if isinstance(leaf, np.generic) else leaf for leaf in leaves]  # torch computes alike with Python's
         return CallInputs(tuple(leaf_names(args, kwargs)), tuple(leaves), structure)
 
     @property
@@ -153,7 +155,7 @@ def _covers(given: str, name: str) -> bool:
 
 
 def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.device, *, is_virtual: bool) -> None:
-    """Raise `InputError` with every reason why these inputs cannot run: device, an empty batch, gradients asked for.
+    """Raise `InputError` with every reason why these inputs cannot run: device, layout, an empty batch, gradients asked for.
 
     For virtual ranks what is on meta, inputs or parameters, is planned with: see `check_values` for calls. The share of a real rank may
     be empty.
@@ -163,6 +165,10 @@ def check_inputs(inputs: CallInputs, dims: Mapping[int, int], device: torch.devi
         is_planned = is_virtual and "meta" in (tensor.device.type, device.type)
         if tensor.device.type != device.type and tensor.ndim and not is_planned:
             problems.append(f"{name!r} is on {tensor.device}, the parameters are on {device}: pass {name}.to({str(device)!r})")
+        if tensor.layout is not torch.strided:
+            mend = f"pass {name}.to_dense(), or its indices and values, to compute with index_add or scatter_add over them"
+            mend = f"pass {name}.to_padded_tensor(0.0), and a mask" if tensor.is_nested else mend
+            problems.append(f"{name!r} is of layout {tensor.layout}, of which nothing is known that could be split: {mend}")
         if tensor.requires_grad and torch.is_grad_enabled():
             problems.append(
                 f"{name!r} requires grad, but gradients are computed for parameters only: pass {name}.detach(), or, "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.frontend.attributes import attributes_kept
+from autopar.frontend.attributes import attributes_kept, others, tensors_of
 
 
 class Writer(nn.Module):
@@ -70,3 +70,19 @@ def test_what_was_written_is_named() -> None:
     with attributes_kept(model) as written:
         model[1](torch.ones(2, 4))
     assert not written
+
+
+def test_tensors_beside_parameters_and_buffers_are_found_and_compared_as_objects() -> None:
+    model = nn.Sequential(Writer(), nn.BatchNorm1d(4))
+    one, other = torch.ones(4), torch.ones(4)
+    model[0].cached, model[0].seen, model[0].table = one, [one, 1], {"b": other}
+    before = tensors_of(model)
+    assert {path: list(map(id, tensors)) for path, tensors in before.items()} == {
+        "0.cached": [id(one)],
+        "0.seen": [id(one)],
+        "0.table": [id(other)],
+    }
+    model[0].cached, model[0].table["b"] = other, one
+    assert others(before, tensors_of(model)) == {"0.cached", "0.table"}
+    model[0].seen.clear()
+    assert others(before, tensors_of(model)) == {"0.cached", "0.seen", "0.table"}

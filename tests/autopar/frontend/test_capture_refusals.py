@@ -205,6 +205,70 @@ def test_numbers_that_forward_changes_are_named(caplog: pytest.LogCaptureFixture
     assert "calls (0 → 1)" in caplog.text and "scale" not in caplog.text and model.calls == 0
 
 
+class Scaled(nn.Module):
+    """Scales by a tensor that asks for its gradient, held as `held` says, and read as it is or `detached`."""
+
+    def __init__(self, held: str, detached: bool = False) -> None:
+        super().__init__()
+        scale = torch.ones(4, requires_grad=True)
+        self.linear, self.held, self.detached = nn.Linear(4, 4), held, detached
+        self.outside = lambda: scale
+        if held == "buffer":
+            self.register_buffer("scale", scale)
+        elif held != "closure":
+            self.scale = [scale] if held == "list" else scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.outside() if self.held == "closure" else self.scale[0] if self.held == "list" else self.scale
+        return (self.linear(x) * (scale.detach() if self.detached else scale)).sum()
+
+
+CALLED = {
+    "attribute": "the tensor 'inner.scale'",
+    "list": "the tensor 'inner.scale'",
+    "buffer": "the buffer 'inner.scale'",
+    "closure": "a tensor that is held outside of the model",
+}
+
+
+@pytest.mark.parametrize("held", CALLED)
+def test_a_tensor_that_asks_for_its_gradient_is_refused_where_it_is_no_parameter(held: str) -> None:
+    model = nn.Sequential()
+    model.add_module("inner", Scaled(held))
+    with pytest.raises(CaptureError) as caught:
+        capture(model, (X,), {}, MESH)
+    what, where, mend = str(caught.value).splitlines()
+    assert what.startswith(f"{CALLED[held]} requires grad and is no nn.Parameter"), what
+    assert f"{__file__}:" in where and "self.linear(x) * " in where
+    assert "self.w = nn.Parameter(w)" in mend and "requires_grad_(False)" in mend and ".detach()" in mend
+    with torch.no_grad():
+        capture(model, (X,), {}, MESH)
+
+
+@pytest.mark.parametrize("held", CALLED)
+def test_a_tensor_that_asks_for_its_gradient_and_is_detached_is_a_constant(held: str) -> None:
+    assert autopar.compile(Scaled(held, detached=True), MESH, backend="eager").verify(X)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_weight_that_a_hook_computes_of_parameters_is_no_leaf() -> None:
+    model = Layer(lambda layer, x: layer.linear(x).square().sum())
+    torch.nn.utils.weight_norm(model.linear)
+    assert_as_model(model, (X,), {})
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_tensors_of_the_model_are_refused(kind: str) -> None:
+    model = Layer(lambda layer, x: torch.sparse.mm(layer.adjacency, layer.linear(x)).sum())
+    if kind == "buffer":
+        model.register_buffer("adjacency", torch.eye(8).to_sparse())
+    else:
+        model.adjacency = nn.Parameter(torch.eye(8).to_sparse())
+    with pytest.raises(CaptureError, match=rf"the {kind} 'adjacency' of the model is of layout torch\.sparse_coo.*\.to_dense\(\)"):
+        capture(model, (X,), {}, MESH)
+
+
 SEEN: list[Tensor] = []
 
 

@@ -84,6 +84,10 @@ def connectionist(layer: Layer, x: Tensor) -> Tensor:
     return F.ctc_loss(layer.linear(x)[:, None].log_softmax(-1), torch.tensor([[1, 2]]), (8,), (2,))
 
 
+def sparse_of_parts(layer: Layer, x: Tensor) -> Tensor:
+    return torch.sparse.mm(torch.sparse_coo_tensor(x.argmax(1).expand(2, 8), x[:, 0], (8, 8)), layer.linear(x)).sum()
+
+
 TRANSFORM = "a transform of torch.func"
 
 # By what a user may write: what the first line, and what the way out says.
@@ -111,6 +115,8 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "deepcopy": (lambda layer, x: copy.deepcopy(layer.linear)(x).sum(), "this line leaves the graph", "out of forward"),
     "log": (lambda layer, x: logging.getLogger("x").info("%s", x.mean()) or layer.linear(x).sum(), "logs what a graph", "out of forward"),
     "new parameter": (lambda layer, x: (layer.linear(x) * nn.Parameter(torch.ones(4))).sum(), "makes a parameter", "make it in __init__"),
+    "sparse": (sparse_of_parts, "makes a sparse tensor", "index_add(0, rows"),
+    "jvp": (lambda layer, x: torch.func.jvp(layer.linear, (x,), (x,))[1].sum(), "differentiates inside itself", "at two inputs"),
     "autograd": (differentiated, "differentiates inside itself", "compare outputs at two inputs"),
     "vmap": (lambda layer, x: torch.vmap(layer.linear)(x).sum(), "a transform of torch.func", "functional_call"),
     "vmap of grad": (lambda layer, x: vmap(grad(lambda v: layer.linear(v).sum()))(x).sum(), "differentiates inside", "at two inputs"),
@@ -143,6 +149,35 @@ def test_an_assert_that_cannot_be_kept_says_how_it_can(compute: Callable[[Layer,
     expected = rf"this assert cannot be kept for the run.*\n  where: {asserting.__file__}:\d+  assert .*\n.*`assert \(~bad\)\.all\(\)`"
     with pytest.raises(CaptureError, match=expected):
         of(compute, X)
+
+
+TEACHER = nn.Linear(4, 4).requires_grad_(False)
+
+
+class Taught(nn.Module):
+    def __init__(self, held: Any, get: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.held, self.get = nn.Linear(4, 4), held, get
+
+    def forward(self, x: Tensor) -> Tensor:
+        held = self.get(self.held)
+        with torch.no_grad():
+            target = held(x) if isinstance(held, nn.Linear) else x @ held
+        return (self.linear(x) - target).square().sum()
+
+
+@pytest.mark.parametrize(
+    "held",
+    [[TEACHER], (TEACHER,), {0: TEACHER}, [nn.Parameter(torch.ones(4, 4))], None],
+    ids=["list", "tuple", "dict", "parameter", "global"],
+)
+def test_a_module_outside_of_the_model_is_refused_with_the_way_into_it(held: Any) -> None:
+    with pytest.raises(CaptureError) as caught_error:
+        capture(Taught(held, (lambda held: TEACHER) if held is None else lambda held: held[0]), (X,), {}, MESH)
+    what, where, mend, torchs = str(caught_error.value).splitlines()
+    assert "computes with a parameter that is none of the model's: the module that has it is no submodule" in what
+    assert f"{__file__}:" in where and "def forward" in where
+    assert "self.teacher = teacher" in mend and "requires_grad_(False)" in mend and torchs.startswith("  torch says: KeyError: ")
 
 
 def test_a_missing_argument_names_it() -> None:

@@ -1,5 +1,6 @@
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -137,3 +138,26 @@ def test_unequal_shares_are_told_by_place_along_dp() -> None:
         shares_of(3, 3, 2, 2, width=5)
     with pytest.raises(InputError, match="'x' has no samples on any rank"):
         shares_of(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(("given", "plain"), [(np.float64(0.5), 0.5), (np.float32(0.5), 0.5), (np.int64(2), 2), (np.bool_(True), True)])
+def test_numbers_of_numpy_are_pythons(given: Any, plain: object) -> None:
+    inputs = CallInputs.of((torch.ones(2),), {"t": {"scale": given}})
+    (_, kwargs), expected = inputs.call(), CallInputs.of((torch.ones(2),), {"t": {"scale": plain}})
+    assert kwargs == {"t": {"scale": plain}} and type(kwargs["t"]["scale"]) is type(plain)
+    assert inputs.key == expected.key
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_inputs_are_refused(layout: torch.layout) -> None:
+    inputs = CallInputs.of((), {"edges": torch.eye(4).to_sparse(layout=layout)})
+    with pytest.raises(InputError, match=rf"'edges' is of layout {layout}.*pass edges\.to_dense\(\).*index_add"):
+        check_inputs(inputs, {}, torch.device("cpu"), is_virtual=True)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_inputs_are_refused() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
+    with pytest.raises(InputError, match=r"'x' is of layout torch\.jagged.*pass x\.to_padded_tensor\(0\.0\)"):
+        check_inputs(CallInputs.of((), {"x": nested}), {}, torch.device("cpu"), is_virtual=True)
