@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch._dynamo import functional_export
 from torch._dynamo.side_effects import SideEffects
@@ -177,4 +178,34 @@ def parameters_not_copied() -> Generator[None]:
         return value_of(node, tracer)
 
     with attribute_set(builder, "_clone_input", kept), attribute_set(tensor_variables, "get_real_value", copied_value_of):
+        yield
+
+
+@contextmanager
+def numpy_kept() -> Generator[None]:
+    """While this is entered, numbers of NumPy that a model holds are Python's in what is exported, and arrays constants with their values.
+
+    Torch makes inputs of the graph of them, and then constants of the fake tensors that stood for these, which hold nothing.
+    """
+    values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of each fake tensor; it is kept, so that its id stays its own
+    wrapped, transformer = builder.VariableBuilder.__call__, functional_export.DynamoGraphTransformer
+    placed = transformer.placeholder
+
+    def wrap(self: Any, value: Any) -> Any:
+        if isinstance(value, (np.number, np.bool_)):
+            return builder.ConstantVariable.create(value.item(), source=self.source)
+        variable: Any = wrapped(self, value)
+        if type(value) is np.ndarray:
+            fake = variable.proxy.node.meta["example_value"]
+            # In the same memory, so that what the user writes there is seen, as in a tensor.
+            values[id(fake)] = fake, torch.from_numpy(value if value.flags.writeable else value.copy())
+        return variable
+
+    def place(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+        result: Any = placed(self, target, args, kwargs)
+        if result.node.op == "get_attr" and (found := values.get(id(self.current_node.meta.get("example_value")))):
+            self.module.register_buffer(result.node.target, found[1])
+        return result
+
+    with attribute_set(builder.VariableBuilder, "__call__", wrap), attribute_set(transformer, "placeholder", place):
         yield

@@ -24,6 +24,7 @@ from autopar.frontend._torch import (
     constraints_unchecked,
     data_detached,
     exports_let_go,
+    numpy_kept,
     parameters_not_copied,
 )
 from autopar.frontend.attribute_reads import read_and_assigned
@@ -135,6 +136,7 @@ def _exported(
         with (
             asking_for_gradients_ignored(),
             checkpoints_called(),
+            numpy_kept(),
             code_written_late(),
             explained(model),
             caches_kept_clean(),

@@ -1,0 +1,75 @@
+"""Numbers and arrays of NumPy that a model holds are what they are to PyTorch: numbers, and constants with their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+
+NUMBER, ROW = np.float64(0.3), np.array([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+class Scaled(nn.Module):
+    def __init__(self, compute: Callable[[Scaled, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.compute = nn.Linear(5, 5, dtype=torch.float64), compute
+        self.scale, self.single, self.count, self.is_on, self.row = np.sqrt(5.0), np.float32(0.7), np.int64(2), np.bool_(True), ROW.copy()
+
+        self.row.flags.writeable = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, self.inner(x)).square().mean()
+
+
+def written(h: Tensor, number: Any) -> Tensor:
+    weights = torch.ones(5, dtype=h.dtype)
+    weights[-1] = number
+    return h * weights
+
+
+COMPUTE: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
+    "a global": lambda self, h: h * NUMBER,
+    "an attribute": lambda self, h: h / self.scale,
+    "in single precision": lambda self, h: self.single * h,
+    "a size": lambda self, h: h[:, : self.count].reshape(-1, int(self.count)),
+    "a flag": lambda self, h: h.tanh() if self.is_on else h,
+    "written": lambda self, h: written(h, self.scale) + written(h, NUMBER),
+    "a fill": lambda self, h: h * torch.full((5,), NUMBER, dtype=h.dtype).clamp(-self.scale, self.scale),
+    "a power": lambda self, h: h.abs() ** NUMBER + torch.add(h, h, alpha=self.scale),
+    "of NumPy's functions": lambda self, h: h * np.sqrt(self.scale) * np.cos(h.shape[-1]),
+    "an array": lambda self, h: h * torch.from_numpy(self.row.copy()) + torch.as_tensor(self.row[0]),
+    "a global array, twice": lambda self, h: h * torch.tensor(ROW) + torch.from_numpy(ROW),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTE)
+def test_they_are_what_they_are_to_torch(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Scaled(COMPUTE[name]), torch.randn(4, 5, dtype=torch.float64)
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    wanted = model(x)
+    torch.testing.assert_close(parallel(x), wanted, rtol=1e-12, atol=0.0)
+    assert parallel.verify(x, promote=True)
+
+
+@pytest.mark.parametrize("value", [np.float64(0.5), np.float32(0.5), np.int64(1), np.full(5, 0.5)], ids=lambda value: type(value).__name__)
+def test_another_one_is_seen(value: Any) -> None:
+    torch.manual_seed(0)
+    model, x = (
+        Scaled(lambda self, h: h * (torch.from_numpy(self.row) if isinstance(self.row, np.ndarray) else self.row)),
+        torch.randn(4, 5).double(),
+    )
+    model.row = value
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    first = parallel(x)
+    model.row = 3 * value
+    torch.testing.assert_close(parallel(x), 9 * first, rtol=1e-12, atol=0.0)
+    if isinstance(model.row, np.ndarray):
+        model.row *= 2
+        torch.testing.assert_close(parallel(x), 36 * first, rtol=1e-12, atol=0.0)
