@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from autopar._torch import outside_fake_modes
 from autopar.errors import CaptureError
 from autopar.frontend._torch import apply_custom_function, custom_functions_replaced
 from autopar.ir.arguments import arguments
@@ -85,9 +87,39 @@ def _keep(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], 
             "a torch.autograd.Function writes into its input (mark_dirty), or takes or returns something that is no tensor; "
             "let it take and return tensors, and write out of place"
         )
+    for half in (forward, backward):
+        _make_constants(half)
     is_tuple = isinstance(results, (tuple, list))
     found = keep(CustomFunction(forward, backward, dict(options), is_tuple), operands)
     return found if is_tuple else found[0]
+
+
+def _make_constants(half: GraphModule) -> None:
+    """Make by ops what `half` makes of numbers, `torch.tensor(0.3)` or `x[0] = 0.3`: a joint trace would leave it with a tensor that no
+    program has."""
+    for node in list(half.graph.nodes):
+        if node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes:
+            node.replace_all_uses_with(_made(half, node, node.args[0], node.kwargs.get("dtype"), node.kwargs.get("device")))
+            half.graph.erase_node(node)
+        elif node.target is operator.setitem and isinstance(node.args[2], (bool, int, float)):
+            written = node.args[0].meta["example_value"]
+            node.args = (*node.args[:2], _made(half, node, node.args[2], written.dtype, written.device))
+    half.recompile()
+
+
+def _made(half: GraphModule, before: Node, data: Any, dtype: torch.dtype | None, device: Any) -> Node:
+    """`torch.tensor(data)`, in front of a node."""
+    with outside_fake_modes():
+        made = torch.tensor(data, dtype=dtype)
+    with half.graph.inserting_before(before):
+        return _filled(half, made.tolist(), made.dtype, device)
+
+
+def _filled(half: GraphModule, numbers: Any, dtype: torch.dtype, device: Any) -> Node:
+    if isinstance(numbers, list) and numbers:
+        return half.graph.call_function(torch.stack, ([_filled(half, each, dtype, device) for each in numbers],))
+    shape, value = ([0], 0) if isinstance(numbers, list) else ([], numbers)
+    return half.graph.call_function(torch.full, (shape, value), {"dtype": dtype, "device": device})
 
 
 def keep(function: CustomFunction, operands: Sequence[Tensor]) -> Results:

@@ -66,6 +66,20 @@ class Writing(torch.autograd.Function):
         return gradient * 2
 
 
+class Numbered(torch.autograd.Function):
+    """Makes tensors of numbers, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        weights = torch.ones(x.shape[-1], dtype=x.dtype)
+        weights[-1] = 0.3
+        return x * torch.tensor(0.7) * weights + torch.as_tensor([[0.1], [0.2]]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * torch.tensor([0.3, 0.1]).sum() + torch.tensor([]).sum()
+
+
 class Model(nn.Module):
     """One custom function right after another, one with several operands and results, dropout in between."""
 
@@ -116,3 +130,20 @@ def test_draws_inside_a_custom_function_are_refused() -> None:
 def test_a_function_that_writes_into_its_input_is_refused() -> None:
     with pytest.raises(autopar.CaptureError, match="write out of place"):
         of(lambda self, x: Writing.apply(self.linear(x) + 0).sum(), X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_inside_a_custom_function_become_tensors_by_ops(dtype: torch.dtype) -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4, dtype=dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Any = Numbered.apply(self.inner(x))
+            return found.square().mean()
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=dtype)
+    parallel = autopar.compile(Inner(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager")
+    assert parallel.verify(x) and parallel.verify(x, promote=True)
