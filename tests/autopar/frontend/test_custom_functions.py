@@ -77,7 +77,7 @@ class Numbered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * torch.tensor([0.3, 0.1]).sum() + torch.tensor([]).sum()
+        return gradients[0] * torch.tensor([0.25, 0.125]).sum() + torch.tensor([]).sum()
 
 
 class Model(nn.Module):
