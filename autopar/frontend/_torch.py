@@ -12,7 +12,7 @@ import torch
 from torch._dynamo import functional_export
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import get_real_value
-from torch._dynamo.variables import builder
+from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables import builtin as builtin_variables
 from torch._dynamo.variables import tensor as tensor_variables
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
@@ -193,7 +193,7 @@ def numpy_kept() -> Generator[None]:
 
     def wrap(self: Any, value: Any) -> Any:
         if isinstance(value, (np.number, np.bool_)):
-            return builder.ConstantVariable.create(value.item(), source=self.source)
+            return ConstantVariable.create(value.item(), source=self.source)
         variable: Any = wrapped(self, value)
         if type(value) is np.ndarray:
             fake = variable.proxy.node.meta["example_value"]

@@ -154,7 +154,7 @@ class Promoting(TorchFunctionMode):
         cast = next((dtype for each, dtype in _CASTS if func is each), None)
         promoted = func if cast is None else torch.Tensor.double
         result = promoted(*_promoted_literals(args), **_promoted_literals(kwargs))
-        asked = cast or _asked_dtype(args, kwargs)
+        asked = cast or self._in_model(_asked_dtype(args, kwargs))
         return result if asked is None or not isinstance(result, torch.Tensor) else self._remembered(result, asked, args)
 
     def _remembered(self, result: torch.Tensor, asked: torch.dtype, args: tuple[Any, ...]) -> torch.Tensor:
@@ -168,6 +168,7 @@ class Promoting(TorchFunctionMode):
         """The tensor that the model makes of numbers, promoted."""
         if func in _NEW_OF_NUMBERS:
             args = (args[0].new_empty(0, dtype=self._dtype_in_model(args[0])), *args[1:])
+        args, kwargs = pytree.tree_map(self._in_model, (args, kwargs))
         with default_float64(False):
             made = func(*args, **kwargs)
         promoted = promote_tensor(made)
@@ -181,6 +182,10 @@ class Promoting(TorchFunctionMode):
             # Too large for the dtype, so the model has another here.
             value = rounded if math.isfinite(rounded) else value
         return tensor, index, value
+
+    def _in_model(self, argument: Any) -> Any:
+        """`argument`, or the model's own dtype for float64, which code finds here that asks a tensor for its dtype."""
+        return self.dtype if argument is torch.float64 else argument
 
     def _dtype_in_model(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype that a call asked for where `tensor` was made, else that which the model computes in."""

@@ -119,12 +119,13 @@ def test_every_way_to_ask_for_a_lower_dtype_gives_float64() -> None:
 
 def constants(x: torch.Tensor) -> list[torch.Tensor]:
     """Numbers that a capture makes constants of, in the dtype that they have here: float32 by default, bfloat16 as `x` is, and as asked."""
-    ones, wide, cast, low = torch.ones(2), torch.ones(2, dtype=torch.float64), x.float(), x.clone()
-    for tensor in (ones, wide, cast, low):
+    ones, wide, cast, low, like = torch.ones(2), torch.ones(2).double(), x.float(), x.clone(), torch.ones(2, dtype=x.dtype)
+    for tensor in (ones, wide, cast, low, like):
         tensor[0] = 0.3
     made = [torch.tensor(0.3), torch.as_tensor([0.3]), torch.asarray(0.3), torch.tensor(0.3, dtype=torch.float16), torch.tensor(0.3j)]
     likes = [x.new_tensor([0.3, 0.7]), x.new([0.3]), x.float().new_tensor(0.3), x.new_tensor(0.3, dtype=torch.float32)]
-    exact = [torch.tensor(0.3, dtype=torch.float64), torch.tensor(np.float64(0.3)), x.new_tensor(0.3, dtype=torch.float64), wide]
+    likes += [torch.tensor(0.3, dtype=x.dtype), like]
+    exact = [torch.tensor(np.float64(0.3)), wide]
     return [ones, cast, low, *made, *likes, *exact, torch.tensor([3, 4]), torch.tensor(True), torch.as_tensor(np.full(2, 0.3, np.float32))]
 
 
