@@ -14,6 +14,7 @@ from autopar.driver.train_step import TrainStep
 from autopar.errors import AutoparError
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.runtime._torch import has_gradient_hooks
+from autopar.runtime.execute.world import local_of
 
 LOSS = "the loss"
 REPLACED = (
@@ -55,8 +56,8 @@ def require_own(optimizer: Optimizer, parameters: Named, how: str) -> None:
 
 
 def require_no_gradients(parameters: Named) -> None:
-    """Raise for gradients of a backward outside, which a step would add to its own without a word."""
-    left = [name for name, each in parameters if each.grad is not None]
+    """Raise for gradients of a backward outside, which a step would add to its own without a word; zeros are none."""
+    left = [name for name, each in parameters if each.grad is not None and (each.grad.is_sparse or bool(local_of(each.grad).any()))]
     if left:
         raise AutoparError(
             f"{left[0]!r}, one of {len(left)}, has a gradient already, of a backward outside train_step, which would be added to that of "
