@@ -181,6 +181,24 @@ def parameters_not_copied() -> Generator[None]:
         yield
 
 
+class _NumPyNumber(ConstantVariable):
+    """A number of NumPy: to ops it is Python's, of which `np.float64` is one, and to `isinstance` and `type` what it is."""
+
+    def __init__(self, value: Any, number: Any = None, **options: Any) -> None:
+        super().__init__(value, **options)
+        self.number = number
+
+    def python_type(self) -> type:
+        return type(self.number)
+
+    def as_proxy(self) -> Any:
+        return self.number if isinstance(self.number, float) else self.value
+
+
+# Python computes with these as NumPy does; others (uint8, which wraps) stay with torch, which says what it cannot do.
+_AS_PYTHONS = (np.float64, np.float32, np.int64, np.bool_)
+
+
 @contextmanager
 def numpy_kept() -> Generator[None]:
     """While this is entered, numbers of NumPy that a model holds are Python's in what is exported, and arrays constants with their values.
@@ -192,8 +210,8 @@ def numpy_kept() -> Generator[None]:
     placed = transformer.placeholder
 
     def wrap(self: Any, value: Any) -> Any:
-        if isinstance(value, (np.number, np.bool_)):
-            return ConstantVariable.create(value.item(), source=self.source)
+        if type(value) in _AS_PYTHONS:
+            return _NumPyNumber(value.item(), value, source=self.source)
         variable: Any = wrapped(self, value)
         if type(value) is np.ndarray:
             fake = variable.proxy.node.meta["example_value"]

@@ -12,7 +12,6 @@ from torch import nn
 
 from autopar._torch import TorchDispatchMode, pytree
 from autopar.frontend.attributes import attributes_kept, others, tensors_of
-from autopar.frontend.explained import OWN_ERRORS
 
 logger = logging.getLogger("autopar")
 
@@ -31,7 +30,7 @@ def read_and_assigned(model: nn.Module, run: Callable[[], object]) -> tuple[str,
             with reads:
                 run()
             changed = others(before, tensors_of(model))
-    except OWN_ERRORS as error:
+    except Exception as error:  # whatever the user's code raises when it is run again
         logger.debug("which attributes forward reads from call to call is not known: %s", error)
         return ()
     return tuple(path for path, tensors in before.items() if path in changed and not reads.found.isdisjoint(map(id, tensors)))

@@ -92,7 +92,6 @@ def capture(
     """
     if outputs not in (None, "loss", "all"):
         raise CaptureError(f'outputs={outputs!r} is neither "loss" nor "all"')
-    refuse_sparse(model)
     args, kwargs = _distinct_examples(model, args, kwargs)
     autocast = Autocast.around(_device(model).type)
     with _as_graphs_hold_it(model):
@@ -107,6 +106,7 @@ def capture(
                 'scalar; pass labels, or outputs="all"'
             )
         program = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs), autocast)
+    refuse_sparse(program, model)
     refuse_lost(program, spec.assigned)
     program = _with_batch_dims(program, batch_dims)
     if mesh.num_shares > 1 and program.signature.outputs_of("output"):

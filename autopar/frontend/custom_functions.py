@@ -98,10 +98,11 @@ def _make_constants(half: GraphModule) -> None:
     """Make by ops what `half` makes of numbers, `torch.tensor(0.3)` or `x[0] = 0.3`: a joint trace would leave it with a tensor that no
     program has."""
     for node in list(half.graph.nodes):
-        if node.target in (torch.tensor, torch.as_tensor) and not node.all_input_nodes:
-            node.replace_all_uses_with(_made(half, node, node.args[0], node.kwargs.get("dtype"), node.kwargs.get("device")))
+        if node.target in (torch.tensor, torch.as_tensor, torch.asarray) and not node.all_input_nodes:
+            data = node.args[0] if node.args else next(iter(node.kwargs.values()))  # the first, whatever it is called
+            node.replace_all_uses_with(_made(half, node, data, node.kwargs.get("dtype"), node.kwargs.get("device")))
             half.graph.erase_node(node)
-        elif node.target is operator.setitem and isinstance(node.args[2], (bool, int, float)):
+        elif node.target is operator.setitem and isinstance(node.args[2], (bool, int, float, complex)):
             written = node.args[0].meta["example_value"]
             node.args = (*node.args[:2], _made(half, node, node.args[2], written.dtype, written.device))
     half.recompile()

@@ -52,15 +52,15 @@ def refuse_placed(model: nn.Module) -> None:
         )
 
 
-def refuse_sparse(model: nn.Module) -> None:
-    """A program computes with dense tensors: of others nothing is known that could be split. Raises `CaptureError`."""
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        found = next(((name, each.layout) for name, each in tensors if each.layout is not torch.strided), None)
-        if found is not None:
-            name, layout = found
+def refuse_sparse(program: Program, model: nn.Module) -> None:
+    """A program computes with dense tensors: of others nothing is known that could be split. What nobody reads is no matter. Raises
+    `CaptureError`."""
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    for item, node in program.named_inputs():
+        if item.name in held and node.users and (layout := held[item.name].layout) is not torch.strided:
             raise CaptureError(
-                f"the {kind} {name!r} of the model is of layout {layout}, of which nothing is known that could be split: hold it dense "
-                "(.to_dense()), or hold its indices and values as buffers and compute with index_add or scatter_add over them"
+                f"the {item.kind} {item.name!r} of the model is of layout {layout}, of which nothing is known that could be split: hold it "
+                "dense (.to_dense()), or hold its indices and values as buffers and compute with index_add or scatter_add over them"
             )
 
 
@@ -81,8 +81,12 @@ def asking_for_gradients(model: nn.Module, constants: Mapping[str, object]) -> d
 def refuse_untrained(program: Program, asking: Mapping[str, str]) -> None:
     """Refuse a FORWARD program with results, or writes, that come of one of the tensors `asking`: of parameters alone are there gradients.
 
-    They are constants and buffers by name, and what the user calls them. Raises `CaptureError`.
+    They are constants and buffers by name, and what the user calls them. Of a model that has neither a loss nor what is trained nothing is
+    refused. Raises `CaptureError`.
     """
+    signature = program.signature
+    if not signature.outputs_of("loss") and not any(item.requires_grad for item in signature.inputs_of("parameter")):
+        return
     for place, (item, node) in enumerate(program.named_inputs()):
         if item.kind not in ("buffer", "constant") or item.name not in asking:
             continue

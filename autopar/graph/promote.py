@@ -118,15 +118,18 @@ def _held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
             held += each.values() if isinstance(each, dict) else each
 
 
+_defaults: list[torch.dtype] = []  # before each `default_float64` that is entered: the user's own is the first
+
+
 @contextmanager
 def default_float64(is_on: bool = True) -> Generator[None]:
-    """While this is entered, what has no dtype of its own is made in float64; in float32 if not `is_on`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64 if is_on else torch.float32)
+    """While this is entered, what has no dtype of its own is made in float64; in the user's default dtype if not `is_on`."""
+    _defaults.append(torch.get_default_dtype())
+    torch.set_default_dtype(torch.float64 if is_on else _defaults[0])
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(_defaults.pop())
 
 
 class Promoting(TorchFunctionMode):
@@ -204,9 +207,10 @@ def _has_tensors(arguments: Any) -> bool:
 
 
 def _asked_dtype(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.dtype | None:
-    """What a call says of the dtype of its result: the one asked for, or torch's default where no tensor is among the arguments."""
+    """What a call says of the dtype of its result: the one asked for, or the user's default where no tensor is among the arguments."""
     leaves = pytree.tree_leaves((args, kwargs))
-    unsaid = None if any(isinstance(leaf, torch.Tensor) for leaf in leaves) else torch.float32
+    users = _defaults[0] if _defaults else torch.get_default_dtype()
+    unsaid = None if any(isinstance(leaf, torch.Tensor) for leaf in leaves) else users
     return next((leaf for leaf in leaves if isinstance(leaf, torch.dtype)), unsaid)
 
 

@@ -174,7 +174,7 @@ def widened(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def refuse_number_of_part(tensor: DTensor) -> None:
     """Of a norm or sum of what is split each rank holds a part, and torch gives that as if it were the number."""
-    if any(placement.is_partial() for placement in tensor.placements):
+    if any(placement.is_partial() and tensor.device_mesh.size(dim) > 1 for dim, placement in enumerate(tensor.placements)):
         raise AutoparError(
             "a number is asked (.item(), float(), bool()) of a norm, a sum or the like of a parameter or gradient that is split over "
             "ranks, of which this rank holds a part alone: torch would give another number on each rank. Call .full_tensor().item(), on "

@@ -56,8 +56,10 @@ def require_own(optimizer: Optimizer, parameters: Named, how: str) -> None:
 
 
 def require_no_gradients(parameters: Named) -> None:
-    """Raise for gradients of a backward outside, which a step would add to its own without a word; zeros are none."""
-    left = [name for name, each in parameters if each.grad is not None and (each.grad.is_sparse or bool(local_of(each.grad).any()))]
+    """Raise for gradients of a backward outside, which a step would add to its own without a word; zeros are none, and what is frozen gets
+    no others."""
+    asked = ((name, each.grad) for name, each in parameters if each.requires_grad and each.grad is not None)
+    left = [name for name, gradient in asked if gradient.is_sparse or bool(local_of(gradient).any())]
     if left:
         raise AutoparError(
             f"{left[0]!r}, one of {len(left)}, has a gradient already, of a backward outside train_step, which would be added to that of "

@@ -187,19 +187,22 @@ def test_a_gradient_of_the_users_for_an_op_of_torchs_is_not_cached(tmp_path: Pat
     assert not (tmp_path / "cache").exists() and "aten/relu/AutogradCUDA" in caplog.text
 
 
-def test_a_constant_that_has_lost_its_numbers_is_not_kept(tmp_path: Path) -> None:
-    table = numpy.ones(8, "f")
-
+def test_numbers_of_numpy_are_part_of_what_a_compile_is_known_by(tmp_path: Path) -> None:
     class OfNumpy(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, table: numpy.ndarray, scale: numpy.float64) -> None:
             super().__init__()
-            self.layer = nn.Linear(8, 8)
+            self.layer, self.table, self.scale = nn.Linear(8, 8), table, scale
 
         def forward(self, x: Tensor) -> Tensor:
-            return (self.layer(x) * torch.from_numpy(table)).sum()
+            return (self.layer(x) * torch.from_numpy(self.table) * self.scale).sum()
 
-    compiled(OfNumpy(), {"x": torch.ones(4, 8)}, {"dp": 2}, cache=tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
+    x, found = torch.ones(4, 8), list[float]()
+    for entry, scale in ((1, 1), (1, 1), (2, 1), (1, 3)):
+        torch.manual_seed(0)
+        model = OfNumpy(numpy.full(8, entry, "f"), numpy.float64(scale))
+        parallel = compiled(model, {"x": x}, {"dp": 2}, cache=tmp_path / "cache")
+        found.append(parallel(x=x).item() / model(x).item())
+    assert found == pytest.approx([1] * 4) and len(list((tmp_path / "cache").iterdir())) == 3
 
 
 def test_a_model_that_is_not_known_is_compiled_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -269,6 +269,12 @@ def test_sparse_tensors_of_the_model_are_refused(kind: str) -> None:
         capture(model, (X,), {}, MESH)
 
 
+def test_a_sparse_buffer_that_nobody_reads_is_no_matter() -> None:
+    model = Layer(lambda layer, x: layer.linear(x).sum())
+    model.register_buffer("adjacency", torch.eye(8).to_sparse())
+    assert capture(model, (X,), {}, MESH).signature.outputs_of("loss")
+
+
 SEEN: list[Tensor] = []
 
 

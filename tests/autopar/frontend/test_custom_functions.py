@@ -73,7 +73,7 @@ class Numbered(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         weights = torch.ones(x.shape[-1], dtype=x.dtype)
         weights[-1] = 0.3
-        return x * torch.tensor(0.7) * weights + torch.as_tensor([[0.1], [0.2]]).sum()
+        return x * torch.tensor(0.7) * weights + torch.as_tensor([[0.1], [0.2]]).sum() + torch.asarray(0.2) + torch.tensor(data=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

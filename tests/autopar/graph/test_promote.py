@@ -139,6 +139,17 @@ def test_numbers_that_a_capture_makes_constants_of_have_the_digits_that_they_hav
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def test_numbers_have_the_digits_of_the_users_default_dtype() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        with default_float64(), Promoting(torch.float64):
+            assert torch.tensor(0.3).item() == 0.3
+            with default_float64(False):
+                assert torch.get_default_dtype() is torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_ops_that_take_a_number_keep_it_and_so_does_what_is_made_of_tensors() -> None:
     with default_float64(), Promoting():
         x, exact = torch.ones(1), torch.full((1,), 0.3)

@@ -59,6 +59,20 @@ def test_gradients_of_a_backward_outside_are_refused_and_change_nothing(accumula
     torch.testing.assert_close(model.weight.detach(), before - 0.1 * wanted.grad)
 
 
+def test_an_old_gradient_of_what_is_frozen_is_no_matter() -> None:
+    model = Layers()
+    first = next(model.parameters())
+    first.grad = torch.ones_like(first)
+    first.requires_grad_(False)
+    kept = first.detach().clone()
+
+    def of_trained(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([each for each in parameters if each.requires_grad], lr=0.1)
+
+    parallel = parallel_of(nn.Sequential(*model.layers, Line()), optimizer=of_trained)
+    assert parallel.train_step(torch.randn(8, 4)).isfinite() and torch.equal(first, kept)
+
+
 def test_an_error_of_the_users_function_is_theirs() -> None:
     """Not that the model has no attribute `optimizer`, nor what it has there."""
 

@@ -74,3 +74,34 @@ def test_what_a_norm_amplifies_is_no_difference_and_what_is_wrong_is_one() -> No
     slope.replace_all_uses_with(operands(slope)[0])
     broken = verify_compiled(model, parallel.compiled.with_forms(local=program), (), call)
     assert not broken and broken.first_difference is not None and broken.gradient_errors["inner.weight"] > 0.01, str(broken)
+
+
+class OneDtype(torch.autograd.Function):
+    """As a kernel that has one dtype alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return 2 * gradients[0]
+
+
+class OfOneDtype(Amplified):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        doubled: Any = OneDtype.apply(self.inner(x))
+        return F.cross_entropy(self.head(torch.tanh(doubled)), labels)
+
+
+def test_what_cannot_run_in_float64_is_judged_without() -> None:
+    torch.manual_seed(0)
+    model, call = OfOneDtype(), {"x": torch.randn(32, 16), "labels": torch.randint(0, 4, (32,))}
+    nn.init.normal_(model.inner.weight)
+    parallel = autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=call, backend="eager")
+    assert parallel.verify(**call)
+    program = parallel.compiled.local.copy()
+    slope = first(program, lambda node: node.target is aten.tanh_backward.default)
+    slope.replace_all_uses_with(operands(slope)[0])
+    assert not verify_compiled(model, parallel.compiled.with_forms(local=program), (), call)
