@@ -307,7 +307,7 @@ def test_on_processes_what_computes_beside_the_mesh_says_what_serves(gloo_ranks:
         assert method.startswith("AutoparError: predict calls the model itself, whose parameters lie on ranks ('fc.weight' is a DTensor)")
         assert "parallel.full_state_dict()" in method and method.endswith("and call predict of that")
         assert own == "RuntimeError: of its own"
-        assert compiled_twice.startswith("ModelError: parameter 'fc.weight' of the model is a DTensor: the model was compiled before")
+        assert compiled_twice.startswith("ModelError: parameter 'fc.weight' of the model is a DTensor: the model, or a part of it, was")
 
 
 def test_a_stage_without_a_parameter_says_so_too(gloo_ranks: Any) -> None:
