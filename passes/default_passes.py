@@ -56,6 +56,7 @@ from autopar.passes.schedule.bucket_collectives import BucketCollectives
 from autopar.passes.schedule.exchange_ties import ExchangeTies
 from autopar.passes.schedule.free_buffers import FreeBuffers
 from autopar.passes.schedule.gather_ahead import GatherAhead
+from autopar.passes.schedule.go_by_node import GoByNode
 from autopar.passes.schedule.hand_out import HandOut
 from autopar.passes.schedule.offload_activations import OffloadActivations
 from autopar.passes.schedule.offload_parameters import OffloadParameters
@@ -139,6 +140,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         # The last that knows of no FREEs: what it moves takes memory for longer.
         OverlapCommunication(cluster, budget, keeps_actions=options.versions is not None),
         WaitForSums(cluster),  # needs the final order of what is launched
+        GoByNode(cluster, budget),  # needs buckets as they are: what is large goes as one
         OffloadParameters(options.offload, cluster, options.limit or budget),  # needs the final order: what is away is there in time
         # Likewise, and what the device holds of parameters.
         OffloadActivations(options.offload, cluster, options.limit or budget, plan.offloaded.buffers if plan and plan.offloaded else None),

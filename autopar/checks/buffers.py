@@ -163,6 +163,7 @@ class _Walk:
         if unknown:
             self.say(f"unknown axis {unknown[0]!r}", f"axes of the mesh ({self.mesh})", ",".join(instruction.axes))
             return
+        self._check_nodes(instruction)
         for names in zip(instruction.sources, instruction.targets, strict=False):
             source, target = map(self.schedule.type_of, names)
             if source is not None and target is not None:
@@ -175,6 +176,13 @@ class _Walk:
         dtypes = {short_dtype(found[1]): name for name in instruction.sources if (found := self.schedule.type_of(name)) is not None}
         if len(dtypes) > 1:
             self.say("a bucket is of one dtype", " or ".join(dtypes), ", ".join(dtypes.values()), "put them into a bucket each")
+
+    def _check_nodes(self, instruction: Launch) -> None:
+        size, node_size = self.mesh.size_of(instruction.axes), instruction.node_size
+        if node_size and instruction.collective not in ("all_gather", "reduce_scatter"):
+            self.say("only gathers and scatters go by node", "all_gather or reduce_scatter", instruction.collective)
+        elif node_size and (size % node_size or not 1 < node_size < size):
+            self.say("nodes have equally many ranks of a group", f"a divisor of {size}, above 1 and below it", str(node_size))
 
     def _check_result(self, instruction: Launch, source: TensorType, target: TensorType) -> None:
         size = self.mesh.size_of(instruction.axes)

@@ -110,7 +110,7 @@ def _stops(alike: Alike) -> dict[int, list[_Stop]]:
     for rank, schedule in alike.schedules.items():
         for number, each in enumerate(schedule.instructions):
             if isinstance(each, Launch):
-                terms = each.collective, each.kind, each.axes, tuple(map(schedule.type_of, each.sources))
+                terms = each.collective, each.kind, each.axes, each.node_size, tuple(map(schedule.type_of, each.sources))
                 stops[rank].append(_Stop(number, each, members(rank, each.axes), along(each.axes), terms))
             elif isinstance(each, Pause):
                 stops[rank].append(_Stop(number, each, everybody, (), None))

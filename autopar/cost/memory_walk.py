@@ -131,7 +131,7 @@ class Walk:
             self.place(each, self.sizes.buffer_bytes(each), "in flight")
         if isinstance(instruction, Launch) and instruction.collective in ("all_gather", "reduce_scatter"):
             part, whole = sorted(sum(map(self.sizes.buffer_bytes, names)) for names in (instruction.sources, instruction.targets))
-            self.arrive_beside(instruction, part, round(whole / part) if part else 1)
+            self.arrive_beside(instruction, part, round(whole / part) if part else 1, whole if instruction.node_size else 0.0)
 
     def is_in_place(self, launch: Launch) -> bool:
         """Whether the result takes the place of what is reduced, which nothing reads any more, nor what lies in its memory."""
@@ -195,17 +195,26 @@ class Walk:
         self.place(_flight(bucket.name), num_ranks * part, "in flight")
         self.arrive_beside(bucket, part, num_ranks)
 
-    def arrive_beside(self, launch: Launch, part: float, num_ranks: int) -> None:
-        """Over gloo. Small messages twice: gloo gathers in memory of its own, and what is to be added up arrives beside what is sent. Of
-        large ones, the other ranks' parts of a sum alone; and where several in half precision are added up, their sum in float32."""
-        if not self.sizes.over_gloo:
+    def arrive_beside(self, launch: Launch, part: float, num_ranks: int, in_order: float = 0.0) -> None:
+        """What a launch takes besides. By node the sum of one, and what is put `in_order`. Over gloo small messages twice: it gathers in
+        memory of its own, and what is to be added up arrives beside what is sent. Of large ones, the other ranks' parts of a sum alone;
+        and where several in half precision are added up, their sum in float32."""
+        size = launch.node_size
+        beside = in_order + (num_ranks // size * part if size and launch.collective == "reduce_scatter" else 0.0)
+        if self.sizes.over_gloo:
+            ways = ((size, num_ranks // size * part), (num_ranks // size, part)) if size else ((num_ranks, part),)
+            beside += sum(self._over_gloo(launch, each, ranks) for ranks, each in ways)
+        elif not size:
             return
+        self.place(_second(launch.name), beside, "in flight")
+
+    def _over_gloo(self, launch: Launch, part: float, num_ranks: int) -> float:
         tensor_type = self.schedule.type_of(launch.sources[0])
         is_half = tensor_type is not None and tensor_type[1] in (torch.float16, torch.bfloat16)
         is_paired, is_sum = num_ranks * part >= PAIRED_BYTES, launch.collective == "reduce_scatter"
         parts = num_ranks if not is_paired else num_ranks - 1 if is_sum else 0
         parts += 2 if is_sum and is_half and num_ranks > 2 else 0
-        self.place(_second(launch.name), parts * part, "in flight")
+        return parts * part
 
     def laid_bytes(self, names: Iterable[str]) -> float:
         """Of buffers side by side, each where kernels like it to begin."""

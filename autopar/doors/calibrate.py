@@ -16,7 +16,7 @@ from autopar.cost.hardware.host import Host
 from autopar.doors.compile import compile
 from autopar.errors import AutoparError
 from autopar.ir.mesh import Mesh, virtual_mesh
-from autopar.runtime.execute.distributed import measurable
+from autopar.runtime.execute.flights import measurable
 from autopar.runtime.module.parallel_module import ParallelModule
 from autopar.runtime.verify.host_seconds import runtime_seconds, update_seconds
 from autopar.runtime.verify.profile import Profile

@@ -3,6 +3,7 @@
 RUN f3 (h_1, p_fc_weight) -> (h_2)          compute: a fragment of the LOCAL graph
 LAUNCH all_reduce sum tp (h_2) -> h_3       start a collective over the ranks along `tp`
 LAUNCH all_reduce sum dp (g_w, g_b) -> (w, b)   a bucket: several at once
+LAUNCH all_gather copy dp by 8 (w) -> w_1   by node, of which each has eight neighbours along `dp`
 SEND 0F2>1 pp=1 (h_3@2, mask@2)             start sending to the rank at coordinate 1 of `pp`, else placed as this one
 RECV 0F2>1 pp=0 (h_3@2, mask@2)             start receiving from the rank at coordinate 0 of `pp`
 COPY host (h_1) -> (h_1.host)               start copying to host memory, "file" or back to the "device"; all lie in one memory
@@ -65,7 +66,8 @@ class Run:
 class Launch:
     """Start a collective on the group of `n` ranks along `axes` (the first axis major), in index order.
 
-    Of several buffers of one dtype, a bucket, each comes out as it would alone; WAIT names the first of the `targets`.
+    Of several buffers of one dtype, a bucket, each comes out as it would alone; WAIT names the first of the `targets`. An all_gather or
+    reduce_scatter by `node_size` goes in two, between nodes and within them, which changes how it moves and the order of sums.
 
     all_reduce      x → x of the same shape; `kind` is "sum" or "max"
     all_gather      x → [n, *x.shape], entry i from rank i of the group
@@ -78,6 +80,7 @@ class Launch:
     axes: tuple[str, ...]
     sources: tuple[str, ...]
     targets: tuple[str, ...]
+    node_size: int = 0
 
     @property
     def name(self) -> str:
@@ -94,7 +97,8 @@ class Launch:
 
     def __str__(self) -> str:
         targets = self.name if len(self.targets) == 1 else f"({', '.join(self.targets)})"
-        return f"LAUNCH {self.collective} {self.kind} {','.join(self.axes)} ({', '.join(self.sources)}) -> {targets}"
+        over = ",".join(self.axes) + (f" by {self.node_size}" if self.node_size else "")
+        return f"LAUNCH {self.collective} {self.kind} {over} ({', '.join(self.sources)}) -> {targets}"
 
 
 @dataclass(frozen=True)
@@ -291,8 +295,12 @@ _FORMS: dict[str, tuple[re.Pattern[str], Callable[..., Instruction]]] = {
         lambda fragment, inputs, outputs: Run(fragment, _names(inputs), _names(outputs)),
     ),
     "LAUNCH": (
-        re.compile(r"LAUNCH (all_reduce|all_gather|reduce_scatter|all_to_all) (sum|max|copy) (\S+) \((.+?)\) -> \(?(.+?)\)?$"),
-        lambda collective, kind, axes, sources, targets: Launch(collective, kind, tuple(axes.split(",")), _names(sources), _names(targets)),
+        re.compile(
+            r"LAUNCH (all_reduce|all_gather|reduce_scatter|all_to_all) (sum|max|copy) (\S+)(?: by (\d+))? \((.+?)\) -> \(?(.+?)\)?$"
+        ),
+        lambda collective, kind, axes, node_size, sources, targets: Launch(
+            collective, kind, tuple(axes.split(",")), _names(sources), _names(targets), int(node_size or 0)
+        ),
     ),
     "COPY": (
         re.compile(r"COPY (device|host|file) \((.+?)\) -> \((.+?)\)$"),

@@ -151,6 +151,17 @@ class BucketSizes:
 
 
 @dataclass(frozen=True)
+class NodeSizes:
+    """By the name of a collective how many neighbours of its group are on a node, where it goes by node. And why."""
+
+    sizes: Mapping[str, int] = field(default_factory=dict[str, int])
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return self.reason or "none is quicker so"
+
+
+@dataclass(frozen=True)
 class Chunks:
     """Into how many pieces collectives and the products beside them are cut, by the names of the collectives in a plan; what is missing
     stays whole. `reasons` say why so many, or why none, by the same names, `reason` why nothing was looked at."""

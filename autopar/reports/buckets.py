@@ -4,6 +4,7 @@ over dp, up to 3.4 MB: 98 collectives in 12, 3 alone
     starts of 32 buckets take 1.76 ms, the last, which nothing hides, 2.46 ms; in 16 of 6.9 MB it would be 1.58 ms more
 all_gather over dp, up to 210.0 kB: 48 collectives in 12
     copies of it take as long as a start, 45 µs
+8 by node take 1.10 ms on the wire, 4.21 ms as one
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from autopar.driver.compiled import Compiled
 from autopar.ir.instructions import Launch
 from autopar.ir.schedule import Schedule
 from autopar.ir.units import in_bytes
-from autopar.plans.decisions import BucketSizes
+from autopar.plans.decisions import BucketSizes, NodeSizes
 
 _GATHER = "all_gather"
 
@@ -38,6 +39,7 @@ def bucket_lines(compiled: Compiled) -> Iterator[str]:
         yield from found
         if reasons.get(key) and (found or not size):
             yield f"    {reasons[key]}" if found else f"{key}: {reasons[key]}"
+    yield from (step.decision.reason for step in compiled.schedule_steps if isinstance(step.decision, NodeSizes) and step.decision.reason)
 
 
 def _launches(schedule: Schedule, axes: str) -> list[Launch]:

@@ -83,11 +83,11 @@ class DistributedWorld:
                 )
         mesh = self._refined = compiled.mesh.ranks
         self.recorder = recorder_of(answers[0][1], mesh, self.rank, self.groups.global_ranks)
-        launches = (step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch))
+        launches = [step for schedule in compiled.schedules for step in schedule.instructions if isinstance(step, Launch)]
         tangents = [_dp_axes_beside(item, mesh) for item in compiled.signature.inputs_of("tangent")]
         axes_sets = [step.axes for step in launches] + tangents + [mesh.parts("pp"), mesh.without("pp").names]
         axes_sets += [mesh.parts("dp")] if any(item.shares for item in compiled.signature.inputs) else []
-        self.groups.create(mesh, [axes for axes in axes_sets if axes])
+        self.groups.create(mesh, [axes for axes in axes_sets if axes], [(each.axes, each.node_size) for each in launches if each.node_size])
         self.groups.create_channels({channel for rank in range(mesh.size) for channel in compiled.schedule_of(rank).channels(mesh, rank)})
 
     def place(self, model: nn.Module, compiled: Compiled, values: Values | None = None) -> None:

@@ -59,6 +59,12 @@ class Group:
         return self.order == tuple(range(self.size))
 
 
+def nodes_of(members: tuple[int, ...], rank: int, node_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a group of ranks, of which so many neighbours are on a node, those that stand as `rank` does on each, and those on its own."""
+    node, place = divmod(members.index(rank), node_size)
+    return members[place::node_size], members[node * node_size : (node + 1) * node_size]
+
+
 def speaks_gloo(group: dist.ProcessGroup) -> bool:
     """Whether tensors of a CPU go over gloo in it."""
     return "cpu:gloo" in dist.get_backend_config(group)
@@ -97,14 +103,18 @@ class ProcessGroups:
             make = partial(host_group, everyone.group, sorted(self.global_ranks), self.device, self._timeout)
             self._host = known_or_made(key, make)
 
-    def create(self, mesh: Mesh, axes_sets: Iterable[tuple[str, ...]]) -> None:
-        """Create what is missing of the groups along each of `axes_sets` of `mesh` (this mesh, or it refined)."""
-        missing: dict[frozenset[int], str] = {}
+    def create(self, mesh: Mesh, axes_sets: Iterable[tuple[str, ...]], by_node: Iterable[tuple[tuple[str, ...], int]] = ()) -> None:
+        """Create what is missing of the groups along each of `axes_sets` of `mesh` (this mesh, or it refined), and of those `by_node`:
+        axes, and how many neighbours along them are on a node."""
+        wanted: dict[frozenset[int], str] = {}
         for axes in sorted(set(axes_sets)):
-            groups = {frozenset(mesh.group(rank, axes)): None for rank in range(mesh.size)}
-            missing = (
-                dict.fromkeys((each for each in groups if each not in self._groups), f"a group of ranks along {', '.join(axes)}") | missing
-            )
+            for rank in range(mesh.size):
+                wanted.setdefault(frozenset(mesh.group(rank, axes)), f"a group of ranks along {', '.join(axes)}")
+        for axes, node_size in sorted(set(by_node)):
+            for rank in range(mesh.size):
+                for members in nodes_of(mesh.group(rank, axes), rank, node_size):
+                    wanted.setdefault(frozenset(members), f"a group of ranks along {', '.join(axes)} by {node_size}")
+        missing = {members: what for members, what in wanted.items() if members not in self._groups}
         self._agree(missing)
         for members, what in missing.items():
             # A rank outside the group gets a mark instead; it never asks for the group.
@@ -159,7 +169,15 @@ class ProcessGroups:
 
     def along(self, mesh: Mesh, axes: tuple[str, ...]) -> Group:
         """The group of this rank along `axes`; it must have been created."""
-        members = mesh.group(self.rank, axes)
+        return self._of(mesh.group(self.rank, axes))
+
+    def by_node(self, mesh: Mesh, axes: tuple[str, ...], node_size: int) -> tuple[Group, Group]:
+        """Of this rank's group along `axes`, of which so many neighbours are on a node, those that stand alike on each, and those on its
+        own; they must have been created."""
+        across, within = nodes_of(mesh.group(self.rank, axes), self.rank, node_size)
+        return self._of(across), self._of(within)
+
+    def _of(self, members: tuple[int, ...]) -> Group:
         ranks = sorted(self.global_ranks[member] for member in members)
         order = tuple(ranks.index(self.global_ranks[member]) for member in members)
         group = self._groups[frozenset(members)]

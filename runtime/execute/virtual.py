@@ -61,6 +61,7 @@ class CollectiveRendezvous:
                 ("collective", launch.collective, other.collective),
                 ("kind", launch.kind, other.kind),
                 ("axes", launch.axes, other.axes),
+                ("ranks of a node", launch.node_size, other.node_size),
                 ("shape", _told(mine, lambda tensor: tuple(tensor.shape)), _told(theirs, lambda tensor: tuple(tensor.shape))),
                 ("dtype", _told(mine, lambda tensor: tensor.dtype), _told(theirs, lambda tensor: tensor.dtype)),
             )
@@ -87,7 +88,11 @@ def collect(launch: Launch, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]
         gathered = torch.stack(tuple(parts))
         return [gathered] * len(parts)
     if launch.collective == "reduce_scatter":
-        return [_reduce(launch.kind, [part[index] for part in parts]) for index in range(len(parts))]
+        nodes = (
+            [parts[first : first + launch.node_size] for first in range(0, len(parts), launch.node_size)] if launch.node_size else [parts]
+        )
+        sums = [[_reduce(launch.kind, [part[index] for part in node]) for node in nodes] for index in range(len(parts))]
+        return [_reduce(launch.kind, each) for each in sums]
     return [torch.stack([part[index] for part in parts]) for index in range(len(parts))]
 
 

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,8 @@ class Cluster:
         others = tuple(axis for axis in axes if parent(axis) not in overrides)
         num_nodes, ranks_on_node = _lie(mesh, others if measured else axes, self.ranks_per_node)
         if not measured:
-            return Route(axis_sizes, num_nodes, ranks_on_node, self.inner, self.outer)
+            in_runs = num_nodes * ranks_on_node == mesh.size_of(axes) and _is_in_runs(mesh, axes, self.ranks_per_node)
+            return Route(axis_sizes, num_nodes, ranks_on_node, self.inner, self.outer, in_runs)
         if others:
             measured.append(self.outer if num_nodes > 1 else self.inner)
         slowest = _slowest(measured)
@@ -281,3 +283,12 @@ def _lie(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> tuple[int, i
         stride *= size
     groups = [Counter((start + offset) // ranks_per_node for offset in offsets).values() for start in starts]
     return max(len(group) for group in groups), min(min(group) for group in groups)
+
+
+def _is_in_runs(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> bool:
+    """Whether in each group along `axes` the ranks of a node are neighbours."""
+    for group in {mesh.group(rank, axes) for rank in range(mesh.size)}:
+        nodes = [rank // ranks_per_node for rank in group]
+        if sum(one != other for one, other in pairwise(nodes)) != len(set(nodes)) - 1:
+            return False
+    return True

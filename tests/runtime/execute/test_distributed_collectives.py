@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.ir.instructions import Collective, Launch
 from autopar.ir.mesh import Mesh
-from autopar.runtime.execute import distributed, paired
+from autopar.runtime.execute import flights, paired
 from autopar.runtime.execute.distributed import DistributedTransport
 from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.execute.virtual import collect
@@ -70,8 +70,8 @@ def quietly(name: str, is_paired: bool = False) -> Any:
 
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("error")
-        patch.setattr(distributed, "PAIRED_BYTES", 1 if is_paired else math.inf)
-        patch.setattr(distributed, "swap", swap)
+        patch.setattr(flights, "PAIRED_BYTES", 1 if is_paired else math.inf)
+        patch.setattr(flights, "swap", swap)
         found = globals()[name]()
     assert bool(swaps) == is_paired
     return found
@@ -124,12 +124,35 @@ def gathers_and_scatters_agree() -> list[str]:
     return wrong
 
 
+def by_node_agree() -> list[str]:
+    """Over four ranks of two nodes, one tensor and several at once; of ranks in another order it goes as one."""
+    mesh = Mesh((("dp", 2), ("tp", 2)))
+    groups = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), timeout=30)
+    axes_sets: list[tuple[str, ...]] = [("dp", "tp"), ("tp", "dp")]
+    groups.create(mesh, axes_sets, [(axes, 2) for axes in axes_sets])
+    transport, wrong = DistributedTransport(groups, mesh), list[str]()
+    kinds: list[tuple[Collective, Literal["copy", "sum"]]] = [("all_gather", "copy"), ("reduce_scatter", "sum")]
+    for axes, (collective, kind), dtype, number in itertools.product(axes_sets, kinds, DTYPES, (1, 2)):
+        if collective == "reduce_scatter" and dtype == torch.bool and number > 1:
+            continue  # is no bucket
+        members = mesh.group(groups.rank, axes)
+        given = {rank: (brought(rank, dtype), brought(rank + 9, dtype)[:, :1])[:number] for rank in members}
+        launch = Launch(collective, kind, axes, ("a", "b")[:number], ("x", "y")[:number], 2)
+        before = [each.clone() for each in given[groups.rank]]
+        found = transport.wait(transport.launch(launch, given[groups.rank]))
+        for which, got in enumerate(found):
+            wanted = collect(launch, [given[rank][which] for rank in members])[members.index(groups.rank)]
+            if not (torch.equal(got, wanted) and got.dtype == dtype and torch.equal(given[groups.rank][which], before[which])):
+                wrong.append(f"{launch} {dtype}: {got.tolist()} where virtual ranks give {wanted.tolist()}")
+    return wrong
+
+
 def test_buckets_bring_what_single_collectives_bring(gloo_ranks: Any) -> None:
     assert gloo_ranks.run(quietly, "buckets_agree") == [[]] * 4
 
 
 @pytest.mark.parametrize("is_paired", [False, True])
-@pytest.mark.parametrize("name", ["collectives_agree", "gathers_and_scatters_agree"])
+@pytest.mark.parametrize("name", ["collectives_agree", "gathers_and_scatters_agree", "by_node_agree"])
 def test_collectives_equal_those_of_virtual_ranks_without_a_warning(gloo_ranks: Any, name: str, is_paired: bool) -> None:
     assert gloo_ranks.run(quietly, name, is_paired) == [[]] * 4
 
@@ -138,12 +161,12 @@ def measured_ones_agree() -> list[list[float]]:
     """What is timed to be priced is what ranks run: one small and one large message of each."""
     init_device_mesh("cpu", (4,))
     rank, found = dist.get_rank(), list[list[float]]()
-    for size in (4, distributed.PAIRED_BYTES // 4):
+    for size in (4, flights.PAIRED_BYTES // 4):
         whole, part = torch.zeros(4 * size), torch.zeros(size)
         whole.view(4, -1)[rank] = rank + 1.0
-        distributed.measurable("all_gather", whole, part, dist.group.WORLD)()
+        flights.measurable("all_gather", whole, part, dist.group.WORLD)()
         found.append(whole.view(4, -1)[:, -1].tolist())
-        distributed.measurable("reduce_scatter", whole, part, dist.group.WORLD)()
+        flights.measurable("reduce_scatter", whole, part, dist.group.WORLD)()
         found.append(part[-1:].tolist())
     return found
 

@@ -16,10 +16,11 @@ from autopar.cost import memory_walk
 from autopar.ir.instructions import Launch
 from autopar.reports.memory import Memory
 from autopar.runtime._torch import AllocatorLog
-from autopar.runtime.execute import distributed
+from autopar.runtime.execute import flights
 from autopar.runtime.execute.distributed import DistributedTransport
 from autopar.runtime.execute.process_groups import ProcessGroups
 from autopar.runtime.verify.tracked_memory import Tracker
+from tests.passes.schedule.test_go_by_node import slow_inside
 from tests.support.models.vision import resnet
 from tests.support.models.zoo import Case, gpt2, llama
 from tests.support.ranks import share
@@ -76,14 +77,16 @@ def on_a_process(axes: dict[str, int], is_paired: bool, options: dict[str, Any])
     with pytest.MonkeyPatch.context() as patch:
         if is_paired:
             patch.setattr(memory_walk, "PAIRED_BYTES", 1)
-            patch.setattr(distributed, "PAIRED_BYTES", 1)
+            patch.setattr(flights, "PAIRED_BYTES", 1)
         found = measured(case, mesh, batch, timeout=180, **options).measured
     assert len(found) == 4
     return found[dist.get_rank()][:2]
 
 
 @pytest.mark.parametrize("is_paired", [False, True])
-@pytest.mark.parametrize(("axes", "options"), [({"dp": 2, "tp": 2}, {}), ({"dp": 4}, {"zero": 3})])
+@pytest.mark.parametrize(
+    ("axes", "options"), [({"dp": 2, "tp": 2}, {}), ({"dp": 4}, {"zero": 3}), ({"dp": 4}, {"zero": 3, "cluster": slow_inside()})]
+)
 def test_processes_take_what_is_predicted(gloo_ranks: Any, axes: dict[str, int], options: dict[str, Any], is_paired: bool) -> None:
     """Or a little less: products that are written into a bucket where they are made are counted beside it."""
     for predicted, tracked in gloo_ranks.run(on_a_process, axes, is_paired, options):

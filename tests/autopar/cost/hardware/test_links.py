@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.hardware.cluster import Cluster, built_in_names
-from autopar.cost.hardware.links import COMMUNICATION_KINDS, CommunicationKind, Link, Protocol, Route, transfer_seconds
+from autopar.cost.hardware.links import COMMUNICATION_KINDS, CommunicationKind, Link, Protocol, Route, by_node_seconds, transfer_seconds
 from autopar.ir.mesh import Mesh
 from benchmarks.collectives import error, groups_of, measured, model
 
@@ -71,6 +71,26 @@ MESHES = (Mesh((("tp", 8),)), Mesh((("dp", 4), ("tp", 8))), Mesh((("dp", 16), ("
 def test_more_bytes_never_take_less_time(name: str, transfer: CommunicationKind, mesh: Mesh, num_bytes: float, times: float) -> None:
     route = Cluster.named(name).route(mesh, mesh.names)
     assert 0 < seconds(transfer, route, num_bytes) <= seconds(transfer, route, num_bytes * times) < math.inf
+
+
+def test_by_node_a_gather_is_one_between_nodes_and_one_within_them() -> None:
+    inner, outer = Link(1.0, 100.0), Link(10.0, 10.0)
+    route = Route((12,), 3, 4, inner, outer, in_runs=True)
+    between, within = 2 * 10 + 2 * 5 / 10, 3 * 1 + 3 * 15 / 100
+    assert by_node_seconds("all_gather", route, 5, 60) == by_node_seconds("reduce_scatter", route, 60, 5) == between + within
+    for transfer in ("all_reduce", "all_to_all", "send"):
+        assert by_node_seconds(transfer, route, 60, 60) == math.inf
+    assert by_node_seconds("all_gather", Route((12,), 3, 4, inner, outer), 5, 60) == math.inf, "who is a neighbour is not known"
+    assert by_node_seconds("all_gather", one_node(inner, 12), 5, 60) == math.inf
+
+
+def test_neighbours_along_an_axis_share_a_node_where_as_many_are_on_each() -> None:
+    cluster = Cluster.named("8xh100")
+    meshes = {Mesh((("dp", 4), ("tp", 8))): True, Mesh((("dp", 12), ("tp", 4))): True, Mesh((("dp", 3), ("tp", 4))): False}
+    for mesh, in_runs in meshes.items():
+        assert cluster.route(mesh, ("dp", "tp")).in_runs == in_runs
+        assert not cluster.route(mesh, ("tp", "dp")).in_runs, "neighbours are a node apart"
+    assert cluster.route(Mesh((("dp", 12), ("tp", 4))), ("dp",)).ranks_on_node == 2
 
 
 def test_ranks_of_a_node_share_the_way_out_by_an_adapter_each() -> None:
