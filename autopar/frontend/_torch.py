@@ -15,6 +15,7 @@ from torch._dynamo.utils import get_real_value
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables import builtin as builtin_variables
 from torch._dynamo.variables import tensor as tensor_variables
+from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, get_np_to_tnp_map
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch.fx import GraphModule, Interpreter
@@ -194,14 +195,52 @@ class _NumPyNumber(ConstantVariable):
     def as_proxy(self) -> Any:
         return self.number if isinstance(self.number, float) else self.value
 
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        is_method = callable(getattr(self.number, name, None))
+        return GetAttrVariable(self, name) if is_method else super().var_getattr(tx, name)
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        given = _numbers_of(args, kwargs)
+        found = None if given is None else getattr(self.number, name)(*given[0], **given[1])
+        if type(found) in (bool, int, float):
+            return ConstantVariable.create(found)
+        return _number(found) if type(found) in _AS_PYTHONS else super().call_method(tx, name, args, kwargs)
+
 
 # Python computes with these as NumPy does; others (uint8, which wraps) stay with torch, which says what it cannot do.
 _AS_PYTHONS = (np.float64, np.float32, np.int64, np.bool_)
 
 
+def _number(value: Any, **options: Any) -> _NumPyNumber:
+    return _NumPyNumber(value.item(), value, **options)
+
+
+def _numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments of a call where Dynamo knows all of them."""
+    if not all(each.is_python_constant() for each in (*args, *kwargs.values())):
+        return None
+
+    def value(each: Any) -> Any:
+        return each.number if isinstance(each, _NumPyNumber) else each.as_python_constant()
+
+    return [value(each) for each in args], {name: value(each) for name, each in kwargs.items()}
+
+
+def _computed_at_once(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    """What NumPy makes of numbers and shapes, where it is a number: torch makes a tensor of it, whose value no graph knows."""
+    is_pure = get_np_to_tnp_map().get(self.value) is not None and getattr(self.value, "__self__", None) is None  # random's have a generator
+    given = _numbers_of(args, kwargs) if is_pure else None
+    found = None if given is None else self.value(*given[0], **given[1])
+    return _number(found) if type(found) in _AS_PYTHONS else _called_as_ever(self, tx, args, kwargs)
+
+
+_called_as_ever = NumpyVariable.call_function
+
+
 @contextmanager
 def numpy_kept() -> Generator[None]:
-    """While this is entered, numbers of NumPy that a model holds are Python's in what is exported, and arrays constants with their values.
+    """While this is entered, numbers of NumPy that a model holds, or makes of numbers, are Python's in what is exported, and arrays that it
+    holds constants with their values.
 
     Torch makes inputs of the graph of them, and then constants of the fake tensors that stood for these, which hold nothing.
     """
@@ -211,7 +250,7 @@ def numpy_kept() -> Generator[None]:
 
     def wrap(self: Any, value: Any) -> Any:
         if type(value) in _AS_PYTHONS:
-            return _NumPyNumber(value.item(), value, source=self.source)
+            return _number(value, source=self.source)
         variable: Any = wrapped(self, value)
         if type(value) is np.ndarray:
             fake = variable.proxy.node.meta["example_value"]
@@ -225,5 +264,9 @@ def numpy_kept() -> Generator[None]:
             self.module.register_buffer(result.node.target, found[1])
         return result
 
-    with attribute_set(builder.VariableBuilder, "__call__", wrap), attribute_set(transformer, "placeholder", place):
+    with (
+        attribute_set(builder.VariableBuilder, "__call__", wrap),
+        attribute_set(transformer, "placeholder", place),
+        attribute_set(NumpyVariable, "call_function", _computed_at_once),
+    ):
         yield

@@ -151,6 +151,11 @@ _FAULTS = (
         ("Unsupported", "skipped"),
     ),
     _Fault(
+        ("_apply(): Couldn't swap",),
+        "forward moves or casts a module (.to(...), .half(), .cuda()), which makes its parameters anew",
+        "do it before autopar.compile, and leave the line out where the module is there already; cast tensors, not modules",
+    ),
+    _Fault(
         ("torch.nn.Parameter()",),
         "forward makes a parameter",
         "make it in __init__, where optimizers find it",
@@ -203,7 +208,7 @@ _ALONE = (
 )
 _ARGUMENTS = "example_inputs, and each call, must have the arguments of forward: a dict has them by name, a tuple by place"
 # What a model's own code raises when a call does not fit it, traced or not.
-OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
+_OWN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, NameError, ImportError, AssertionError, OSError)
 # In Dynamo's words, what the model raised: `got RuntimeError('mat1 and mat2 ...')`.
 _RAISED = re.compile(r"got (?P<kind>\w+)\((?P<quote>['\"])(?P<text>.*?)(?P=quote),?\)", re.DOTALL)
 
@@ -237,7 +242,7 @@ def _explanation(model: nn.Module, error: Exception) -> str:
     said = f"{type(error).__name__}: {_shortened(said)}"
     if fault is not None:
         return _message(f"{name} cannot be captured as one graph: {fault.what}", model, places, fault.mend, said)
-    if isinstance(error, OWN_ERRORS) and not type(error).__module__.startswith("torch._dynamo"):
+    if isinstance(error, _OWN_ERRORS) and not type(error).__module__.startswith("torch._dynamo"):
         is_missing = isinstance(error, TypeError) and "argument" in said
         return _message(f"{name} fails on these inputs: {said}", model, places, _ARGUMENTS if is_missing else _ALONE)
     return _message(f"{name} cannot be captured as one graph", model, places, _PLAIN, said)

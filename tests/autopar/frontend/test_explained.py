@@ -114,6 +114,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "the clock": (lambda layer, x: layer.linear(x).sum() * time.time(), "reads the clock", "measure around the call"),
     "deepcopy": (lambda layer, x: copy.deepcopy(layer.linear)(x).sum(), "this line leaves the graph", "out of forward"),
     "log": (lambda layer, x: logging.getLogger("x").info("%s", x.mean()) or layer.linear(x).sum(), "logs what a graph", "out of forward"),
+    "moved": (lambda layer, x: layer.linear.to(x.device)(x).sum(), "moves or casts a module", "do it before autopar.compile"),
     "new parameter": (lambda layer, x: (layer.linear(x) * nn.Parameter(torch.ones(4))).sum(), "makes a parameter", "make it in __init__"),
     "sparse": (sparse_of_parts, "makes a sparse tensor", "index_add(0, rows"),
     "jvp": (lambda layer, x: torch.func.jvp(layer.linear, (x,), (x,))[1].sum(), "differentiates inside itself", "at two inputs"),

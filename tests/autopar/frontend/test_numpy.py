@@ -43,6 +43,8 @@ COMPUTE: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "a fill": lambda self, h: h * torch.full((5,), NUMBER, dtype=h.dtype).clamp(-self.scale, self.scale),
     "a power": lambda self, h: h.abs() ** NUMBER + torch.add(h, h, alpha=self.scale),
     "of NumPy's functions": lambda self, h: h * np.sqrt(self.scale) * np.cos(h.shape[-1]),
+    "made of a shape": lambda self, h: h.reshape(-1, np.prod(h.shape[1:])) * np.maximum(h.shape[1], 2),
+    "made of a number": lambda self, h: h[:, : np.ceil(np.log(h.shape[1])).astype("int").item()] * float(np.float32(self.scale)),
     "what they are": lambda self, h: h if isinstance(self.count, int) or isinstance(self.single, float) else h.tanh(),
     "as tensors": lambda self, h: h * torch.tensor(NUMBER) * torch.as_tensor(self.single),
     "an array": lambda self, h: h * torch.from_numpy(self.row.copy()) + torch.as_tensor(self.row[0]),
