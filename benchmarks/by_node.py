@@ -23,7 +23,7 @@ from autopar.pipeline.fragment_prices import on_paper
 from benchmarks.reporting import print_table
 
 LENGTH = 2048
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "Llama-160M, 12 layers": {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_hidden_layers": 12},
     "Llama-1B, 4 layers": {
         "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 4,

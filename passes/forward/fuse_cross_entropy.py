@@ -13,13 +13,14 @@ from torch.fx import Node
 
 from autopar.graph.emit import Emitter, replace, tensor_of
 from autopar.graph.overwrites import memory_of, overwritten, writers_of, written_by
-from autopar.ir.arguments import int_at
+from autopar.ir.arguments import int_at, node_at
 from autopar.ir.fusion import FusionDecision, FusionSite
 from autopar.ir.program import Program
 from autopar.kernels.attention_reference import LOST_BELOW
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.registration import accumulation_dtype
 from autopar.ops.rules.labels import argument
+from autopar.ops.traits import permutation
 from autopar.passes.forward.decompose_losses import reduce_rows
 
 aten = torch.ops.aten
@@ -33,6 +34,7 @@ _FILLS: dict[object, int] = {
     aten.where.ScalarOther: 2,
     aten.where.ScalarSelf: 1,
 }
+_PERMUTATIONS = (aten.transpose.int, aten.permute.default)
 # The numbers by which ATen schemas name reductions.
 _MEAN = 1
 
@@ -42,8 +44,8 @@ class FuseCrossEntropy:
     """Cross entropy of labels → `autopar.cross_entropy` and a subtraction, a mask and a mean of numbers of rows.
 
     What is found: `aten.cross_entropy_loss`; `aten.nll_loss` of a log-softmax; a log-softmax of which the labels' entries are
-    gathered, which `DecomposeIndices` makes of `x[arange(n), labels]`. Logits that were made wider for it are read as they were: the op
-    computes in float32.
+    gathered, which `DecomposeIndices` makes of `x[arange(n), labels]`. Logits that were made wider for it, or had their classes moved to
+    dim 1, are read as they were: the op computes in float32, and reads rows.
 
     Reads: a FORWARD program; run it after `DecomposeIndices`, and before `DecomposeLosses`, which takes the rest.
     Writes: one `autopar.cross_entropy` a loss, plain ATen ops on its results, the class numbers as an `aten.arange`.
@@ -87,9 +89,10 @@ def _looked_at(node: Node, writers: Sequence[Node]) -> FusionSite:
 
 
 def _why_not_rows(node: Node, logits: Node) -> str:
-    dim, num_dims = _class_dim(node), tensor_of(logits).dim()
-    if node.target in _NLL_LOSSES and dim != (0 if num_dims == 1 else 1):
-        return f"the loss takes dim {0 if num_dims == 1 else 1} for the classes, and the softmax is over dim {dim}"
+    num_dims, softmax_dim = tensor_of(logits).dim(), _class_dim(node)
+    if node.target in _NLL_LOSSES and softmax_dim != (0 if num_dims == 1 else 1):
+        return f"the loss takes dim {0 if num_dims == 1 else 1} for the classes, and the softmax is over dim {softmax_dim}"
+    _, dim = _logits_and_dim(node)
     return f"its classes are dim {dim} of {num_dims}, and rows of the last dim are what the op reads" if dim != num_dims - 1 else ""
 
 
@@ -115,11 +118,26 @@ def _why_overwritten(node: Node, logits: Node, writers: Sequence[Node]) -> str:
 
 def _logits(node: Node) -> Node:
     """The scores before any log-softmax, as narrow as they were, where the op computes in no less than what they were cast to."""
-    source: Any = node.args[0]
-    if _softmax_dim(source) == _class_dim(node) and _computes_in(source.args[0], tensor_of(source).dtype):
-        source = source.args[0]
+    logits, _ = _logits_and_dim(node)
+    return logits
+
+
+def _logits_and_dim(node: Node) -> tuple[Node, int]:
+    """With the dim of their classes: the last one where `logits.transpose(1, 2)` had moved it."""
+    source, dim = node.args[0], _class_dim(node)
+    assert isinstance(source, Node)
+    if _softmax_dim(source) == dim and _computes_in(source.args[0], tensor_of(source).dtype):
+        source = node_at(source, 0)
+    source, last = _made_of(source), tensor_of(source).dim() - 1
+    if dim == 1 < last and source.target in _PERMUTATIONS and permutation(source) == (0, last, *range(1, last)):
+        return _made_of(node_at(source, 0)), last
+    return source, dim
+
+
+def _made_of(source: Node) -> Node:
+    """What `source` is made wider from."""
     while source.target in (aten._to_copy.default, aten.to.dtype) and _computes_in(source.args[0], tensor_of(source).dtype):
-        source = source.args[0]
+        source = node_at(source, 0)
     return source
 
 

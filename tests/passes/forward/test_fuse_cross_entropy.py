@@ -48,6 +48,10 @@ def rows(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0])
 
 
+def wider(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def masked(x: Tensor) -> Tensor:
     x[:, 5:] = -30.0
     return x
@@ -71,9 +75,15 @@ FORMS: dict[str, Loss] = {
     "written before": lambda x, y: F.cross_entropy(masked(x.clone()), y),
     "a log-softmax of a log-softmax": lambda x, y: F.cross_entropy(x.log_softmax(-1), y),
     "a log-softmax over rows": lambda x, y: F.cross_entropy(x.log_softmax(0), y),
+    "classes moved to dim 1": lambda x, y: F.cross_entropy(x.view(2, 6, CLASSES).transpose(1, 2), y.view(2, 6), label_smoothing=0.1),
+    "moved of as many positions": lambda x, y: F.cross_entropy(x[:7].view(1, 7, CLASSES).transpose(-2, -1).to(wider(x)), y[:7].view(1, 7)),
+    "permuted images": lambda x, y: F.cross_entropy(
+        x.view(2, 2, 3, CLASSES).permute(0, 3, 1, 2).to(wider(x)), y.view(2, 2, 3), reduction="none"
+    ),
+    "nll of a log-softmax, moved": lambda x, y: F.nll_loss(x.view(2, 6, CLASSES).transpose(-1, -2).log_softmax(1), y.view(2, 6)),
     "nll of a log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1), y),
     "nll of a log-softmax by dim 1, a sum": lambda x, y: F.nll_loss(x.log_softmax(1), y, reduction="sum"),
-    "nll of a wide log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1, dtype=torch.promote_types(x.dtype, torch.float32)), y),
+    "nll of a wide log-softmax": lambda x, y: F.nll_loss(F.log_softmax(x, -1, dtype=wider(x)), y),
     "gathered": lambda x, y: -x.log_softmax(-1).gather(-1, y.unsqueeze(-1)).squeeze(-1).mean(),
     "gathered, kept": lambda x, y: x.log_softmax(-1).gather(1, y[:, None]).sum(),
     "indexed": lambda x, y: -x.log_softmax(-1)[rows(x), y].mean(),
@@ -82,7 +92,11 @@ FORMS: dict[str, Loss] = {
 NEAR_MISSES: dict[str, tuple[Loss, str]] = {
     "probabilities": (lambda x, y: F.cross_entropy(x, F.one_hot(y, CLASSES).to(x.dtype)), "targets are probabilities"),
     "smooth weights": (lambda x, y: F.cross_entropy(x, y, weight=WEIGHT, label_smoothing=0.1), "smoothing sums them"),
-    "classes inside": (lambda x, y: F.cross_entropy(x.view(2, -1, CLASSES).mT, y.view(2, -1)), "classes are dim 1 of 3"),
+    "classes inside": (lambda x, y: F.cross_entropy(x[:6].view(2, 3, 7)[:, :, :3] + 0.0, y[:6].view(2, 3) % 3), "classes are dim 1 of 3"),
+    "positions turned round": (
+        lambda x, y: F.cross_entropy(x.view(2, 2, 3, CLASSES).permute(0, 3, 2, 1), y.view(2, 2, 3).mT),
+        "classes are dim 1 of 4",
+    ),
     "the softmax over rows": (lambda x, y: x.log_softmax(0).gather(-1, y[:, None]).sum(), "the softmax is over dim 0"),
     "two of a row": (lambda x, y: x.log_softmax(-1).gather(-1, torch.stack((y, y), 1)).sum(), "not one class a row"),
     "a permuted row": (lambda x, y: -x.log_softmax(-1)[rows(x).flip(0), y].mean(), "one label in each row"),
