@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._decomp import decompositions
 from torch._dynamo import trace_rules
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
@@ -43,7 +44,6 @@ __all__ = [
     "NORM_OF_BATCH",
     "OpOverload",
     "TorchDispatchMode",
-    "WITHOUT_ONEDNN",
     "attribute_set",
     "attributes_replaced",
     "by_meta_kernel",
@@ -62,6 +62,7 @@ __all__ = [
     "outside_fake_modes",
     "pytree",
     "schema_of",
+    "without_onednn",
     "writes_operands",
 ]
 
@@ -72,8 +73,9 @@ DISTRIBUTIONS_CHECKED = (torch.distributions.Distribution, "_validate_args")
 CAUSAL_MASK_DETECTION = (torch.nn.modules.transformer, "_detect_is_causal_mask")
 NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm
 MATRIX_CONSTRAINTS = (constraints._Symmetric, constraints._PositiveSemidefinite, constraints._PositiveDefinite)
-# With oneDNN an LSTM layer on a CPU is one op, which no rank can split.
-WITHOUT_ONEDNN = (torch.backends.mkldnn, "enabled", False)
+# With oneDNN an LSTM layer on a CPU is one op, which no rank can split. Traces ask this function of torch's which way to go; oneDNN stays
+# enabled, since without it torch chooses other kernels for convolutions, too, and their results have other strides than in a run.
+_LSTM_IN_STEPS = (decompositions, "select_one_layer_lstm_function", lambda *_: decompositions.one_layer_lstm)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -88,6 +90,16 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 def fake_errors_quiet() -> AbstractContextManager[None]:
     """While this is entered, what fails on fake tensors is not logged, whoever handles it."""
     return attribute_set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+
+
+@contextmanager
+def without_onednn(mode: FakeTensorMode) -> Generator[None]:
+    """While this is entered, an LSTM layer on a CPU is made of ops that ranks can split, also outside of traces.
+
+    torch keeps what ops give on fake tensors, for all modes, whether or not oneDNN is enabled: what convolutions give here is not kept.
+    """
+    with attribute_set(torch.backends.mkldnn, "enabled", False), attribute_set(mode, "cache_enabled", False):
+        yield
 
 
 def outside_fake_modes() -> AbstractContextManager[Any]:
@@ -146,7 +158,7 @@ def joint_graph(
             return function(*arguments)
 
     with ExitStack() as stack:
-        contexts = (tracing(TracingContext(mode)), mode, torch.enable_grad(), _errors_unchecked(), attribute_set(*WITHOUT_ONEDNN))
+        contexts = (tracing(TracingContext(mode)), mode, torch.enable_grad(), _errors_unchecked(), attribute_set(*_LSTM_IN_STEPS))
         for context in contexts:
             stack.enter_context(context)
         stack.enter_context(preserve_node_meta())

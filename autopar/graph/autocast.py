@@ -20,15 +20,14 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import (
-    WITHOUT_ONEDNN,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
-    attribute_set,
     fake_errors_quiet,
     has_kernel,
     pytree,
     schema_of,
+    without_onednn,
 )
 from autopar.ir.arguments import call_of
 
@@ -210,7 +209,7 @@ class _Question:
 
     def _events(self, casts: Casts, autocast: Autocast | None) -> tuple[tuple[Event, ...], Any]:
         """The ops that reach kernels, and what the call returns, each tensor as a `Tensor`."""
-        with self.mode, torch.no_grad(), attribute_set(*WITHOUT_ONEDNN), _autocast(self.autocast, enabled=autocast is not None):
+        with self.mode, torch.no_grad(), without_onednn(self.mode), _autocast(self.autocast, enabled=autocast is not None):
             leaves = [self._fake(leaf) for leaf in self.leaves]
             with _Recorder(leaves) as recorder:
                 cast = list(leaves)

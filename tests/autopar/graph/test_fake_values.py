@@ -131,6 +131,29 @@ def test_recurrent_layers_are_taken_apart(kind: type[nn.RNNBase], batch_first: b
         torch.testing.assert_close(parallel(x), model(x), rtol=0.02, atol=0.0)
 
 
+class Convolutions(nn.Module):
+    """Two alike, the first under autocast, of 17 samples with their channels last: torch has other kernels for as many without oneDNN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(0, 3, 1, 2)
+        with torch.autocast("cpu", BF16):
+            low = self.first(x)
+        return (self.second(x) + low).square().mean()
+
+
+def test_convolutions_in_and_out_of_a_region_have_strides_of_one_kind() -> None:
+    """torch keeps what an op gives on fake tensors: what was asked of one without oneDNN would be found for the other."""
+    x = torch.randn(17, 4, 2, 8)
+    model = Convolutions()
+    parallel = autopar.compile(model, virtual_mesh(tp=2), example_inputs=(x,), backend="eager")
+    assert parallel.verify(x)
+    torch.testing.assert_close(parallel(x), model(x), rtol=0.02, atol=0.0)
+
+
 def test_what_cannot_be_cast_is_refused_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autocast, "_OF_A_DEVICE", ("bmm",))  # as if einsum were made of what one kind of device has
     with pytest.raises(CaptureError, match=r"einsum\.default is cast inside, where it is made of aten\.bmm\.default") as refused:

@@ -17,7 +17,7 @@ from autopar.ir.keys import PHASE, SOURCE
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Form, Program
 from autopar.passes.global_.trace_joint import trace_joint
-from tests.support.captures import kept_capture
+from tests.support.captures import compiled, kept_capture
 from tests.support.models.zoo import ZOO
 from tests.support.programs import FORWARD_PASSES, assert_close, inputs_of, run, run_forward
 
@@ -205,3 +205,31 @@ def test_what_torch_cannot_write_in_place_is_refused_with_its_line() -> None:
 
     with pytest.raises(CaptureError, match=r"aten.masked_fill_.Scalar fails .*\n  where: .*rows.masked_fill_.*\n.*make a new tensor"):
         trace_joint(capture(Layer(written), (X,), {}, MESH), training=True)
+
+
+class OfPositions(nn.Module):
+    """A convolution of what has its channels last: x[b, positions, 8], as attention over a feature map gives it."""
+
+    def __init__(self, convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d, space: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear, self.convolution, self.space = nn.Linear(8, 8), convolution, space
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolution(self.linear(x).transpose(1, 2).reshape(-1, 8, *self.space)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("convolution", "space"),
+    [
+        (nn.Conv1d(8, 8, 1), (8,)),
+        (nn.Conv2d(8, 8, 1), (4, 2)),
+        (nn.Conv2d(8, 8, 3, padding=1, groups=2), (4, 2)),
+        (nn.Conv3d(8, 8, 1), (2, 2, 2)),
+    ],
+)
+def test_convolutions_have_the_strides_that_they_have_in_a_run(convolution: Any, space: tuple[int, ...]) -> None:
+    """In float32, of so many samples that torch would choose other kernels, were oneDNN disabled in the trace; half of them on a rank."""
+    x = torch.randn(16, 8, 8)
+    parallel = compiled(OfPositions(convolution, space), {"dp": 2, "tp": 2}, (x,))
+    assert parallel.verify(x, promote=True).worst <= 1e-9 and parallel.verify(x)
+    assert parallel.summary()["flops_split"] >= 0.98, parallel.explain()
