@@ -12,6 +12,9 @@ from autopar.graph.determinants import det, logdet, slogdet
 
 aten = torch.ops.aten
 
+_SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+_LEAST_VARIANCE = 9.999999960041972e-13  # 1e-12 in float32, as which torch's kernels hold it, for float64, too
+
 
 def _rrelu(in_place: bool) -> Callable[..., torch.Tensor]:
     """In evaluation, where it draws nothing; `KeyRandom` takes the draws out of it in training."""
@@ -96,13 +99,33 @@ def _mean(x: torch.Tensor, dim: list[int] | None = None, keepdim: bool = False, 
         count *= x.shape[index]
     # A sum of 16-bit numbers overflows (fp16) or is rounded (bf16) where their mean does not: torch, too, adds up in float32.
     wanted = dtype or x.dtype
-    wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else dtype
+    wide = torch.float32 if wanted in _SIXTEEN_BITS else dtype
     mean = torch.sum(x, dims, keepdim, dtype=wide) / count
     return mean.to(wanted) if wide is torch.float32 else mean
 
 
 def _mean_all(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> torch.Tensor:
     return _mean(x, None, False, dtype=dtype)
+
+
+def _binary_cross_entropy(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1) -> torch.Tensor:
+    """Logarithms are −100 at least, as torch's are. x outside [0, 1], for which torch raises when it runs, gives NaN."""
+    wide = torch.float32 if x.dtype in _SIXTEEN_BITS else x.dtype
+    value, wanted = x.to(wide), target.to(wide)
+    rows = (wanted - 1) * torch.log1p(-value).clamp(min=-100) - wanted * torch.log(value).clamp(min=-100)
+    rows = rows if weight is None else rows * weight
+    return (rows, rows.sum() / rows.numel(), rows.sum())[reduction].to(x.dtype)
+
+
+def _binary_cross_entropy_backward(
+    gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None, reduction: int = 1
+) -> torch.Tensor:
+    """torch's own formula: where x is 0 or 1 it is large, while the derivative of a logarithm cut off at −100 would be 0."""
+    wide = torch.float32 if x.dtype in _SIXTEEN_BITS else x.dtype
+    value = x.to(wide)
+    slope = (value - target.to(wide)) / ((1 - value) * value).clamp(min=_LEAST_VARIANCE) * gradient
+    slope = slope if weight is None else slope * weight
+    return (slope / slope.numel() if reduction == 1 else slope).to(x.dtype)
 
 
 def _new(*default: float) -> Callable[..., torch.Tensor]:
@@ -160,6 +183,8 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.new_empty.default: _new_empty,
     aten.new_empty_strided.default: _new_empty_strided,
     aten.rot90.default: _rot90,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
+    aten.binary_cross_entropy_backward.default: _binary_cross_entropy_backward,
     aten.addmm.default: _addmm,
     aten.baddbmm.default: _baddbmm,
     aten.mean.dim: _mean,

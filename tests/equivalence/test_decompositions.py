@@ -69,6 +69,18 @@ def regular(x: Tensor, *shape: int) -> Tensor:
     return shaped(x, *shape) + 4 * torch.eye(shape[-1], dtype=x.dtype)
 
 
+def at_the_ends(x: Tensor) -> Tensor:
+    """Probabilities of exactly 0 and 1 that have a gradient."""
+    free = shaped(x, 6)
+    return F.binary_cross_entropy(free - free.detach() + _ENDS, _ENDS.roll(1) * 0.7, reduction="none")
+
+
+def probability(x: Tensor, reduction: str, weight: Tensor | None = None) -> Tensor:
+    """Of which the target, too, has a gradient."""
+    return F.binary_cross_entropy(shaped(x, 3, 4).sigmoid(), shaped(x + 1, 3, 4).sigmoid(), weight, reduction=reduction).reshape(-1)
+
+
+_ENDS = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
 SAMPLES: dict[str, list[Sample]] = {
     "_upsample_bicubic2d_aa.vec": [resized((1, 2, 9, 8), "bicubic", (4, 5), antialias=True)],
     "_upsample_bilinear2d_aa.vec": [resized((1, 2, 9, 8), "bilinear", (4, 5), antialias=True, align_corners=True)],
@@ -136,6 +148,11 @@ OURS: dict[str, list[Sample]] = {
         lambda x: shaped(x, 3, 2) * x.new_empty_strided((3, 2), (4, 2)).copy_(shaped(x, 2)),
     ],
     "rot90.default": [partial(turned, k) for k in range(-2, 4)],
+    "binary_cross_entropy.default": [
+        *(partial(probability, reduction=reduction) for reduction in ("none", "mean", "sum")),
+        partial(probability, reduction="mean", weight=torch.arange(4, dtype=torch.float64)),
+    ],
+    "binary_cross_entropy_backward.default": [at_the_ends, partial(probability, reduction="sum", weight=_WEIGHTS[:4])],
     "addmm.default": [lambda x: torch.addmm(shaped(x, 4), shaped(x, 3, 2), shaped(x, 2, 4), beta=0.5, alpha=3)],
     "baddbmm.default": [lambda x: torch.baddbmm(shaped(x, 3, 4), shaped(x, 2, 3, 2), shaped(x, 2, 2, 4), beta=0.5, alpha=3)],
     "mean.dim": [lambda x: shaped(x, 3, 4, 5).mean((0, -1)), lambda x: shaped(x, 3, 4).mean(1, keepdim=True)],
