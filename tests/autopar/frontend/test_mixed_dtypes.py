@@ -25,6 +25,11 @@ class Model(nn.Module):
         return self.run(self, x)
 
 
+def rotary(model: Any, x: Tensor) -> Tensor:
+    """Angles as an outer product of whole positions and frequencies."""
+    return model.fc(x.float()) * torch.einsum("i,j->ij", torch.arange(x.shape[1]), model.scale).cos()
+
+
 REFUSED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "linear": lambda model, x: model.fc(x[:, 0] * 2),
     "matmul": lambda model, x: x @ model.scale,
@@ -38,6 +43,9 @@ RUN: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "cast": lambda model, x: model.fc(x.float()),
     "cat": lambda model, x: torch.cat([x, model.scale.expand(4, 1, 8)], 1),
     "where": lambda model, x: torch.where(x > 0, x, model.scale),
+    "einsum that adds nothing up": lambda model, x: torch.einsum("bsd,d->sdb", x, model.scale),
+    "einsum of whole numbers": rotary,
+    "outer": lambda model, x: x[:, :, :3] * torch.outer(torch.arange(3), model.scale[:3]),
     "mse": lambda model, x: F.mse_loss(model.fc(model.scale).expand(4, 3, 8), x),
 }
 
@@ -65,6 +73,23 @@ def test_an_integer_input_where_a_float_is_asked_for() -> None:
         InputError, match=r"'args\[0\]' is int64, the model's tensors there are float32: pass args\[0\].to\(torch.float32\)"
     ):
         compiled(Model(REFUSED["matmul"]), MESH)(torch.ones(4, 3, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("equation", ["bsd,d->bs", "bsd,d->b"])
+def test_an_einsum_that_adds_up_products_of_two_dtypes(equation: str) -> None:
+    model = Model(lambda model, x: torch.einsum(equation, x, model.scale))
+    for x in (torch.rand(4, 3, 8, dtype=torch.float64), torch.ones(4, 3, 8, dtype=torch.int64)):
+        with pytest.raises(RuntimeError, match="expected scalar type"):
+            model(x)
+        with pytest.raises(CaptureError, match=f"fails on these inputs: RuntimeError: expected scalar type {x.dtype}"):
+            compiled(model, MESH)(x)
+
+
+def test_an_outer_product_of_whole_numbers_is_split() -> None:
+    model, x = Model(lambda model, x: rotary(model, x).square().mean()), torch.rand(4, 6, 8)
+    parallel = compiled(model, MESH, (x,), num_microbatches=2)
+    assert parallel.verify(x, promote=True).worst <= 1e-9
+    assert parallel.summary()["flops_split"] == 1.0
 
 
 def test_an_input_by_keyword_has_its_own_name() -> None:
