@@ -1,4 +1,4 @@
-"""A `cat` with nothing is its operand: what a cache that holds nothing yet leaves in a training step."""
+"""A `cat` with nothing is its operand: what a cache that holds nothing yet leaves in a training step, or `einops.pack` of one tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIT_ANY_LAYOUT = {*WHOLE_VIEWS, *RESHAPES, *EXPANSIONS, aten.slice.Tensor, aten
 
 @dataclass(frozen=True)
 class DropEmptyParts:
-    """`aten.cat` of tensors of which all but one are empty → that one; of several → the `cat` of these.
+    """`aten.cat` of one tensor, or of some of which all but one are empty → that one; of several → the `cat` of these.
 
     Reads: val. Writes: a copy where the result or its one operand is written in place, or somebody reads its layout.
     Ensures: values, shapes and dtypes are unchanged; strides may be the operand's.
@@ -47,13 +47,13 @@ class DropEmptyParts:
 
 
 def _parts(cat: Node) -> list[Node]:
-    """The operands that are not empty, if some are and the result has their dtype."""
+    """The operands that are not empty, if some are, or there is one alone, and the result has their dtype."""
     operands = cat.args[0]
     assert isinstance(operands, Sequence)
     parts = [each for each in operands if isinstance(each, Node) and tensor_of(each).numel()]
     # An empty tensor counts in the dtype of the result.
     same = {tensor_of(each).dtype for each in parts} == {tensor_of(cat).dtype}
-    return parts if same and len(parts) < len(operands) else []
+    return parts if same and (len(parts) == 1 or len(parts) < len(operands)) else []
 
 
 def _needs_memory(cat: Node, part: Node, writers: Sequence[Node]) -> bool:

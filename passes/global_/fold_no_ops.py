@@ -1,4 +1,5 @@
-"""Calls that change nothing disappear; an index by a full range becomes a view; what is undone again is not done: transposes, dims kept."""
+"""Calls that change nothing disappear, and so does a `cat` of one; an index by a full range becomes a view; what is undone again is not
+done: transposes, dims kept."""
 
 from __future__ import annotations
 
@@ -165,6 +166,22 @@ def _sum_without_dims(program: Program, node: Node) -> Node | None:
     return None
 
 
+def _of_one_part(program: Program, node: Node) -> Node | None:
+    """`cat([x])` is x, or a copy of x that lies as a `cat` does, through which samples merged with another dim can be followed."""
+    parts = node.args[0]
+    if not isinstance(parts, (list, tuple)) or len(parts) != 1:
+        return None
+    (part,) = parts
+    assert isinstance(part, Node)
+    if _same(tensor_of(part), tensor_of(node)):
+        return part
+    copied = Emitter(program.graph, node).call(aten.clone.default, part, memory_format=torch.contiguous_format)
+    if _same(tensor_of(copied), tensor_of(node)):
+        return copied
+    program.graph.erase_node(copied)
+    return None
+
+
 def _turned_back(program: Program, node: Node) -> Node | None:
     """What a transpose shows in the order in which it lies: where it moves no dim, or the transpose below it moved them."""
     below = node.args[0]
@@ -182,6 +199,7 @@ def _turned_back(program: Program, node: Node) -> Node | None:
 _REWRITES: dict[Any, Callable[[Program, Node], Node | None]] = {
     **dict.fromkeys(PERMUTES, _turned_back),
     aten.index.Tensor: _index_as_view,
+    aten.cat.default: _of_one_part,
     aten.view.default: _sum_without_dims,
     aten._unsafe_view.default: _sum_without_dims,
     aten.reshape.default: _sum_without_dims,

@@ -85,6 +85,7 @@ def _split(emit: Emitter, node: Node) -> Node | None:
         if len(set(sizes)) > 1:
             return None
         sizes = sizes[0]
+    sizes = min(sizes, max(length, 1))  # one part may be asked to be longer than all
     if length % sizes:
         return None
     chunks = emit.call(aten.reshape.default, x, _chunked(_shape(x), dim, sizes))

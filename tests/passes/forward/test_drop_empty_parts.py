@@ -13,6 +13,7 @@ from autopar.frontend.capture import capture
 from autopar.ir.mesh import virtual_mesh
 from autopar.ir.program import Program
 from autopar.passes.forward.drop_empty_parts import DropEmptyParts
+from tests.support.captures import compiled
 
 aten = torch.ops.aten
 
@@ -46,6 +47,7 @@ GONE: dict[str, tuple[Body, tuple[int, ...]]] = {
     "in front": (lambda x, empty: torch.cat((empty, x), dim=-2), (0,)),
     "behind, of a shape": (lambda x, empty: torch.cat((x, empty), dim=1), (2, 0, 4)),
     "two": (lambda x, empty: torch.cat((empty, x, empty), dim=0), (0,)),
+    "of one": (lambda x, empty: torch.cat([x], dim=1), (0,)),
     "viewed below": (lambda x, empty: torch.cat((empty, x)).unsqueeze(0).view(6, 4).view(-1), (0,)),
 }
 
@@ -75,7 +77,14 @@ def _operand_written(x: Tensor, empty: Tensor) -> Tensor:
     return whole + x
 
 
+def _one_written(x: Tensor, empty: Tensor) -> Tensor:
+    whole = torch.cat([x])
+    whole.mul_(3.0)
+    return whole + x
+
+
 COPIED: dict[str, Body] = {
+    "of one, written in place": _one_written,
     "written in place": _written,
     "its operand is written": _operand_written,
     "its layout is read": lambda x, empty: torch.cat((empty, x)).as_strided((24,), (1,)),
@@ -86,6 +95,53 @@ COPIED: dict[str, Body] = {
 def test_memory_that_counts_is_kept(name: str) -> None:
     _, ops = dropped(COPIED[name])
     assert aten.cat.default not in ops and aten.clone.default in ops
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x).square().mean(), torch.cat([x])
+
+
+class Packed(nn.Module):
+    """As `einops.pack` and `unpack` lay samples and heads in one dim around an attention."""
+
+    def __init__(self, pack: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.pack = nn.Linear(8, 16), nn.Linear(4, 8), pack
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.first(x).unflatten(2, (4, 4)).transpose(1, 2)
+        packed = self.pack(q.reshape(-1, *q.shape[2:]))
+        packed = (packed @ packed.mT).softmax(-1) @ packed
+        return self.last(packed.view(q.shape)).square().mean()
+
+
+PACKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "cat": lambda x: torch.cat([x], dim=0),
+    "vstack": lambda x: torch.vstack([x]),
+    "one chunk": lambda x: x.chunk(1)[0],
+    "one part, asked to be longer": lambda x: torch.cat(x.split(64)),
+}
+
+
+@pytest.mark.parametrize("name", list(PACKS))
+def test_samples_are_split_through_a_cat_of_one(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Packed(PACKS[name]), torch.randn(8, 6, 8)
+    for mesh, number in (({"pp": 2}, 2), ({"dp": 4}, 1)):
+        parallel = compiled(model, mesh, (x,), num_microbatches=number)
+        assert parallel.verify(x, promote=True).worst <= 1e-9
+        assert parallel.summary()["flops_split"] == 1.0
+
+
+def test_a_cat_of_an_input_is_a_tensor_of_its_own() -> None:
+    x = torch.randn(8, 8)
+    seen = compiled(Beside(), {"dp": 2}, (x,), outputs="all")(x)[1]
+    assert torch.equal(seen, x) and seen.data_ptr() != x.data_ptr()
 
 
 def test_an_empty_tensor_counts_in_the_dtype() -> None:

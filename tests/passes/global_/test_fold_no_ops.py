@@ -37,6 +37,8 @@ NOTHING: dict[str, Callable[[Tensor], Tensor]] = {
     "turned round": lambda x: aten.permute.default(aten.transpose.int(x, -1, 0), [1, 0]),
     "no dim moved": lambda x: aten.permute.default(x, [0, -1]),
     "whole slice": lambda x: aten.slice.Tensor(x, 1, 0, 2**63 - 1),
+    "cat of one": lambda x: aten.cat.default([x], -1),
+    "cat of one that is transposed twice": lambda x: aten.cat.default([aten.t.default(aten.t.default(x))]),
     "+ −0": lambda x: aten.add.Tensor(x, -0.0),
     "− integer 0": lambda x: aten.sub.Tensor(x, 0),
     "× true": lambda x: aten.mul.Tensor(x, True),
@@ -52,6 +54,7 @@ SOMETHING: dict[str, Callable[[Tensor], Tensor]] = {
     "another shape": lambda x: aten.view.default(x, [6, 4]),
     "transposed": aten.t.default,
     "another memory order": lambda x: aten.clone.default(aten.t.default(x), memory_format=torch.contiguous_format),
+    "cat of two": lambda x: aten.cat.default([x, x]),
     "part of it": lambda x: aten.slice.Tensor(x, 1, 0, 5),
     "+ 0": lambda x: aten.add.Tensor(x, 0),
     "− −0": lambda x: aten.sub.Tensor(x, -0.0),
@@ -74,6 +77,12 @@ def test_what_changes_nothing(name: str) -> None:
 def test_what_changes_something(name: str) -> None:
     before = traced(lambda x: aten.relu.default(SOMETHING[name](x)), X)
     assert folded(lambda x: aten.relu.default(SOMETHING[name](x)), X) == ops(before)
+
+
+@pytest.mark.parametrize("lying", [aten.t.default, lambda x: aten.expand.default(aten.select.int(x, 0, 0), [4, 6])])
+def test_a_cat_of_one_that_lies_otherwise_is_a_copy(lying: Callable[[Tensor], Tensor]) -> None:
+    left = folded(lambda x: aten.relu.default(aten.cat.default([lying(x)])), X)
+    assert left[-2:] == ["aten.clone.default", "aten.relu.default"]
 
 
 # By how a sum is read: the ops that are left, but for the relu that reads it.

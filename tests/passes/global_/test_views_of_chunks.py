@@ -43,6 +43,10 @@ def test_a_part_that_nobody_reads_is_gone() -> None:
     ]
 
 
+def test_a_part_longer_than_all() -> None:
+    assert "aten.split.Tensor" not in ops(ViewsOfChunks().apply(traced(lambda x: aten.split.Tensor(x, 64, 1)[0], X)))
+
+
 def test_split_with_sizes() -> None:
     assert ops(ViewsOfChunks().apply(traced(lambda x: aten.split_with_sizes.default(x, [6, 6], 1), X))).count("aten.select.int") == 2
     unequal = rewritten(lambda x: aten.split_with_sizes.default(x, [8, 4], 1), X)
