@@ -43,6 +43,7 @@ from autopar.passes.global_.pad_batch import PadBatch
 from autopar.passes.global_.pad_parameters import PadParameters
 from autopar.passes.global_.place_stages import PlaceStages
 from autopar.passes.global_.recompute import Recompute
+from autopar.passes.global_.recut_parameters import RecutParameters
 from autopar.passes.global_.reduce_compared import ReduceCompared
 from autopar.passes.global_.refine_mesh import RefineMesh
 from autopar.passes.global_.trace_joint import TraceJoint
@@ -74,6 +75,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
     """The passes in order, each with the reason for its place. What one that has nothing to do returns is the program that it got."""
     cluster, budget, plan, own = options.cluster, options.budget, options.plan, options.microbatch_statistics
     choose = ChooseShardings(cluster, plan=plan, pins=options.pins, placements=placements, budget=budget, timeout=options.search_timeout)
+    placed = _placed(options, placements)
     buckets = plan.buckets if plan is not None else None
     held = {name: each.stages for name, each in (placements or {}).items() if each.stages}
     return (
@@ -111,10 +113,12 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         MergeEqualCalls(),  # before the search: one value of three equal ones is gathered once
         ReduceCompared(),  # after merging, which may find more readers of a value
         HoldCopies(),  # after saving, for it takes the place of what is saved; before atoms, which its nodes need
-        FindAtoms(),  # needs the final views
+        FindAtoms(placed),  # needs the final views
         ChooseMicrobatches(options.is_number_asked, own, options.mixing),  # needs atoms, which follow the samples
-        PadAtoms(_placed(options, placements), options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
+        PadAtoms(placed, options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
         PadParameters(),  # after padded atoms, which may divide; the mesh and the search need the sizes
+        # After all that is padded, for sizes are final; before the search, which knows parameters by their atoms.
+        RecutParameters(placements or {}),
         MarkDropped(options.recompute, budget.is_finite),  # before the search, whose budget counts what is saved
         RefineMesh(plan, placed=bool(placements)),  # needs atoms; the search needs the final axes
         choose,  # needs atoms, padding and the mesh: they say what can be split

@@ -24,7 +24,7 @@ from torch.fx import Node
 from autopar.ir.arguments import arguments
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.ir.keys import ORIGIN
-from autopar.ir.markers import save
+from autopar.ir.markers import recut, save
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Form, Program, operands
 from autopar.ir.sharding import Sharding
@@ -37,7 +37,7 @@ _MOVES = frozenset(
     {
         all_gather, all_to_all, aten.clone.default, aten.alias.default, aten.reshape.default, aten.view.default, aten.t.default,
         aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor,
-        aten.select.int, aten.index_select.default,
+        aten.select.int, aten.index_select.default, recut,
     }
 )  # fmt: skip
 # So do these, but for signs, repetitions, zeros and sums.

@@ -72,6 +72,9 @@ SOURCE: Key[Source] = Key("source")
 DIMS: Key[tuple[Dims, ...]] = Key("dims")
 # Per result the positions, among its atoms, of those that carry the batch.
 BATCH: Key[tuple[tuple[int, ...], ...]] = Key("batch")
+# GLOBAL form only, of a parameter that lies somewhere already: atoms that it is to have, if the graph has none that contradict them; those
+# of the logical shape and, where it is padded, those of the padded one.
+PLACED: Key[tuple[Dims, ...]] = Key("placed")
 STRATEGY: Key[Strategy] = Key("strategy")
 SHARDING: Key[tuple[Sharding, ...]] = Key("sharding")
 # The stage of the pipeline that computes the node; without it, every stage that reads the node computes it for itself.

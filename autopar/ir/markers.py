@@ -25,4 +25,9 @@ def held(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-MARKERS = frozenset({save, pinned, reduced, held})
+def recut(x: torch.Tensor) -> torch.Tensor:
+    """x, in other atoms: a parameter, or its gradient, where it lies in parts that the atoms of its readers cannot say."""
+    return x
+
+
+MARKERS = frozenset({save, pinned, reduced, held, recut})

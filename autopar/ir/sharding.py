@@ -8,6 +8,7 @@ dim of size 1 has no atoms. A `Sharding` names, for each atom in order, the axes
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -113,11 +114,25 @@ class Sharding:
         return f"[{', '.join(parts)}]{unreduced}"
 
 
+def outline(sharding: Sharding, dims: Dims) -> Dims:
+    """The fewest atoms with which `sharding` of a value of `dims` can be said: a dim is cut where a split begins alone."""
+    splits, found = iter(sharding.splits), list[tuple[int, ...]]()
+    for dim in dims:
+        atoms = list[int]()
+        for atom, split in [(atom, next(splits)) for atom in dim]:
+            if split or not atoms:
+                atoms.append(atom)
+            else:
+                atoms[-1] *= atom
+        found.append(tuple(atoms))
+    return tuple(found)
+
+
 def carried(sharding: Sharding, dims: Dims, new_dims: Dims, mesh: Mesh) -> Sharding | None:
     """`sharding` of a value of `dims`, in words of `new_dims`: other atoms of the same sizes; every rank holds the same part.
 
-    None where the new atoms cannot say it. A dim split on its major atom alone is cut into contiguous parts, which any
-    major atom that divides by the same axes cuts, too.
+    None where the new atoms cannot say it. An axis cuts what is left of an atom by those before it into contiguous parts, and so does it
+    with any new atom, or what is left of one, that ends where this does and divides by the axis.
     """
     if dims == new_dims:
         return sharding
@@ -127,16 +142,29 @@ def carried(sharding: Sharding, dims: Dims, new_dims: Dims, mesh: Mesh) -> Shard
         return None
     splits, found = iter(sharding.splits), list[tuple[str, ...]]()
     for old, new in zip(dims, new_dims, strict=True):
-        was = [next(splits) for _ in old]
-        if old == new:
-            found += was
-        elif not any(was):
-            found += [()] * len(new)
-        elif any(was[1:]) or new[0] % mesh.size_of(was[0]):
+        was = tuple(next(splits) for _ in old)
+        splits_of_dim = was if old == new else _carried_dim(was, old, new, mesh)
+        if splits_of_dim is None:
             return None
-        else:
-            found += [was[0], *[()] * (len(new) - 1)]
+        found += splits_of_dim
     return Sharding(tuple(found))
+
+
+def _carried_dim(splits: Sequence[tuple[str, ...]], old: Sequence[int], new: Sequence[int], mesh: Mesh) -> list[tuple[str, ...]] | None:
+    found: list[tuple[str, ...]] = [()] * len(new)
+    left = list(new)
+    for place, split in enumerate(splits):
+        size = math.prod(old[place:])  # of the range that is cut next, from the major end of an atom to the minor end of the dim
+        for axis in split:
+            parts = mesh.size_of((axis,))
+            fits = (i for i, rest in enumerate(left) if rest * math.prod(new[i + 1 :]) == size and rest % parts == 0)
+            taken = next(fits, None)
+            if taken is None:
+                return None
+            found[taken] += (axis,)
+            left[taken] //= parts
+            size //= parts
+    return found
 
 
 @dataclass(frozen=True)

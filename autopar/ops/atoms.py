@@ -14,9 +14,10 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar.ir.arguments import int_at
-from autopar.ir.keys import DIMS
+from autopar.ir.keys import DIMS, PLACED
+from autopar.ir.markers import recut
 from autopar.ir.program import Program, operands, results_of
-from autopar.ir.sharding import Dims
+from autopar.ir.sharding import Dims, shape_of
 from autopar.ops.lookup import rule_of
 from autopar.ops.rule import Rule
 
@@ -90,6 +91,16 @@ class Cuts:
                 cuts = self._spread(left) | self._spread(right)
                 changed |= self._collect(left, cuts) or self._collect(right, cuts)
 
+    def cut(self, key: DimKey, atoms: Iterable[int]) -> bool:
+        """Let a dim have `atoms`, major first, but for cuts that contradict those it has; whether any was new. To be solved anew then."""
+        known, inner, changed = self._cuts.setdefault(self.find(key), set()), 1, False
+        for atom in reversed(tuple(atoms)):
+            if 1 < inner < self._sizes[key] and inner not in known and all(cut % inner == 0 or inner % cut == 0 for cut in known):
+                known.add(inner)
+                changed = True
+            inner *= atom
+        return changed
+
     def _spread(self, keys: tuple[DimKey, ...]) -> set[int]:
         """The cuts of one side, as inner strides of the whole flat range."""
         found, inner = set[int](), 1
@@ -126,13 +137,17 @@ def find_atoms(program: Program) -> Program:
     program = program.copy()
     cuts = _cuts(program.graph)
     _join_signature(cuts, program)
-    _solve(cuts, program.graph)
+    cuts.solve()
+    _cut_as_placed(cuts, program)
+    _write(cuts, program.graph)
     return program
 
 
 def find_atoms_of(graph: Graph) -> None:
     """Set DIMS on every node of a graph of calls that is no program."""
-    _solve(_cuts(graph), graph)
+    cuts = _cuts(graph)
+    cuts.solve()
+    _write(cuts, graph)
 
 
 def _cuts(graph: Graph) -> Cuts:
@@ -149,8 +164,7 @@ def _cuts(graph: Graph) -> Cuts:
     return cuts
 
 
-def _solve(cuts: Cuts, graph: Graph) -> None:
-    cuts.solve()
+def _write(cuts: Cuts, graph: Graph) -> None:
     for node in graph.nodes:
         if node.op != "output":
             DIMS[node] = tuple(_dims(cuts, node, index, value) for index, value in enumerate(results_of(node)))
@@ -165,12 +179,25 @@ def operand_result(node: Node, operand: Node) -> int:
     return int_at(node, 1) if len(results_of(operand)) > 1 else 0
 
 
+def _cut_as_placed(cuts: Cuts, program: Program) -> None:
+    """Parameters that lie already have the atoms in which they do, where nothing in the graph contradicts these, and so has all that walks
+    with them: a backward tells more apart than a forward does."""
+    for node in program.placeholders:
+        shape = tuple(node.meta["val"].shape) if node in PLACED else ()
+        for dims in PLACED.get(node) or ():
+            changed = [cuts.cut((node, 0, dim), atoms) for dim, atoms in enumerate(dims) if shape_of(dims) == shape]
+            if any(changed):
+                cuts.solve()
+
+
 def _relate(cuts: Cuts, node: Node, rule: Rule) -> None:
     read = [
         [(operand, operand_result(node, operand), dim) for dim in range(_rank(operand, operand_result(node, operand)))]
         for operand in operands(node)
     ]
     made = [[(node, index, dim) for dim in range(_rank(node, index))] for index in range(len(results_of(node)))]
+    if node.target is recut:
+        return
     if rule.view:
         cuts.relate(read[0], made[0])
         return

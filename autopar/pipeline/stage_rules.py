@@ -17,7 +17,7 @@ from autopar.ir.actions import Direction
 from autopar.ir.arguments import arguments
 from autopar.ir.collectives import LAUNCHES, is_launch, reduce_scatter, reshard, wait
 from autopar.ir.keys import COPY, PHASE, SHARDING, STAGE, Phase
-from autopar.ir.markers import MARKERS, held
+from autopar.ir.markers import MARKERS, held, recut
 from autopar.ir.mesh import MICROBATCHES
 from autopar.ir.program import Form, Input, Program
 from autopar.ops.traits import WHOLE_VIEWS
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 Stages = Mapping[Node, Mapping[int, Phase]]
 
 # Ops that only move the elements of their first operand, or add them up over ranks: they may as well be done to a sum as to its parts.
-MOVES = WHOLE_VIEWS | {aten.clone.default, aten.slice.Tensor, aten.index_select.default, reshard, wait, *LAUNCHES}
+MOVES = WHOLE_VIEWS | {recut, aten.clone.default, aten.slice.Tensor, aten.index_select.default, reshard, wait, *LAUNCHES}
 
 
 def stages_of_calls(program: Program) -> dict[Node, dict[int, Phase]]:
@@ -62,7 +62,8 @@ def _of_readers(node: Node, own: int | None, known: Stages) -> dict[int, Phase]:
 def _goes_with_readers(node: Node) -> bool:
     """Whether `node` shows a value that may be shown anew. A view of a parameter's gradient stays: its sum is sent, once a step."""
     is_gradient = node in SHARDING and any(is_summed_later(each) for each in SHARDING[node])
-    return (node.target in MARKERS or (node.target in WHOLE_VIEWS and not is_gradient)) and operand_of(node).op == "call_function"
+    is_view = node.target is recut or node.target in WHOLE_VIEWS
+    return ((node.target in MARKERS and not is_view) or (is_view and not is_gradient)) and operand_of(node).op == "call_function"
 
 
 def direction_of(value: Node, reader: Node, target: int, stages: Stages) -> Direction:

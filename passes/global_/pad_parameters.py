@@ -9,8 +9,8 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.emit import Emitter
-from autopar.ir.keys import DIMS, PHASE
-from autopar.ir.markers import held
+from autopar.graph.parameter_readers import read_through, with_copies
+from autopar.ir.keys import DIMS, PHASE, Phase
 from autopar.ir.padding import Padding
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.sharding import flat
@@ -92,24 +92,18 @@ def _grown(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 def _pad_input(program: Program, node: Node, dim: int, size: int) -> None:
     """Let `node`, its casts and copies have the padding, and what else reads them its elements, cut out once in each phase."""
-    logical, padded = node.meta["val"].shape[dim], [node]
-    for value in padded:
+    logical = node.meta["val"].shape[dim]
+
+    def cut(emit: Emitter, value: Node, phase: Phase) -> Node:
+        elements = emit.call(aten.slice.Tensor, value, dim, 0, logical)
+        if dim:  # readers expect the strides of the parameter
+            PHASE[elements] = phase
+            elements = emit.call(aten.clone.default, elements, memory_format=torch.contiguous_format)
+        return elements
+
+    for value in with_copies(node):
         value.meta["val"] = _grown(value.meta["val"], dim, size)
-        padded += [user for user in value.users if user.target is held or user.target in CASTS]
-    for value in padded:
-        readers = [user for user in value.users if user.op == "call_function" and user not in padded]
-        for phase in ("forward", "backward"):
-            users = [user for user in readers if (PHASE.get(user) or "forward") == phase]
-            if users:
-                first = next(each for each in program.graph.nodes if each in users)
-                emit = Emitter(program.graph, first)
-                cut = emit.call(aten.slice.Tensor, value, dim, 0, logical)
-                if dim:  # readers expect the strides of the parameter
-                    PHASE[cut] = phase
-                    cut = emit.call(aten.clone.default, cut, memory_format=torch.contiguous_format)
-                PHASE[cut] = phase
-                for user in users:
-                    user.replace_input_with(value, cut)
+    read_through(program, node, cut)
 
 
 def _pad_result(program: Program, number: int, dim: int, more: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from autopar.ir.markers import held, pinned, reduced, save
+from autopar.ir.markers import held, pinned, recut, reduced, save
 from autopar.ir.program import operands, results_of
 from autopar.ops.rule import Labels, Rule, rule
 from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
@@ -27,6 +27,7 @@ _FIRST = (frozenset({0}),)
     save,
     pinned,
     held,
+    recut,
 )
 def view(node: Node) -> Rule:
     return Rule((blocked(len(shape_of(node.args[0]))),), (blocked(len(shape_of(node))),), linear=_FIRST, view=True)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.ir.keys import DIMS
+from autopar.ir.keys import DIMS, PLACED
 from autopar.ir.program import Program, operands, results_of
 from autopar.ir.sharding import Dims, flat, shape_of
 from autopar.ops.atoms import Cuts, find_atoms, operand_result
@@ -132,6 +132,23 @@ def test_independent_parts_of_a_view_stay_apart() -> None:
     cuts.relate(["a", "b", "c"], ["ab", "c2"])
     cuts.solve()
     assert [cuts.atoms(key) for key in ("a", "b", "c", "ab", "c2")] == [(8,), (16,), (32,), (8, 16), (32,)]
+
+
+@pytest.mark.parametrize(
+    ("atoms", "expected"),
+    [((3, 16), ((3, 2, 8), (3, 2, 8))), ((3, 4, 4), ((3, 2, 2, 4), (3, 2, 2, 4))), ((4, 12), ((6, 8), (6, 8)))],
+)
+def test_atoms_of_a_parameter_that_lies_already_join_those_of_the_graph(atoms: tuple[int, ...], expected: Dims) -> None:
+    """But for those that contradict these: 12 and 8 in 48."""
+
+    def function(w: Tensor, x: Tensor) -> Tensor:
+        return aten.add.Tensor(aten.view.default(w, [6, 8]), aten.view.default(x, [6, 8]))
+
+    program = traced(function, torch.randn(48), torch.randn(48))
+    PLACED[program.placeholders[0]] = ((7,), atoms), (atoms,)  # of another shape; of this one
+    program = find_atoms(program)
+    assert tuple(DIMS[node][0][0] for node in program.placeholders) == expected
+    assert_consistent(program)
 
 
 @given(st.data())
