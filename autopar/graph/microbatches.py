@@ -8,7 +8,8 @@ unreduced over `mb` is summed when all microbatches have run. One that is reduce
     mixing        it joins what the network made of several microbatches (the statistics of a batch norm): each microbatch
                   takes its own estimate of it, as it would if it were the whole batch
 
-A buffer that changes goes from microbatch to microbatch. What is only added to one (a count) is the microbatch's own part, and exact.
+A buffer that changes goes from microbatch to microbatch. What is only added to one (a count) is the microbatch's own part, and exact. So is
+one of whose new value nothing depends on the batch: the first microbatch writes it (`written_once.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.graph.written_once import written_once
 from autopar.ir.arguments import arguments
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter, reshard, wait
 from autopar.ir.keys import ORIGIN
@@ -302,8 +304,9 @@ def estimates(program: Program) -> Estimates:
     """Of a LOCAL program, before its microbatches are separated."""
     added, means = added_to_buffers(program), parts_of_means(program)
     launches = tuple(node for node in mixing_launches(program) if not _is_exact(node, added, means))
-    changed = (item.name for item in program.signature.outputs_of("buffer"))
-    return Estimates(launches, tuple(sorted(name for name in changed if name not in added.exact)))
+    changed = {item.name for item in program.signature.outputs_of("buffer")} - added.exact
+    once = written_once(program) if changed else ()
+    return Estimates(launches, tuple(sorted(changed.difference(once))))
 
 
 def has_estimates(program: Program) -> bool:

@@ -12,7 +12,7 @@ microbatch can have it
 and all of it at once where it is known ahead, from the inputs alone (a count of tokens), and no other such sum: what is known ahead is
 added up once, before the first microbatch. An op whose result a microbatch
 can have in none of these ways *mixes* microbatches: the root of a mean, the statistics of a batch norm, a sort over samples. So does a
-buffer to which more is done than adding sums over the samples.
+buffer to which more is done than adding sums over the samples, unless nothing of the batch is in what it becomes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Literal
 from torch.fx import Node
 
 from autopar.graph.microbatches import added_by, additions_to_buffers, chooser_of, is_affine, is_linear, is_summed_later, known_ahead
+from autopar.graph.written_once import written_once
 from autopar.ir.keys import BATCH, DIMS, PHASE, SOURCE, Source
 from autopar.ir.mesh import MICROBATCHES, Mesh
 from autopar.ir.printing import op_name
@@ -200,8 +201,11 @@ class _Following:
 
     def _follow_buffers(self) -> None:
         old = {item.name: node for item, node in self.program.named_inputs() if item.kind == "buffer"}
+        once = written_once(self.program)
         for name, chain in additions_to_buffers(self.program).items():
             added = [value for each in chain for value in added_by(each, old[name], self.program.form)]
+            if name in once:
+                continue
             if not chain or len(old[name].users) != 1 or not all(self.forms[value, 0].is_sum for value in added):
                 self.found.append(("buffer", Mixing(name, "", "a buffer")))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,6 +24,7 @@ from autopar.graph.microbatches import (
     mixing_launches,
     summed_later,
 )
+from autopar.graph.written_once import Written, written_once
 from autopar.ir.collectives import all_reduce, wait
 from autopar.ir.keys import DIMS, ORIGIN, SHARDING, SOURCE
 from autopar.ir.mesh import MICROBATCHES
@@ -56,16 +57,19 @@ class SeparateMicrobatches:
             return program
         program = program.copy()
         added, mixed, estimated = added_to_buffers(program), set(mixing_launches(program)), estimates(program)
-        if has_estimates(program) and self.statistics != "own":
+        is_exact = not has_estimates(program)
+        if not is_exact and self.statistics != "own":
             found = _mixing(estimated)
             raise MicrobatchError(refusal(number, 1, found), found)
         launches = [node for node in program.graph.nodes if joins(node)]
         for node in launches:
             _require_sum(node, number, or_maximum=node in mixed)
         _warn(estimated, number)
+        # Where microbatches stand for batches anyway, a count of steps counts them, as it does beside the statistics of a batch norm.
+        once = written_once(program) if is_exact else {}
         for node in launches:
             _separate(node, program, number, added, node in mixed)
-        return self._averaged(program, number)
+        return self._averaged(_written_by_the_first(program, once), number)
 
     def _averaged(self, program: Program, number: int) -> Program:
         """Losses and gradients that all microbatches have alike become sums of equal parts."""
@@ -81,6 +85,20 @@ class SeparateMicrobatches:
             outputs.append(output)
         program.graph.output_node().args = (tuple(results),)
         return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))
+
+
+def _written_by_the_first(program: Program, once: Mapping[str, Written]) -> Program:
+    """Microbatches after the first leave the buffers `once` as they find them."""
+    if not once:
+        return program
+    coordinate = next(node for item, node in program.named_inputs() if (item.kind, item.name) == ("coordinate", MICROBATCHES))
+    for each in {each.new: each for each in once.values()}.values():
+        emit = Emitter(program.graph, each.new.next, like=each.new)
+        is_first = emit.call(aten.eq.Scalar, coordinate, 0)
+        written = emit.call(aten.where.self, is_first, each.new, each.old)
+        each.new.replace_all_uses_with(written, delete_user_cb=lambda user, written=written: user is not written)
+        ORIGIN[written], DIMS[written], SHARDING[written] = ORIGIN[each.new], DIMS[each.new], SHARDING[each.new]
+    return program
 
 
 def _require_sum(launch: Node, number: int, or_maximum: bool) -> None:
