@@ -84,13 +84,12 @@ def _row(row: dict[str, str]) -> Measured:
 
 
 def model(row: Measured, change: Callable[[Link], Link] = lambda link: link) -> float:
-    """Seconds that the cost model gives for `row`, as one collective, on the built-in cluster, its links changed by `change`."""
+    """Seconds that the cost model gives for `row` on the built-in cluster, its links changed by `change`."""
     cluster = Cluster.named(row.cluster)
     inner = cluster.inner if row.may_switch else replace(cluster.inner, in_switch=None)
     cluster = replace(cluster, inner=change(inner), outer=change(cluster.outer), ranks_per_node=row.num_ranks // row.num_nodes)
     mesh = Mesh((("dp", row.num_nodes), ("tp", row.num_ranks // row.num_nodes)))
-    as_one, _ = CostModel(cluster, mesh).ways(row.transfer, mesh.names, *row.local_bytes)
-    return as_one
+    return CostModel(cluster, mesh).collective(row.transfer, mesh.names, *row.local_bytes).seconds
 
 
 def _plain(link: Link) -> Link:

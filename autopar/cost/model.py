@@ -1,7 +1,7 @@
 """Seconds and bytes of what a rank does. One model for all passes.
 
     node        FLOPs / rate + bytes read and written / bandwidth + launch
-    collective  steps · α + bytes sent / β + launch          (α–β, rings, by node; what else there is: `autopar.cost.hardware.links`)
+    collective  steps · α + bytes sent / β + launch          (α–β, rings; what else there is: `autopar.cost.hardware.links`)
     parameter   what the optimizer reads and writes / bandwidth      (an update: / the optimizer's own, + a call)
 
 Compute and memory time are *added*, where a roofline takes the larger. The sum is at most twice the roofline, and
@@ -136,27 +136,24 @@ class CostModel:
         return self._shards[sharding]
 
     def collective(self, collective: CommunicationKind, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> Cost:
-        """One collective over the ranks along `axes` (a send: between neighbours), as one or by node, whichever is quicker; the sizes are
-        its local input and output in bytes."""
+        """One collective over the ranks along `axes` (a send: between neighbours); the sizes are its local input and output in bytes."""
         route = self._route(tuple(axes))
         if route.num_ranks == 1:
             return Cost(0.0)
-        seconds = min(self.ways(collective, axes, num_input_bytes, num_output_bytes))
-        return Cost(seconds, bytes_sent(collective, route.num_ranks, num_input_bytes, num_output_bytes))
+        seconds = transfer_seconds(collective, route, num_input_bytes, num_output_bytes)
+        sent = bytes_sent(collective, route.num_ranks, num_input_bytes, num_output_bytes)
+        return Cost(seconds + self.cluster.device.launch_seconds, sent)
+
+    def by_node(self, collective: CommunicationKind, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> float:
+        """Seconds of one that goes by node: two launches, and a copy that puts it in order. Infinite where there is no such way."""
+        moving = by_node_seconds(collective, self._route(tuple(axes)), num_input_bytes, num_output_bytes)
+        return moving + 2 * self.memory_seconds(max(num_input_bytes, num_output_bytes)) + 2 * self.cluster.device.launch_seconds
 
     def node_size(self, collective: CommunicationKind, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float) -> int:
         """How many neighbours along `axes` are on a node, where such a collective is quicker by node; 0 where it is not."""
-        as_one, by_node = self.ways(collective, axes, num_input_bytes, num_output_bytes)
-        return self._route(tuple(axes)).ranks_on_node if by_node < as_one else 0
-
-    def ways(
-        self, collective: CommunicationKind, axes: Sequence[str], num_input_bytes: float, num_output_bytes: float
-    ) -> tuple[float, float]:
-        """Seconds of a collective as one, and by node: two launches, and a copy that puts what went by node in order."""
-        route, launch = self._route(tuple(axes)), self.cluster.device.launch_seconds
-        as_one = transfer_seconds(collective, route, num_input_bytes, num_output_bytes) + launch
-        in_order = 2 * self.memory_seconds(max(num_input_bytes, num_output_bytes)) + 2 * launch
-        return as_one, by_node_seconds(collective, route, num_input_bytes, num_output_bytes) + in_order
+        sizes = num_input_bytes, num_output_bytes
+        is_quicker = self.by_node(collective, axes, *sizes) < self.collective(collective, axes, *sizes).seconds
+        return self._route(tuple(axes)).ranks_on_node if is_quicker else 0
 
     def _route(self, axes: tuple[str, ...]) -> Route:
         if axes not in self._routes:

@@ -15,6 +15,7 @@ from torch._dynamo.utils import get_real_value
 from torch._dynamo.variables import ConstantVariable, builder
 from torch._dynamo.variables import builtin as builtin_variables
 from torch._dynamo.variables import tensor as tensor_variables
+from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, get_np_to_tnp_map
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
@@ -195,6 +196,9 @@ class _NumPyNumber(ConstantVariable):
     def as_proxy(self) -> Any:
         return self.number if isinstance(self.number, float) else self.value
 
+    def as_python_constant(self) -> Any:
+        return self.number if type(self.number) is np.bool_ else self.value  # of which `~` is another flag, and -2 of Python's
+
     def var_getattr(self, tx: Any, name: str) -> Any:
         is_method = callable(getattr(self.number, name, None))
         return GetAttrVariable(self, name) if is_method else super().var_getattr(tx, name)
@@ -204,15 +208,23 @@ class _NumPyNumber(ConstantVariable):
         found = None if given is None else getattr(self.number, name)(*given[0], **given[1])
         if type(found) in (bool, int, float):
             return ConstantVariable.create(found)
-        return _number(found) if type(found) in _AS_PYTHONS else super().call_method(tx, name, args, kwargs)
+        return _number(found) if _is_as_pythons(found) else super().call_method(tx, name, args, kwargs)
 
 
 # Python computes with these as NumPy does; others (uint8, which wraps) stay with torch, which says what it cannot do.
 _AS_PYTHONS = (np.float64, np.float32, np.int64, np.bool_)
+# Of two such integers the product does not either.
+_NEVER_WRAPS = 1 << 31
 
 
 def _number(value: Any, **options: Any) -> _NumPyNumber:
     return _NumPyNumber(value.item(), value, **options)
+
+
+def _is_as_pythons(found: Any) -> bool:
+    """Whether Python goes on to compute with what NumPy made of numbers as NumPy would. A large integer may wrap there, `~` of a flag is
+    another flag, and what is added to single precision is rounded."""
+    return type(found) is np.float64 or (type(found) is np.int64 and abs(found) < _NEVER_WRAPS)
 
 
 def _numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
@@ -221,6 +233,9 @@ def _numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[An
         return None
 
     def value(each: Any) -> Any:
+        if isinstance(each, BaseListVariable):
+            items = [value(item) for item in each.items]
+            return items if each.python_type() is list else tuple(items)
         return each.number if isinstance(each, _NumPyNumber) else each.as_python_constant()
 
     return [value(each) for each in args], {name: value(each) for name, each in kwargs.items()}
@@ -231,7 +246,7 @@ def _computed_at_once(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     is_pure = get_np_to_tnp_map().get(self.value) is not None and getattr(self.value, "__self__", None) is None  # random's have a generator
     given = _numbers_of(args, kwargs) if is_pure else None
     found = None if given is None else self.value(*given[0], **given[1])
-    return _number(found) if type(found) in _AS_PYTHONS else _called_as_ever(self, tx, args, kwargs)
+    return _number(found) if _is_as_pythons(found) else _called_as_ever(self, tx, args, kwargs)
 
 
 _called_as_ever = NumpyVariable.call_function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 from autopar.cost.hardware.host import Host
@@ -57,8 +58,10 @@ def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:
         return sum(cost.local(node).seconds for node in nodes if node.op == "call_function")
 
     @cache
-    def of_collective(kind: Collective, axes: tuple[str, ...], given: float, left: float) -> float:
-        return cost.collective(kind, axes, given, left).seconds if axes else 0.0
+    def of_collective(kind: Collective, axes: tuple[str, ...], given: float, left: float, node_size: int) -> float:
+        by_node = cost.by_node(kind, axes, given, left) if node_size else math.inf
+        # On a cluster without such nodes, as one of which an axis was measured, as one.
+        return by_node if by_node < math.inf else cost.collective(kind, axes, given, left).seconds if axes else 0.0
 
     def seconds(instruction: Run | Send | Launch | Copy) -> float:
         if isinstance(instruction, Run):
@@ -71,6 +74,6 @@ def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:
             return cost.copy_seconds(where, sum(map(schedule.bytes_of, instruction.sources)))
         axes = tuple(axis for axis in instruction.axes if axis != MICROBATCHES)
         given, left = (float(sum(map(schedule.bytes_of, names))) for names in (instruction.sources, instruction.targets))
-        return of_collective(instruction.collective, axes, given, left)
+        return of_collective(instruction.collective, axes, given, left, instruction.node_size)
 
     return seconds

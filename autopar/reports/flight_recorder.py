@@ -145,7 +145,9 @@ def _waiting(record: RankRecord, records: Mapping[int, RankRecord]) -> Waiting |
     if found is None:
         return None
     launched, meeting = found
-    missing = [rank for rank in meeting.members if rank != record.rank and not _has_launched(records.get(rank), meeting, last.call)]
+    others = {rank: records.get(rank) for rank in meeting.members if rank != record.rank}
+    has_come = _waits_too if isinstance(launched, Launch) and launched.node_size else _has_launched
+    missing = [rank for rank, other in others.items() if not has_come(other, meeting, last.call)]
     return Waiting(launched, tuple(missing)) if missing else None
 
 
@@ -156,6 +158,17 @@ def _has_launched(record: RankRecord | None, meeting: _Meeting, call: int) -> bo
     if record.last.call != call:
         return record.last.call > call
     return sum(_end(each, record.program) == meeting[:2] for each in record.program.instructions[: record.last.number]) > meeting.number
+
+
+def _waits_too(record: RankRecord | None, meeting: _Meeting, call: int) -> bool:
+    """Likewise, of a collective by node, whose second half ranks launch where they wait for it."""
+    if record is None or record.last is None or record.program is None or record.last.call != call:
+        return _has_launched(record, meeting, call)
+    instructions = record.program.instructions
+    ends = [number for number, each in enumerate(instructions) if _end(each, record.program) == meeting[:2]]
+    launched = instructions[ends[meeting.number]]
+    waits = (number for number, each in enumerate(instructions) if isinstance(each, Wait) and each.target == getattr(launched, "name", ""))
+    return next((number for number in waits if number > ends[meeting.number]), 0) <= record.last.number
 
 
 def _meeting(program: RecordedProgram, waited: Wait, number: int) -> tuple[Launch | Send | Receive, _Meeting] | None:

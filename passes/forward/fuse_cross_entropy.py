@@ -129,7 +129,12 @@ def _logits_and_dim(node: Node) -> tuple[Node, int]:
     if _softmax_dim(source) == dim and _computes_in(source.args[0], tensor_of(source).dtype):
         source = node_at(source, 0)
     source, last = _made_of(source), tensor_of(source).dim() - 1
-    if dim == 1 < last and source.target in _PERMUTATIONS and permutation(source) == (0, last, *range(1, last)):
+    if (
+        node.target is not aten.gather.default
+        and dim == 1 < last
+        and source.target in _PERMUTATIONS
+        and permutation(source) == (0, last, *range(1, last))
+    ):
         return _made_of(node_at(source, 0)), last
     return source, dim
 

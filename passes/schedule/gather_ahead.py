@@ -60,7 +60,7 @@ class GatherAhead:
                 continue
             wanted = _wanted_bytes(cost, axes)
             found[key] = self._fitting(program, found, key, wanted)
-            start = _start_seconds(cost, axes)
+            start = cost.collective("all_gather", axes, 0, 0).seconds
             reasons[key] = f"copies of it take as long as a start, {1e6 * start:.0f} µs" if start else "starts cost nothing here"
             if found[key] < wanted:
                 less = "nothing is gathered ahead" if not found[key] else "less is gathered at once"
@@ -92,14 +92,8 @@ class GatherAhead:
 
 
 def _wanted_bytes(cost: CostModel, axes: tuple[str, ...]) -> int:
-    start, copies = _start_seconds(cost, axes), COPIES * cost.memory_seconds(1)
+    start, copies = cost.collective("all_gather", axes, 0, 0).seconds, COPIES * cost.memory_seconds(1)
     return math.ceil(start / copies) if start and copies else USUAL_BUCKET_BYTES
-
-
-def _start_seconds(cost: CostModel, axes: tuple[str, ...]) -> float:
-    """Of one that does not go by node: what is small enough to go so would be made smaller still, and wants to be large."""
-    as_one, _ = cost.ways("all_gather", axes, 0, 0)
-    return as_one
 
 
 @dataclass(frozen=True)

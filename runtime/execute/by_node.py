@@ -56,7 +56,10 @@ class ByNode:
 
 @dataclass(frozen=True)
 class Chained:
-    """A collective, and one that needs what it brings, which is launched when it is waited for: on all ranks in one order."""
+    """A collective, and one that needs what it brings, which is launched when that is waited for: a WAIT is a meeting point of ranks here.
+
+    They come to it in one order, also among what else is launched in these groups: ranks of a group that goes by node run one schedule.
+    """
 
     first: Work
     then: Callable[[], Work]

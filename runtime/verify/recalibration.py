@@ -95,7 +95,7 @@ def _links(profile: Profile, cost: CostModel) -> Mapping[str, Link]:
     measured: dict[str, list[tuple[Launch, float]]] = {}
     for launch, seconds in profile.flights():
         along = {parent(axis) for axis in launch.axes if axis != MICROBATCHES}
-        if len(along) == 1:
+        if len(along) == 1 and not launch.node_size:  # of what goes by node a link over the axis is no part
             measured.setdefault(next(iter(along)), []).append((launch, seconds))
     found: dict[str, Link] = {}
     for axis, flights in measured.items():

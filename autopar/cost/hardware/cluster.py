@@ -190,7 +190,8 @@ class Cluster:
         others = tuple(axis for axis in axes if parent(axis) not in overrides)
         num_nodes, ranks_on_node = _lie(mesh, others if measured else axes, self.ranks_per_node)
         if not measured:
-            in_runs = num_nodes * ranks_on_node == mesh.size_of(axes) and _is_in_runs(mesh, axes, self.ranks_per_node)
+            is_even = min(num_nodes, ranks_on_node) > 1 and num_nodes * ranks_on_node == mesh.size_of(axes)
+            in_runs = is_even and _is_in_runs(mesh, axes, self.ranks_per_node)
             return Route(axis_sizes, num_nodes, ranks_on_node, self.inner, self.outer, in_runs)
         if others:
             measured.append(self.outer if num_nodes > 1 else self.inner)
@@ -287,8 +288,15 @@ def _lie(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> tuple[int, i
 
 def _is_in_runs(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> bool:
     """Whether in each group along `axes` the ranks of a node are neighbours."""
-    for group in {mesh.group(rank, axes) for rank in range(mesh.size)}:
-        nodes = [rank // ranks_per_node for rank in group]
-        if sum(one != other for one, other in pairwise(nodes)) != len(set(nodes)) - 1:
-            return False
-    return True
+    strides, stride = dict[str, int](), 1
+    for name, size in reversed(mesh.axes):
+        strides[name] = stride
+        stride *= size
+    starts, offsets = ([0], [0])
+    for name, size in mesh.axes:
+        if name not in axes:
+            starts = [start + strides[name] * index for start in starts for index in range(size)]
+    for name in axes:
+        offsets = [offset + strides[name] * index for offset in offsets for index in range(mesh.size_of((name,)))]
+    groups = ([(start + offset) // ranks_per_node for offset in offsets] for start in starts)
+    return all(sum(one != other for one, other in pairwise(nodes)) == len(set(nodes)) - 1 for nodes in groups)

@@ -67,7 +67,7 @@ class Route:
 
     `axis_sizes` are the sizes of its mesh axes. The group lies on `num_nodes` nodes, on one of them with as few as
     `ranks_on_node` of its ranks. `inner` joins ranks of a node, `outer` the nodes, where there are several. `in_runs`: on each node
-    are equally many, and they are neighbours in the group.
+    are equally many, and they are neighbours in the group; False where the link over an axis was measured, whatever it is made of.
     """
 
     axis_sizes: tuple[int, ...]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import CaptureError
 
 NUMBER, ROW = np.float64(0.3), np.array([0.1, 0.2, 0.3, 0.4, 0.5])
 
@@ -60,6 +61,22 @@ def test_they_are_what_they_are_to_torch(name: str) -> None:
     wanted = model(x)
     torch.testing.assert_close(parallel(x), wanted, rtol=1e-12, atol=0.0)
     assert parallel.verify(x, promote=True)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda self, h: h if ~np.isfinite(5.0) else -h,
+        lambda self, h: h if ~self.is_on else -h,
+        lambda self, h: h * float(np.prod([2**62]) * 4 + 1),
+        lambda self, h: h if np.float32(0.1) + np.float32(0.2) == np.float32(0.3) else -h,
+    ],
+    ids=["a flag that NumPy makes", "a flag that is held", "an integer that wraps", "single precision"],
+)
+def test_where_python_computes_otherwise_it_is_refused(compute: Callable[[Scaled, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError):
+        autopar.compile(Scaled(compute), autopar.virtual_mesh(dp=2), example_inputs=(torch.randn(4, 5).double(),), backend="eager")
 
 
 @pytest.mark.parametrize("value", [np.float64(0.5), np.float32(0.5), np.int64(1), np.full(5, 0.5)], ids=lambda value: type(value).__name__)

@@ -167,3 +167,19 @@ def test_a_folder_without_records_and_a_file_of_another_kind_are_refused(tmp_pat
     (tmp_path / "rank0.ring").write_bytes(bytes(8 * NUM_WORDS))
     with pytest.raises(AutoparError, match="is no ring of this version"):
         autopar.read_recorder(tmp_path)
+
+
+BY_NODE = """
+LAUNCH all_gather copy dp by 2 (a) -> b
+RUN f (x) -> (c)
+WAIT b
+RUN g (b) -> (d)
+"""
+
+
+def test_of_a_collective_by_node_ranks_that_do_not_wait_yet_are_awaited(tmp_path: Path) -> None:
+    """They launch its second half there."""
+    recorders(tmp_path, {0: 2, 1: 2, 2: 1, 3: 3}, Mesh((("dp", 4),)), BY_NODE)
+    found = read(tmp_path)
+    assert found.awaited == (2,)
+    assert str(found.instruction(2)) == "RUN f (x) -> (c)"

@@ -93,6 +93,10 @@ NEAR_MISSES: dict[str, tuple[Loss, str]] = {
     "probabilities": (lambda x, y: F.cross_entropy(x, F.one_hot(y, CLASSES).to(x.dtype)), "targets are probabilities"),
     "smooth weights": (lambda x, y: F.cross_entropy(x, y, weight=WEIGHT, label_smoothing=0.1), "smoothing sums them"),
     "classes inside": (lambda x, y: F.cross_entropy(x[:6].view(2, 3, 7)[:, :, :3] + 0.0, y[:6].view(2, 3) % 3), "classes are dim 1 of 3"),
+    "a position of each class": (
+        lambda x, y: x[:9].view(3, 3, 7).transpose(1, 2).log_softmax(1).gather(1, y[:3].view(3, 1, 1).expand(3, 7, 1) % 3).sum(),
+        "classes are dim 1 of 3",
+    ),
     "positions turned round": (
         lambda x, y: F.cross_entropy(x.view(2, 2, 3, CLASSES).permute(0, 3, 2, 1), y.view(2, 2, 3).mT),
         "classes are dim 1 of 4",

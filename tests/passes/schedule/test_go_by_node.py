@@ -11,10 +11,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.model import CostModel
 from autopar.cost.schedule_budget import ScheduleBudget
 from autopar.ir.instructions import Launch, parse
 from autopar.ir.mesh import MICROBATCHES, Mesh
 from autopar.passes.schedule.go_by_node import GoByNode
+from autopar.pipeline.fragment_prices import fragment_seconds
 from autopar.pipeline.schedule_program import ScheduleProgram
 from autopar.plans.decisions import NodeSizes
 from autopar.runtime.module.parallel_module import ParallelModule
@@ -75,6 +77,18 @@ def test_what_does_not_fit_into_the_budget_goes_as_one(monkeypatch: pytest.Monke
     decision = GoByNode(Cluster.named("8xH100")).decide(program(1_000))
     assert not decision.sizes
     assert "as one: 2 collectives would be quicker by node, which does not fit into the budget" in str(decision)
+
+
+def test_what_goes_so_is_priced_so_and_what_stays_one_as_one() -> None:
+    given, cost = program(1_000), CostModel(Cluster.named("8xH100"), HUNDREDS)
+    chosen = GoByNode(cost.cluster)
+    moved = chosen.apply(given, chosen.decide(given))
+    gathers = [each.places[0].instructions[0] for each in (given, moved)]
+    as_one, by_node = (fragment_seconds(each, cost)(launch) for each, launch in zip((given, moved), gathers, strict=True))
+    assert by_node == cost.by_node("all_gather", ("dp",), 4_000, 1_024_000) < as_one
+    assert as_one == cost.collective("all_gather", ("dp",), 4_000, 1_024_000).seconds
+    measured = CostModel(replace(cost.cluster, links=(("dp", cost.cluster.outer),)), HUNDREDS)
+    assert fragment_seconds(moved, measured)(gathers[1]) == measured.collective("all_gather", ("dp",), 4_000, 1_024_000).seconds
 
 
 def test_other_ranks_read_what_the_first_decided() -> None:
