@@ -224,7 +224,7 @@ def _number(value: Any, **options: Any) -> _NumPyNumber:
 def _is_as_pythons(found: Any) -> bool:
     """Whether Python goes on to compute with what NumPy made of numbers as NumPy would. A large integer may wrap there, `~` of a flag is
     another flag, and what is added to single precision is rounded."""
-    return type(found) is np.float64 or (type(found) is np.int64 and abs(found) < _NEVER_WRAPS)
+    return type(found) is np.float64 or (type(found) is np.int64 and abs(int(found)) < _NEVER_WRAPS)
 
 
 def _numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:

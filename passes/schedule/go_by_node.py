@@ -87,8 +87,8 @@ def _reason(program: ScheduleProgram, found: Mapping[str, int], cost: CostModel)
     most, saying = 0.0, ""
     for schedule in program.places:
         launches = [each for each in schedule.instructions if isinstance(each, Launch) and each.name in found]
-        terms = [(each.collective, each.axes, *_sizes(schedule, each)) for each in launches]
-        as_one, by_node = sum(cost.collective(*each).seconds for each in terms), sum(cost.by_node(*each) for each in terms)
+        as_one = sum(cost.collective(each.collective, each.axes, *_sizes(schedule, each)).seconds for each in launches)
+        by_node = sum(cost.by_node(each.collective, each.axes, *_sizes(schedule, each)) for each in launches)
         if as_one > most:
             most = as_one
             saying = f"{len(launches)} by node take {in_seconds(by_node)} on the wire, {in_seconds(as_one)} as one"
