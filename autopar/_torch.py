@@ -47,6 +47,7 @@ __all__ = [
     "attribute_set",
     "attributes_replaced",
     "by_meta_kernel",
+    "data_taken_over",
     "compiling",
     "describe_input",
     "describe_output",
@@ -271,3 +272,18 @@ def look_at_numbers(look: Callable[[DTensor], None]) -> None:
         return op_call(args[0]._local_tensor)
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = given
+
+
+def data_taken_over(part_of: Callable[[DTensor, Any], torch.Tensor | None]) -> None:
+    """From now on a DTensor that is given other data (`p.data = x`) holds what `part_of` says of the two, if that is anything: torch takes
+    the shape, and leaves the part that there was."""
+    data: Any = torch.Tensor.data
+
+    def give(tensor: DTensor, value: Any) -> None:
+        part = part_of(tensor, value)
+        data.__set__(tensor, value)
+        if part is not None:
+            tensor._local_tensor = part
+
+    kind: Any = DTensor
+    kind.data = property(data.__get__, give)

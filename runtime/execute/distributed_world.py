@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import look_at_numbers
+from autopar._torch import data_taken_over, look_at_numbers
 from autopar.driver.compiled import Compiled
 from autopar.errors import ScheduleError
 from autopar.frontend.refusals import refuse_placed
@@ -40,6 +40,7 @@ from autopar.runtime.module.placement import (
     check_equal_models,
     held_part,
     like,
+    part_of_data,
     place_parameters,
     refined_device_mesh,
     refuse_number_of_part,
@@ -110,6 +111,7 @@ class DistributedWorld:
         place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
         place_buffers(model, values, self.device(model))
         look_at_numbers(refuse_number_of_part)
+        data_taken_over(part_of_data)
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, MeshError
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
 from autopar.ir.placement import Placement
+from autopar.ir.printing import short_dtype
 from autopar.ir.program import Signature
 from autopar.ir.sharding import Dims, Sharding
 from autopar.runtime._torch import dtensor_like, gathers_strided_shards, hand_on_hooks, local_part, shard
@@ -27,6 +28,8 @@ from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.offload.stored import Store
 
 logger = logging.getLogger("autopar")
+# Of a placed parameter whether its part may not leave its memory.
+_KEEPS_MEMORY = "_keeps_memory"
 
 
 def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
@@ -182,6 +185,30 @@ def refuse_number_of_part(tensor: DTensor) -> None:
         )
 
 
+def part_of_data(tensor: DTensor, value: object) -> torch.Tensor | None:
+    """What a rank holds once `tensor.data = value`; None of what nobody here has placed, which is left to torch.
+
+    Raises `AutoparError` where a placed parameter is given what is not of its shape and dtype, or does not lie as it does.
+    """
+    wanted = _lying(tensor)
+    if isinstance(value, DTensor) and (value.device_mesh, _lying(value)) == (tensor.device_mesh, wanted):
+        part = local_part(value).detach()
+        return local_part(tensor).detach().copy_(part) if getattr(tensor, _KEEPS_MEMORY, False) else part
+    if not hasattr(tensor, _KEEPS_MEMORY):
+        return None
+    found = _lying(value) if isinstance(value, torch.Tensor) else repr(value)
+    raise AutoparError(
+        f"a parameter on processes, {wanted}, is given other data (p.data = x): {found}. Write it in place: with torch.no_grad(): "
+        "p.copy_(x); a whole tensor is made to lie as p does by distribute_tensor(x, p.device_mesh, p.placements) of "
+        "torch.distributed.tensor, on every rank"
+    )
+
+
+def _lying(tensor: torch.Tensor) -> str:
+    form = f"{short_dtype(tensor.dtype)}{list(tensor.shape)}"
+    return f"{form} {tensor.placements}" if isinstance(tensor, DTensor) else f"a plain {form}"
+
+
 def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -> None:
     """Raise `MeshError` on every rank when ranks start from different values, naming a parameter or buffer and two ranks. Collective.
 
@@ -234,13 +261,16 @@ def place_parameters(
         parameter = get(model, name)  # one after another: each is let go of before the next takes memory
         if not isinstance(parameter, nn.Parameter):
             continue
-        here = parameter.detach().to("meta")
+        here, keeps_memory = parameter.detach().to("meta"), False
         if name in held:
             here = wrap(parts.part(name, placements[name], rank).to(device), placements[name], device_mesh)
-            here = dtensor_like(here, store(name, local_part(here)))
+            part = store(name, local_part(here))
+            keeps_memory = part is not local_part(here)
+            here = dtensor_like(here, part)
         else:
             parts.elsewhere(name)
         placed = nn.Parameter(here, requires_grad=parameter.requires_grad)
+        setattr(placed, _KEEPS_MEMORY, keeps_memory)
         hand_on_hooks(parameter, placed)
         for each in names:
             put(model, each, placed)
