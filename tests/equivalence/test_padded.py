@@ -301,3 +301,20 @@ def test_real_ranks_hold_no_padding(gloo_ranks: Any) -> None:
     for each in found:
         assert each["shape"] == (VOCABULARY, 24) and each["padded"] == [TABLE], "heads are no whole dim"
         assert max(each["errors"].values()) <= 1e-6, each["errors"]
+
+
+def test_volumes_of_a_padded_batch_are_split() -> None:
+    """What masks the padding of five dims is split as it is of four."""
+
+    class Volumes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.linear = nn.Conv3d(3, 16, 3, 2, 1), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(self.convolution(x).flatten(2).transpose(1, 2)).square().mean()
+
+    x = torch.randn(6, 3, 4, 8, 8, dtype=torch.float64)
+    parallel = compiled(Volumes().double(), {"dp": 4}, (x,))
+    assert parallel.verify(x).worst <= 1e-9
+    assert parallel.summary()["flops_split"] == pytest.approx(6 / 8)

@@ -91,6 +91,8 @@ _UNTAGGED = (
     aten.rsub.Tensor,
     aten.floor_divide.default,
     aten.masked_fill.Tensor,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
     aten.complex.default,
     aten.polar.default,
     aten.hardswish.default,
