@@ -14,6 +14,8 @@ from autopar.ir.keys import PHASE, SOURCE, STAGE, Source
 # `ac_graph_id` is the region under `torch.utils.checkpoint`, `original_aten` the op that a node was decomposed from, `from_node` the
 # call it goes back to.
 _TRACE_RECORDS = ("stack_trace", "nn_module_stack", "seq_nr", "ac_graph_id", "original_aten", "from_node")
+# Those that are read once a node has its SOURCE.
+_READ_LATER = frozenset(_TRACE_RECORDS) - {"stack_trace"} | {"val", "fwd_nn_module_stack"}
 
 
 class Emitter:
@@ -54,6 +56,12 @@ def copy_origin(source: Node, target: Node) -> None:
         PHASE[target] = phase
     if (stage := STAGE.get(source)) is not None:
         STAGE[target] = stage
+
+
+def drop_records(graph: Graph) -> None:
+    """Drop what tracing wrote on nodes and nobody reads once they have their SOURCE. Every copy of the graph would copy and hold it."""
+    for node in graph.nodes:
+        node.meta = {key: value for key, value in node.meta.items() if not isinstance(key, str) or key in _READ_LATER}
 
 
 def tensor_of(node: object) -> torch.Tensor:

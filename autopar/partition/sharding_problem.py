@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.fx import Node
 
 from autopar.cost.memory import MemoryBudget
@@ -19,6 +20,7 @@ from autopar.cost.model import CostModel, is_view
 from autopar.cost.reshard_prices import ReshardPrices
 from autopar.graph.gradient_sums import sums_in_other_dtypes
 from autopar.graph.microbatches import is_summed_later, known_ahead, summed_later
+from autopar.ir.freedom import Freedom
 from autopar.ir.keys import BATCH, DIMS, DROPPED, PHASE, REPEATABLE
 from autopar.ir.markers import MARKERS, held, save
 from autopar.ir.mesh import Mesh, parent
@@ -60,7 +62,8 @@ class ShardingProblem:
         """The problem of `program`, which has DIMS and BATCH. The nodes named in `pinned` have that strategy alone."""
         builder = _Builder(program, cost, pinned, budget)
         builder.build()
-        problem = Problem(tuple(builder.nodes), builder.price, _slices, builder.price_class, budget.capacity_bytes)
+        prices = builder.prices()
+        problem = Problem(tuple(builder.nodes), prices.price, _slices, prices.price_class, budget.capacity_bytes)
         return ShardingProblem(problem, builder.index, builder.strategies)
 
 
@@ -109,6 +112,35 @@ def _place(sharding: Sharding, axis: str) -> object:
     return next((position for position, axes in enumerate(sharding.splits) if axis in axes), dict(sharding.unreduced).get(axis))
 
 
+@dataclass(frozen=True)
+class _Prices:
+    """What it costs to move each value that is `moved`. Kept as long as the plan is, for what else could have been done."""
+
+    moved: Mapping[ValueIndex, PriceClass]
+    reshards: ReshardPrices
+    freedom: Freedom
+    num_microbatches: int
+
+    def price_class(self, value: ValueIndex) -> PriceClass:
+        return self.moved[value]
+
+    def price(self, value: ValueIndex, source: State, target: State) -> float:
+        assert isinstance(source, Sharding) and isinstance(target, Sharding)
+        moved = self.moved[value]
+        seconds = self.reshards.seconds(moved.num_bytes, source, target, moved.is_ahead)
+        if moved.is_unwanted and set(source.unreduced) - set(target.unreduced):
+            seconds += _UNWANTED_SECONDS
+        if moved.is_once and self.freedom.zero is None and self._beside_batch(source) != self._beside_batch(target):
+            seconds += _UNWANTED_SECONDS  # a copy is whole over dp, or in parts; over other axes it lies as the parameter does
+        # A gradient is moved when it is summed, once for all microbatches, unless it is cut after each; seconds are those of one.
+        is_cut = self.freedom.cuts_each_microbatch and any(map(self.freedom.is_batch, target.split_axes))
+        is_shared = moved.is_result and is_summed_later(source) and is_summed_later(target) and not is_cut
+        return seconds / self.num_microbatches if is_shared or moved.is_once else seconds
+
+    def _beside_batch(self, sharding: Sharding) -> tuple[tuple[str, ...], ...]:
+        return tuple(tuple(axis for axis in split if not self.freedom.is_batch(axis)) for split in sharding.splits)
+
+
 @dataclass
 class _Builder:
     program: Program
@@ -119,7 +151,6 @@ class _Builder:
     index: dict[str, int] = field(default_factory=dict[str, int])
     strategies: list[tuple[Strategy, ...]] = field(default_factory=list[tuple[Strategy, ...]])
     _of_index: list[Node] = field(default_factory=list[Node])
-    _moved: dict[ValueIndex, PriceClass] = field(default_factory=dict)
     _results: frozenset[Node] = frozenset()
     _ahead: frozenset[Node] = frozenset()
     _unwanted: frozenset[Node] = frozenset()
@@ -127,9 +158,6 @@ class _Builder:
     _inputs: dict[tuple[int, tuple[Strategy, ...]], tuple[Candidate, ...]] = field(default_factory=dict)
     _kinds: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     _priced: dict[int, tuple[tuple[Strategy, ...], tuple[Candidate, ...]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._reshards = ReshardPrices(self.cost)
 
     def build(self) -> None:
         calls = [node for node in self.program.graph.nodes if node.op == "call_function" and node.target is not operator.getitem]
@@ -161,28 +189,20 @@ class _Builder:
             return self.index[producer.name], result
         return self.index[node.name], 0
 
-    def price(self, value: ValueIndex, source: State, target: State) -> float:
-        assert isinstance(source, Sharding) and isinstance(target, Sharding)
-        moved = self.price_class(value)
-        seconds = self._reshards.seconds(moved.num_bytes, source, target, moved.is_ahead)
-        if moved.is_unwanted and set(source.unreduced) - set(target.unreduced):
-            seconds += _UNWANTED_SECONDS
-        if moved.is_once and self.program.freedom.zero is None and self._beside_batch(source) != self._beside_batch(target):
-            seconds += _UNWANTED_SECONDS  # a copy is whole over dp, or in parts; over other axes it lies as the parameter does
-        # A gradient is moved when it is summed, once for all microbatches, unless it is cut after each; seconds are those of one.
-        is_cut = self.program.freedom.cuts_each_microbatch and any(map(self.program.freedom.is_batch, target.split_axes))
-        is_shared = moved.is_result and is_summed_later(source) and is_summed_later(target) and not is_cut
-        return seconds / self.program.mesh.num_microbatches if is_shared or moved.is_once else seconds
+    def prices(self) -> _Prices:
+        """What it costs to move the values of the program; they do not hold its graph."""
+        moved = {
+            (number, result): self._price_class(node, tensor)
+            for number, node in enumerate(self._of_index)
+            for result, tensor in enumerate(results_of(node))
+            if tensor is not None
+        }
+        return _Prices(moved, ReshardPrices(self.cost), self.program.freedom, self.program.mesh.num_microbatches)
 
-    def price_class(self, value: ValueIndex) -> PriceClass:
-        if value not in self._moved:
-            node = self._of_index[value[0]]
-            tensor = results_of(node)[value[1]]
-            assert tensor is not None
-            num_bytes = float(tensor.numel() * tensor.dtype.itemsize)
-            is_once = bool(node.users) and all(user.target is held for user in node.users)
-            self._moved[value] = PriceClass(num_bytes, node in self._ahead, node in self._results, node in self._unwanted, is_once)
-        return self._moved[value]
+    def _price_class(self, node: Node, tensor: Tensor) -> PriceClass:
+        num_bytes = float(tensor.numel() * tensor.dtype.itemsize)
+        is_once = bool(node.users) and all(user.target is held for user in node.users)
+        return PriceClass(num_bytes, node in self._ahead, node in self._results, node in self._unwanted, is_once)
 
     def _add_input(self, item: Input, node: Node, left: Node | None) -> None:
         """`left` is the result that must be left where this input lies."""
@@ -280,9 +300,6 @@ class _Builder:
         elif self.budget.capacity_bytes < math.inf and not is_view(node):
             working = self.cost.traffic_bytes(node, strategy)
         return Candidate(strategy.operands, strategy.results, self.cost.node(node, strategy).seconds, held_bytes, working)
-
-    def _beside_batch(self, sharding: Sharding) -> tuple[tuple[str, ...], ...]:
-        return tuple(tuple(axis for axis in split if not self.program.freedom.is_batch(axis)) for split in sharding.splits)
 
     def _is_over_batch(self, sharding: Sharding) -> bool:
         return any(map(self.program.freedom.is_batch, sharding.split_axes))

@@ -18,7 +18,7 @@ from torch.fx.graph import CodeGen
 from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, describe_input, describe_output, fake_mode_of, joint_graph, leaves_behind
 from autopar.errors import AutoparError, CaptureError
 from autopar.graph.decompositions import CALLED_INSTEAD, DECOMPOSITIONS
-from autopar.graph.emit import Emitter
+from autopar.graph.emit import Emitter, drop_records
 from autopar.graph.late_code import code_written_late
 from autopar.graph.layer_instances import with_all_layers, with_few_layers
 from autopar.graph.layers import NotRepeatedError, run_of
@@ -90,6 +90,7 @@ def _traced(program: Program, training: bool) -> Program:
     pairs = [(_output(d, program), node) for d, node in zip(out, results, strict=True) if isinstance(node, Node)]
     graph.output_node().args = (tuple(node for _, node in pairs),)
     set_sources(graph, WRAPPED)
+    drop_records(graph)
     return Program(
         graph,
         program.mesh,
