@@ -51,6 +51,7 @@ __all__ = [
     "compiling",
     "describe_input",
     "describe_output",
+    "draws_taken_over",
     "fake_errors_quiet",
     "fake_mode",
     "fake_mode_of",
@@ -272,6 +273,32 @@ def look_at_numbers(look: Callable[[DTensor], None]) -> None:
         return op_call(args[0]._local_tensor)
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = given
+
+
+_DRAWS = (
+    "normal_ uniform_ bernoulli bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ "
+    "rand_like randn_like randint_like native_dropout"
+).split()
+
+
+def draws_taken_over(draw: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """From now on `draw` gives what random ops do to DTensors on a CPU, called with the op, its operands and its options."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+
+    def given(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
+        if isinstance(args[0], DTensor) and args[0].device_mesh.device_type == "cpu":
+            return draw(op_call, args, kwargs)
+        handler = handlers.pop(op_call)  # torch has generators for the parts on other devices
+        try:
+            return op_call(*args, **kwargs)
+        finally:
+            handlers[op_call] = handler
+
+    for name in _DRAWS:
+        packet = getattr(torch.ops.aten, name)
+        for overload in map(packet.__getattr__, packet.overloads()):
+            if not any(argument.is_out for argument in overload._schema.arguments):
+                handlers[overload] = given
 
 
 def data_taken_over(part_of: Callable[[DTensor, Any], torch.Tensor | None]) -> None:

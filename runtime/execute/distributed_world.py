@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import data_taken_over, look_at_numbers
+from autopar._torch import data_taken_over, draws_taken_over, look_at_numbers
 from autopar.driver.compiled import Compiled
 from autopar.errors import ScheduleError
 from autopar.frontend.refusals import refuse_placed
@@ -34,6 +34,7 @@ from autopar.runtime.execute.recorder import MeshRecorder, proposed_folder, reco
 from autopar.runtime.execute.shares import joined, own_share
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Own, Parts, RankParts
+from autopar.runtime.module.draws import draw
 from autopar.runtime.module.parameters import assemble, local_shard
 from autopar.runtime.module.placement import (
     all_placements,
@@ -112,6 +113,7 @@ class DistributedWorld:
         place_buffers(model, values, self.device(model))
         look_at_numbers(refuse_number_of_part)
         data_taken_over(part_of_data)
+        draws_taken_over(draw)
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:
