@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils import _pytree as pytree
 
 from autopar.errors import AutoparError
-from autopar.runtime._torch import local_part
+from autopar.runtime._torch import local_part, written_operands
 from autopar.runtime.execute.process_groups import naming
 from autopar.runtime.module.placement import torch_can_gather_tensor
 
@@ -30,11 +29,11 @@ def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises `AutoparError` where a draw needs values that torch cannot gather, or goes into a sum that is not made yet.
     """
     like = args[0]
-    is_written = op._schema.arguments[0].is_write
+    is_written = bool(written_operands(op, args, kwargs))
     if is_written and any(word.is_partial() for word in like.placements):
         raise AutoparError(f"{op} draws into a norm, a sum or the like of what is split over ranks: take .full_tensor() of it first")
     # What is filled, or is only a shape, is not gathered.
-    is_read = not (is_written or "_like" in op._schema.name)
+    is_read = not (is_written or "_like" in op.__name__)
     whole = [_whole(each, is_read or each is not like) for each in args]
     named = {name: _whole(value, True) for name, value in kwargs.items()}
     with _generator_of_first(like.device_mesh, named.get("generator"), op):
@@ -42,7 +41,7 @@ def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if is_written:
         local_part(like).copy_(_part(results, like))
         return like
-    return pytree.tree_map_only(torch.Tensor, lambda result: _lying_as(like, result), results)
+    return tuple(_lying_as(like, each) for each in results) if isinstance(results, tuple) else _lying_as(like, results)
 
 
 def _whole(value: Any, has_values: bool) -> Any:
