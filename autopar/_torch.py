@@ -26,7 +26,10 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, _redistribute
+from torch.distributed.tensor import _api as _dtensor_api
+from torch.distributed.tensor import _dispatch as _dtensor_dispatch
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributions import constraints
 from torch.fx import Graph
 from torch.fx.traceback import preserve_node_meta
@@ -55,6 +58,7 @@ __all__ = [
     "fake_errors_quiet",
     "fake_mode",
     "fake_mode_of",
+    "gathers_taken_over",
     "gives_views",
     "has_kernel",
     "is_fake",
@@ -275,6 +279,7 @@ def look_at_numbers(look: Callable[[DTensor], None]) -> None:
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = given
 
 
+_GATHERS = "_autopar_gathers"
 _DRAWS = (
     "normal_ uniform_ bernoulli bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ "
     "rand_like randn_like randint_like native_dropout"
@@ -299,6 +304,27 @@ def draws_taken_over(draw: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]
         for overload in map(packet.__getattr__, packet.overloads()):
             if not any(argument.is_out for argument in overload._schema.arguments):
                 handlers[overload] = given
+
+
+def gathers_taken_over(gather: Callable[..., tuple[torch.Tensor, Sequence[Placement]] | None]) -> None:
+    """From now on a DTensor that torch lays out anew is first given to `gather`: a rank's part, the mesh, how it lies on it, and its shape.
+    What that gives, if anything, and how that lies, is what torch goes on from."""
+    torchs = _redistribute.redistribute_local_tensor
+    if hasattr(torchs, _GATHERS):
+        return
+
+    def redistribute(part: torch.Tensor, current: DTensorSpec, target: DTensorSpec, **options: Any) -> torch.Tensor:
+        is_other = current.placements != target.placements and not isinstance(part, FakeTensor)
+        found = gather(part, current.mesh, current.placements, current.shape) if is_other else None
+        if found is not None:
+            part, words = found
+            current = DTensorSpec(current.mesh, tuple(words), tensor_meta=current.tensor_meta)
+        return torchs(part, current, target, **options)
+
+    setattr(redistribute, _GATHERS, True)
+    modules: tuple[Any, ...] = _redistribute, _dtensor_dispatch, _dtensor_api  # each has it by name
+    for module in modules:
+        module.redistribute_local_tensor = redistribute
 
 
 def data_taken_over(part_of: Callable[[DTensor, Any], torch.Tensor | None]) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._torch import data_taken_over, draws_taken_over, look_at_numbers
 from autopar.driver.compiled import Compiled
 from autopar.errors import ScheduleError
 from autopar.frontend.refusals import refuse_placed
@@ -34,17 +33,15 @@ from autopar.runtime.execute.recorder import MeshRecorder, proposed_folder, reco
 from autopar.runtime.execute.shares import joined, own_share
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Own, Parts, RankParts
-from autopar.runtime.module.draws import draw
+from autopar.runtime.module.dtensors import take_over
 from autopar.runtime.module.parameters import assemble, local_shard
 from autopar.runtime.module.placement import (
     all_placements,
     check_equal_models,
     held_part,
     like,
-    part_of_data,
     place_parameters,
     refined_device_mesh,
-    refuse_number_of_part,
     stage_device_mesh,
     whole_placement,
 )
@@ -70,6 +67,7 @@ class DistributedWorld:
         self.recorder: MeshRecorder | None = None
         # Whether parameters lie in memory that they may not leave: in files, or where a GPU copies from.
         self.is_stored = False
+        take_over()
 
     def device(self, model: nn.Module) -> torch.device:
         return self.groups.device
@@ -111,9 +109,6 @@ class DistributedWorld:
         self.is_stored = bool(compiled.stored)
         place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
         place_buffers(model, values, self.device(model))
-        look_at_numbers(refuse_number_of_part)
-        data_taken_over(part_of_data)
-        draws_taken_over(draw)
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:

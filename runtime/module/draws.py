@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part, written_operands
 from autopar.runtime.execute.process_groups import naming
+from autopar.runtime.module.gathers import ranks_along
 from autopar.runtime.module.placement import torch_can_gather_tensor
 
 
@@ -61,10 +62,9 @@ def _generator_of_first(mesh: DeviceMesh, generator: torch.Generator | None, wha
     own = generator.get_state()
     first = own.clone()
     for dim in range(mesh.ndim):
-        group = mesh.get_group(dim)
-        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-        with naming(dist.get_rank(), others, f"the draws of {what}"):
-            dist.broadcast(first, group=group, group_src=0)
+        ranks = ranks_along(mesh, dim)
+        with naming(dist.get_rank(), [rank for rank in ranks if rank != dist.get_rank()], f"the draws of {what}"):
+            dist.broadcast(first, src=ranks[0], group=mesh.get_group(dim))
     generator.set_state(first)
     try:
         yield

@@ -20,9 +20,10 @@ from autopar.ir.placement import Placement
 from autopar.ir.printing import short_dtype
 from autopar.ir.program import Signature
 from autopar.ir.sharding import Dims, Sharding
-from autopar.runtime._torch import dtensor_like, gathers_strided_shards, hand_on_hooks, local_part, shard
+from autopar.runtime._torch import dtensor_like, hand_on_hooks, local_part, shard
 from autopar.runtime.birth.slots import get, names_of, put
 from autopar.runtime.execute.group_cache import known_or_made
+from autopar.runtime.module.gathers import can_gather
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.offload.stored import Store
@@ -70,13 +71,9 @@ def dtensor_placements(placement: Placement) -> tuple[DTensorPlacement, ...]:
 
 
 def torch_can_gather(placement: Placement) -> bool:
-    """Whether `DTensor.full_tensor` is right for it.
-
-    Tried on torch 2.13: with several axes on one dim it is wrong, mostly without an error, unless all but the last are
-    plain shards, or they are FSDP2's pair (a strided shard inside the pieces of the plain shard that follows).
-    Torch 2.11 gathers no strided shard but that pair's. What is padded lies as torch cuts it along one axis.
-    """
-    return not _is_cut_otherwise(placement) and _can_gather(dtensor_placements(placement), [size for _, size in placement.mesh.axes])
+    """Whether `DTensor.full_tensor` is right for it. What is padded lies as torch cuts it along one axis."""
+    sizes = [size for _, size in placement.mesh.axes]
+    return not _is_cut_otherwise(placement) and can_gather(dtensor_placements(placement), sizes, placement.shape)
 
 
 def _is_cut_otherwise(placement: Placement) -> bool:
@@ -93,18 +90,7 @@ def _is_cut_otherwise(placement: Placement) -> bool:
 
 def torch_can_gather_tensor(tensor: DTensor) -> bool:
     """Likewise for a tensor that lies wherever it does."""
-    return _can_gather(tensor.placements, tensor.device_mesh.shape)
-
-
-def _can_gather(words: Sequence[DTensorPlacement], sizes: Sequence[int]) -> bool:
-    for dim in {getattr(word, "dim", None) for word in words} - {None}:
-        on_dim = [(word, size) for word, size in zip(words, sizes, strict=True) if getattr(word, "dim", None) == dim]
-        outer = [getattr(word, "split_factor", 1) for word, _ in on_dim]
-        is_pair = len(on_dim) == 2 and outer == [on_dim[1][1], 1]
-        inner = outer[:-1] if gathers_strided_shards() else outer
-        if any(factor > 1 for factor in inner) and not is_pair:
-            return False
-    return True
+    return can_gather(tensor.placements, tensor.device_mesh.shape, tensor.shape)
 
 
 def _pieces(placement: Placement) -> Iterator[list[tuple[int, str | None]]]:
