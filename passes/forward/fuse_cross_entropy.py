@@ -20,7 +20,7 @@ from autopar.kernels.attention_reference import LOST_BELOW
 from autopar.kernels.cross_entropy import cross_entropy
 from autopar.kernels.registration import accumulation_dtype
 from autopar.ops.rules.labels import argument
-from autopar.ops.traits import permutation
+from autopar.ops.traits import PERMUTES, permutation
 from autopar.passes.forward.decompose_losses import reduce_rows
 
 aten = torch.ops.aten
@@ -34,7 +34,6 @@ _FILLS: dict[object, int] = {
     aten.where.ScalarOther: 2,
     aten.where.ScalarSelf: 1,
 }
-_PERMUTATIONS = (aten.transpose.int, aten.permute.default)
 # The numbers by which ATen schemas name reductions.
 _MEAN = 1
 
@@ -132,7 +131,7 @@ def _logits_and_dim(node: Node) -> tuple[Node, int]:
     if (
         node.target is not aten.gather.default
         and dim == 1 < last
-        and source.target in _PERMUTATIONS
+        and source.target in PERMUTES
         and permutation(source) == (0, last, *range(1, last))
     ):
         return _made_of(node_at(source, 0)), last

@@ -95,6 +95,9 @@ def _edit(old: str, new: str) -> str:
         (_edit("sum tp", "sum ep"), "unknown axis 'ep'"),
         (_edit("all_reduce sum tp", "all_gather copy tp"), "the target does not have the collective's shape"),
         (_edit("all_reduce sum tp", "reduce_scatter sum tp"), "reduce_scatter wants one entry per rank first"),
+        (_edit("all_reduce sum tp", "all_reduce sum tp by 2"), "only gathers and scatters go by node"),
+        (_edit("all_reduce sum tp", "all_gather copy tp by 2"), "nodes have equally many ranks of a group"),
+        (_edit("all_reduce sum tp", "all_gather copy tp by 3"), "nodes have equally many ranks of a group"),
     ],
 )
 def test_refuses_a_schedule(text: str, expected: str) -> None:
