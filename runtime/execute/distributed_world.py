@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -67,6 +67,8 @@ class DistributedWorld:
         self.recorder: MeshRecorder | None = None
         # Whether parameters lie in memory that they may not leave: in files, or where a GPU copies from.
         self.is_stored = False
+        # Places parameters of a model as its first capture had it.
+        self._place_parameters: Callable[..., None] | None = None
         take_over()
 
     def device(self, model: nn.Module) -> torch.device:
@@ -107,8 +109,18 @@ class DistributedWorld:
             device_mesh = stage_device_mesh(self.device_mesh, stage)
         store = store_of(compiled, self.groups.device)
         self.is_stored = bool(compiled.stored)
-        place_parameters(model, self.placements, device_mesh, self._place(stage), self.device(model), held, values, store)
+        rank, device = self._place(stage), self.device(model)
+        self._place_parameters = partial(
+            place_parameters, placements=self.placements, device_mesh=device_mesh, rank=rank, device=device, held=held, store=store
+        )
+        self._place_parameters(model, parts=values)
         place_buffers(model, values, self.device(model))
+
+    def place_anew(self, model: nn.Module, names: Collection[str]) -> None:
+        """Parameters of `model` that were put in the place of placed ones lie as these did. Not collective: values are not compared."""
+        assert self._place_parameters is not None, "nothing is placed before the first capture"
+        self._place_parameters(model, only=names)
+        place_buffers(model, None, self.device(model))  # the modules that they came with may have some
 
     def transports(self, mesh: Mesh) -> tuple[Transport, ...]:
         if mesh not in self._transports:

@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autopar._torch import outside_fake_modes
 from autopar.driver.compiled import TENSOR, Compiled
@@ -43,6 +44,7 @@ from autopar.runtime.module.inputs import (
     batch_dims_of,
     check_inputs,
     check_values,
+    checksum,
     global_call,
     shares_to_pad,
 )
@@ -162,13 +164,15 @@ class CapturingModule(NamesOfModel):
         self._captures: dict[CallKey, Captured] = {}
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
-        self._guard, self._for_copy = ModelGuard(model), for_copy
+        self._guard, self._for_copy = ModelGuard(model, is_placed=not self._world.is_virtual), for_copy
         self._tensors: ModelTensors | None = None
         self._trainer = trainer or Trainer(None, TrainStep())
         self._scaler: Scaler | None = None
         self._weights, self._takes_global, self._pad_to, self._asked = weights, takes_global, pad_to, asked or {}
         # The latest call's inputs, of the global batch.
         self._given: CallInputs | None = None
+        # Of parameters that were placed since ranks last agreed on a call, the checksums of their whole values.
+        self._placed_anew: dict[str, str] = {}
         self._trainer.bind(model)
         if weights is not None and device_mesh is None and world is None:
             weights.give(model)
@@ -259,12 +263,14 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            told = (inputs.kinds, *key[1:], *self._trainer.told, self.seed, self.step, self._backwards.number) if key else ()
+            counts = (self.seed, self.step, self._backwards.number, sorted(self._placed_anew.items()))
+            told = (inputs.kinds, *key[1:], *self._trainer.told, *counts) if key else ()
             shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, self._world.is_equal)
         except AutoparError as refusal:
             if not self._set_by_stages(refusal):
                 raise refusal from error
         else:
+            self._placed_anew = {}
             return key, self._shares_to_pad(inputs) if shares is None else shares
         return self._agreed(inputs)
 
@@ -282,7 +288,7 @@ class CapturingModule(NamesOfModel):
 
     def _check(self, inputs: CallInputs) -> CallKey:
         """Raise where this process cannot make the call; a key that is equal for calls that one program serves."""
-        state = self._guard.state()
+        state = self._guard.state(self._place_anew)
         device = self._world.device(self._model)
         kind = "cpu" if device.type == "meta" else device.type
         key = (inputs.key, kind, state, torch.is_grad_enabled(), Autocast.around(device.type), self._guard.trainable())
@@ -337,6 +343,17 @@ class CapturingModule(NamesOfModel):
         """Every rank's `value`; errors say `what` it is. Collective."""
         return self._world.gather(value, what)
 
+    def _place_anew(self, names: Sequence[str]) -> None:
+        """Place what was put in the place of placed parameters. Ranks do so when they will: values are compared at the next call."""
+        world = self._world
+        assert isinstance(world, DistributedWorld)
+        before = {name: self._model.get_parameter(name) for name in names}
+        self._placed_anew |= {name: checksum(each) for name, each in before.items()}
+        with outside_inference_mode(before.values()):
+            world.place_anew(self._model, names)
+        placed = [(name, self._model.get_parameter(name)) for name in names]
+        step_by_parts(placed, world, self._trainer, {name: weakref.ref(each) for name, each in before.items()})
+
     def _announce(self, inputs: CallInputs) -> None:
         number = len(self._captures) + 1
         if number == 1:
@@ -366,7 +383,12 @@ class CapturingModule(NamesOfModel):
                 "parameters() on a real mesh before the first capture: until then it is not known which part of each this process holds. "
                 "Pass example_inputs to autopar.compile, or call the module once, before making the optimizer"
             )
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+        found = list(super().named_parameters(prefix, recurse, remove_duplicate))
+        is_new = not self._world.is_virtual and any(not isinstance(each, DTensor) and not each.is_meta for _, each in found)
+        if is_new and (new := self._guard.to_place()):
+            self._place_anew(new)  # an optimizer may be made of them
+            found = super().named_parameters(prefix, recurse, remove_duplicate)
+        for name, parameter in found:
             if self._world.is_virtual or not parameter.is_meta:
                 yield name, parameter
 

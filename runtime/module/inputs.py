@@ -214,9 +214,9 @@ _FACTS = (
     "the seed",
     "the step",
     "how often backward ran, which is to be called where a stage trains nothing, too",
+    "the values of parameters that were put in the place of others: put some there that are equal on all ranks, of one seed",
 )
-# A value that takes more characters is not shown.
-_SHOWN = 40
+_SHOWN = 40  # characters: a longer value is not shown
 
 
 def agree_on_call(

@@ -35,6 +35,7 @@ class ModuleState(CapturingModule):
             sharded_state(state_dict, current, self._world, dict(self._model.named_parameters())), strict, assign
         )
         self.seed, self.step = random_state_of(state_dict, self.seed, self.step)
+        self._placed_anew = {name: each for name, each in self._placed_anew.items() if name not in state_dict}  # those have other values
         return result
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:

@@ -49,7 +49,8 @@ class ParallelModule(Inspected):
     of the model itself run around the call, with the parallel module as the module.
 
     The model may be changed between calls: its modes, hooks, attributes, `config` and submodules are compared with those that were
-    captured, and where they differ the call is captured anew, which is logged. Other parameters are a `PlanError`.
+    captured, and where they differ the call is captured anew, which is logged. Parameters of other names, shapes or dtypes are a
+    `PlanError`; on a real mesh plain ones in the place of placed ones are placed as those were, by `parameters()` and by the next call.
 
     `step` counts the calls that draw random numbers, `seed` is where those begin; both are in the state.
 

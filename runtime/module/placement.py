@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -231,21 +231,23 @@ def place_parameters(
     held: Container[str],
     parts: Parts | None = None,
     store: Store = lambda _, part: part,
+    only: Collection[str] | None = None,
 ) -> None:
-    """Replace every parameter of `model` by its part on `rank`, a DTensor on `device_mesh`; ties stay ties. `store` may move a part.
+    """Replace every parameter of `model`, or `only` these, by its part on `rank`, a DTensor on `device_mesh`; ties stay ties. `store` may
+    move a part.
 
     Those that are not `held`, because only another stage has a use for them, keep their shape and have no values (meta).
     What is held comes from `parts`, else it is of the model's own values: `check_equal_models` comes before it.
     """
     parts = parts or OwnParts(model)
-    ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)]
+    ungathered = [name for name, placement in placements.items() if only is None and not torch_can_gather(placement)]
     if ungathered:
         logger.warning(
             "DTensor.full_tensor() is wrong or raises for %s: use parallel.full_state_dict() for whole values", ", ".join(ungathered)
         )
     for name, names in names_of(model).items():
         parameter = get(model, name)  # one after another: each is let go of before the next takes memory
-        if not isinstance(parameter, nn.Parameter):
+        if not isinstance(parameter, nn.Parameter) or (only is not None and name not in only):
             continue
         here, keeps_memory = parameter.detach().to("meta"), False
         if name in held:

@@ -19,7 +19,7 @@ from autopar.runtime.execute.world import local_of
 LOSS = "the loss"
 REPLACED = (
     "another one was put in its place since the first step, by load_state_dict(assign=True) or by hand. Load without assign, which writes "
-    "into the parameters that are there, or compile the changed model"
+    "into the parameters that are there; or build the model anew, load parallel.full_state_dict() into it, change it, and compile that"
 )
 Named = Sequence[tuple[str, nn.Parameter]]
 
