@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -19,11 +20,14 @@ from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, get_np_to_tnp_map
 from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx import GraphModule, Interpreter
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.fx.traceback import preserve_node_meta
+from torch.utils import _pytree as pytree
 
-from autopar._torch import attribute_set
+from autopar._torch import OpOverload, attribute_set, schema_of
 
 try:  # not in torch 2.11
     from torch._higher_order_ops import register_hook
@@ -31,6 +35,8 @@ try:  # not in torch 2.11
     _hook_op: Any = register_hook.RegisterHookOp
 except ImportError:
     _hook_op = None
+
+aten = torch.ops.aten
 
 _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
 
@@ -181,6 +187,56 @@ def parameters_not_copied() -> Generator[None]:
 
     with attribute_set(builder, "_clone_input", kept), attribute_set(tensor_variables, "get_real_value", copied_value_of):
         yield
+
+
+@contextmanager
+def masked_reads_open(mode: FakeTensorMode, takes_up: Callable[[OpOverload], bool]) -> Generator[Callable[[Any], None]]:
+    """While this is entered `x[mask]` of tensors of `mode` is a tensor, of a length that nobody knows, for ops that `takes_up` names.
+
+    Any other op that takes it, or its length, raises what `x[mask]` raises elsewhere, and so does whoever asks how long it is. So does what
+    is yielded, for all tensors and numbers in what it is given.
+    """
+    shapes, dispatch, reads = ShapeEnv(), mode.dispatch, dict[str, traceback.StackSummary]()
+
+    def refuse(value: Any) -> None:
+        size = next(iter(_unknown_sizes(value)), None) if reads else None
+        if size is not None:
+            error: Any = DynamicOutputShapeException(aten.nonzero.default)
+            error.real_stack = reads.get(str(size))  # where it was read
+            raise error
+
+    def call(func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_inside = mode.shape_env is shapes
+        is_read = func is aten.index.Tensor and any(
+            getattr(each, "dtype", None) == torch.bool for each in pytree.tree_leaves((args[1:], kwargs))
+        )
+        if is_inside or not (is_read or (reads and _unknown_sizes((args, kwargs)))):
+            return dispatch(func, types, args, kwargs or {})
+        if not (takes_up(func) or _gives_no_tensor(func)):
+            refuse((args, kwargs))
+        # What is kept of calls for others knows of no such sizes.
+        with attribute_set(mode, "shape_env", shapes), attribute_set(mode, "cache_enabled", False):
+            result = dispatch(func, types, args, kwargs or {})
+        for size in _unknown_sizes(result) if is_read else ():
+            reads.setdefault(str(size), traceback.extract_stack())
+        return result
+
+    with attribute_set(mode, "dispatch", call):
+        try:
+            yield refuse
+        except GuardOnDataDependentSymNode as error:
+            raise DynamicOutputShapeException(aten.nonzero.default).with_traceback(error.__traceback__) from error
+
+
+def _gives_no_tensor(func: OpOverload) -> bool:
+    """So it is of what torch itself asks of any tensor: its device, its strides."""
+    return not any("Tensor" in str(each.type) for each in schema_of(func).returns)
+
+
+def _unknown_sizes(value: Any) -> list[Any]:
+    leaves = pytree.tree_leaves(value)
+    sizes = [size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,))]
+    return [size for size in sizes if isinstance(size, (torch.SymInt, torch.SymBool, torch.SymFloat))]
 
 
 class _NumPyNumber(ConstantVariable):

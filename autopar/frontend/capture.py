@@ -24,6 +24,7 @@ from autopar.frontend._torch import (
     constraints_unchecked,
     data_detached,
     exports_let_go,
+    masked_reads_open,
     numpy_kept,
     parameters_not_copied,
 )
@@ -36,6 +37,7 @@ from autopar.frontend.exported import forward_program
 from autopar.frontend.fast_paths import fast_paths_off
 from autopar.frontend.hooks import hooks_kept
 from autopar.frontend.library_checks import library_checks_asserted
+from autopar.frontend.masked_reads import takes_up
 from autopar.frontend.outputs import OutputElement, OutputSpec, flattened
 from autopar.frontend.refusals import (
     asking_for_gradients,
@@ -262,7 +264,7 @@ def _fake_output(
     mode, held, hooks = fake_mode(), tensors_of(model), num_hooks(model)
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else nullcontext()
-    with mode, explained(model), torch.random.fork_rng(devices=[]), refused:
+    with mode, explained(model), torch.random.fork_rng(devices=[]), refused, masked_reads_open(mode, takes_up) as refuse_open:
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
@@ -274,6 +276,7 @@ def _fake_output(
             return as_traced(lambda: torch.func.functional_call(model, tensors, fake_args, fake_kwargs))
 
         output = run(fakes)
+        refuse_open((flattened(output)[0], fakes))
         if is_watched and others(held, tensors_of(model)) and num_hooks(model) == hooks:  # hooks that a second run might install again
             reassigned = read_and_assigned(model, lambda: run(dict(before)))
     # After the call torch has noted in `fakes` what the model set.

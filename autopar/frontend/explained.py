@@ -76,7 +76,8 @@ _FAULTS = (
     _Fault(
         ("DynamicOutputShape", "nonzero"),
         f"{_SIZES} (a boolean index, nonzero, unique)",
-        "keep the shape and mask with torch.where: torch.where(mask, x, 0).sum() / mask.sum() for x[mask].mean()",
+        "keep the shape and mask with torch.where: torch.where(mask, x, 0).sum() / mask.sum() for x[mask].mean(), "
+        "y = torch.where(mask[..., None], f(x), y) for y[mask] = f(x[mask])",
     ),
     _Fault(
         (

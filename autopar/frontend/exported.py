@@ -24,6 +24,7 @@ from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.hooks import hooks_placed
+from autopar.frontend.masked_reads import masked_reads_spread
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.refusals import refuse_untrained
 from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
@@ -84,6 +85,7 @@ def forward_program(
     copies.calls(exported.graph_module, None if autocast is None else Region(autocast))
     hooks_placed(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept)
+    masked_reads_spread(graph, copies.regions)
     signature = Signature(tuple(item for item, _ in inputs), outputs, structure, leaves)
     kinds = {region.autocast.device for region in copies.regions.values() if region.autocast is not None}
     # As data-parallel training has it: autocast gives a parameter of float32 a gradient of float32, and that is what is summed.

@@ -28,6 +28,14 @@ def _square(x: Tensor) -> Tensor:
     return x.mT @ x + torch.eye(x.shape[-1], dtype=x.dtype)
 
 
+def _written_under_masks(x: Tensor) -> Tensor:
+    mask = x.sum(-1) > 0
+    found = x.clone()
+    found[mask] = x[mask].exp() * x[0, 0] - found[mask]
+    found[x > 1] *= 0.5
+    return found
+
+
 OPS: dict[str, Row] = {
     "einsum": lambda z: (lambda a, b: torch.einsum("bsd,bhd->bsh", a, b), [z.floats("bsd"), z.floats("bhd", 1)]),
     "einsum over three": lambda z: (
@@ -114,6 +122,7 @@ OPS: dict[str, Row] = {
     "index_fill": _permuted(lambda x, i, _: x.index_fill(2, i[:3], 0.5)),
     "index_put": _indexed(lambda x, i, v: x.index_put((i,), v, accumulate=True), "bsd", "h", "b", "hsd"),
     "index_reduce": _indexed(lambda x, i, v: x.index_reduce(1, i, v, "mean"), "bsd", "h", "s", "bhd"),
+    "write under a mask": of(_written_under_masks),
     "masked_scatter": lambda z: (lambda x, v: x.masked_scatter(v > 0, v), [z.floats("bsd"), z.floats("bsd", 1)]),
     "masked_fill": of(lambda x: x.masked_fill(x > 0.5, -1.0)),
     "where": pair(lambda a, b: torch.where(a > b, a, 0.5 * b)),
