@@ -13,7 +13,7 @@ from torch import nn
 from autopar.cache.describe import NotKnown
 from autopar.cache.layer_lines import does_the_same
 from autopar.cache.trace import traced
-from autopar.driver.options import Options
+from autopar.driver.options import BatchOfFirst, Options
 from autopar.errors import AutoparError, InputError
 from autopar.frontend.capture import capture
 from autopar.frontend.layer_runs import few_layers, longest_run
@@ -67,7 +67,8 @@ def captured(
     forward = known[number].copy()
     # Where each may take its own statistics, batch norm's buffers are those of a microbatch from the start.
     mesh = mesh.with_microbatches(number if options.microbatch_statistics == "own" else 1)
-    return number_sites(replace(forward, mesh=mesh, freedom=options.freedom, order=order))
+    signature = replace(forward.signature, guessed=inputs.names if isinstance(options.batch_dims, BatchOfFirst) else ())
+    return number_sites(replace(forward, mesh=mesh, freedom=options.freedom, order=order, signature=signature))
 
 
 def _captured(

@@ -100,13 +100,15 @@ class Output:
 class Signature:
     """What the placeholders and results of a graph mean. `structure` is the pytree spec of the user's output;
     `leaves` its flat leaves (`compiled.TENSOR` where a tensor stands). `checks` are what the model asserts of values, by number,
-    each a text with its line."""
+    each a text with its line. `guessed`: the names of the call's leaves by flat index, where nobody said which of their dims counts
+    samples, so that dim 0 was taken; none where the user did."""
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     structure: Any = None
     leaves: tuple[Any, ...] = ()
     checks: tuple[str, ...] = ()
+    guessed: tuple[str, ...] = ()
 
     def inputs_of(self, kind: InputKind) -> tuple[Input, ...]:
         return tuple(item for item in self.inputs if item.kind == kind)

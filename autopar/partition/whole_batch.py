@@ -258,11 +258,13 @@ def _need(forms: _Forms, is_ahead: bool) -> Needed:
 
 @dataclass(frozen=True)
 class MicrobatchDecision:
-    """How many microbatches; `wanted` ones would mix at `found`. Where that is accepted, each takes its own in place of what it needs."""
+    """How many microbatches; `wanted` ones would mix at `found`. Where that is accepted, each takes its own in place of what it needs. A
+    `hint` says what was taken for the samples, where that may be wrong."""
 
     number: int
     wanted: int
     found: tuple[Mixing, ...] = ()
+    hint: str = ""
 
     def lines(self) -> Iterator[str]:
         """Why it is another number than wanted, or what each microbatch takes for itself; nothing where there is nothing to say."""
@@ -276,8 +278,7 @@ class MicrobatchDecision:
             yield f"each of the {self.number} takes its own in place of the whole batch's: another computation than the model's"
             last = 'accepted by microbatch_statistics="own"'
         yield from (f"  {line}" for line in shown(self.found))
-        if last:
-            yield last
+        yield from (line for line in (last, self.hint) if line)
 
     def __str__(self) -> str:
         return f"{self.number} microbatch{'' if self.number == 1 else 'es'}" + "".join(f"\n  {line}" for line in self.lines())
@@ -295,12 +296,12 @@ def consequence(found: Sequence[Mixing]) -> str:
     return "compute the whole batch in each of them" if is_exact else "change what the model computes"
 
 
-def refusal(wanted: int, number: int, found: Sequence[Mixing], share: int | None = None) -> str:
+def refusal(wanted: int, number: int, found: Sequence[Mixing], share: int | None = None, hint: str = "") -> str:
     """Why `wanted` microbatches are refused, where `number` of them change nothing, or may not where a batch of `share` samples a rank
-    is padded for them."""
+    is padded for them. A `hint` is one more way out."""
     best = f"use num_microbatches={number}, the most that compute what the model does on the whole batch"
     ways_out = [best if share is None else f"use a number that divides the {share} samples of a rank: for {wanted} the batch is padded"]
     if all(each.has_estimate for each in found):
         ways_out.append('or accept with microbatch_statistics="own" that each microbatch takes its own: another computation')
     places = "".join(f"\n  {line}" for line in shown(found))
-    return f"num_microbatches={wanted} would {consequence(found)}:{places}\n{', '.join(ways_out)}"
+    return f"num_microbatches={wanted} would {consequence(found)}:{places}\n{', '.join(ways_out)}" + (f"\n{hint}" if hint else "")

@@ -11,11 +11,15 @@ from functools import cached_property
 import torch
 
 from autopar.driver.compiled import Compiled
+from autopar.ir.keys import BATCH
 from autopar.ir.mesh import parent
 from autopar.ir.units import in_bytes, in_seconds
+from autopar.partition.guessed_batch import may_be_other, other_batch
 from autopar.partition.whole_batch import MicrobatchDecision
+from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.pipeline.report import StepOnPaper
 from autopar.reports.axes import work_share
+from autopar.reports.communication import transfers
 from autopar.reports.entries import Replicated
 from autopar.reports.hardware import Hardware
 from autopar.reports.step_parts import ARITHMETIC, COMMUNICATION, STARTS, WAITS, StepParts
@@ -61,6 +65,11 @@ class _Situation:
         return mesh.size_of(mesh.parts(axis))
 
     @cached_property
+    def numbers(self) -> list[MicrobatchDecision]:
+        """Of microbatches: what was decided, and why."""
+        return [step.decision for step in self.compiled.steps if isinstance(step.decision, MicrobatchDecision)]
+
+    @cached_property
     def batch_size(self) -> int:
         """Samples of a step; 0 where nothing has a batch dim."""
         found = [item.shape[item.batch_dim] for item in self.compiled.program.signature.inputs_of("batch") if item.batch_dim is not None]
@@ -77,6 +86,29 @@ def _unused_axes(at: _Situation) -> Iterator[Advice]:
         fits = at.batch_size and at.batch_size % ranks == 0
         instead = f"dp={ranks} in place of dp={at.size('dp')} × {axis}={size}" if fits else f"{axis}=1: fewer ranks do it as quickly"
         yield Advice(1.0, f"{instead}: all {size} ranks along {axis} do the same work")
+
+
+def _another_batch(at: _Situation) -> Iterator[Advice]:
+    """Where the samples that were guessed are split by no axis, are gathered again, or not cut into microbatches: the dim that can be,
+    which is tried."""
+    program = at.compiled.program
+    axes = [axis for axis in dict.fromkeys(map(parent, program.mesh.ranks.names)) if program.freedom.is_batch(axis) and at.size(axis) > 1]
+    is_refused = any(each.number < each.wanted and each.found for each in at.numbers)
+    if not may_be_other(program) or not (is_refused or any(not work_share(program, axis) or _is_gathered(at, axis) for axis in axes)):
+        return
+    before = next((step.program for step in at.compiled.steps if step.kind is FindAtoms), None)
+    other = None if before is None else other_batch(before)
+    if other is not None:
+        yield Advice(1.0, f"{other.option}, if dim 1 of the inputs ({other.size}) is the batch, as where time comes first: no op mixes it")
+
+
+def _is_gathered(at: _Situation, axis: str) -> bool:
+    """Whether the forward puts samples together, or goes across them, that `axis` splits: attention, where they are positions."""
+    return any(
+        each.phase == "forward" and each.collective in ("all_gather", "all_to_all") and axis in each.axes.split("·")
+        for each in transfers(at.compiled.program, at.hardware.cost)
+        if any(BATCH.get(each.node) or ())
+    )
 
 
 def _repeated_work(at: _Situation) -> Iterator[Advice]:
@@ -98,7 +130,7 @@ def _waits(at: _Situation) -> Iterator[Advice]:
     if order.num_ranks < 2 or share < _SOME:
         return
     more = order.num_microbatches * 2
-    refused = any(isinstance(step.decision, MicrobatchDecision) and step.decision.found for step in at.compiled.steps)
+    refused = any(each.found for each in at.numbers)
     if not refused and share > at.parts.share(STARTS) and at.batch_size and at.batch_size % (more * at.size("dp")) == 0:
         yield Advice(share, f"num_microbatches={more}: stages wait less for each other with more, smaller microbatches")
     if order.name == "1f1b":
@@ -192,6 +224,7 @@ def _real_links(at: _Situation) -> Iterator[Advice]:
 
 _LOOKS: tuple[Callable[[_Situation], Iterator[Advice]], ...] = (
     _unused_axes,
+    _another_batch,
     _repeated_work,
     _waits,
     _precision,

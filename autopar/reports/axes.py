@@ -22,6 +22,8 @@ from autopar.ir.program import Program, operands
 from autopar.ir.sharding import REDUCTION_KINDS, Strategy
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.ops.lookup import rule_of
+from autopar.partition.guessed_batch import may_be_other, what_was_taken
+from autopar.pipeline.order import batch_sizes
 from autopar.plans.decisions import StageDecision
 from autopar.reports.communication import num_launches, sent
 from autopar.reports.explain import contraction_of, indivisible, is_among
@@ -160,7 +162,26 @@ def _why_not(compiled: Compiled, axis: str) -> str:
         priced = _price_of_splitting(compiled, node, axis)
         if priced:
             return priced
-    return next(_indivisible(program, axis), "no op can be split over it")
+    if reason := next(_indivisible(program, axis), ""):
+        return reason
+    is_given = compiled.search is None or all(node.name in compiled.search.fixed for node in found)
+    if program.freedom.is_batch(axis):
+        return _no_samples(program, axis, "is" if is_given else "can be")
+    return "the plan that was given splits no op over it" if is_given else "no op can be split over it"
+
+
+def _no_samples(program: Program, axis: str, verb: str) -> str:
+    """Why an axis of the batch does not split it, and what was taken for the batch, where nobody said it."""
+    sizes, size = batch_sizes(program), program.mesh.size_of(program.mesh.parts(axis))
+    if not sizes:
+        return "no input has a batch dim, see batch_dims="
+    taken = what_was_taken(program) if may_be_other(program) else ""
+    batch = f"{taken}, taken for the batch: batch_dims= says if another is" if taken else "the batch"
+    if max(sizes) == 1:
+        return f"there is one sample in {batch}"
+    if any(each % size for each in sizes):
+        return f"{axis} = {size} does not divide, and nothing pads, {batch}"
+    return f"no matmul, convolution or attention {verb} split over {batch}"
 
 
 def _price_of_splitting(compiled: Compiled, node: Node, axis: str) -> str:

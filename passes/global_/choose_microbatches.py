@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from autopar.errors import MicrobatchError
 from autopar.ir.keys import Source
 from autopar.ir.program import Program
+from autopar.partition.guessed_batch import hint
 from autopar.partition.whole_batch import MicrobatchDecision, Mixing, Needed, Statistics, consequence, mixing, refusal, shown, undivided
 from autopar.pipeline.order import batch_sizes, ordered_for, share_of
 from autopar.plans.json import Json
@@ -32,6 +33,7 @@ class WrittenNumber(TypedDict):
     number: int
     wanted: int
     found: list[WrittenMixing]
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -73,10 +75,12 @@ class ChooseMicrobatches:
         if number == wanted:
             return MicrobatchDecision(wanted, wanted)
         if is_asked or self.statistics == "own":
-            raise MicrobatchError(refusal(wanted, number, found, _unpadded_share(program)), () if is_asked else found)
+            raise MicrobatchError(refusal(wanted, number, found, _unpadded_share(program), hint(program, found)), () if is_asked else found)
+        decision = MicrobatchDecision(number, wanted, found, hint(program, found))
         what = "%d microbatch%s instead of %d, which would %s: %s"
-        logger.warning(what, number, "" if number == 1 else "es", wanted, consequence(found), "; ".join(shown(found)))
-        return MicrobatchDecision(number, wanted, found)
+        places = "; ".join(shown(found) + [decision.hint] * bool(decision.hint))
+        logger.warning(what, number, "" if number == 1 else "es", wanted, consequence(found), places)
+        return decision
 
     def _most(self, program: Program, num_shares: int, wanted: int) -> int:
         """The largest number up to the wanted one that changes nothing, with room for shares and microbatches in groups of one kind; where
@@ -98,7 +102,7 @@ class ChooseMicrobatches:
         for each in value["found"]:
             source = each["source"]
             found.append(Mixing(each["node"], each["op"], each["needs"], None if source is None else Source(**source)))
-        return MicrobatchDecision(value["number"], value["wanted"], tuple(found))
+        return MicrobatchDecision(value["number"], value["wanted"], tuple(found), value["hint"])
 
 
 def _unpadded_share(program: Program) -> int | None:

@@ -114,7 +114,7 @@ MIXED = (Mixing("sqrt", "aten.sqrt", "a sum over the batch", Source("m.py", 3, "
         (RefineMesh(), Mesh((("dp", 2), ("tp.0", 2), ("tp.1", 2), ("mb", 4)))),
         (PadAtoms(), PaddingDecision({"head.weight": Padding(((97,), (2, 4)), ((100,), (2, 4)))})),
         (PadAtoms(), PaddingDecision()),
-        (ChooseMicrobatches(), MicrobatchDecision(2, 4, MIXED)),
+        (ChooseMicrobatches(), MicrobatchDecision(2, 4, MIXED, "dim 0 was taken")),
         (ChooseOrder(True, Cluster.ideal()), replace(generate("zb-v", 2, 3), name="my own")),
         (PlaceStages(Cluster.ideal()), None),
         (Recompute(), RecomputeDecision(reason="as much as the budget takes", fits=False, peak_bytes=12345.0)),
