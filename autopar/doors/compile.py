@@ -97,8 +97,8 @@ def compile(
                     model's order, those of other stages without values. A memory budget counts its state; a name ("adamw", "sgd") is
                     for that alone. Adam's by default
     train_step      what `parallel.train_step` does besides, see `TrainStep`: clipping, accumulation, scaling, averages
-    batch_dims      batch dims of inputs by name: those that it leaves out have none, as those that it gives None. By default dim 0 of every
-                    input as long there as that of forward's first
+    batch_dims      the dim that counts samples, of all inputs (1 for [length, batch]) or by name: those that it leaves out have none, as
+                    those that it gives None. By default dim 0 of every input as long there as that of forward's first
     outputs         "loss": the loss alone, where there is one (the default where gradients are on); "all": every tensor of the output
     search_timeout  seconds for the sharding search; the best found so far is taken, with its gap
     timeout         seconds that a real rank waits for its peers

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.program import Input, Program
+from autopar.ops.batch_atoms import with_batch
 from autopar.partition.whole_batch import Mixing, mixing, undivided
-from autopar.passes.global_.find_atoms import FindAtoms
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def _mixes(program: Program, dims: Mapping[str, int], size: int) -> bool:
     inputs = tuple(replace(item, batch_dim=dims.get(item.name)) if item.kind == "batch" else item for item in signature.inputs)
     # Which of their dims count samples was found for those that were guessed: here it is read off the graph.
     outputs = tuple(replace(item, batch_dim=None, is_whole=False) if item.kind == "output" else item for item in signature.outputs)
-    other = FindAtoms().apply(program.copy(signature=replace(signature, inputs=inputs, outputs=outputs)))
+    other = with_batch(program.copy(signature=replace(signature, inputs=inputs, outputs=outputs)))
     number = next(number for number in range(2, size + 1) if size % number == 0)
     return bool(mixing(other, number) or undivided(other, number))
 

@@ -16,7 +16,6 @@ from autopar.ir.mesh import parent
 from autopar.ir.units import in_bytes, in_seconds
 from autopar.partition.guessed_batch import may_be_other, other_batch
 from autopar.partition.whole_batch import MicrobatchDecision
-from autopar.passes.global_.find_atoms import FindAtoms
 from autopar.pipeline.report import StepOnPaper
 from autopar.reports.axes import work_share
 from autopar.reports.communication import transfers
@@ -96,7 +95,7 @@ def _another_batch(at: _Situation) -> Iterator[Advice]:
     is_refused = any(each.number < each.wanted and each.found for each in at.numbers)
     if not may_be_other(program) or not (is_refused or any(not work_share(program, axis) or _is_gathered(at, axis) for axis in axes)):
         return
-    before = next((step.program for step in at.compiled.steps if step.kind is FindAtoms), None)
+    before = next((step.program for step in at.compiled.steps if step.name == "find atoms"), None)
     other = None if before is None else other_batch(before)
     if other is not None:
         yield Advice(1.0, f"{other.option}, if dim 1 of the inputs ({other.size}) is the batch, as where time comes first: no op mixes it")
