@@ -90,6 +90,7 @@ def chosen(
             recompute=("none", "full") if recompute in ("auto", "selective") else recompute,
             zero=zero if isinstance(zero, int) else None,
             offload=offload,
+            batch_dims=batch_dims,
         )
         return _answer(ranked)
 

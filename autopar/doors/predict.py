@@ -14,7 +14,7 @@ from autopar.captured import captured
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
 from autopar.driver.manager import run_passes
-from autopar.driver.options import BatchOfFirst, Options
+from autopar.driver.options import BatchDims, BatchOfFirst, Options
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.capture_work import shortened
 from autopar.foresight.constants import Constants, SoftwareProfile
@@ -130,15 +130,17 @@ def measure_work(
     pins: UserPins | Plan | None = None,
     precision: str | None = "bf16",
     kernels: str = "off",
+    batch_dims: BatchDims | None = None,
 ) -> ModelWork:
-    """What each rank along tp does for one microbatch of `model`, as amounts that depend on its samples. See `predict`."""
+    """What each rank along tp does for one microbatch of `model`, as amounts that depend on its samples. See `predict`, and
+    `autopar.compile` for `batch_dims`."""
     if precision not in _DTYPES:
         raise PlanError(f'precision={precision!r} is unknown: use "bf16", "fp16", "float32", or None for what the model has')
     short = shortened(model, _DTYPES[precision])
     here = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     args, kwargs = pytree.tree_map(lambda leaf: _cast(leaf, _DTYPES[precision]), (args, kwargs))
-    inputs, counted = CallInputs.of(args, kwargs), BatchOfFirst.of(model)
+    inputs, counted = CallInputs.of(args, kwargs), BatchOfFirst.of(model) if batch_dims is None else batch_dims
     dims = batch_dims_of(inputs, counted)
     num_samples = next((tensor.shape[dims[index]] for index, _, tensor in inputs.tensors if index in dims), 0)
     if num_samples < 2:
@@ -191,10 +193,13 @@ def _cluster(cluster: Cluster | str, mesh: Mesh) -> Cluster:
     return found
 
 
-def tokens_per_sample(example_inputs: Inputs) -> int:
-    """How long the rows of ids are; 0 where no input is of ids."""
-    leaves = pytree.tree_leaves(example_inputs)
-    return next((leaf.shape[1] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim == 2 and leaf.dtype == torch.int64), 0)
+def tokens_per_sample(example_inputs: Inputs, batch_dims: BatchDims | None = None) -> int:
+    """How many ids a sample has; 0 where no input is of ids."""
+    args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
+    inputs = CallInputs.of(args, kwargs)
+    dims = batch_dims_of(inputs, batch_dims) if batch_dims is not None and inputs.names else {}
+    ids = ((index, tensor) for index, _, tensor in inputs.tensors if tensor.ndim == 2 and tensor.dtype == torch.int64)
+    return next((tensor.shape[1 - dims.get(index, 0)] for index, tensor in ids), 0)
 
 
 def _sizes(mesh: Mesh) -> dict[str, int]:

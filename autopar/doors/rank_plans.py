@@ -10,7 +10,7 @@ from torch import nn
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import bytes_of
 from autopar.doors.predict import Inputs, measure_work, tokens_per_sample
-from autopar.driver.options import refuse_no_number
+from autopar.driver.options import BatchDims, refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError, PlanError
 from autopar.foresight.constants import SoftwareProfile
@@ -46,6 +46,7 @@ def rank_plans(
     zero: int | None = None,
     offload: str | Offload | None = "needed",
     host_memory: str | float = HOST_BYTES,
+    batch_dims: BatchDims | None = None,
 ) -> RankedPlans:
     """Which mesh, and what to run on it: the fastest plan of each pp × dp × tp of all devices, as `predict` prices them, best first.
 
@@ -60,6 +61,7 @@ def rank_plans(
                   without; "activations" (as much as it takes to fit), "optimizer" or an `Offload` are plans with these alone; None is
                   nothing
     host_memory   what the host has for each device: "256GiB", or bytes
+    batch_dims    which dim of the inputs counts samples, as for `autopar.compile`
 
     The model's shardings over tp are those that the search of `autopar.compile` finds. Ctrl-C gives what is known so far: while the model
     is read the plans of those sizes of tp that it has been read with, or, where there is none yet, a KeyboardInterrupt. Raises as `predict`
@@ -83,14 +85,16 @@ def rank_plans(
             for size in sizes:
                 show(f"reading the model with tp = {size}")
                 works[size] = (
-                    model[size] if isinstance(model, Mapping) else measure_work(model, example_inputs, here, size, None, precision, kernels)
+                    model[size]
+                    if isinstance(model, Mapping)
+                    else measure_work(model, example_inputs, here, size, None, precision, kernels, batch_dims)
                 )
         except KeyboardInterrupt:
             if not works:
                 raise
             is_complete = False
         known = software.beside(works[sizes[0]].itemsize)
-        tokens = tokens_per_sample(example_inputs)
+        tokens = tokens_per_sample(example_inputs, batch_dims)
         question = Question(
             works,
             here,

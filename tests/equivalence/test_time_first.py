@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar import MicrobatchError
+from autopar import MicrobatchError, rank_plans
+from autopar.doors.predict import measure_work
 from tests.support.captures import compiled
 
 TAKEN = "dim 0 of the inputs (17) was taken for the batch; if dim 1 (8) is, as where time comes first, say so: "
@@ -26,7 +27,7 @@ class Language(nn.Module):
         super().__init__()
         self.is_shifted = is_shifted
         self.table, self.out = nn.Embedding(32, 16), nn.Linear(16, 32)
-        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0)
         self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -140,3 +141,13 @@ def test_with_batch_dims_all_is_split_and_exact(mesh: dict[str, int], options: d
     assert parallel.compiled.mesh.num_microbatches == options.get("num_microbatches", 1)
     report = parallel.verify(**batch)
     assert report and report.worst <= 1e-12, str(report)
+
+
+def test_a_flat_mesh_is_found_for_the_batch_that_was_named() -> None:
+    batch = symbols(18)
+    parallel = compiled(Language(), {"world": 4}, batch, batch_dims=1)
+    assert parallel.compiled.mesh.ranks.size == 4 and parallel.summary()["flops_split"] == 1.0 and parallel.verify(**batch)
+    works = {None: measure_work(Language(), batch, "8xH100"), 1: measure_work(Language(), batch, "8xH100", batch_dims=1)}
+    assert works[None].mixes_samples and not works[1].mixes_samples
+    asked: dict[str, Any] = {"cluster": "8xH100:2", "global_batch": 8, "num_microbatches": 2, "tp": (1,), "example_inputs": batch}
+    assert not rank_plans({1: works[None]}, **asked).plans and rank_plans(Language(), **asked, batch_dims=1).plans
