@@ -81,7 +81,7 @@ def one_after_another(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 def added(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     mask = labels == 0
-    return x.index_put((mask,), x[mask] * model.row, accumulate=True).index_put((mask,), x[mask] + 1)
+    return x.index_put((mask,), x[mask] + 1).index_put((mask,), x[mask] * model.row, accumulate=True)
 
 
 def of_integers(model: Model, x: Tensor, labels: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def of_another_mask(layer: Any, x: Tensor) -> Tensor:
 def of_a_mask_rewritten(layer: Any, x: Tensor) -> Tensor:
     y, mask = layer.linear(x), x[:, 0] > 0
     chosen = y[mask]
-    mask.logical_not_()
+    mask[2:].logical_not_()
     y[mask] = chosen
     return y.sum()
 
@@ -189,7 +189,7 @@ def of_a_mask_rewritten(layer: Any, x: Tensor) -> Tensor:
 def of_a_condition_rewritten(layer: Any, x: Tensor) -> Tensor:
     y, column = layer.linear(x), x[:, 0].clone()
     chosen = y[column > 0]
-    column.neg_()
+    column[2:].neg_()
     y[column > 0] = chosen
     return y.sum()
 
@@ -220,7 +220,7 @@ def of_drawn_rows(layer: Any, x: Tensor) -> Tensor:
 
 def of_whole_divisors(layer: Any, x: Tensor) -> Tensor:
     counts, mask = x.long(), x[:, 0] > 0
-    counts[mask] = 7 // counts[mask]
+    counts[mask] = 7 % counts[mask]
     return (layer.linear(x) * counts).sum()
 
 
@@ -274,3 +274,12 @@ def test_where_it_is_read_is_told_though_it_is_used_further_down() -> None:
 def test_the_program_has_no_size_that_depends_on_values() -> None:
     program = capture(Model(spline), (), batch(), MESH)
     assert not any("index" in str(node.target) or "sym" in str(node.target) for node in program.graph.nodes)
+
+
+def test_a_number_makes_nothing_wider() -> None:
+    def write(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+        x[labels == 0] = x[labels == 0] * model.scale.double()
+        return x
+
+    products = [node for node in capture(Model(write), (), batch(), MESH).graph.nodes if "aten.mul" in str(node.target)]
+    assert products and all(node.meta["val"].dtype == torch.float32 for node in products)
