@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor import DTensor, Placement, _redistribute
+from torch.distributed.tensor import DTensor, Placement, Replicate, _redistribute
 from torch.distributed.tensor import _api as _dtensor_api
 from torch.distributed.tensor import _dispatch as _dtensor_dispatch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -282,7 +282,7 @@ def look_at_numbers(look: Callable[[DTensor], None]) -> None:
 _GATHERS = "_autopar_gathers"
 _DRAWS = (
     "normal_ uniform_ bernoulli bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ "
-    "rand_like randn_like randint_like native_dropout"
+    "rand_like randn_like randint_like native_dropout multinomial rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional"
 ).split()
 
 
@@ -306,9 +306,12 @@ def draws_taken_over(draw: Callable[[OpOverload, tuple[Any, ...], dict[str, Any]
                 handlers[overload] = given
 
 
-def gathers_taken_over(gather: Callable[..., tuple[torch.Tensor, Sequence[Placement]] | None]) -> None:
+def gathers_taken_over(
+    gather: Callable[..., tuple[torch.Tensor, Sequence[Placement]] | None], is_cut_from_whole: Callable[..., bool]
+) -> None:
     """From now on a DTensor that torch lays out anew is first given to `gather`: a rank's part, the mesh, how it lies on it, and its shape.
-    What that gives, if anything, and how that lies, is what torch goes on from."""
+    What that gives, if anything, and how that lies, is what torch goes on from. It cuts what shall lie as `is_cut_from_whole` says, of
+    placements and the sizes of a mesh, from whole tensors."""
     torchs = _redistribute.redistribute_local_tensor
     if hasattr(torchs, _GATHERS):
         return
@@ -319,6 +322,9 @@ def gathers_taken_over(gather: Callable[..., tuple[torch.Tensor, Sequence[Placem
         if found is not None:
             part, words = found
             current = DTensorSpec(current.mesh, tuple(words), tensor_meta=current.tensor_meta)
+        if is_other and is_cut_from_whole(target.placements, current.mesh.shape):
+            whole = DTensorSpec(current.mesh, (Replicate(),) * current.mesh.ndim, tensor_meta=current.tensor_meta)
+            part, current = torchs(part, current, whole), whole
         return torchs(part, current, target, **options)
 
     setattr(redistribute, _GATHERS, True)

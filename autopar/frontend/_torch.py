@@ -216,7 +216,11 @@ def masked_reads_open(mode: FakeTensorMode, takes_up: Callable[[OpOverload], boo
             refuse((args, kwargs))
         # What is kept of calls for others knows of no such sizes.
         with attribute_set(mode, "shape_env", shapes), attribute_set(mode, "cache_enabled", False):
-            result = dispatch(func, types, args, kwargs or {})
+            try:
+                result = dispatch(func, types, args, kwargs or {})
+            except RuntimeError:  # some ops want numbers for sizes, and say so in words of torch's own
+                refuse((args, kwargs))
+                raise
         for size in _unknown_sizes(result) if is_read else ():
             reads.setdefault(str(size), traceback.extract_stack())
         return result

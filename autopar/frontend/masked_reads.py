@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ class _Spreading:
         if not spread or (writes(node) and written_by(node) not in spread):
             return
         first = replace(next(iter(spread.values())), since=min(each.since for each in spread.values()))
-        dtype = tensor_of(next(iter(spread))).dtype
+        # What has no dims is promoted to what those have that do; the condition of a `where` is a bool, which promotes nothing.
+        values = (each.meta.get("val") for each in node.all_input_nodes)
+        dtype = reduce(torch.promote_types, [each.dtype for each in values if isinstance(each, torch.Tensor) and each.ndim])
         found = {
             each: self._taken_up(node, each, first) if each in spread else self._beside(node, each, first, dtype)
             for each in node.all_input_nodes
@@ -155,14 +158,18 @@ class _Spreading:
         """Whether two masks are one, which is not written from `since` to `until`, or are made alike (`labels == 0` twice)."""
         if one is two:
             return self._stays(one, since, until)
-        if not (
-            _is_pure(one) and _is_pure(two) and one.target == two.target and one.kwargs == two.kwargs and len(one.args) == len(two.args)
-        ):
+        if not (_is_pure(one) and _is_pure(two) and one.target == two.target):
             return False
+        operands, structure = pytree.tree_flatten((one.args, one.kwargs))
+        others, other_structure = pytree.tree_flatten((two.args, two.kwargs))
         first, last = min(one, two), max(one, two)
-        return all(self._stays(each, each, until) for each in (one, two)) and all(
-            self._is_same(mine, other, first, last) if isinstance(mine, Node) and isinstance(other, Node) else mine == other
-            for mine, other in zip(one.args, two.args, strict=True)
+        return (
+            structure == other_structure
+            and all(self._stays(each, each, until) for each in (one, two))
+            and all(
+                self._is_same(mine, other, first, last) if isinstance(mine, Node) and isinstance(other, Node) else mine == other
+                for mine, other in zip(operands, others, strict=True)
+            )
         )
 
     def _stays(self, value: Node, since: Node, until: Node) -> bool:
@@ -193,7 +200,7 @@ def _is_pure(node: Node) -> bool:
     """Whether a call gives the same for the same operands, its own."""
     if not isinstance(node.target, OpOverload) or writes(node):
         return False
-    return torch.Tag.nondeterministic_seeded not in node.target.tags and not any(isinstance(each, Node) for each in node.kwargs.values())
+    return torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _is_open(node: Node) -> bool:

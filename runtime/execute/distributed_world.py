@@ -111,7 +111,14 @@ class DistributedWorld:
         self.is_stored = bool(compiled.stored)
         rank, device = self._place(stage), self.device(model)
         self._place_parameters = partial(
-            place_parameters, placements=self.placements, device_mesh=device_mesh, rank=rank, device=device, held=held, store=store
+            place_parameters,
+            placements=self.placements,
+            device_mesh=device_mesh,
+            rank=rank,
+            device=device,
+            held=held,
+            store=store,
+            on_stages={name for name, stages in self.holders.items() if len(stages) > 1},
         )
         self._place_parameters(model, parts=values)
         place_buffers(model, values, self.device(model))

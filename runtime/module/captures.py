@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from autopar._torch import outside_fake_modes
 from autopar.driver.compiled import TENSOR, Compiled
@@ -383,12 +382,9 @@ class CapturingModule(NamesOfModel):
                 "parameters() on a real mesh before the first capture: until then it is not known which part of each this process holds. "
                 "Pass example_inputs to autopar.compile, or call the module once, before making the optimizer"
             )
-        found = list(super().named_parameters(prefix, recurse, remove_duplicate))
-        is_new = not self._world.is_virtual and any(not isinstance(each, DTensor) and not each.is_meta for _, each in found)
-        if is_new and (new := self._guard.to_place()):
+        if new := self._guard.to_place():
             self._place_anew(new)  # an optimizer may be made of them
-            found = super().named_parameters(prefix, recurse, remove_duplicate)
-        for name, parameter in found:
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
             if self._world.is_virtual or not parameter.is_meta:
                 yield name, parameter
 

@@ -20,19 +20,28 @@ from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part, written_operands
 from autopar.runtime.execute.process_groups import naming
 from autopar.runtime.module.gathers import ranks_along
-from autopar.runtime.module.placement import torch_can_gather_tensor
+from autopar.runtime.module.placement import ON_STAGES, torch_can_gather_tensor
 
 
 def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the random `op` gives of DTensors, the first of `args` among them: DTensors that lie as that one. Collective over its mesh.
 
     Ranks whose generator stood where the first rank's did are where a single process would be; that of another rank stays where it was.
-    Raises `AutoparError` where a draw needs values that torch cannot gather, or goes into a sum that is not made yet.
+    Raises `AutoparError` where a draw needs values that torch cannot gather, goes into a sum that is not made yet or into a parameter that
+    stages of a pipeline hold in common, or gives what is not of the shape of its operand.
     """
     like = args[0]
-    is_written = bool(written_operands(op, args, kwargs))
+    written = written_operands(op, args, kwargs)
+    is_written = bool(written)
     if is_written and any(word.is_partial() for word in like.placements):
         raise AutoparError(f"{op} draws into a norm, a sum or the like of what is split over ranks: take .full_tensor() of it first")
+    if is_written and getattr(like, ON_STAGES, False):
+        raise AutoparError(
+            f"{op} draws into a parameter that several stages of the pipeline hold, each with its own generator: draw into "
+            "parallel.full_state_dict(), and load that by parallel.load_state_dict"
+        )
+    if any(each is not like for each in written) or op.__name__.startswith("multinomial"):
+        raise AutoparError(f"{op} is not drawn of what is split over ranks: take .full_tensor() of it first, on every rank")
     # What is filled, or is only a shape, is not gathered.
     is_read = not (is_written or "_like" in op.__name__)
     whole = [_whole(each, is_read or each is not like) for each in args]
@@ -88,7 +97,7 @@ def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
             continue
         pieces = part.unflatten(dim, (getattr(word, "split_factor", 1), -1))
         found = pieces.chunk(mesh.size(axis), dim + 1)
-        own = mesh.get_local_rank(axis)
+        own = ranks_along(mesh, axis).index(dist.get_rank())
         part = (found[own] if own < len(found) else pieces.narrow(dim + 1, 0, 0)).flatten(dim, dim + 1)
     if part.shape != local_part(like).shape:
         raise AutoparError(

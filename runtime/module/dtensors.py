@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar._torch import data_taken_over, draws_taken_over, gathers_taken_over, look_at_numbers
 from autopar.runtime.module.draws import draw
-from autopar.runtime.module.gathers import gathered
+from autopar.runtime.module.gathers import gathered, is_cut_from_whole
 from autopar.runtime.module.placement import part_of_data, refuse_number_of_part
 
 
@@ -13,4 +13,4 @@ def take_over() -> None:
     look_at_numbers(refuse_number_of_part)
     data_taken_over(part_of_data)
     draws_taken_over(draw)
-    gathers_taken_over(gathered)
+    gathers_taken_over(gathered, is_cut_from_whole)

@@ -6,7 +6,7 @@ Torch 2.13 gives other values there, mostly without an error, whenever it lays s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,11 @@ def gathered(
     return (part, found) if wrong else None
 
 
+def is_cut_from_whole(words: Sequence[Placement], sizes: Sequence[int]) -> bool:
+    """Whether torch lays a tensor out so rightly from a whole one alone: other parts it cuts as if nothing split the dim beside."""
+    return any(not is_pair and max(outer) > 1 for _, outer, is_pair in _splits(words, sizes))
+
+
 def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
     """The ranks of this one's group along an axis, in the order of the mesh: a process group has them sorted."""
     own = mesh.get_coordinate()
@@ -69,15 +74,16 @@ def _wrong_dims(words: Sequence[Any], sizes: Sequence[int]) -> set[int]:
     last are plain shards, or they are FSDP2's pair (a strided shard inside the pieces of the plain shard that follows). Torch 2.11
     gathers no strided shard but that pair's.
     """
-    found = set[int]()
+    last = -1 if gathers_strided_shards() else None
+    return {dim for dim, outer, is_pair in _splits(words, sizes) if not is_pair and max(outer[:last], default=1) > 1}
+
+
+def _splits(words: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[int, list[int], bool]]:
+    """Each dim that axes split, in how many pieces each of these splits inside, and whether they are FSDP2's pair."""
     for dim in {word.dim for word in words if word.is_shard() or hasattr(word, "split_factor")}:
         on_dim = [(word, size) for word, size in zip(words, sizes, strict=True) if getattr(word, "dim", None) == dim]
         outer = [getattr(word, "split_factor", 1) for word, _ in on_dim]
-        is_pair = len(on_dim) == 2 and outer == [on_dim[1][1], 1]
-        inner = outer[:-1] if gathers_strided_shards() else outer
-        if any(factor > 1 for factor in inner) and not is_pair:
-            found.add(dim)
-    return found
+        yield dim, outer, len(on_dim) == 2 and outer == [on_dim[1][1], 1]
 
 
 def _is_even(dim: int, words: Sequence[Any], sizes: Sequence[int], shape: Sequence[int]) -> bool:

@@ -31,6 +31,8 @@ from autopar.runtime.offload.stored import Store
 logger = logging.getLogger("autopar")
 # Of a placed parameter whether its part may not leave its memory.
 _KEEPS_MEMORY = "_keeps_memory"
+# Of a placed parameter whether several stages of a pipeline hold it.
+ON_STAGES = "_on_stages"
 
 
 def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
@@ -231,16 +233,17 @@ def place_parameters(
     held: Container[str],
     parts: Parts | None = None,
     store: Store = lambda _, part: part,
+    on_stages: Container[str] = (),
     only: Collection[str] | None = None,
 ) -> None:
     """Replace every parameter of `model`, or `only` these, by its part on `rank`, a DTensor on `device_mesh`; ties stay ties. `store` may
-    move a part.
+    move a part. Those `on_stages`, several of them, are marked.
 
     Those that are not `held`, because only another stage has a use for them, keep their shape and have no values (meta).
     What is held comes from `parts`, else it is of the model's own values: `check_equal_models` comes before it.
     """
     parts = parts or OwnParts(model)
-    ungathered = [name for name, placement in placements.items() if only is None and not torch_can_gather(placement)]
+    ungathered = [name for name, placement in placements.items() if not torch_can_gather(placement)] if only is None else []
     if ungathered:
         logger.warning(
             "DTensor.full_tensor() is wrong or raises for %s: use parallel.full_state_dict() for whole values", ", ".join(ungathered)
@@ -259,6 +262,7 @@ def place_parameters(
             parts.elsewhere(name)
         placed = nn.Parameter(here, requires_grad=parameter.requires_grad)
         setattr(placed, _KEEPS_MEMORY, keeps_memory)
+        setattr(placed, ON_STAGES, name in on_stages)
         hand_on_hooks(parameter, placed)
         for each in names:
             put(model, each, placed)

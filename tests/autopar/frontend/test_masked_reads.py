@@ -60,6 +60,14 @@ def of_views(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return x
 
 
+def of_choices(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    """A tensor without dims becomes what stands beside it (here 44), whatever the condition is."""
+    mask, counts = labels >= 0, labels.to(torch.int8)
+    weights = x[..., 0].clone()
+    weights[mask] = torch.where(weights[mask] > 0.1, counts[mask], torch.tensor(300)).to(x.dtype)
+    return x * weights[..., None]
+
+
 def of_samples(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     """The mask covers the first dim alone."""
     x[labels[:, 0] == 0] *= model.row.expand(5, 4)
@@ -109,7 +117,7 @@ def columns(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 # Of these a good part is computed of labels alone, which have no width for tp.
-OF_LABELS = (of_views, of_integers, of_wider_numbers)
+OF_LABELS = (of_views, of_integers, of_wider_numbers, of_choices)
 MODELS = (prompts, farthest, spline, of_samples, one_after_another, added, columns, *OF_LABELS)
 
 
@@ -244,9 +252,23 @@ def of_a_mask_inside(layer: Any, x: Tensor) -> Tensor:
     return y.sum()
 
 
+def of_a_list_rewritten(layer: Any, x: Tensor) -> Tensor:
+    y, column = layer.linear(x), x[:, 0].clone()
+    chosen = y[torch.stack([column, column]).sum(0) > 0]
+    column[2:].neg_()
+    y[torch.stack([column, column]).sum(0) > 0] = chosen
+    return y.sum()
+
+
+def of_an_op_that_wants_sizes(layer: Any, x: Tensor) -> Tensor:
+    y, mask = layer.linear(x), x[:, 0] > 0
+    y[mask] = torch.addcdiv(y[mask], y[mask], layer.linear.bias)
+    return y.sum()
+
+
 REFUSED = [
     of_another_mask, of_a_mask_rewritten, of_a_condition_rewritten, of_a_draw, of_its_length, of_other_rows, of_drawn_rows,
-    of_whole_divisors, of_a_branch, of_the_output, of_a_mask_inside,
+    of_whole_divisors, of_a_branch, of_the_output, of_a_mask_inside, of_a_list_rewritten, of_an_op_that_wants_sizes,
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import AutoparError, InputError, MeshError, ScheduleError
@@ -80,7 +80,14 @@ def _wrong_of(tensor: DTensor, whole: torch.Tensor) -> list[str]:
         "a sum": lambda x: x.sum(0),
         "a product": lambda x: torch.dot(x.flatten(), x.flatten()),
     }
-    pairs = {"the whole": (tensor.full_tensor(), whole), "its gradient": (leaf.grad.full_tensor(), plain.grad)}
+    along = [Replicate() if axis == 0 else Shard(whole.ndim - 1) for axis in range(tensor.device_mesh.ndim)]
+    other = distribute_tensor(whole * 2, tensor.device_mesh, along)
+    laid_out = other.redistribute(placements=tensor.placements)
+    pairs = {
+        "the whole": (tensor.full_tensor(), whole),
+        "its gradient": (leaf.grad.full_tensor(), plain.grad),
+        "from other parts": (laid_out.to_local(), (tensor * 2).to_local()),
+    }
     for name, way in ways.items():
         with suppress(RuntimeError):  # torch cannot flatten some before a product, and says so
             found = way(tensor)

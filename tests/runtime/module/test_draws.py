@@ -102,3 +102,31 @@ def test_a_generator_is_taken_and_a_sum_not_made_yet_refused(gloo_ranks: GlooRan
     for found, wanted, refused in gloo_ranks.run(with_a_generator):
         assert torch.equal(found, wanted)
         assert "draws into a norm" in refused
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.middle(self.first(x).tanh()).tanh()).square().mean()
+
+
+def of_stages() -> tuple[str, str]:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    parallel = compiled(Tied().double(), mesh, (torch.randn(4, 8, dtype=torch.float64),), timeout=180)
+    tied: Any = dict(parallel.named_parameters())["first.weight"]
+    with pytest.raises(AutoparError) as refused:
+        nn.init.normal_(tied)
+    with pytest.raises(AutoparError) as undrawn:
+        torch.multinomial(tied.detach().abs(), 2)
+    return str(refused.value), str(undrawn.value)
+
+
+def test_what_cannot_be_drawn_alike_is_refused(gloo_ranks: GlooRanks) -> None:
+    for refused, undrawn in gloo_ranks.run(of_stages):
+        assert "several stages of the pipeline" in refused and "load_state_dict" in refused
+        assert "multinomial" in undrawn and "full_tensor()" in undrawn
