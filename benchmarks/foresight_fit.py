@@ -46,7 +46,7 @@ class Fitted:
 
     def error(self, constants: Constants, software: SoftwareProfile | None = None) -> float:
         step = self.case.step
-        prices = Prices(step.prices.cluster, step.prices.mesh, constants, software or step.prices.profile)
+        prices = Prices(step.prices.cluster, step.prices.mesh, constants, software or step.prices.profile, step.prices.tp_parts)
         number = step.plan.num_microbatches
         if step.plan.pp > 1 or number < 3:
             seconds = Step(step.work, step.plan, prices).prediction().step_seconds

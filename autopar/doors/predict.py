@@ -119,7 +119,7 @@ def step_of(
         raise PlanError(f'offload={offload!r} leaves open what lies on the host: use "activations", "optimizer" or an Offload of both')
     plan = StepPlan(microbatch, per_replica, sizes["dp"], sizes["pp"], schedule, num_chunks, recompute, zero, live_limit, away[0])
     ordered = Mesh(tuple((axis, sizes[axis]) for axis in AXES))
-    return Step(work, plan, Prices(here, ordered, Constants.of(here, work.itemsize), known))
+    return Step(work, plan, Prices(here, ordered, Constants.of(here, work.itemsize), known, work.tp_parts))
 
 
 def measure_work(
@@ -155,7 +155,8 @@ def measure_work(
         mixes = bool(mixing(program, 2))
         program = run_passes(program, passes[numbered : last + 1])
         work = read_work(program, CostModel(here, program.mesh), short.layers, short.counts, num_samples)
-        return replace(work, mixes_samples=mixes)
+        parts = program.mesh.parts("tp")
+        return replace(work, mixes_samples=mixes, tp_parts=tuple(map(dict(program.mesh.axes).__getitem__, parts)))
 
 
 def with_samples(model: nn.Module, example_inputs: Inputs, num_samples: int) -> Inputs:

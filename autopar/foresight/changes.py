@@ -102,7 +102,7 @@ def _of_share(plan: StepPlan, is_whole: bool) -> dict[str, int]:
 
 def _on(step: Step, plan: StepPlan, work: ModelWork, tp: int) -> Step:
     mesh = Mesh((("pp", plan.pp), ("dp", plan.dp), ("tp", tp)))
-    return Step(work, plan, Prices(step.prices.cluster, mesh, step.prices.constants, step.prices.profile))
+    return Step(work, plan, Prices(step.prices.cluster, mesh, step.prices.constants, step.prices.profile, work.tp_parts))
 
 
 def _peak(step: Step) -> float:

@@ -54,12 +54,13 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Prices:
-    """On the ranks of `mesh`, laid over the nodes of `cluster`."""
+    """On the ranks of `mesh`, laid over the nodes of `cluster`; of its tp some transfers use sub-axes, of sizes `tp_parts`."""
 
     cluster: Cluster
     mesh: Mesh
     constants: Constants
     profile: SoftwareProfile
+    tp_parts: tuple[int, ...] = ()
     _parts: dict[tuple[int, float], tuple[Part, Seconds]] = field(default_factory=dict[tuple[int, float], Any], repr=False)
     _routes: dict[tuple[str, ...], tuple[int, int, int]] = field(default_factory=dict[tuple[str, ...], tuple[int, int, int]], repr=False)
 
@@ -117,7 +118,8 @@ class Prices:
         """Ranks along `axes`, the nodes that they lie on, and how many lie on one."""
         axes = tuple(axes)
         if axes not in self._routes:
-            route = self.cluster.route(self.mesh, axes)
+            is_refined = not set(axes) <= set(self.mesh.names)
+            route = self.cluster.route(self.mesh.refine("tp", self.tp_parts) if is_refined else self.mesh, axes)
             self._routes[axes] = route.num_ranks, route.num_nodes, route.ranks_on_node
         return self._routes[axes]
 

@@ -75,7 +75,9 @@ class Question:
         return (axes for axes in self.factorisations() if not self.problem_of(axes))
 
     def prices(self, axes: Axes) -> Prices:
-        return Prices(self.cluster, Mesh(axes), Constants.of(self.cluster, self.work.itemsize), self.profile)
+        return Prices(
+            self.cluster, Mesh(axes), Constants.of(self.cluster, self.work.itemsize), self.profile, self.works[dict(axes)["tp"]].tp_parts
+        )
 
     def plans(self, axes: Axes) -> Iterator[StepPlan]:
         """All that a mesh can run, without ZeRO."""

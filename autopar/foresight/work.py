@@ -103,11 +103,15 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The blocks of a model in order, as each rank along `tp` runs them. What `mixes_samples` computes something else on microbatches."""
+    """The blocks of a model in order, as each rank along `tp` runs them. What `mixes_samples` computes something else on microbatches.
+
+    Where the plan splits less than tp's ranks (two heads over four) transfers go over sub-axes of it, tp.0 and tp.1, of sizes `tp_parts`.
+    """
 
     blocks: tuple[Block, ...]
     itemsize: int
     mixes_samples: bool = False
+    tp_parts: tuple[int, ...] = ()
 
     @property
     def num_layers(self) -> int:

@@ -138,3 +138,23 @@ def test_bad_questions_are_refused(works: dict[int, ModelWork], changes: dict[st
     with pytest.raises(kind) as caught:
         ranked(works, **changes)
     assert text in str(caught.value)
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (torch.nn.Linear(4096, 4096) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(2, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        heads = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.out(heads.transpose(1, 2).flatten(2)).square().mean()
+
+
+def test_what_is_split_over_a_part_of_tp_has_a_price() -> None:
+    """Of two heads over eight ranks transfers go over sub-axes of tp, which another tp has in other sizes, or not at all."""
+    with torch.device("meta"):
+        model, x = TwoHeads(), torch.zeros(4, 4096, 4096)
+    for tp in ((8,), (2, 4, 8)):
+        found = autopar.rank_plans(model, cluster="8xH100", example_inputs=(x,), num_devices=8, global_batch=4, tp=tp)
+        assert found.plans and all(plan.prediction.step_seconds > 0 for plan in found.plans)
