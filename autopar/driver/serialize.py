@@ -78,7 +78,7 @@ class _Pickler(Pickler):
         if isinstance(value, GraphModule):
             return _module, (_rows(value.graph),)
         if isinstance(value, Signature):
-            return _signature, (READER, value.inputs, value.outputs, value.checks)
+            return _signature, (READER, value.inputs, value.outputs, value.checks, value.guessed)
         if isinstance(value, (Graph, Node, FakeTensorMode)) or value is TENSOR:
             raise CannotTravel(f"a {type(value).__name__} outside of a fragment")
         return super().reducer_override(value)
@@ -118,5 +118,7 @@ def _module(rows: list[tuple[Any, ...]]) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph)
 
 
-def _signature(reader: _Unpickler, inputs: tuple[Any, ...], outputs: tuple[Any, ...], checks: tuple[str, ...]) -> Signature:
-    return Signature(inputs, outputs, reader.given["structure"], reader.given["leaves"], checks)
+def _signature(
+    reader: _Unpickler, inputs: tuple[Any, ...], outputs: tuple[Any, ...], checks: tuple[str, ...], guessed: tuple[str, ...]
+) -> Signature:
+    return Signature(inputs, outputs, reader.given["structure"], reader.given["leaves"], checks, guessed)
