@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar.driver.compiled import Compiled
 from autopar.errors import BackwardError, ValueCheckError
@@ -276,12 +277,15 @@ class Call:
         return torch.full((), value, dtype=torch.int64, device=self._device)
 
 
+def made_in_inference_mode(model: nn.Module) -> bool:
+    return any(each.is_inference() for each in (*model.parameters(), *model.buffers()))
+
+
 @contextmanager
-def outside_inference_mode(model: Iterable[torch.Tensor] = ()) -> Generator[None]:
+def outside_inference_mode(unless: bool = False) -> Generator[None]:
     """While this is entered what is made may be written, and differentiated, outside of inference mode: the memory of a run is that of the
-    next one, be that a training step. Nothing is changed for a `model` whose tensors were made in inference mode: they are written there
-    alone."""
-    if not torch.is_inference_mode_enabled() or any(each.is_inference() for each in model):
+    next one, be that a training step. Nothing is changed for a model that was `made_in_inference_mode`: it is written there alone."""
+    if not torch.is_inference_mode_enabled() or unless:
         yield
         return
     with torch.inference_mode(False), torch.no_grad():

@@ -29,7 +29,7 @@ from autopar.ir.shares import UnequalShares
 from autopar.runtime._torch import Backend, share_contents
 from autopar.runtime.birth.weights import Weights
 from autopar.runtime.execute.agreement import from_first, telling
-from autopar.runtime.execute.call import outside_inference_mode
+from autopar.runtime.execute.call import made_in_inference_mode, outside_inference_mode
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
@@ -190,7 +190,7 @@ class CapturingModule(NamesOfModel):
         if runs and self._world.is_virtual:  # real ranks hear of it when parameters are placed
             check_values(inputs, self.tensors().named.items())
         if key not in self._captures:
-            with outside_inference_mode((*self._model.parameters(), *self._model.buffers())):
+            with outside_inference_mode(unless=made_in_inference_mode(self._model)):
                 self._captures[key] = self._compile(inputs, shares)
         self._latest = self._captures[key].compiled
         return inputs, self._captures[key]
@@ -317,6 +317,7 @@ class CapturingModule(NamesOfModel):
         if not self._captures:
             if not self._world.is_virtual:
                 gc.collect()  # torch's capture leaves cycles that hold the model's parameters, which are let go of next
+                self._guard.let_go()
             before = {name: weakref.ref(parameter) for name, parameter in self._model.named_parameters()}
             self._world.place(self._model, compiled, values)
             if isinstance(self._world, DistributedWorld):
@@ -348,7 +349,7 @@ class CapturingModule(NamesOfModel):
         assert isinstance(world, DistributedWorld)
         before = {name: self._model.get_parameter(name) for name in names}
         self._placed_anew |= {name: checksum(each) for name, each in before.items()}
-        with outside_inference_mode(before.values()):
+        with outside_inference_mode(unless=any(each.is_inference() for each in before.values())):
             world.place_anew(self._model, names)
         placed = [(name, self._model.get_parameter(name)) for name in names]
         step_by_parts(placed, world, self._trainer, {name: weakref.ref(each) for name, each in before.items()})

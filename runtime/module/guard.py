@@ -100,6 +100,11 @@ class ModelGuard:
         """How the model differs from what it was at the latest capture, in words; empty where it does not."""
         return changes(self._states[self._captured], self._latest.entries) if self._states and self._latest else ""
 
+    def let_go(self) -> None:
+        """Hold none of the model's tensors until it is `captured`: as parameters are placed, each is freed before the next takes memory."""
+        assert self._latest is not None
+        self._latest = self._latest._replace(watch=Watch([], [], [], []))
+
     def captured(self, written: Collection[str]) -> None:
         """Note that the model was captured in its latest state, as the capture left it. `written`: the attributes that forward writes."""
         assert self._latest is not None

@@ -16,7 +16,7 @@ from autopar.reports.formulas import Formulas, formulas
 from autopar.reports.memory import Memory, capacity_of, memory_of
 from autopar.reports.prompt_text import PromptText
 from autopar.reports.what_if import WhatIf
-from autopar.runtime.execute.call import outside_inference_mode
+from autopar.runtime.execute.call import made_in_inference_mode, outside_inference_mode
 from autopar.runtime.execute.fragments import rank_sizes
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.module.module_state import ModuleState
@@ -110,5 +110,5 @@ class Inspected(ModuleState):
 
         `promote` does it in float64 and asks for 1e-9, else 1e-4 is asked for (6e-2 of bfloat16, 8e-3 of float16), or `tolerance`.
         """
-        with outside_inference_mode((*self._model.parameters(), *self._model.buffers())):
+        with outside_inference_mode(unless=made_in_inference_mode(self._model)):
             return verify(self, args, kwargs, promote, tolerance)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import WeightsError
+from autopar.runtime.module import placement
+from autopar.runtime.module.placement import held_part
 from tests.support.captures import compiled
 from tests.support.models.zoo import ZOO
 from tests.support.ranks import share
@@ -84,3 +87,24 @@ def captured_with_garbage(model: nn.Module, capture: Callable[..., Any], *args: 
 
 def test_the_models_own_parameters_are_let_go_of(gloo_ranks: Any) -> None:
     assert all(after == 0 < before for before, after in gloo_ranks.run(num_alive))
+
+
+def num_alive_at_each() -> list[int]:
+    """How many of the model's own parameters there are as each of them is placed."""
+    case = ZOO["gpt2"]().to(torch.float32)
+    own = [weakref.ref(each) for each in case.model.parameters()]
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    found: list[int] = []
+
+    def part(*args: Any) -> Tensor:
+        found.append(sum(each() is not None for each in own))
+        return held_part(*args)
+
+    with patch.object(placement, "held_part", part):
+        compiled(case.model, mesh)(**share(case.batch, mesh)).loss.backward()
+    return found
+
+
+def test_each_parameter_is_let_go_of_before_the_next_is_placed(gloo_ranks: Any) -> None:
+    for found in gloo_ranks.run(num_alive_at_each):
+        assert found == [*range(len(found), 0, -1)] and len(found) > 10
