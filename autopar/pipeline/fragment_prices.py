@@ -59,9 +59,13 @@ def fragment_seconds(program: ScheduleProgram, cost: CostModel) -> Seconds:
 
     @cache
     def of_collective(kind: Collective, axes: tuple[str, ...], given: float, left: float, node_size: int) -> float:
+        if not axes:
+            return 0.0
         by_node = cost.by_node(kind, axes, given, left) if node_size else math.inf
-        # On a cluster without such nodes, as one of which an axis was measured, as one.
-        return by_node if by_node < math.inf else cost.collective(kind, axes, given, left).seconds if axes else 0.0
+        if by_node < math.inf:
+            return by_node
+        # On a cluster without such nodes, as one of which an axis was measured, a collective by node goes as one.
+        return cost.collective(kind, axes, given, left).seconds
 
     def seconds(instruction: Run | Send | Launch | Copy) -> float:
         if isinstance(instruction, Run):

@@ -167,7 +167,8 @@ def _waits_too(record: RankRecord | None, meeting: _Meeting, call: int) -> bool:
     instructions = record.program.instructions
     ends = [number for number, each in enumerate(instructions) if _end(each, record.program) == meeting[:2]]
     launched = instructions[ends[meeting.number]]
-    waits = (number for number, each in enumerate(instructions) if isinstance(each, Wait) and each.target == getattr(launched, "name", ""))
+    assert isinstance(launched, Launch), f"a collective by node is launched, and this is {launched}"
+    waits = (number for number, each in enumerate(instructions) if isinstance(each, Wait) and each.target == launched.name)
     return next((number for number in waits if number > ends[meeting.number]), 0) <= record.last.number
 
 

@@ -270,33 +270,30 @@ def _slowest(links: list[Link]) -> Link:
     )
 
 
-def _lie(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> tuple[int, int]:
-    """On how many nodes the groups along `axes` lie at most, and how few ranks of a group share a node."""
-    if mesh.size <= ranks_per_node:
-        return 1, mesh.size_of(axes)
-    starts, offsets, stride = [0], [0], 1
-    for name, size in reversed(mesh.axes):
-        steps = [stride * index for index in range(size)]
-        if name in axes:
-            offsets = [offset + step for step in steps for offset in offsets]
-        else:
-            starts = [start + step for step in steps for start in starts]
-        stride *= size
-    groups = [Counter((start + offset) // ranks_per_node for offset in offsets).values() for start in starts]
-    return max(len(group) for group in groups), min(min(group) for group in groups)
-
-
-def _is_in_runs(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> bool:
-    """Whether in each group along `axes` the ranks of a node are neighbours."""
+def _nodes_of_groups(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> list[list[int]]:
+    """Of each group along `axes` the nodes of its ranks, in the order of the axes."""
     strides, stride = dict[str, int](), 1
     for name, size in reversed(mesh.axes):
         strides[name] = stride
         stride *= size
-    starts, offsets = ([0], [0])
+    starts, offsets = [0], [0]
     for name, size in mesh.axes:
         if name not in axes:
             starts = [start + strides[name] * index for start in starts for index in range(size)]
     for name in axes:
         offsets = [offset + strides[name] * index for offset in offsets for index in range(mesh.size_of((name,)))]
-    groups = ([(start + offset) // ranks_per_node for offset in offsets] for start in starts)
+    return [[(start + offset) // ranks_per_node for offset in offsets] for start in starts]
+
+
+def _lie(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> tuple[int, int]:
+    """On how many nodes the groups along `axes` lie at most, and how few ranks of a group share a node."""
+    if mesh.size <= ranks_per_node:
+        return 1, mesh.size_of(axes)
+    groups = [Counter(nodes).values() for nodes in _nodes_of_groups(mesh, axes, ranks_per_node)]
+    return max(len(group) for group in groups), min(min(group) for group in groups)
+
+
+def _is_in_runs(mesh: Mesh, axes: tuple[str, ...], ranks_per_node: int) -> bool:
+    """Whether in each group along `axes` the ranks of a node are neighbours."""
+    groups = _nodes_of_groups(mesh, axes, ranks_per_node)
     return all(sum(one != other for one, other in pairwise(nodes)) == len(set(nodes)) - 1 for nodes in groups)
