@@ -78,6 +78,10 @@ def _traced(program: Program, training: bool) -> Program:
             graph, into, out = joint_graph(_Run(program.module()).run, _fakes(program, mode, training), mode, DECOMPOSITIONS)
     except DATA_DEPENDENT_ERRORS as error:
         raise _of_no_known_size(program) from error
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise _of_overwritten(program) from error
     graph.set_codegen(CodeGen())
     for target in _CHECKS:
         for node in graph.find_nodes(op="call_function", target=target):
@@ -112,6 +116,17 @@ def _of_no_known_size(program: Program) -> CaptureError:
     return CaptureError(
         f"the backward has a value whose size depends on data, as where a mask says which rows are written{lines and ':' + lines}\n"
         "  how to mend it: torch.where(mask, values, x) or x.masked_fill(mask, value) choose for each position by itself"
+    )
+
+
+def _of_overwritten(program: Program) -> CaptureError:
+    """Naming all writes: torch does not say which of them it was."""
+    places = dict.fromkeys(SOURCE[node].at for node in writers_of(program.graph) if node in SOURCE)
+    lines = "".join(f"\n  {place}" for place in places)
+    return CaptureError(
+        "the backward needs a value into which forward writes once it was read. Written through .data or .detach(), as torch runs it, the "
+        f"gradient is that of the new value, without a word. What is written in place:{lines}\n"
+        "  how to mend it: make a new tensor: x = x.masked_fill(mask, 0.0), torch.where(mask, values, x), or x = x.clone() before the write"
     )
 
 

@@ -65,8 +65,25 @@ def sharded_state(
     return result
 
 
+def refuse_part_of_another(value: DTensor, name: str) -> None:
+    """Raise `PlanError` where `value` was saved as the part of another rank, whose place its mesh remembers: the usual slip is a
+    `state_dict()` that rank 0 alone has saved."""
+    here, saved = (value.device_mesh.mesh == dist.get_rank()).nonzero(), value.device_mesh.get_coordinate()
+    own = tuple(here[0].tolist()) if len(here) else None
+    places = zip(own or (), saved or (), value.placements, strict=False)
+    if own is not None and saved is not None and all(one == other for one, other, lies in places if not lies.is_replicate()):
+        return
+    axes = ", ".join(value.device_mesh.mesh_dim_names or ())
+    raise PlanError(
+        f"{name!r} as it is loaded is the part of the rank at {saved} of the mesh ({axes}), and this rank is at {own}: state_dict() is a "
+        "rank's own. Save parallel.full_state_dict(), which any rank loads, and parallel.train_state_dict(); or each rank's state_dict() "
+        "in a file of its own; or let autopar.save or torch.distributed.checkpoint do it"
+    )
+
+
 def _sharded(value: torch.Tensor, target: DTensor, world: DistributedWorld, name: str) -> torch.Tensor:
     if isinstance(value, DTensor):
+        refuse_part_of_another(value, name)
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
             return value
         if not torch_can_gather_tensor(value):

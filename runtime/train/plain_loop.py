@@ -26,6 +26,7 @@ from autopar.errors import AutoparError
 from autopar.runtime._torch import around_steps, has_step_hooks, lies_as
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.placement import torch_can_gather
+from autopar.runtime.module.state import refuse_part_of_another
 from autopar.runtime.train.own_options import hand_back
 from autopar.runtime.train.placed import check_stages, is_seen_whole
 from autopar.runtime.train.runs import State
@@ -79,6 +80,7 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     scope = _scope(optimizer, home)
     if scope != "element":
         _refuse_statistics(optimizer, scope)
+        _refuse_state_of_another(optimizer)
     if has_closure or scope != "element" or optimizer.defaults.get("differentiable") or has_step_hooks(optimizer):
         return None
     # Each is looked at as seldom as can be: there may be hundreds, and they have left the processor's caches since the last step.
@@ -91,6 +93,7 @@ def _before(optimizer: Optimizer, has_closure: bool) -> Optimizer | None:
     known, parameters = _STAND_INS.setdefault(optimizer, StandIns()), [[each for each, _ in params] for params in groups]
     entered = known.again(parameters, gradients, optimizer.state)
     if entered is None:
+        _refuse_state_of_another(optimizer)
         if not all(each in _PLACED for each in stepped):
             return None
         worlds = [world for each in stepped if (world := _PLACED[each].world()) is not None]
@@ -110,6 +113,14 @@ def _of(optimizer: Optimizer, tensors: Sequence[list[torch.Tensor]], state: Stat
     if scope_of(optimizer) == "model":  # a class that nobody knows but the user: all is stepped at once, and it may count that
         _STEPPED[found] = [group for group, params in zip(optimizer.param_groups, tensors, strict=True) if params]
     return found
+
+
+def _refuse_state_of_another(optimizer: Optimizer) -> None:
+    """Where its state was saved by another rank, and is that rank's part."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, DTensor) and parameter in _PLACED:
+                refuse_part_of_another(value, f"{key} of {_PLACED[parameter].name}")
 
 
 def _dtensors(optimizer: Optimizer) -> Iterator[Any]:

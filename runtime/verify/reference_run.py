@@ -16,7 +16,9 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.fx import Interpreter, Node
 
+from autopar._torch import pytree
 from autopar.frontend.traced import as_traced
+from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.ir.arguments import arguments, call_of, list_at
 from autopar.ir.collectives import all_gather, all_reduce, all_to_all, is_launch, reduce_scatter
 from autopar.ir.instructions import Collective, Launch
@@ -128,7 +130,7 @@ def run_forward(program: Program, case: Case, training: bool) -> Results:
             parameters[case.first_names[item.name]] = value.requires_grad_()
         values.append(value)
     with torch.set_grad_enabled(training):
-        results = Interpreter(program.module()).run(*values)
+        results = _Autograd(program).run(*values)
     named = list(zip(program.signature.outputs, results, strict=True))
     outputs = {item.name: value for item, value in named if item.kind in ("loss", "output")}
     # A buffer changes in place, or its new value is a result.
@@ -137,13 +139,29 @@ def run_forward(program: Program, case: Case, training: bool) -> Results:
     return Results(_detached(outputs), gradients, _changed(buffers, case))
 
 
+class _Autograd(Interpreter):
+    """By autograd, to which what an op of ours gives may be a view: it lets nobody write into that, so what is written is a copy."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program.module())
+        self._written = {memory_of(written_by(node)).name for node in writers_of(program.graph)}
+
+    def run_node(self, n: Node) -> Any:
+        found = super().run_node(n)
+        if not str(n.target).startswith("autopar.") or self._written.isdisjoint((n.name, *(each.name for each in n.users))):
+            return found
+        return pytree.tree_map_only(torch.Tensor, torch.clone, found)
+
+
 def _differentiated(outputs: Mapping[str, torch.Tensor], signature: Signature) -> dict[str, torch.Tensor]:
     wanted = {item.name for item in signature.outputs if item.requires_grad}
     return {name: value for name, value in outputs.items() if name in wanted}
 
 
 def _changed(buffers: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in buffers.items() if not torch.equal(value, case.state[name])}
+    """Of those that a program can read, which are dense."""
+    dense = {name: value for name, value in buffers.items() if value.layout is torch.strided}
+    return {name: value.detach().clone() for name, value in dense.items() if not torch.equal(value, case.state[name])}
 
 
 def _gradients(outputs: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], case: Case) -> dict[str, torch.Tensor]:

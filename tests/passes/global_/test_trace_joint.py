@@ -198,6 +198,18 @@ def test_effects_are_refused() -> None:
         trace_joint(capture(Layer(prints), (X,), {}, MESH), training=True)
 
 
+def test_what_the_backward_needs_is_not_overwritten() -> None:
+    """Eager takes the gradient at the new value where the write goes through `.data`."""
+
+    def written(self: Layer, x: Tensor) -> Tensor:
+        rows = self.linear(x).relu()
+        rows.data[:, 0] = 0.0
+        return rows.exp().sum()
+
+    with pytest.raises(CaptureError, match=r"needs a value into which forward writes[^\n]*written in place:\n[\s\S]*make a new tensor"):
+        trace_joint(capture(Layer(written), (X,), {}, MESH), training=True)
+
+
 def test_what_torch_cannot_write_in_place_is_refused_with_its_line() -> None:
     def written(self: Layer, x: Tensor) -> Tensor:
         rows = self.linear(x.view(2, 4, 4)).transpose(1, 2)

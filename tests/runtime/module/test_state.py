@@ -1,18 +1,21 @@
-"""Norms of gradients that lie on several ranks."""
+"""Norms of gradients that lie on several ranks; states that one rank saved and others load."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.module.state import clip_grad_norm
+from tests.support.captures import compiled
 
 # torch rounds the norm to the dtype of the gradients before it scales by it.
 DIGITS = {torch.float64: 1e-14, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -65,3 +68,53 @@ def refused() -> str:
 
 def test_what_is_no_norm_is_refused(gloo_ranks: Any) -> None:
     assert all("norm_type=0.0 is no norm" in text for text in gloo_ranks.run(refused))
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).tanh()).square().mean()
+
+
+def loaded(axes: dict[str, int], zero: int, of_rank: int | None) -> tuple[str, str]:
+    """What a rank says that loads the module's and the optimizer's `state_dict()` as rank `of_rank` saved them, or its own."""
+    torch.manual_seed(0)
+    mesh, x = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes)), torch.randn(8, 8)
+    parallel = compiled(Two(), mesh, {"x": x}, cluster="ideal", **({"zero": zero} if zero else {}))
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    parallel(x).backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save((parallel.state_dict(), optimizer.state_dict()), file)
+    files: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(files, file.getvalue())
+    mine = files[dist.get_rank() if of_rank is None else of_rank]
+    state, state_of_optimizer = torch.load(io.BytesIO(mine), weights_only=True)
+    said = ["", ""]
+    try:
+        parallel.load_state_dict(state)
+    except PlanError as error:
+        said[0] = str(error)
+    optimizer.load_state_dict(state_of_optimizer)
+    try:
+        optimizer.step()
+    except PlanError as error:
+        said[1] = str(error)
+    return said[0], said[1]
+
+
+@pytest.mark.parametrize(("axes", "zero"), [({"dp": 4}, 3), ({"dp": 4}, 1), ({"dp": 2, "tp": 2}, 0)], ids=["zero 3", "zero 1", "tp"])
+def test_the_state_of_another_rank_is_refused(gloo_ranks: Any, axes: dict[str, int], zero: int) -> None:
+    """What all ranks load is often what rank 0 has saved, as under DDP."""
+    for rank, said in enumerate(gloo_ranks.run(loaded, axes, zero, 0)):
+        here, own = (list(np.ndindex(*axes.values()))[each] for each in (0, rank))
+        is_own = here == own if zero else here[1] == own[1]
+        assert all(text == "" for text in said) if is_own else all(f"at {here}" in text and f"at {own}" in text for text in said)
+
+
+@pytest.mark.parametrize(("axes", "zero", "of_rank"), [({"dp": 4}, 3, None), ({"dp": 4}, 0, 0)], ids=["its own", "whole"])
+def test_state_that_is_the_same_is_loaded(gloo_ranks: Any, axes: dict[str, int], zero: int, of_rank: int | None) -> None:
+    assert gloo_ranks.run(loaded, axes, zero, of_rank) == [("", "")] * 4

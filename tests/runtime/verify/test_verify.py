@@ -301,3 +301,30 @@ def test_on_real_ranks(gloo_ranks: GlooRanks) -> None:
         assert bad.first_difference.made_by == "runtime" and "norm.weight" in bad.first_difference.detail, str(bad)
         assert calls == 0.0
     assert len({str(bad) for _, bad, _ in reports}) == 1, "every rank reports the same"
+
+
+class Turned(nn.Module):
+    """Rotary embeddings, into whose result is written (google's Gemma scales there), beside a sparse buffer that forward leaves alone
+    (the alignment heads of openai's Whisper)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 8)
+        self.register_buffer("heads", torch.ones(2, 2, dtype=torch.bool).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, 2, 4).transpose(1, 2)
+        angles = torch.outer(torch.arange(length).float(), torch.tensor([1.0, 0.1]))
+        angles = torch.cat((angles, angles), -1)
+        first, second = q.chunk(2, -1)
+        q = q * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+        q.mul_(0.5)
+        return (q @ q.transpose(2, 3)).softmax(-1)[..., 0].square().mean()
+
+
+def test_what_an_op_of_ours_gives_may_be_written_into() -> None:
+    x = torch.randn(4, 4, 8)
+    parallel = autopar.compile(Turned(), autopar.virtual_mesh(dp=2), example_inputs=(x,), backend="eager", kernels="triton")
+    assert "autopar.rotary" in parallel.print_program(after="fuse rotary")
+    assert parallel.verify(x) and parallel.verify(x, promote=True)
