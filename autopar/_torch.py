@@ -4,6 +4,7 @@ what the runtime does in `runtime/_torch.py`."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -26,10 +27,11 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
     unset_fake_temporarily,
 )
-from torch.distributed.tensor import DTensor, Placement, Replicate, _redistribute
+from torch.distributed.tensor import DTensor, Placement, Replicate, _redistribute, debug
 from torch.distributed.tensor import _api as _dtensor_api
 from torch.distributed.tensor import _dispatch as _dtensor_dispatch
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._ops import _view_ops
 from torch.distributions import constraints
 from torch.fx import Graph
 from torch.fx.traceback import preserve_node_meta
@@ -68,6 +70,7 @@ __all__ = [
     "outside_fake_modes",
     "pytree",
     "schema_of",
+    "views_taken_over",
     "without_onednn",
     "writes_operands",
 ]
@@ -279,7 +282,7 @@ def look_at_numbers(look: Callable[[DTensor], None]) -> None:
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = given
 
 
-_GATHERS = "_autopar_gathers"
+_GATHERS, _VIEWS = "_autopar_gathers", "_autopar_views"
 _DRAWS = (
     "normal_ uniform_ bernoulli bernoulli_ exponential_ log_normal_ cauchy_ geometric_ random_ "
     "rand_like randn_like randint_like native_dropout multinomial rrelu_with_noise rrelu_with_noise_ rrelu_with_noise_functional"
@@ -331,6 +334,36 @@ def gathers_taken_over(
     modules: tuple[Any, ...] = _redistribute, _dtensor_dispatch, _dtensor_api  # each has it by name
     for module in modules:
         module.redistribute_local_tensor = redistribute
+
+
+def views_taken_over(words_of: Callable[..., Sequence[Placement] | None]) -> None:
+    """From now on a view of a DTensor that merges dims or cuts them lies as `words_of` says, if that says anything, of its placements, the
+    sizes of the mesh, its shape, the view's, and the dims that stay as they are."""
+    torchs: Any = _view_ops.propagate_shape_and_sharding
+    if hasattr(torchs, _VIEWS):
+        return
+
+    def propagate(words: Sequence[Placement], shape: Sequence[int], rule: Sequence[Any], sizes: Sequence[int], *options: Any) -> Any:
+        found = None
+        if any(isinstance(each, (_view_ops.Flatten, _view_ops.Split)) for each in rule):
+            kept = {each.input_dim for each in rule if isinstance(each, _view_ops.InputDim)}
+            found = words_of(words, sizes, shape, [_size_of_dim(each, shape) for each in rule], kept)
+        return torchs(words, shape, rule, sizes, *options) if found is None else (list(words), list(found))
+
+    setattr(propagate, _VIEWS, True)
+    _view_ops.propagate_shape_and_sharding = propagate
+    debug._clear_sharding_prop_cache()
+
+
+def _size_of_dim(rule: Any, shape: Sequence[int]) -> int:
+    """The size of a dim of a view, which torch describes by dims of the operand; 0 of another description."""
+    if isinstance(rule, _view_ops.InputDim):
+        return shape[rule.input_dim]
+    if isinstance(rule, _view_ops.Flatten):
+        return math.prod(_size_of_dim(each, shape) for each in rule.input_dims)
+    if isinstance(rule, _view_ops.Split):
+        return rule.group_shape[rule.split_id]
+    return int(isinstance(rule, _view_ops.Singleton))
 
 
 def data_taken_over(part_of: Callable[[DTensor, Any], torch.Tensor | None]) -> None:

@@ -1,7 +1,7 @@
 """Whole tensors from what lies on processes, where torch's own way is wrong: a dim that several axes of the mesh split inside its pieces.
 
 Torch 2.13 gives other values there, mostly without an error, whenever it lays such a tensor out anew: `full_tensor()`, `redistribute`,
-`p.flatten()`, `torch.dot(p.flatten(), ...)`.
+operands of a softmax or a product. How views of such a tensor lie (`p.flatten()`) is in `views.py`.
 """
 
 from __future__ import annotations

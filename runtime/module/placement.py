@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DTensorPlacement
 
 from autopar.errors import AutoparError, MeshError
@@ -20,12 +20,13 @@ from autopar.ir.placement import Placement
 from autopar.ir.printing import short_dtype
 from autopar.ir.program import Signature
 from autopar.ir.sharding import Dims, Sharding
-from autopar.runtime._torch import dtensor_like, hand_on_hooks, local_part, shard
+from autopar.runtime._torch import dtensor_like, hand_on_hooks, local_part
 from autopar.runtime.birth.slots import get, names_of, put
 from autopar.runtime.execute.group_cache import known_or_made
 from autopar.runtime.module.gathers import can_gather
 from autopar.runtime.module.inputs import checksum
 from autopar.runtime.module.parameters import local_shard
+from autopar.runtime.module.pieces import words_of
 from autopar.runtime.offload.stored import Store
 
 logger = logging.getLogger("autopar")
@@ -51,25 +52,10 @@ def all_placements(model: nn.Module, signature: Signature, mesh: Mesh) -> dict[s
 
 
 def dtensor_placements(placement: Placement) -> tuple[DTensorPlacement, ...]:
-    """DTensor's words for a placement: one per axis of its mesh, in the order of the mesh.
-
-    DTensor splits a dim axis by axis in mesh order. An axis that comes after unsplit atoms of its dim, or
-    after an axis that DTensor splits later, is a strided shard: it splits inside each of the pieces before it.
-    """
-    dims = [list(pieces) for pieces in _pieces(placement)]
-    found: list[DTensorPlacement] = []
-    for axis in placement.mesh.names:
-        words: DTensorPlacement = Replicate()
-        for dim, pieces in enumerate(dims):
-            position = next((i for i, (_, name) in enumerate(pieces) if name == axis), None)
-            if position is not None:
-                outer = 1
-                for size, _ in pieces[:position]:
-                    outer *= size
-                words = shard(dim, outer)
-                del pieces[position]
-        found.append(words)
-    return tuple(found)
+    """DTensor's words for a placement: one per axis of its mesh, in the order of the mesh."""
+    names = placement.mesh.names
+    dims = ([(size, None if axis is None else names.index(axis)) for size, axis in pieces] for pieces in _pieces(placement))
+    return tuple(words_of(dims, len(names)))
 
 
 def torch_can_gather(placement: Placement) -> bool:

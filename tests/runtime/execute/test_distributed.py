@@ -6,12 +6,12 @@ import copy
 import logging
 import random
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -65,11 +65,11 @@ def full_tensors_are_whole() -> tuple[list[str], int]:
                 wrong.append(f"gathered by us: {text}")
             assert torch_can_gather_tensor(tensor) and torch_can_gather(placement), text
             gathered += 1
-            wrong += [f"{name}: {text}" for name in _wrong_of(tensor, whole)]
+            wrong += [f"{name}: {text}" for name in _wrong_of(tensor, whole, gathered % 4 == 0)]
     return wrong, gathered
 
 
-def _wrong_of(tensor: DTensor, whole: torch.Tensor) -> list[str]:
+def _wrong_of(tensor: DTensor, whole: torch.Tensor, with_views: bool) -> list[str]:
     """Which of what a user does to a parameter does not give what it gives of the whole."""
     leaf, plain = tensor.detach().requires_grad_(), whole.clone().requires_grad_()
     (leaf.full_tensor() * whole).sum().backward()
@@ -80,6 +80,13 @@ def _wrong_of(tensor: DTensor, whole: torch.Tensor) -> list[str]:
         "a sum": lambda x: x.sum(0),
         "a product": lambda x: torch.dot(x.flatten(), x.flatten()),
     }
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "in one dim": lambda x: x.view(-1),
+        "a vector": lambda x: nn.utils.parameters_to_vector([x, 2 * x]),
+        "two dims": lambda x: x.reshape(-1, *x.shape[-1:]),
+        "moved, in one dim": lambda x: x.transpose(0, -1).flatten(),
+        "and back": lambda x: x.flatten().view(x.shape).cumsum(0),
+    }
     along = [Replicate() if axis == 0 else Shard(whole.ndim - 1) for axis in range(tensor.device_mesh.ndim)]
     other = distribute_tensor(whole * 2, tensor.device_mesh, along)
     laid_out = other.redistribute(placements=tensor.placements)
@@ -88,11 +95,21 @@ def _wrong_of(tensor: DTensor, whole: torch.Tensor) -> list[str]:
         "its gradient": (leaf.grad.full_tensor(), plain.grad),
         "from other parts": (laid_out.to_local(), (tensor * 2).to_local()),
     }
-    for name, way in ways.items():
-        with suppress(RuntimeError):  # torch cannot flatten some before a product, and says so
-            found = way(tensor)
-            assert isinstance(found, DTensor)
-            pairs[name] = found.full_tensor(), way(whole)
+    for name, way in (ways | (views if with_views else {})).items():
+        leaves = tensor.detach().requires_grad_(), whole.clone().requires_grad_()
+        found, wanted = (way(each) for each in leaves)
+        assert isinstance(found, DTensor)
+        pairs[name] = found.full_tensor(), wanted
+        if with_views:
+            weights = torch.arange(1.0, wanted.numel() + 1).view(wanted.shape)
+            for each in pairs[name]:
+                (each * weights).sum().backward()
+            gradient: Any = leaves[0].grad
+            assert leaves[1].grad is not None
+            pairs[f"the gradient of {name}"] = gradient.full_tensor(), leaves[1].grad
+    written = tensor.detach().clone()
+    written.view(-1).mul_(2)
+    pairs["what is written into a view"] = written.full_tensor(), whole * 2
     return [name for name, (each, wanted) in pairs.items() if not torch.allclose(each, wanted)]
 
 
