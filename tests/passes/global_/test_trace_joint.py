@@ -245,3 +245,13 @@ def test_convolutions_have_the_strides_that_they_have_in_a_run(convolution: Any,
     parallel = compiled(OfPositions(convolution, space), {"dp": 2, "tp": 2}, (x,))
     assert parallel.verify(x, promote=True).worst <= 1e-9 and parallel.verify(x)
     assert parallel.summary()["flops_split"] >= 0.98, parallel.explain()
+
+
+def test_what_tracing_wrote_on_nodes_is_dropped_where_nobody_reads_it() -> None:
+    """Each program of a compile would copy it, and hold it: views of stacks, descriptors, whole traces of modules."""
+    forms = compiled(Layer(lambda self, x: self.linear(x).tanh().square().sum()), {"dp": 2}, (X,)).compiled.forms
+    read = {"val", "nn_module_stack", "fwd_nn_module_stack", "seq_nr", "ac_graph_id", "original_aten", "from_node"}
+    for program in (joint_of(lambda self, x: self.linear(x).tanh().square().sum()), forms.program, forms.local):
+        calls = [node for node in program.graph.nodes if node.op == "call_function"]
+        assert calls and all(SOURCE[node].file for node in calls)
+        assert {key for node in program.graph.nodes for key in node.meta if isinstance(key, str)} <= read
