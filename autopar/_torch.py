@@ -66,7 +66,7 @@ __all__ = [
     "is_fake",
     "joint_graph",
     "leaves_behind",
-    "look_at_numbers",
+    "numbers_taken_over",
     "outside_fake_modes",
     "pytree",
     "schema_of",
@@ -271,13 +271,12 @@ def compiling() -> AbstractContextManager[None]:
     return attribute_set(torch.compiler, "_is_compiling_flag", True)
 
 
-def look_at_numbers(look: Callable[[DTensor], None]) -> None:
-    """Have `look` see each DTensor of which this process asks a number from now on (`.item()`, `float()`, `bool()`), before torch gives
-    what this rank holds."""
+def numbers_taken_over(number_of: Callable[[DTensor], torch.Tensor]) -> None:
+    """From now on a DTensor of which a number is asked (`.item()`, `float()`, `bool()`) has that which `number_of` gives, where torch would
+    give what this rank holds."""
 
     def given(op_call: OpOverload, args: tuple[Any, ...], kwargs: dict[str, object]) -> Any:
-        look(args[0])
-        return op_call(args[0]._local_tensor)
+        return op_call(number_of(args[0]))
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = given
 

@@ -20,25 +20,25 @@ from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part, written_operands
 from autopar.runtime.execute.process_groups import naming
 from autopar.runtime.module.gathers import ranks_along
-from autopar.runtime.module.placement import ON_STAGES, torch_can_gather_tensor
+from autopar.runtime.module.placement import is_on_stages, torch_can_gather_tensor
 
 
 def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the random `op` gives of DTensors, the first of `args` among them: DTensors that lie as that one. Collective over its mesh.
 
     Ranks whose generator stood where the first rank's did are where a single process would be; that of another rank stays where it was.
-    Raises `AutoparError` where a draw needs values that torch cannot gather, goes into a sum that is not made yet or into a parameter that
-    stages of a pipeline hold in common, or gives what is not of the shape of its operand.
+    Raises `AutoparError` where a draw needs values that torch cannot gather, goes into a sum that is not made yet, is for a
+    parameter that stages of a pipeline hold in common, or gives what is not of the shape of its operand.
     """
     like = args[0]
     written = written_operands(op, args, kwargs)
     is_written = bool(written)
     if is_written and any(word.is_partial() for word in like.placements):
         raise AutoparError(f"{op} draws into a norm, a sum or the like of what is split over ranks: take .full_tensor() of it first")
-    if is_written and getattr(like, ON_STAGES, False):
+    if is_on_stages(like):
         raise AutoparError(
-            f"{op} draws into a parameter that several stages of the pipeline hold, each with its own generator: draw into "
-            "parallel.full_state_dict(), and load that by parallel.load_state_dict"
+            f"{op} draws for a parameter, or its gradient, that several stages of the pipeline hold, each with its own generator, so that "
+            "their copies would differ: draw into parallel.full_state_dict(), and load that by parallel.load_state_dict"
         )
     if any(each is not like for each in written) or op.__name__.startswith("multinomial"):
         raise AutoparError(f"{op} is not drawn of what is split over ranks: take .full_tensor() of it first, on every rank")

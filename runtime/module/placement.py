@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ from autopar.ir.placement import Placement
 from autopar.ir.printing import short_dtype
 from autopar.ir.program import Signature
 from autopar.ir.sharding import Dims, Sharding
-from autopar.runtime._torch import dtensor_like, hand_on_hooks, local_part
+from autopar.runtime._torch import dtensor_like, hand_on_hooks, local_part, storage_key
 from autopar.runtime.birth.slots import get, names_of, put
 from autopar.runtime.execute.group_cache import known_or_made
 from autopar.runtime.module.gathers import can_gather
@@ -32,8 +33,8 @@ from autopar.runtime.offload.stored import Store
 logger = logging.getLogger("autopar")
 # Of a placed parameter whether its part may not leave its memory.
 _KEEPS_MEMORY = "_keeps_memory"
-# Of a placed parameter whether several stages of a pipeline hold it.
-ON_STAGES = "_on_stages"
+# Placed parameters that several stages of a pipeline hold.
+_on_stages: list[weakref.ref[nn.Parameter]] = []
 
 
 def placements_of(signature: Signature, mesh: Mesh) -> dict[str, Placement]:
@@ -149,16 +150,6 @@ def widened(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return gradient.to(parameter.dtype)
 
 
-def refuse_number_of_part(tensor: DTensor) -> None:
-    """Of a norm or sum of what is split each rank holds a part, and torch gives that as if it were the number."""
-    if any(placement.is_partial() and tensor.device_mesh.size(dim) > 1 for dim, placement in enumerate(tensor.placements)):
-        raise AutoparError(
-            "a number is asked (.item(), float(), bool()) of a norm, a sum or the like of a parameter or gradient that is split over "
-            "ranks, of which this rank holds a part alone: torch would give another number on each rank. Call .full_tensor().item(), on "
-            "every rank; the norm of all gradients is parallel.clip_grad_norm_(float('inf'))"
-        )
-
-
 def part_of_data(tensor: DTensor, value: object) -> torch.Tensor | None:
     """What a rank holds once `tensor.data = value`; None of what nobody here has placed, which is left to torch.
 
@@ -181,6 +172,13 @@ def part_of_data(tensor: DTensor, value: object) -> torch.Tensor | None:
 def _lying(tensor: torch.Tensor) -> str:
     form = f"{short_dtype(tensor.dtype)}{list(tensor.shape)}"
     return f"{form} {tensor.placements}" if isinstance(tensor, DTensor) else f"a plain {form}"
+
+
+def is_on_stages(tensor: DTensor) -> bool:
+    """Whether `tensor` shows memory of a parameter that several stages of a pipeline hold, each its copy, or of its gradient."""
+    own = storage_key(local_part(tensor))
+    found = (held for each in _on_stages if (parameter := each()) is not None for held in (parameter, parameter.grad))
+    return any(isinstance(each, DTensor) and storage_key(local_part(each)) == own for each in found)
 
 
 def check_equal_models(model: nn.Module, gather: Callable[..., Sequence[Any]]) -> None:
@@ -248,7 +246,8 @@ def place_parameters(
             parts.elsewhere(name)
         placed = nn.Parameter(here, requires_grad=parameter.requires_grad)
         setattr(placed, _KEEPS_MEMORY, keeps_memory)
-        setattr(placed, ON_STAGES, name in on_stages)
+        if name in on_stages:
+            _on_stages[:] = [*(each for each in _on_stages if each() is not None), weakref.ref(placed)]
         hand_on_hooks(parameter, placed)
         for each in names:
             put(model, each, placed)

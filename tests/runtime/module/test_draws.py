@@ -114,19 +114,51 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x).tanh()).tanh()).square().mean()
 
 
-def of_stages() -> tuple[str, str]:
+def of_stages() -> tuple[list[str], str]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    parallel = compiled(Tied().double(), mesh, (torch.randn(4, 8, dtype=torch.float64),), timeout=180)
+    x = torch.randn(4, 8, dtype=torch.float64)
+    parallel = compiled(Tied().double(), mesh, (x,), timeout=180)
+    parallel(x).backward()
     tied: Any = dict(parallel.named_parameters())["first.weight"]
-    with pytest.raises(AutoparError) as refused:
-        nn.init.normal_(tied)
+    assert tied.grad is not None
+    ways: list[Any] = [lambda: nn.init.normal_(tied), lambda: tied.data.normal_(), lambda: tied.detach().view(-1)[:4].uniform_()]
+    ways += [lambda: torch.randn_like(tied), lambda: torch.rand_like(tied.grad), lambda: tied.grad.bernoulli_(0.5)]
+    refused = list[str]()
+    for way in ways:
+        with pytest.raises(AutoparError) as found:
+            way()
+        refused.append(str(found.value))
+    for name, each in parallel.named_parameters():
+        if name.startswith("middle"):
+            each.data.normal_()
     with pytest.raises(AutoparError) as undrawn:
-        torch.multinomial(tied.detach().abs(), 2)
-    return str(refused.value), str(undrawn.value)
+        torch.multinomial((tied + 1).detach().abs(), 2)
+    return refused, str(undrawn.value)
 
 
 def test_what_cannot_be_drawn_alike_is_refused(gloo_ranks: GlooRanks) -> None:
     for refused, undrawn in gloo_ranks.run(of_stages):
-        assert "several stages of the pipeline" in refused and "load_state_dict" in refused
+        assert len(refused) == 6 and all("several stages of the pipeline" in each and "load_state_dict" in each for each in refused)
         assert "multinomial" in undrawn and "full_tensor()" in undrawn
+
+
+def truncated() -> tuple[Tensor, Tensor, bool]:
+    _, parallel, _, _ = placed({"dp": 2, "tp": 2}, {"zero": 3})
+    rank = torch.distributed.get_rank()
+    pairs = []
+    for bound in (2.0, 0.2):  # torch rejects what is out of bounds, or where bounds are narrow draws from an even density
+        weight: Any = parallel.layers[0].weight
+        torch.manual_seed(SEED + rank)
+        nn.init.trunc_normal_(weight, std=1.0, a=-bound, b=bound)
+        torch.manual_seed(SEED)
+        pairs.append(
+            (weight.full_tensor().detach(), nn.init.trunc_normal_(torch.empty(18, 8, dtype=torch.float64), std=1.0, a=-bound, b=bound))
+        )
+    is_split = any(not word.is_replicate() for word in weight.placements)
+    return torch.stack([found for found, _ in pairs]), torch.stack([wanted for _, wanted in pairs]), is_split
+
+
+def test_truncated_normals_are_those_of_one_device(gloo_ranks: GlooRanks) -> None:
+    for found, wanted, is_split in gloo_ranks.run(truncated):
+        assert torch.equal(found, wanted) and is_split

@@ -75,8 +75,7 @@ def numbers(way: str) -> dict[str, Any]:
     weight, wanted = parallel.get_parameter("a.weight"), model.get_parameter("a.weight")
     assert weight.grad is not None and wanted.grad is not None
     gradient, held = weight.grad, weight.detach()
-    parts = [lambda: gradient.norm().item(), lambda: float(held.abs().max()), lambda: bool((gradient == 0).any())]
-    parts += [lambda: int(torch.count_nonzero(held)), lambda: bool(torch.isfinite(gradient).all())]
+    parts = [lambda: gradient.norm().item(), lambda: float(held.abs().max()), lambda: int(torch.count_nonzero(held))]
     everything: list[Any] = [torch.nn.utils.get_total_norm([each.grad for each in of.parameters() if each.grad is not None])
                              for of in (parallel, model)]  # fmt: skip
     return {
@@ -96,6 +95,39 @@ def test_a_number_of_which_ranks_hold_parts_is_refused_and_the_whole_is_right(gl
 def test_what_every_rank_holds_whole_is_a_number(gloo_ranks: Any) -> None:
     for found in gloo_ranks.run(numbers, "dp"):
         assert not any(found["refused"]) and found["whole"] < 1e-12
+
+
+def branches(way: str) -> tuple[list[bool], list[bool], str]:
+    """Bools of what one element decides, which one rank holds; and what is said where ranks ask in other lines."""
+    model, parallel, batch, share = built(way)
+    model(*batch).backward()
+    parallel(*share).backward()
+    answers = []
+    for module in (parallel, model):
+        weight = module.get_parameter("a.weight")
+        gradient = weight.grad
+        assert gradient is not None
+        asked = [bool(torch.isfinite(gradient).all()), bool(torch.isnan(weight).any()), bool((weight > weight.max() - 1e-9).any())]
+        with torch.no_grad():
+            weight.copy_(torch.where(weight >= weight.max(), float("nan"), weight))
+            gradient.copy_(torch.where(gradient >= gradient.max(), float("inf"), gradient))
+        asked += [bool(torch.isfinite(gradient).all()), bool(torch.isnan(weight).any()), torch.isnan(weight).all().item()]
+        asked += [True] if torch.isnan(weight).any() else [False]
+        asked += [bool(torch.isnan(weight).any(0).any()), bool((torch.isnan(weight) | (gradient == 0)).max())]
+        answers.append(asked)
+    weight = parallel.get_parameter("a.weight")
+    if torch.distributed.get_rank() % 2:
+        refused = error_of(lambda: bool((weight > 0).any()))
+    else:
+        refused = error_of(lambda: bool((weight > 0).any()))
+    return answers[0], answers[1], refused
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_bool_of_what_is_split_is_that_of_all_ranks(gloo_ranks: Any, way: str) -> None:
+    for found, wanted, refused in gloo_ranks.run(branches, way):
+        assert found == wanted == [True, False, True, False, True, False, True, True, True]
+        assert ("all must ask in the same line" in refused) == (way != "dp"), refused
 
 
 class OfTwo(nn.Module):
