@@ -36,13 +36,18 @@ _COPIES = (
     aten._to_copy.default, aten.alias.default, aten.clone.default, aten.detach.default, aten.to.dtype, aten.to.dtype_layout, aten.to.other,
     aten.type_as.default,
 )  # fmt: skip
+# In whose tags torch forgot that they go position by position.
+_OF_POSITIONS = {
+    overload for packet in (aten.__and__, aten.__or__, aten.__rshift__, aten.__iand__, aten.__ior__, aten.__irshift__)
+    for overload in (packet.Scalar, packet.Tensor)
+}  # fmt: skip
 # Of whole numbers these fail at a zero, which is what stands where the mask is false.
 _DIVIDE = ("remainder", "fmod", "_mode")
 
 
 def takes_up(op: OpOverload) -> bool:
     """Whether `op` may have values of the true positions of a mask as an operand: it goes position by position, or puts them back."""
-    if op in _WRITES or op in _COPIES:
+    if op in _WRITES or op in _COPIES or op in _OF_POSITIONS:
         return True
     is_of_positions = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
     return is_of_positions and not any(name in str(op) for name in _DIVIDE)
@@ -156,6 +161,7 @@ class _Spreading:
 
     def _is_same(self, one: Node, two: Node, since: Node, until: Node) -> bool:
         """Whether two masks are one, which is not written from `since` to `until`, or are made alike (`labels == 0` twice)."""
+        one, two = _undetached(one), _undetached(two)
         if one is two:
             return self._stays(one, since, until)
         if not (_is_pure(one) and _is_pure(two) and one.target == two.target):
@@ -192,8 +198,16 @@ def _mask(value: Node, indices: list[Node | None]) -> tuple[Node | None, int]:
     if len(given) != 1 or _is_open(value) or _is_open(given[0][1]):
         return None, 0
     ((front, mask),) = given
+    mask = _undetached(mask)
     tensor = tensor_of(mask)
     return (mask, tensor_of(value).ndim - front - tensor.ndim) if tensor.dtype == torch.bool and tensor.ndim else (None, 0)
+
+
+def _undetached(node: Node) -> Node:
+    """What `torch.no_grad()` takes in, which is another name of the same numbers."""
+    while node.target in (aten.detach.default, aten.alias.default):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is_pure(node: Node) -> bool:

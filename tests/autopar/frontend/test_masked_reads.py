@@ -100,6 +100,28 @@ def of_integers(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     return x * labels[..., None] * is_odd[..., None]
 
 
+def of_bits(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    mask, is_kept, codes = labels == 1, labels > 0, labels + 1
+    is_kept[mask] &= False
+    is_kept[labels < 0] |= (x[..., 0] > 0)[labels < 0]
+    codes[mask] |= 4
+    codes[mask] >>= 1
+    codes[labels == 0] = codes[labels == 0] & 3 | 8
+    return x * is_kept[..., None] * codes[..., None]
+
+
+def across_no_grad(model: Model, x: Tensor, labels: Tensor) -> Tensor:
+    """Read under it and written outside, and the other way round."""
+    mask = labels == 1
+    with torch.no_grad():
+        scale = x[mask].abs() + 1
+    x[mask] = x[mask] * model.row / scale
+    chosen = x[labels == 0] * model.scale
+    with torch.no_grad():
+        x[labels == 0] = chosen
+    return x
+
+
 def of_wider_numbers(model: Model, x: Tensor, labels: Tensor) -> Tensor:
     """A tensor without dims makes nothing wider, nor of another kind than its own."""
     x = x.float()
@@ -117,8 +139,8 @@ def columns(model: Model, x: Tensor, labels: Tensor) -> Tensor:
 
 
 # Of these a good part is computed of labels alone, which have no width for tp.
-OF_LABELS = (of_views, of_integers, of_wider_numbers, of_choices)
-MODELS = (prompts, farthest, spline, of_samples, one_after_another, added, columns, *OF_LABELS)
+OF_LABELS = (of_views, of_integers, of_bits, of_wider_numbers, of_choices)
+MODELS = (prompts, farthest, spline, of_samples, one_after_another, added, columns, across_no_grad, *OF_LABELS)
 
 
 def batch(labels: int | None = None) -> dict[str, Tensor]:
