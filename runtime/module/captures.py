@@ -50,7 +50,7 @@ from autopar.runtime.module.inputs import (
 from autopar.runtime.module.lengths import CutOutputs, Described, at_length, padded
 from autopar.runtime.module.names import NamesOfModel, log_names_of_both
 from autopar.runtime.module.parameters import same_placement
-from autopar.runtime.module.placement import all_placements, global_parameters, placements_of
+from autopar.runtime.module.placement import all_placements, check_copies_trained, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
 from autopar.runtime.module.trained import take_over
 from autopar.runtime.train.plain_loop import step_by_parts
@@ -327,6 +327,8 @@ class CapturingModule(NamesOfModel):
             placements = all_placements(self._model, compiled.signature, compiled.mesh.ranks)
         elif not self._world.is_virtual:
             self._check_placements(placements)
+            trained = [item.name for item in compiled.signature.outputs_of("gradient")]
+            check_copies_trained(self._placements, compiled.holders, trained)
         holders = compiled.holders
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | self._placements

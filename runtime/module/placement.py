@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as DTensorPlacement
 
-from autopar.errors import AutoparError, MeshError
+from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import padded, unpadded
 from autopar.ir.placement import Placement
@@ -92,6 +92,20 @@ def _pieces(placement: Placement) -> Iterator[list[tuple[int, str | None]]]:
             pieces += [(axis_sizes[axis], axis) for axis in split]
             pieces.append((atom // placement.mesh.size_of(split), None))
         yield pieces
+
+
+def check_copies_trained(first: Mapping[str, Placement], holders: Mapping[str, tuple[int, ...]], trained: Collection[str]) -> None:
+    """Raise `PlanError` where a call trains a parameter that several stages hold since the `first` capture, and other stages read it now:
+    a copy that gets no gradient would keep what it was, and later calls would read it."""
+    for name in trained:
+        before, now = first[name].stages if name in first else (), holders.get(name, ())
+        if len(before) > 1 and now and set(before) != set(now):
+            has, reads = (" and ".join(map(str, each)) for each in (before, now))
+            raise PlanError(
+                f"parameter {name!r} is held by stages {has} of the pipeline since the first capture, each its copy; this call, compiled "
+                f"for other shapes, would train that of stage {reads} alone: give calls one shape (pad_to=, drop_last=True), or compile "
+                "the model again for calls of this kind"
+            )
 
 
 def stage_device_mesh(device_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
