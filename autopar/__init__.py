@@ -3,7 +3,8 @@
 from autopar.cost.hardware.cluster import Cluster
 from autopar.doors.calibrate import calibrate
 from autopar.doors.compile import compile, estimate_memory
-from autopar.doors.predict import measure_work, predict
+from autopar.doors.measure_work import measure_work
+from autopar.doors.predict import predict
 from autopar.doors.rank_plans import rank_plans
 from autopar.driver.pad_to import PadTo
 from autopar.driver.train_step import LossScale, TrainStep

@@ -8,7 +8,8 @@ from functools import cache
 import torch
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.doors.predict import measure_work, step_of
+from autopar.doors.measure_work import measure_work
+from autopar.doors.predict import step_of
 from autopar.foresight.constants import Constants, SoftwareProfile
 from autopar.foresight.price import Prices, Seconds
 from autopar.foresight.step import Step

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from autopar.doors.predict import measure_work, step_of
+from autopar.doors.measure_work import measure_work
+from autopar.doors.predict import step_of
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork
 from benchmarks.published_models import LLAMA, Llama

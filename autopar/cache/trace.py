@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -63,18 +63,29 @@ def traced(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], devi
     Raises `NotKnown` for what a record of ops does not know, and where the model fails.
     """
     _refuse_unseen(model)
+    with as_exported(model) as written:
+        found = _recorded(model, args, kwargs, device)
+    return Trace((*found.lines, f"writes {sorted(written)}"), found.spec, found.recorder, found.results)
+
+
+@contextmanager
+def as_exported(model: nn.Module) -> Generator[Collection[str]]:
+    """While this is entered, `model` may be run on fake tensors as an export runs it; nothing of it is changed by that. Gives the names of
+    the attributes that it writes.
+
+    Raises `NotKnown` in place of what the model raises, and where it changes what a record of ops does not tell of.
+    """
     before = num_hooks(model), numbers_of(model)
     with attributes_kept(model) as written, caches_kept_clean(), library_checks_asserted(), casts_not_cached(), fake_errors_quiet():
         try:
             with asserts_assumed(), told_of_export(), fast_paths_off(), causal_biases_plain(model), _draws_refused():
-                found = _recorded(model, args, kwargs, device)
+                yield written
         except NotKnown:
             raise
         except Exception as error:
             raise NotKnown(f"the model does not run on fake tensors: {type(error).__name__}: {error}") from error
         if (num_hooks(model), numbers_of(model)) != before:
             raise NotKnown("forward changes hooks, numbers or flags of its modules")
-    return Trace((*found.lines, f"writes {sorted(written)}"), found.spec, found.recorder, found.results)
 
 
 @contextmanager
@@ -113,8 +124,8 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     leaves, structure = pytree.tree_flatten((args, kwargs))
     recorder.lines.append(f"called with {structure}")
     with mode:
-        moved = named if device is None else _moved(named, device)
-        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) if device is None else value for name, value in moved.items()}
+        there = named if device is None else moved(named, device)
+        fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) if device is None else value for name, value in there.items()}
         given = [torch.zeros(each.shape, dtype=each.dtype, device=place) if isinstance(each, torch.Tensor) else each for each in leaves]
     for name, fake in fakes.items():
         recorder.name(name, fake)
@@ -125,7 +136,7 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
             recorder.lines.append(f"input {number} {described(each)}")
     before, (fake_args, fake_kwargs) = dict(fakes), pytree.tree_unflatten(given, structure)
     unseen: list[str] = []
-    with mode, recorder, _modules_noted(model, recorder.lines.append), unseen_noted(lambda: unseen.append("")):
+    with mode, recorder, modules_noted(model, recorder.lines.append), unseen_noted(lambda: unseen.append("")):
         output = torch.func.functional_call(model, fakes, fake_args, fake_kwargs)
     if recorder.refused is not None:
         raise recorder.refused
@@ -141,7 +152,7 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     return Trace((*recorder.lines, *recorder.stack.lines), spec, recorder, memory)
 
 
-def _moved(named: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+def moved(named: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
     """What would be there if the model were on `device`; tied parameters stay tied."""
     found: dict[int, torch.Tensor] = {}
     for each in named.values():
@@ -151,7 +162,7 @@ def _moved(named: Mapping[str, torch.Tensor], device: torch.device) -> dict[str,
 
 
 @contextmanager
-def _modules_noted(model: nn.Module, note: Callable[[str], None]) -> Generator[None]:
+def modules_noted(model: nn.Module, note: Callable[[str], None]) -> Generator[None]:
     """`note` which modules are entered and left. Those that are called by hand, `module.forward(x)`, are on the stack alone."""
     paths = {module: path for path, module in model.named_modules()}
 

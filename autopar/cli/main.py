@@ -14,7 +14,7 @@ import autopar
 from autopar.cli import calibration, memory, simulation
 from autopar.cli.answer import INTERRUPTED, Answer
 from autopar.cli.doctor import examined
-from autopar.cli.models import load_model
+from autopar.cli.models import batch_dims_of_text, load_model
 from autopar.cli.places import devices_of
 from autopar.cli.plans import compared, explained, read_plan
 from autopar.errors import AutoparError, InputError
@@ -36,7 +36,8 @@ Exit codes: 0; 2 where something is wrong, with what would work; 130 after Ctrl-
 _PLAN_HELP = "FILE, the first plan in it, or FILE:3, the third"
 _MODEL_HELP = "a config.json of transformers, or package.module:function, which gives (model, batch)"
 _CLUSTER_HELP = "kind and number of devices: h100:128, 8xa100:64, cluster.yaml:32"
-_ASKED = ("model", "cluster", "global_batch", "seq_len", "memory", "precision", "profile", "offload")
+_ASKED = ("model", "cluster", "global_batch", "seq_len", "batch_dims", "memory", "precision", "profile", "offload")
+_DIMS_HELP = "which dim of inputs counts samples: 1 for [length, batch], or by name, src=1,labels=0,mask=none; dim 0 by default"
 _PRECISIONS = ["bf16", "fp16", "float32"]
 
 
@@ -48,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise InputError(f"--json {options.json}: there is no folder {Path(options.json).absolute().parent}")
         if getattr(options, "seq_len", None) is not None and options.seq_len < 1:
             raise InputError(f"--seq-len {options.seq_len}: a sample has one token or more")
+        if hasattr(options, "batch_dims"):
+            options.batch_dims = batch_dims_of_text(options.batch_dims)
         answer: Answer = options.run(options)
         _say(answer, options.json)
     except (AutoparError, OSError) as error:
@@ -106,6 +109,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--cluster", required=True, help=_CLUSTER_HELP)
     parser.add_argument("--global-batch", required=True, type=int, metavar="N", help="samples of a step")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
+    parser.add_argument("--batch-dims", metavar="DIMS", help=_DIMS_HELP)
     parser.add_argument("--memory", help="what a device may hold, 72GiB; all it has by default")
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16")
     parser.add_argument("--profile", default="fused", help=f"what the software does: {', '.join(PROFILES)}")
@@ -123,6 +127,7 @@ def _add_simulate(commands: Any) -> None:
     saved.add_argument("--cluster", help="kind of devices: h100, 8xa100, cluster.yaml")
     saved.add_argument("--global-batch", type=int, metavar="N", help="samples of a step")
     saved.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
+    saved.add_argument("--batch-dims", metavar="DIMS", help=_DIMS_HELP)
 
 
 def _add_memory(commands: Any) -> None:
@@ -132,6 +137,7 @@ def _add_memory(commands: Any) -> None:
     parser.add_argument("--cluster", help=f"{_CLUSTER_HELP}; without it nothing is priced, and no device is known to be too small")
     parser.add_argument("--batch", required=True, type=int, metavar="N", help="samples of a step, on all ranks together")
     parser.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample")
+    parser.add_argument("--batch-dims", metavar="DIMS", help=_DIMS_HELP)
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16", help="what products compute in; masters are float32")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2, 3])
     parser.add_argument("--recompute", choices=["none", "selective", "full"])
@@ -162,6 +168,7 @@ def plan(options: argparse.Namespace) -> Answer:
         profile=options.profile,
         offload=None if options.offload == "none" else options.offload,
         host_memory=options.host_memory,
+        batch_dims=options.batch_dims,
     )
     if not found.plans and found.is_complete:
         why = found.advice or tuple(dict.fromkeys(reason for _, reason in found.missing))[:2]

@@ -16,7 +16,8 @@ from autopar.cli.plans import Values, microbatches_text
 from autopar.cli.simulation import memory_values
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import OptimizerKind, bytes_of
-from autopar.doors.predict import AXES, measure_work, step_of, tokens_per_sample, with_samples
+from autopar.doors.measure_work import tokens_per_sample, with_samples, works_of
+from autopar.doors.predict import AXES, step_of
 from autopar.driver.options import refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> Answer:
             step = _step(options, works[asked.sizes.get("tp", 1)], asked)
             changes = until_saved(step, works, -memory.margin_bytes)
     reasons = [_verdict(memory), *_advice(memory, changes)]
-    values = _values(asked, memory, step, options.batch * tokens_per_sample(batch), reasons)
+    values = _values(asked, memory, step, options.batch * tokens_per_sample(batch, options.batch_dims), reasons)
     return Answer("\n".join(_lines(asked, memory, step, formulas, changes)), {"plans": [values | {"formulas": _formula_values(formulas)}]})
 
 
@@ -101,6 +102,7 @@ def _on_best(options: argparse.Namespace, model: Any, batch: Example, cluster: C
         recompute=options.recompute or ("none", "full"),
         zero=options.zero,
         offload=None,
+        batch_dims=options.batch_dims,
     )
     if not found.plans:
         raise MeshError(
@@ -117,7 +119,8 @@ def _estimated(options: argparse.Namespace, model: Any, batch: Example, asked: _
     parallel = autopar.compile(
         model,
         autopar.virtual_mesh(**asked.sizes),
-        example_inputs=with_samples(model, batch, options.batch),
+        example_inputs=with_samples(model, batch, options.batch, options.batch_dims),
+        batch_dims=options.batch_dims,
         backend="eager",
         cluster=asked.cluster,
         optimizer=options.optimizer,
@@ -139,7 +142,8 @@ def _works(options: argparse.Namespace, model: Any, batch: Example, asked: _Aske
     assert asked.cluster is not None
     tp = asked.sizes.get("tp", 1)
     wider = [2 * tp] if asked.plan.dp % 2 == 0 and asked.cluster.ranks_per_node % (2 * tp) == 0 else []
-    return {size: measure_work(model, batch, asked.cluster, size, None, options.precision) for size in (tp, *wider)}
+    read = works_of(model, batch, asked.cluster, precision=options.precision, batch_dims=options.batch_dims)
+    return {size: read(size) for size in (tp, *wider)}
 
 
 def _step(options: argparse.Namespace, work: ModelWork, asked: _Asked) -> Step:

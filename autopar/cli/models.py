@@ -37,6 +37,26 @@ def load_model(spec: str, length: int | None) -> tuple[nn.Module, Example]:
         return _of_config(Path(spec), length)
 
 
+def batch_dims_of_text(text: str | None) -> int | dict[str, int | None] | None:
+    """As `autopar.compile` takes it: "1" is of all inputs, "src=1,labels=0,mask=none" by name. Raises `InputError`."""
+    if text is None:
+        return None
+    if _is_number(text):
+        return int(text)
+    found: dict[str, int | None] = {}
+    for part in text.split(","):
+        name, _, dim = (each.strip() for each in part.partition("="))
+        if not name or name in found or not (_is_number(dim) or dim == "none"):
+            why = f"{name} is there twice" if name in found else f"{part.strip()!r} is no input and its dim"
+            raise InputError(f"--batch-dims {text}: {why}; write 1, the dim of all inputs, or src=1,labels=0,mask=none")
+        found[name] = None if dim == "none" else int(dim)
+    return found
+
+
+def _is_number(text: str) -> bool:
+    return text.strip().removeprefix("-").isdigit()
+
+
 def _of_config(path: Path, length: int | None) -> tuple[nn.Module, Example]:
     file = path / "config.json" if path.is_dir() else path
     try:

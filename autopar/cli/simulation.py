@@ -15,7 +15,8 @@ from autopar.cli.places import size_of
 from autopar.cli.plans import Values, file_and_number, is_saved_plan, read_file, read_plan, title
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
-from autopar.doors.predict import AXES, tokens_per_sample, with_samples
+from autopar.doors.measure_work import tokens_per_sample, with_samples
+from autopar.doors.predict import AXES
 from autopar.driver.compiled import Compiled
 from autopar.driver.progress import progress
 from autopar.errors import InputError
@@ -147,11 +148,12 @@ def _of_saved(content: Any, options: argparse.Namespace) -> tuple[Values, Simula
     for axis, size in plan.mesh.axes:
         if axis != MICROBATCHES:
             sizes[parent(axis)] = sizes.get(parent(axis), 1) * size
-    inputs = with_samples(model, batch, options.global_batch)
+    inputs = with_samples(model, batch, options.global_batch, options.batch_dims)
     parallel = autopar.compile(
         model,
         autopar.virtual_mesh(**sizes),
         example_inputs=inputs,
+        batch_dims=options.batch_dims,
         plan=plan,
         cluster=cluster,
         backend="eager",
@@ -167,7 +169,7 @@ def _of_saved(content: Any, options: argparse.Namespace) -> tuple[Values, Simula
     held = [memory_values(each.kinds, each.peak_bytes) for each in parallel.memory().places]
     values: Values = {
         **_what_runs(compiled, sizes, options.global_batch),
-        **_rates(sum(seconds.values()), options.global_batch, batch, size_of(sizes)),
+        **_rates(sum(seconds.values()), options.global_batch, tokens_per_sample(batch, options.batch_dims), size_of(sizes)),
         "mfu": flops(compiled.program)[0] / sum(seconds.values()) / (size_of(sizes) * Constants.of(cluster).peak_flops),
         "seconds": seconds,
         "memory_bytes": held,
@@ -180,11 +182,11 @@ def _of_saved(content: Any, options: argparse.Namespace) -> tuple[Values, Simula
     return values, simulation
 
 
-def _rates(seconds: float, batch: int, example: Any, num_devices: int) -> Values:
+def _rates(seconds: float, batch: int, tokens: int, num_devices: int) -> Values:
     return {
         "step_seconds": seconds,
         "samples_per_second": batch / seconds,
-        "tokens_per_second_per_device": batch * tokens_per_sample(example) / seconds / num_devices,
+        "tokens_per_second_per_device": batch * tokens / seconds / num_devices,
     }
 
 

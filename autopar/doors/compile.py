@@ -307,7 +307,8 @@ def estimate_memory(
     The model and the inputs may be on the meta device (`with torch.device("meta"): model = …`): nothing is allocated. `mesh` is one of
     `autopar.virtual_mesh`, or its axes, {"dp": 8, "tp": 4}; `example_inputs` are of the global batch. With a `cluster` the shardings are
     those that are best on it, and whether the step fits is asked of its devices, unless `memory_budget=` says another limit. `options` are
-    others of `autopar.compile`. Raises what that raises; `MemoryBudgetError` where nothing was found that fits into a `memory_budget`.
+    others of `autopar.compile`, `batch_dims`, `precision`, `zero` and so on. Raises what that raises; `MemoryBudgetError` where nothing
+    was found that fits into a `memory_budget`.
     """
     if not isinstance(mesh, (Mesh, Mapping)):
         raise MeshError(f"estimate_memory takes autopar.virtual_mesh(...) or the axes of a mesh, {{'dp': 8}}, not a {type(mesh).__name__}")

@@ -9,7 +9,7 @@ from torch import nn
 
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.memory import bytes_of
-from autopar.doors.predict import Inputs, measure_work, tokens_per_sample
+from autopar.doors.measure_work import Inputs, tokens_per_sample, works_of
 from autopar.driver.options import BatchDims, refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError, PlanError
@@ -82,13 +82,15 @@ def rank_plans(
         works, is_complete, software = dict[int, ModelWork](), True, SoftwareProfile.named(profile)
         capacity = here.device.memory_bytes if memory is None else bytes_of(memory, "memory")
         try:
+            show("reading the model")
+            read = (
+                model.__getitem__
+                if isinstance(model, Mapping)
+                else works_of(model, example_inputs, here, None, precision, kernels, batch_dims)
+            )
             for size in sizes:
                 show(f"reading the model with tp = {size}")
-                works[size] = (
-                    model[size]
-                    if isinstance(model, Mapping)
-                    else measure_work(model, example_inputs, here, size, None, precision, kernels, batch_dims)
-                )
+                works[size] = read(size)
         except KeyboardInterrupt:
             if not works:
                 raise

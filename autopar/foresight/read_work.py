@@ -48,7 +48,10 @@ class _Reader:
         layer, is_layer = divmod(position, 2)
         if is_layer:
             return Block(self.layers[layer], self.counts.get(self.layers[layer], 1), is_layer=True)
-        return Block("before" if position == 0 and self.layers else "after" if layer == len(self.layers) else f"between {layer}")
+        if layer == len(self.layers):
+            return Block("after")
+        # What stands before each of equal layers is equal, too.
+        return Block("before" if position == 0 else f"between {layer}", self.counts.get(self.layers[layer], 1))
 
     def work(self) -> ModelWork:
         self.read_calls()

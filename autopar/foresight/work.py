@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import zip_longest
 
 from autopar.cost.hardware.links import CommunicationKind
 
@@ -118,8 +119,16 @@ class ModelWork:
         return sum(block.count for block in self.blocks if block.is_layer)
 
     def expanded(self) -> list[Block]:
-        """Equal blocks as often as they are there."""
-        return [block for block in self.blocks for _ in range(block.count)]
+        """Equal blocks as often as they are there: a layer each time behind what stands before it."""
+        found: list[Block] = []
+        for block, following in zip_longest(self.blocks, self.blocks[1:]):
+            if block.is_layer and found and not found[-1].is_layer and found[-1].count == block.count:
+                found += [block, *((block.count - 1) * [found[-1], block])]
+            elif not block.is_layer and following is not None and following.is_layer and following.count == block.count:
+                found.append(block)
+            else:
+                found += block.count * [block]
+        return found
 
     @cached_property
     def model_flops(self) -> Amount:

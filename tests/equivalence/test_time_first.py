@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar import MicrobatchError, rank_plans
-from autopar.doors.predict import measure_work
+from autopar.doors.measure_work import measure_work
 from tests.support.captures import compiled
 
 TAKEN = "dim 0 of the inputs (17) was taken for the batch; if dim 1 (8) is, as where time comes first, say so: "

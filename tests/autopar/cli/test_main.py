@@ -11,6 +11,7 @@ import torch
 
 from autopar.cli.main import main
 from benchmarks.published_models import GPT
+from tests.autopar.doors.test_predict import BatchFirst, Recurrent
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
@@ -188,3 +189,40 @@ def negative() -> str:
 
     lines = Cluster.named("h100").to_yaml().splitlines()
     return "\n".join("  memory_bandwidth: -1 TB/s" if line.strip().startswith("memory_bandwidth") else line for line in lines)
+
+
+def time_first() -> Any:
+    return Recurrent(), (torch.zeros(9, 4, dtype=torch.int64),)
+
+
+def batch_first() -> Any:
+    return BatchFirst(), (torch.zeros(4, 9, dtype=torch.int64),)
+
+
+@pytest.mark.parametrize("command", [["plan", "--global-batch", "8", "--tp", "1"], ["estimate-memory", "--batch", "8", "--mesh", "dp=2"]])
+def test_samples_are_counted_by_the_dim_that_is_said(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    def values(model: str, *more: str) -> dict[str, Any]:
+        main([*command, "--model", f"{__name__}:{model}", "--cluster", "8xh100:2", *more, "--json"])
+        return json.loads(capsys.readouterr().out)["plans"][0]
+
+    first, last = values("batch_first"), values("time_first", "--batch-dims", "args[0]=1")
+    same = ("mesh", "num_microbatches", "microbatch", "fits")
+    assert {name: last[name] for name in same} == {name: first[name] for name in same}
+    tokens = "tokens_per_second_per_device"
+    assert last[tokens] * last["step_seconds"] == pytest.approx(first[tokens] * first["step_seconds"])
+    held, wanted = last["memory_bytes"][0], first["memory_bytes"][0]
+    assert held["parameters"] == wanted["parameters"] and held["activations"] == pytest.approx(wanted["activations"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("dims", "text"),
+    [
+        ("x", "'x' is no input and its dim; write 1, the dim of all inputs, or src=1,labels=0,mask=none"),
+        ("x=1,x=0", "x is there twice"),
+        ("x=1", "batch_dims names 'x', which is no input of this call"),
+    ],
+)
+def test_dims_that_there_are_not_are_refused(dims: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--model", f"{__name__}:time_first", *ASKED, "--batch-dims", dims])
+    assert stopped.value.code == 2 and text in capsys.readouterr().err

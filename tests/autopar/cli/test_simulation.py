@@ -12,7 +12,8 @@ import torch
 import autopar
 from autopar.cli.main import main
 from autopar.cli.simulation import clocked, shares
-from autopar.doors.predict import measure_work, step_of
+from autopar.doors.measure_work import measure_work
+from autopar.doors.predict import step_of
 from autopar.foresight.ranking import plan_values
 from autopar.foresight.step import Step
 from benchmarks.published_models import GPT, MEGATRON

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.doors.predict import measure_work
+from autopar.doors.measure_work import measure_work
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.foresight.work import ModelWork
 from benchmarks.published_models import GPT
@@ -86,3 +86,55 @@ def test_bad_input_is_refused_with_what_would_work(work: ModelWork, changes: dic
 def test_one_sample_cannot_be_told_from_a_length() -> None:
     with pytest.raises(InputError, match="pass 2 or more"):
         measure_work(torch.nn.Linear(4, 4), (torch.zeros(1, 4),), "8xA100")
+
+
+class Recurrent(torch.nn.Module):
+    """Predicts the next symbol of [length, batch]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rnn, self.out = torch.nn.Embedding(32, 16), torch.nn.RNN(16, 16), torch.nn.Linear(16, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.out(self.rnn(self.table(x[:-1]))[0])
+        return torch.nn.functional.cross_entropy(scores.flatten(0, 1), x[1:].flatten())
+
+
+class BatchFirst(Recurrent):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.transpose(0, 1))
+
+
+def test_samples_are_counted_by_the_dim_that_is_said() -> None:
+    options: dict[str, Any] = {"cluster": "8xA100", "mesh": {"dp": 2}, "global_batch": 8}
+    first = autopar.predict(BatchFirst(), example_inputs=(torch.zeros(4, 9, dtype=torch.int64),), **options)
+    inputs = (torch.zeros(9, 4, dtype=torch.int64),)
+    last = autopar.predict(Recurrent(), example_inputs=inputs, batch_dims=1, **options)
+    assert last.flops == first.flops and last.memory == first.memory
+    assert autopar.predict(Recurrent(), example_inputs={"x": inputs[0]}, batch_dims={"x": 1}, **options) == last
+    assert autopar.predict(Recurrent(), example_inputs=inputs, **options).flops != first.flops
+    with pytest.raises(InputError, match="batch_dims names 'y', which is no input of this call"):
+        autopar.predict(Recurrent(), example_inputs=inputs, batch_dims={"y": 1}, **options)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 5, 9])
+def test_whether_samples_mix_is_asked_of_microbatches_that_divide_them(samples: int) -> None:
+    normed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    assert measure_work(normed, (torch.zeros(samples, 4),), "8xA100").mixes_samples
+    assert not measure_work(normed.eval(), (torch.zeros(samples, 4),), "8xA100").mixes_samples
+
+
+class Two(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).square().mean() + (y * self.scale).square().mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+
+def test_samples_that_no_number_of_microbatches_divides_stay_together() -> None:
+    def mixes(*lengths: int) -> bool:
+        return measure_work(Two(), tuple(torch.zeros(length, 4) for length in lengths), "8xA100", batch_dims=0).mixes_samples
+
+    assert not mixes(2, 4) and not mixes(3, 6) and mixes(2, 3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import autopar
-from autopar.doors.predict import measure_work
+from autopar.doors.measure_work import measure_work
 from autopar.errors import AutoparError, InputError, MeshError, PlanError
 from autopar.foresight.search import Search
 from autopar.foresight.work import ModelWork

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.doors.predict import measure_work, step_of
+from autopar.doors.measure_work import measure_work
+from autopar.doors.predict import step_of
 from autopar.foresight.changes import until_saved
 from autopar.foresight.step import Step
 from autopar.foresight.work import ModelWork

@@ -11,7 +11,8 @@ import torch
 import autopar
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.hardware.links import Link
-from autopar.doors.predict import measure_work, step_of
+from autopar.doors.measure_work import measure_work
+from autopar.doors.predict import step_of
 from autopar.doors.rank_plans import rank_plans
 from autopar.errors import AutoparError, PlanError
 from autopar.foresight.constants import SoftwareProfile

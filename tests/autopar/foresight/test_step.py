@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from autopar.cost.hardware.cluster import Cluster
-from autopar.doors.predict import measure_work, step_of
+from autopar.doors.measure_work import measure_work
+from autopar.doors.predict import step_of
 from autopar.doors.rank_plans import rank_plans
 from autopar.foresight.constants import SoftwareProfile
 from autopar.foresight.prediction import Prediction
