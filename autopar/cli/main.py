@@ -36,8 +36,9 @@ Exit codes: 0; 2 where something is wrong, with what would work; 130 after Ctrl-
 _PLAN_HELP = "FILE, the first plan in it, or FILE:3, the third"
 _MODEL_HELP = "a config.json of transformers, or package.module:function, which gives (model, batch)"
 _CLUSTER_HELP = "kind and number of devices: h100:128, 8xa100:64, cluster.yaml:32"
-_ASKED = ("model", "cluster", "global_batch", "seq_len", "batch_dims", "memory", "precision", "profile", "offload")
+_ASKED = ("model", "cluster", "global_batch", "seq_len", "batch_dims", "memory", "precision", "kernels", "optimizer", "profile", "offload")
 _DIMS_HELP = "which dim of inputs counts samples: 1 for [length, batch], or by name, src=1,labels=0,mask=none; dim 0 by default"
+_KERNELS = ["auto", "triton", "aten", "off"]
 _PRECISIONS = ["bf16", "fp16", "float32"]
 
 
@@ -112,6 +113,10 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--batch-dims", metavar="DIMS", help=_DIMS_HELP)
     parser.add_argument("--memory", help="what a device may hold, 72GiB; all it has by default")
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16")
+    parser.add_argument(
+        "--kernels", choices=_KERNELS, default="off", help="as autopar.compile has it; by default ops stay as they are written"
+    )
+    parser.add_argument("--optimizer", help="whose state is counted: adamw, sgd, momentum, …; by default the profile's, adam's")
     parser.add_argument("--profile", default="fused", help=f"what the software does: {', '.join(PROFILES)}")
     parser.add_argument("--offload", choices=("none", *ASKED), default="needed", help="what may lie on the host; needed: what makes it fit")
     parser.add_argument("--host-memory", default=HOST_BYTES, help="what the host has for each device, 256GiB; 128 GB by default")
@@ -141,6 +146,7 @@ def _add_memory(commands: Any) -> None:
     parser.add_argument("--precision", choices=_PRECISIONS, default="bf16", help="what products compute in; masters are float32")
     parser.add_argument("--zero", type=int, choices=[0, 1, 2, 3])
     parser.add_argument("--recompute", choices=["none", "selective", "full"])
+    parser.add_argument("--kernels", choices=_KERNELS, default="auto", help="as autopar.compile has it")
     parser.add_argument("--optimizer", default="adamw", help="whose state is counted: adamw, sgd, momentum, …")
     parser.add_argument(
         "--num-microbatches", type=int, metavar="N", help="slices of a replica's share; by default 1, and 4 · pp in a pipeline"
@@ -169,6 +175,8 @@ def plan(options: argparse.Namespace) -> Answer:
         offload=None if options.offload == "none" else options.offload,
         host_memory=options.host_memory,
         batch_dims=options.batch_dims,
+        kernels=options.kernels,
+        optimizer=options.optimizer,
     )
     if not found.plans and found.is_complete:
         why = found.advice or tuple(dict.fromkeys(reason for _, reason in found.missing))[:2]

@@ -15,14 +15,13 @@ from autopar.cli.places import mesh_of, size_of
 from autopar.cli.plans import Values, microbatches_text
 from autopar.cli.simulation import memory_values
 from autopar.cost.hardware.cluster import Cluster
-from autopar.cost.memory import OptimizerKind, bytes_of
+from autopar.cost.memory import bytes_of
 from autopar.doors.measure_work import tokens_per_sample, with_samples, works_of
 from autopar.doors.predict import AXES, step_of
 from autopar.driver.options import refuse_no_number
 from autopar.driver.progress import progress
 from autopar.errors import InputError, MeshError
 from autopar.foresight.changes import Change, until_saved
-from autopar.foresight.constants import SoftwareProfile
 from autopar.foresight.ranking import plan_values
 from autopar.foresight.step import Step, StepPlan
 from autopar.foresight.work import ModelWork
@@ -103,6 +102,8 @@ def _on_best(options: argparse.Namespace, model: Any, batch: Example, cluster: C
         zero=options.zero,
         offload=None,
         batch_dims=options.batch_dims,
+        kernels=options.kernels,
+        optimizer=options.optimizer,
     )
     if not found.plans:
         raise MeshError(
@@ -121,6 +122,7 @@ def _estimated(options: argparse.Namespace, model: Any, batch: Example, asked: _
         autopar.virtual_mesh(**asked.sizes),
         example_inputs=with_samples(model, batch, options.batch, options.batch_dims),
         batch_dims=options.batch_dims,
+        kernels=options.kernels,
         backend="eager",
         cluster=asked.cluster,
         optimizer=options.optimizer,
@@ -142,18 +144,16 @@ def _works(options: argparse.Namespace, model: Any, batch: Example, asked: _Aske
     assert asked.cluster is not None
     tp = asked.sizes.get("tp", 1)
     wider = [2 * tp] if asked.plan.dp % 2 == 0 and asked.cluster.ranks_per_node % (2 * tp) == 0 else []
-    read = works_of(model, batch, asked.cluster, precision=options.precision, batch_dims=options.batch_dims)
+    read = works_of(model, batch, asked.cluster, precision=options.precision, kernels=options.kernels, batch_dims=options.batch_dims)
     return {size: read(size) for size in (tp, *wider)}
 
 
 def _step(options: argparse.Namespace, work: ModelWork, asked: _Asked) -> Step:
     assert asked.cluster is not None
-    plan, kind = asked.plan, OptimizerKind.of(options.optimizer)
-    # Beside the state there is a master copy in float32.
-    profile = replace(SoftwareProfile.named("fused"), state_bytes=4.0 * (kind.num_copies + 1))
+    plan = asked.plan
     return step_of(
         work, asked.cluster, asked.sizes, options.batch, microbatch=plan.microbatch, schedule=plan.schedule, num_chunks=plan.num_chunks,
-        recompute=plan.recompute, zero=plan.zero, profile=profile,
+        recompute=plan.recompute, zero=plan.zero, optimizer=options.optimizer,
     )  # fmt: skip
 
 

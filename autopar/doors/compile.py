@@ -142,6 +142,7 @@ def compile(
     refuse_no_model(model)
     refuse_placed(model)
     refuse_no_number(num_microbatches)
+    recipe = OptimizerRecipe.of(optimizer)
     takes_global, dims = is_flat(mesh), BatchOfFirst.of(model) if batch_dims is None else batch_dims
     if takes_global:
         if pins is not None or plan is not None:
@@ -160,11 +161,12 @@ def compile(
             kernels=kernels,
             precision=precision_of(precision, None),
             offload=Offload.of(offload),
+            optimizer=recipe.sample if recipe is not None else optimizer,
         )
     axes, pins = Mesh.of(mesh), without_styles(pins, model)
     axes.require_supported(None if isinstance(mesh, Mesh) else torch.distributed.get_world_size())
     dtypes, places = precision_of(precision, plan), offload_of(offload, plan)
-    recipe, step = OptimizerRecipe.of(optimizer), (train_step or TrainStep()).scaled_for(dtypes)
+    step = (train_step or TrainStep()).scaled_for(dtypes)
     budget = MemoryBudget.of(memory_budget, recipe.sample if recipe is not None else optimizer)
     refuse_no_host_update(places, recipe, step)
     budget = budget.gathering(gathered_by(recipe, step)).with_away(places)

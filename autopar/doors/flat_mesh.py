@@ -60,6 +60,7 @@ def chosen(
     kernels: str = "auto",
     precision: MixedPrecision | None = None,
     offload: Offload | None = None,
+    optimizer: Any = None,
 ) -> Chosen:
     """The fastest plan of the ranks of a flat `mesh` for batches as `example`, which is of the global batch; what was asked for stays.
 
@@ -91,6 +92,7 @@ def chosen(
             zero=zero if isinstance(zero, int) else None,
             offload=offload,
             batch_dims=batch_dims,
+            optimizer=optimizer,
         )
         return _answer(ranked)
 

@@ -66,6 +66,8 @@ def works_of(
     """
     if precision not in _DTYPES:
         raise PlanError(f'precision={precision!r} is unknown: use "bf16", "fp16", "float32", or None for what the model has')
+    if isinstance(pins, Mapping) and "batch" in pins:
+        raise PlanError(f"pins={{'batch': {pins['batch']!r}}}: predictions split samples over dp alone; leave it out, and take more dp")
     here = Cluster.named(cluster) if isinstance(cluster, str) else cluster
     args, kwargs = ((), dict(example_inputs)) if isinstance(example_inputs, Mapping) else (tuple(example_inputs), {})
     args, kwargs = pytree.tree_map(lambda leaf: _cast(leaf, _DTYPES[precision]), (args, kwargs))

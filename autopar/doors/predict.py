@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from autopar.ir.actions import PipelineSchedule
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.ir.offload import Offload
 from autopar.ir.zero import LEVELS
+from autopar.partition.whole_batch import Statistics
 from autopar.plans.plan import Plan
 from autopar.plans.styles import UserPins
 
@@ -45,6 +47,8 @@ def predict(
     live_limit: float | None = None,
     offload: str | Offload | None = None,
     batch_dims: BatchDims | None = None,
+    optimizer: Any = None,
+    microbatch_statistics: Statistics = None,
 ) -> Prediction:
     """Seconds and bytes of one training step of `model`, from its captured graph: nothing is allocated, and no device is needed.
 
@@ -63,13 +67,17 @@ def predict(
     profile         what the software does: a name of `autopar.foresight.constants.PROFILES`, or a `SoftwareProfile`
     offload         what lies on the host: "activations", all that forwards keep, "optimizer", its state, or an `Offload`
     batch_dims      which dim of the inputs counts samples, as for `autopar.compile`
+    optimizer       whose state is counted, "sgd", a class of torch.optim or an instance; by default the profile's, Adam's in all of them
+    microbatch_statistics  "own" accepts, as for `autopar.compile`, that microbatches of a model that mixes samples take their own
 
+    What `autopar.compile` does besides has no price here: regions under `torch.utils.checkpoint` (its recompute="auto"; say "full" or
+    "selective"), gradient clipping and averages of a `TrainStep`, collectives in pieces, `pad_to` (pass inputs as long as they become).
     Of equal layers a few are captured and counted as often as they are there, see `autopar.foresight.capture_work`. Raises `MeshError`,
     `InputError`, `PlanError` and what a capture raises; each says what would work.
     """
     return step_of(
         model, cluster, mesh, global_batch, example_inputs, microbatch, schedule, num_chunks, recompute, zero, pins, precision, kernels,
-        profile, live_limit, offload, batch_dims,
+        profile, live_limit, offload, batch_dims, optimizer, microbatch_statistics,
     ).prediction()  # fmt: skip
 
 
@@ -91,6 +99,8 @@ def step_of(
     live_limit: float | None = None,
     offload: str | Offload | None = None,
     batch_dims: BatchDims | None = None,
+    optimizer: Any = None,
+    microbatch_statistics: Statistics = None,
 ) -> Step:
     """What `predict` predicts of; others can be priced beside it."""
     place = virtual_mesh(**mesh) if isinstance(mesh, Mapping) else mesh
@@ -103,7 +113,13 @@ def step_of(
         work = model
     else:
         work = measure_work(model, example_inputs, here, sizes["tp"], pins, precision, kernels, batch_dims)
-    known = known.beside(work.itemsize)
+    known = known.updating(optimizer).beside(work.itemsize)
+    if work.mixes_samples and per_replica > 1 and microbatch_statistics != "own":
+        raise PlanError(
+            f"the model mixes samples (batch norm in training, the root of a mean), and computes something else in {per_replica} "
+            f"microbatches: pass microbatch={global_batch // sizes['dp']}, a replica's share, or "
+            'microbatch_statistics="own" where each may take its own'
+        )
     away = choices(offload)
     if len(away) != 1 or offload == "needed":
         raise PlanError(f'offload={offload!r} leaves open what lies on the host: use "activations", "optimizer" or an Offload of both')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -47,6 +48,7 @@ def rank_plans(
     offload: str | Offload | None = "needed",
     host_memory: str | float = HOST_BYTES,
     batch_dims: BatchDims | None = None,
+    optimizer: Any = None,
 ) -> RankedPlans:
     """Which mesh, and what to run on it: the fastest plan of each pp × dp × tp of all devices, as `predict` prices them, best first.
 
@@ -62,6 +64,7 @@ def rank_plans(
                   nothing
     host_memory   what the host has for each device: "256GiB", or bytes
     batch_dims    which dim of the inputs counts samples, as for `autopar.compile`
+    optimizer     whose state is counted, as for `predict`
 
     The model's shardings over tp are those that the search of `autopar.compile` finds. Ctrl-C gives what is known so far: while the model
     is read the plans of those sizes of tp that it has been read with, or, where there is none yet, a KeyboardInterrupt. Raises as `predict`
@@ -79,7 +82,7 @@ def rank_plans(
     sizes = known_sizes if tp is None else list(tp)
     _refuse_sizes(sizes, number, list(model) if isinstance(model, Mapping) else sizes)
     with progress("planning") as show:
-        works, is_complete, software = dict[int, ModelWork](), True, SoftwareProfile.named(profile)
+        works, is_complete, software = dict[int, ModelWork](), True, SoftwareProfile.named(profile).updating(optimizer)
         capacity = here.device.memory_bytes if memory is None else bytes_of(memory, "memory")
         try:
             show("reading the model")

@@ -7,11 +7,12 @@ paper or of a row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from autopar.cost.hardware.cluster import Cluster
+from autopar.cost.memory import OptimizerKind
 from autopar.errors import AutoparError
 
 
@@ -130,7 +131,11 @@ class SoftwareProfile:
 
     def beside(self, itemsize: int) -> SoftwareProfile:
         """Beside parameters of so many bytes an element: in float32 they have no masters."""
-        return self if itemsize < 4 else replace(self, state_bytes=8.0, reduced_bytes=4.0)
+        return self if itemsize < 4 else replace(self, state_bytes=max(0.0, self.state_bytes - 4.0), reduced_bytes=4.0)
+
+    def updating(self, optimizer: Any) -> SoftwareProfile:
+        """With the state of that one, in float32 beside masters, where one is given: a name, a class of torch.optim, or an instance."""
+        return self if optimizer is None else replace(self, state_bytes=4.0 * (OptimizerKind.of(optimizer).num_copies + 1))
 
     @staticmethod
     def named(name: str | SoftwareProfile) -> SoftwareProfile:

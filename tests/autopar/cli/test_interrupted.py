@@ -17,7 +17,7 @@ WAITING = """
 import signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs the tests in the background has it ignored
 import autopar.foresight.search as search
-import autopar.doors.rank_plans as door
+import autopar.doors.measure_work as door
 from autopar.cli.main import main
 
 def waits_at(module, name, number):
@@ -31,7 +31,7 @@ def waits_at(module, name, number):
         return real(*args, **kwargs)
     setattr(module, name, wrapped)
 
-places = {"mesh": (search.Search, "_on_mesh", 3), "second": (door, "measure_work", 2), "first": (door, "measure_work", 1)}
+places = {"mesh": (search.Search, "_on_mesh", 3), "second": (door, "_measured", 2), "first": (door, "_measured", 1)}
 waits_at(*places[sys.argv[1]])
 main(sys.argv[2:])
 """

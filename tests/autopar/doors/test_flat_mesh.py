@@ -88,3 +88,17 @@ def test_what_cannot_be_found_is_said(changes: dict[str, Any], kind: type[Except
     with pytest.raises(kind) as caught:
         autopar.compile(small_gpt(num_blocks=1), autopar.virtual_mesh(world=4), **options)
     assert text in str(caught.value)
+
+
+def test_the_state_of_the_optimizer_is_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def ranked(*args: Any, **options: Any) -> autopar.RankedPlans:
+        asked.append(options["optimizer"])
+        return autopar.rank_plans(*args, **options)
+
+    monkeypatch.setattr("autopar.doors.flat_mesh.rank_plans", ranked)
+    model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+    for optimizer in ("sgd", (torch.optim.SGD, {"lr": 0.1}), None):
+        autopar.compile(model, autopar.virtual_mesh(world=2), example_inputs=(x,), backend="eager", optimizer=optimizer)
+    assert asked[0] == "sgd" and isinstance(asked[1], torch.optim.SGD) and asked[2] is None

@@ -138,3 +138,35 @@ def test_samples_that_no_number_of_microbatches_divides_stay_together() -> None:
         return measure_work(Two(), tuple(torch.zeros(length, 4) for length in lengths), "8xA100", batch_dims=0).mixes_samples
 
     assert not mixes(2, 4) and not mixes(3, 6) and mixes(2, 3)
+
+
+@pytest.mark.parametrize(("precision", "itemsize"), [("bf16", 2), ("float32", 4)])
+def test_the_state_is_that_of_the_optimizer(precision: str, itemsize: int) -> None:
+    def state(**changes: Any) -> float:
+        found = autopar.predict(
+            torch.nn.Linear(16, 16), cluster="8xA100", mesh={"dp": 1}, global_batch=2, example_inputs=(torch.zeros(2, 16),),
+            precision=precision, **changes,
+        )  # fmt: skip
+        return found.memory[0].optimizer_state / (16 * 16 + 16)
+
+    masters = 4 if itemsize == 2 else 0
+    assert state() == state(optimizer="adamw") == 8 + masters
+    assert state(optimizer="sgd") == masters and state(optimizer=torch.optim.Adagrad) == 4 + masters
+    with pytest.raises(AutoparError, match="optimizer='best' is unknown"):
+        state(optimizer="best")
+
+
+def test_microbatches_that_compute_something_else_are_refused() -> None:
+    normed = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    options: dict[str, Any] = {
+        "cluster": "8xA100", "mesh": {"dp": 2}, "global_batch": 8, "example_inputs": (torch.zeros(4, 4),)
+    }  # fmt: skip
+    with pytest.raises(PlanError, match=r'computes something else in 4 microbatches: pass microbatch=4, .* or microbatch_statistics="own"'):
+        autopar.predict(normed, **options)
+    assert autopar.predict(normed, microbatch=4, **options).num_microbatches == 1
+    assert autopar.predict(normed, microbatch_statistics="own", **options).num_microbatches == 4
+
+
+def test_samples_are_split_over_dp_alone() -> None:
+    with pytest.raises(PlanError, match="predictions split samples over dp alone"):
+        measure_work(torch.nn.Linear(4, 4), (torch.zeros(2, 4),), "8xA100", 2, {"batch": ("dp", "tp")})
