@@ -39,12 +39,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "ARE_ALL_TRUE",
     "CAUSAL_MASK_DETECTION",
     "DEPENDENT_CONSTRAINT",
     "DISTRIBUTIONS_CHECKED",
     "FakeTensorMode",
     "HigherOrderOperator",
-    "IS_ALL_TRUE",
     "MATRIX_CONSTRAINTS",
     "NORM_OF_BATCH",
     "OpOverload",
@@ -77,7 +77,9 @@ __all__ = [
 
 # Where torch's own functions ask of values: (holder, name), or the classes. Dynamo refuses to look into `is_dependent`.
 DEPENDENT_CONSTRAINT = constraints._Dependent
-IS_ALL_TRUE = (torch, "_is_all_true")
+# Since torch 2.15 `distributions` ask a function of their own, which goes on from the other's answer with ops that want a tensor.
+_IN_DISTRIBUTIONS = (torch.distributions.distribution, "_all_true_or_runtime_assert")
+ARE_ALL_TRUE: list[tuple[Any, str]] = [(torch, "_is_all_true"), *([_IN_DISTRIBUTIONS] if hasattr(*_IN_DISTRIBUTIONS) else [])]
 DISTRIBUTIONS_CHECKED = (torch.distributions.Distribution, "_validate_args")
 CAUSAL_MASK_DETECTION = (torch.nn.modules.transformer, "_detect_is_causal_mask")
 NORM_OF_BATCH = torch.nn.modules.batchnorm._BatchNorm

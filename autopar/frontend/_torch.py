@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch._dynamo import functional_export
+from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import get_real_value
 from torch._dynamo.variables import ConstantVariable, builder
@@ -117,7 +120,13 @@ def asking_for_gradients_ignored() -> Generator[None]:
     def asking(self: Any, tx: Any, requires_grad: Any = True) -> Any:
         return self if passes(self, requires_grad) else ask(self, tx, requires_grad)
 
-    with attribute_set(owner, method, setting), attribute_set(traced, "method_requires_grad_", asking):
+    with ExitStack() as stack:
+        stack.enter_context(attribute_set(owner, method, setting))
+        stack.enter_context(attribute_set(traced, "method_requires_grad_", asking))
+        # Since torch 2.15 methods are found in a table.
+        table: dict[str, Any] = getattr(traced, "tp_methods", {})
+        if "requires_grad_" in table:
+            stack.enter_context(mock.patch.dict(table, {"requires_grad_": type(table["requires_grad_"])(asking)}))
         yield
 
 
@@ -257,7 +266,8 @@ class _NumPyNumber(ConstantVariable):
         return self.number if isinstance(self.number, float) else self.value
 
     def as_python_constant(self) -> Any:
-        return self.number if type(self.number) is np.bool_ else self.value  # of which `~` is another flag, and -2 of Python's
+        # What folds constants computes with it: of a flag `~` is another one, and -2 of Python's; single precision is rounded to.
+        return self.number if type(self.number) in (np.bool_, np.float32) else self.value
 
     def var_getattr(self, tx: Any, name: str) -> Any:
         is_method = callable(getattr(self.number, name, None))
@@ -265,26 +275,31 @@ class _NumPyNumber(ConstantVariable):
 
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         given = _numbers_of(args, kwargs)
-        found = None if given is None else getattr(self.number, name)(*given[0], **given[1])
-        if type(found) in (bool, int, float):
-            return ConstantVariable.create(found)
-        return _number(found) if _is_as_pythons(found) else super().call_method(tx, name, args, kwargs)
+        found = None if given is None else _variable_of(getattr(self.number, name)(*given[0], **given[1]))
+        return super().call_method(tx, name, args, kwargs) if found is None else found
 
 
-# Python computes with these as NumPy does; others (uint8, which wraps) stay with torch, which says what it cannot do.
-_AS_PYTHONS = (np.float64, np.float32, np.int64, np.bool_)
-# Of two such integers the product does not either.
-_NEVER_WRAPS = 1 << 31
+# Others (uint8, half precision) stay with torch, which says what it cannot do.
+_HELD = (np.float64, np.float32, np.int64, np.bool_)
+_OPERATORS = (
+    "add sub mul truediv floordiv mod pow lshift rshift and_ or_ xor "
+    "iadd isub imul itruediv ifloordiv imod ipow ilshift irshift iand ior ixor "
+    "neg pos abs invert eq ne lt le gt ge is_ is_not"
+)
+_TAKES_LISTS = (max, min)
+# What NumPy computes otherwise than Python: a large integer wraps, `~` of a flag is another flag, single precision is rounded to.
+_COMPUTES = {*(getattr(operator, name) for name in _OPERATORS.split()), abs, round, divmod, pow, *_TAKES_LISTS}
 
 
 def _number(value: Any, **options: Any) -> _NumPyNumber:
     return _NumPyNumber(value.item(), value, **options)
 
 
-def _is_as_pythons(found: Any) -> bool:
-    """Whether Python goes on to compute with what NumPy made of numbers as NumPy would. A large integer may wrap there, `~` of a flag is
-    another flag, and what is added to single precision is rounded."""
-    return type(found) is np.float64 or (type(found) is np.int64 and abs(int(found)) < _NEVER_WRAPS)
+def _variable_of(found: Any) -> Any:
+    """What Dynamo knows of a number, Python's or NumPy's; None of anything else."""
+    if type(found) in (bool, int, float):
+        return ConstantVariable.create(found)
+    return _number(found) if type(found) in _HELD else None
 
 
 def _numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
@@ -293,6 +308,7 @@ def _numbers_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[An
         return None
 
     def value(each: Any) -> Any:
+        each = each.realize()
         if isinstance(each, BaseListVariable):
             items = [value(item) for item in each.items]
             return items if each.python_type() is list else tuple(items)
@@ -306,10 +322,29 @@ def _computed_at_once(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     is_pure = get_np_to_tnp_map().get(self.value) is not None and getattr(self.value, "__self__", None) is None  # random's have a generator
     given = _numbers_of(args, kwargs) if is_pure else None
     found = None if given is None else self.value(*given[0], **given[1])
-    return _number(found) if _is_as_pythons(found) else _called_as_ever(self, tx, args, kwargs)
+    return _number(found) if type(found) in _HELD else _called_as_ever(self, tx, args, kwargs)
 
 
-_called_as_ever = NumpyVariable.call_function
+_called_as_ever, _handler_as_ever = NumpyVariable.call_function, builtin_variables.BuiltinVariable._make_handler
+
+
+def _handler(function: Any, kinds: Sequence[type], has_kwargs: bool) -> Any:
+    """How Dynamo calls an operator, or a function like one, with operands of these kinds: NumPy's numbers are computed with by NumPy."""
+    as_ever: Any = _handler_as_ever(function, kinds, has_kwargs)  # type: ignore[arg-type]
+    if function not in _COMPUTES or not (_NumPyNumber in kinds or function in _TAKES_LISTS):
+        return as_ever
+
+    def handler(tx: Any, args: Any, kwargs: Any) -> Any:
+        given = _numbers_of(args, kwargs)
+        found = None
+        if given is not None and any(isinstance(each, np.generic) for each in pytree.tree_leaves(given)):
+            try:
+                found = _variable_of(function(*given[0], **given[1]))
+            except (TypeError, ValueError, ArithmeticError) as error:
+                raise_observed_exception(type(error), tx, args=list(error.args))
+        return as_ever(tx, args, kwargs) if found is None else found
+
+    return handler
 
 
 @contextmanager
@@ -321,10 +356,10 @@ def numpy_kept() -> Generator[None]:
     """
     values: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of each fake tensor; it is kept, so that its id stays its own
     wrapped, transformer = builder.VariableBuilder.__call__, functional_export.DynamoGraphTransformer
-    placed = transformer.placeholder
+    placed, builtin = transformer.placeholder, builtin_variables.BuiltinVariable
 
     def wrap(self: Any, value: Any) -> Any:
-        if type(value) in _AS_PYTHONS:
+        if type(value) in _HELD:
             return _number(value, source=self.source)
         variable: Any = wrapped(self, value)
         if type(value) is np.ndarray:
@@ -343,5 +378,7 @@ def numpy_kept() -> Generator[None]:
         attribute_set(builder.VariableBuilder, "__call__", wrap),
         attribute_set(transformer, "placeholder", place),
         attribute_set(NumpyVariable, "call_function", _computed_at_once),
+        mock.patch.object(builtin, "_make_handler", staticmethod(_handler)),
+        attribute_set(builtin, "call_function_handler_cache", {}),
     ):
         yield

@@ -23,10 +23,10 @@ from torch.distributions import constraints
 from torch.nn import functional as F
 
 from autopar._torch import (
+    ARE_ALL_TRUE,
     CAUSAL_MASK_DETECTION,
     DEPENDENT_CONSTRAINT,
     DISTRIBUTIONS_CHECKED,
-    IS_ALL_TRUE,
     MATRIX_CONSTRAINTS,
     NORM_OF_BATCH,
     attributes_replaced,
@@ -40,7 +40,7 @@ def library_checks_asserted() -> Generator[None]:
     """While this is entered, a trace goes past the checks of values that torch's functions make, and has them as assertions."""
     symmetric, semidefinite, definite = MATRIX_CONSTRAINTS
     replaced: list[tuple[Any, str, Any]] = [
-        (*IS_ALL_TRUE, _all_hold),
+        *((*each, _all_hold) for each in ARE_ALL_TRUE),
         # torch's own default. The first `torch.compile` of a process turns it off for good, and a later capture would lose its checks.
         (*DISTRIBUTIONS_CHECKED, __debug__),
         (constraints, "is_dependent", _is_dependent),
@@ -64,7 +64,7 @@ def holds(valid: Tensor, message: str) -> None:
     torch.ops.aten._assert_async.msg(torch.logical_not(valid).sum() == 0, message)
 
 
-def _all_hold(valid: Tensor) -> bool:
+def _all_hold(valid: Tensor, message: str = "") -> bool:
     holds(valid, "torch.distributions: a parameter or a value is outside of what the distribution takes")
     return True
 

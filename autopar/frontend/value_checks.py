@@ -32,11 +32,13 @@ ASSERTS = (aten._assert_async.msg, aten._assert_async.default)
 # Solvers that raise for a matrix without a solution: each with the op that says so by a number, which is 0 for a good one.
 _SOLVERS: dict[object, tuple[OpOverload, str]] = {
     aten.linalg_cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
-    aten.cholesky.default: (aten.linalg_cholesky_ex.default, "is not positive-definite"),
     aten.linalg_inv.default: (aten.linalg_inv_ex.default, "is singular"),
     aten.inverse.default: (aten.linalg_inv_ex.default, "is singular"),
     aten.linalg_solve.default: (aten.linalg_solve_ex.default, "is singular"),
 }
+_OLD_CHOLESKY: OpOverload | None = aten.cholesky.default if hasattr(aten, "cholesky") else None  # torch 2.15 has it no more
+if _OLD_CHOLESKY is not None:
+    _SOLVERS[_OLD_CHOLESKY] = _SOLVERS[aten.linalg_cholesky.default]
 
 
 def checks_as_outputs(program: Program) -> Program:
@@ -71,7 +73,7 @@ def _assert_solved(node: Node) -> None:
     target, fault = _SOLVERS[node.target]
     emit = Emitter(node.graph, node)
     args, kwargs = node.args, dict(node.kwargs)
-    if node.target is aten.cholesky.default and len(args) > 1:  # its `upper` may be given by position
+    if node.target is _OLD_CHOLESKY and len(args) > 1:  # its `upper` may be given by position
         args, kwargs = args[:1], {"upper": args[1]}
     solved = emit.call(target, *args, **kwargs)
     result, info = (emit.call(operator.getitem, solved, place) for place in (0, 1))

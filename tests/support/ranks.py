@@ -127,8 +127,10 @@ def fork(world_size: int) -> None:
     os.dup2(2, 1)  # what ranks print is no answer
     zoo = importlib.import_module("tests.support.models.zoo")
     torch.set_num_threads(1)
-    case = zoo.gpt2()
-    compiled(case.model, {"dp": 2, "tp": 2}, case.batch)(**case.batch).loss.backward()
+    # With torch's builds for GPUs no process runs a backward that is forked from one which has traced one.
+    if torch.version.cuda is None:
+        case = zoo.gpt2()
+        compiled(case.model, {"dp": 2, "tp": 2}, case.batch)(**case.batch).loss.backward()
     for line in sys.stdin:
         first = 0
         for rank in range(world_size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,14 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import AutoparError, CaptureError
+from autopar.frontend import value_checks
 from autopar.frontend.capture import capture
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.ir.program import Program
 from tests.support.models.layer import MESH, Layer, X, assert_as_model, of
 from tests.support.programs import inputs_of, run_forward
+
+aten = torch.ops.aten
 
 
 def positive(layer: Layer, x: Tensor) -> Tensor:
@@ -78,6 +82,21 @@ def test_distributions_are_checked_after_a_torch_compile_too() -> None:
         distributions.Distribution.set_default_validate_args(default)
 
 
+HAS_OLD_NAME = hasattr(aten, "cholesky")  # torch 2.15 has it no more
+
+
+class WithoutOldName:
+    def __getattr__(self, name: str) -> Any:
+        if name == "cholesky":
+            raise AttributeError(name)
+        return getattr(aten, name)
+
+
+def test_ops_that_later_torch_lacks_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops, "aten", WithoutOldName())
+    runpy.run_path(value_checks.__file__)
+
+
 def violations(program: Program, layer: nn.Module, x: Tensor) -> list[float]:
     found = run_forward(program, inputs_of(program, layer, (x,), {}))
     return [value.item() for (kind, _), value in found.items() if kind == "check"]
@@ -90,9 +109,9 @@ def violations(program: Program, layer: nn.Module, x: Tensor) -> list[float]:
         (lambda layer, x: layer.linear(x).sum() * torch.bincount(x[0].long(), minlength=4).max(), torch.tensor([[0.0, 3, 4, 9]]), [2]),
         (lambda layer, x: distributions.Normal(layer.linear(x), x).rsample().sum(), torch.tensor([[1.0, 0, 1, -1]]), [0, 2]),
         (lambda layer, x: torch.linalg.cholesky(x) * layer.linear.weight, -torch.eye(4), [1]),
-        (lambda layer, x: torch.cholesky(x, True) * layer.linear.weight, -torch.eye(4), [1]),
+        *[(lambda layer, x: torch.cholesky(x, True) * layer.linear.weight, -torch.eye(4), [1])] * HAS_OLD_NAME,
     ],
-    ids=["variance", "count", "scale", "matrix", "matrix, by the old name"],
+    ids=["variance", "count", "scale", "matrix", *["matrix, by the old name"] * HAS_OLD_NAME],
 )
 def test_what_does_not_hold_is_counted(compute: Callable[..., Tensor], x: Tensor, expected: list[int]) -> None:
     layer = Layer(lambda layer, x: compute(layer, x).sum())

@@ -34,6 +34,11 @@ def written(h: Tensor, number: Any) -> Tensor:
     return h * weights
 
 
+def added(number: Any) -> Any:
+    number += 0.1
+    return number
+
+
 COMPUTE: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "a global": lambda self, h: h * NUMBER,
     "an attribute": lambda self, h: h / self.scale,
@@ -48,11 +53,20 @@ COMPUTE: dict[str, Callable[[Scaled, Tensor], Tensor]] = {
     "made of a number": lambda self, h: h[:, : np.ceil(np.log(h.shape[1])).astype("int").item()] * float(np.float32(self.scale)),
     "what they are": lambda self, h: h if isinstance(self.count, int) or isinstance(self.single, float) else h.tanh(),
     "as tensors": lambda self, h: h * torch.tensor(NUMBER) * torch.as_tensor(self.single),
+    "compared": lambda self, h: h if ~(self.scale > 1) else 2 * h,
+    "single precision, rounded": lambda self, h: h * (0.1 + self.single) * (1 / self.single) + added(self.single) * self.single**2,
+    "a sum in single precision": lambda self, h: h if np.float32(0.1) + np.float32(0.2) == np.float32(0.3) else -h,
+    "of several": lambda self, h: h * (max((self.single, 0.1)) + 0.1) + min(self.single, 2) * 0.1 + divmod(self.count, 2)[1],
+    "flags": lambda self, h: h * float(self.is_on + self.is_on) + (self.is_on & 3) + (self.is_on is True),
+    "a flag, inverted": lambda self, h: h if ~self.is_on else 2 * h,
+    "a flag that NumPy makes": lambda self, h: h if ~np.isfinite(5.0) else 2 * h,
+    "an integer that wraps": lambda self, h: h * float(np.prod([2**62]) * 4 + 1) + float((self.count * 2**31 * 2**31) * 2),
     "an array": lambda self, h: h * torch.from_numpy(self.row.copy()) + torch.as_tensor(self.row[0]),
     "a global array, twice": lambda self, h: h * torch.tensor(ROW) + torch.from_numpy(ROW),
 }
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize("name", COMPUTE)
 def test_they_are_what_they_are_to_torch(name: str) -> None:
     torch.manual_seed(0)
@@ -63,18 +77,10 @@ def test_they_are_what_they_are_to_torch(name: str) -> None:
     assert parallel.verify(x, promote=True)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered")
 @pytest.mark.parametrize(
-    "compute",
-    [
-        lambda self, h: h if ~np.isfinite(5.0) else -h,
-        lambda self, h: h if ~self.is_on else -h,
-        lambda self, h: h * float(np.prod([2**62]) * 4 + 1),
-        lambda self, h: h if np.float32(0.1) + np.float32(0.2) == np.float32(0.3) else -h,
-    ],
-    ids=["a flag that NumPy makes", "a flag that is held", "an integer that wraps", "single precision"],
+    "compute", [lambda self, h: h * -self.is_on, lambda self, h: h * sum((self.single, 0.1))], ids=["NumPy refuses it", "a sum of several"]
 )
-def test_where_python_computes_otherwise_it_is_refused(compute: Callable[[Scaled, Tensor], Tensor]) -> None:
+def test_what_is_not_computed_as_numpy_does_is_refused(compute: Callable[[Scaled, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError):
         autopar.compile(Scaled(compute), autopar.virtual_mesh(dp=2), example_inputs=(torch.randn(4, 5).double(),), backend="eager")
 

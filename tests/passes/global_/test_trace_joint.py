@@ -171,7 +171,7 @@ LINEAR_ALGEBRA: dict[str, Callable[[Tensor], Tensor]] = {
     "solve": lambda x: torch.linalg.solve(_positive(x), x[:4]),
     "cholesky": lambda x: torch.linalg.cholesky(_positive(x)),
     "cholesky, upper": lambda x: torch.linalg.cholesky(_positive(x), upper=True),
-    "cholesky of old": lambda x: torch.cholesky(_positive(x)),
+    **({"cholesky of old": lambda x: torch.cholesky(_positive(x))} if hasattr(aten, "cholesky") else {}),  # not in torch 2.15
     "matrix power": lambda x: torch.linalg.matrix_power(_positive(x), -2),
     "LU": lambda x: torch.linalg.lu_factor(_positive(x))[0],
     "determinants": lambda x: torch.linalg.det(_positive(x)) + torch.linalg.slogdet(_positive(x))[1],
