@@ -151,8 +151,11 @@ class DistributedWorld:
     def gather(self, value: Any, what: str = "") -> list[Any]:
         return accepted(self.groups.gather(value, what) if what else self.groups.gather(value))
 
-    def is_equal(self, number: int, what: str) -> bool:
-        return self.groups.is_equal(number, what)
+    def is_equal(self, number: int, what: str, place: str = "") -> bool:
+        return self.groups.is_equal(number, what, place)
+
+    def meet(self, what: str, place: str) -> None:
+        self.groups.maxima([], f"{what} of module {self.groups.number}", f"{what} ({place})")
 
     def _place(self, mesh: Mesh) -> int:
         """Where this rank stands on a mesh that may lack `pp` or count microbatches (the first)."""

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.execute.host_group import HostGroup, host_group
+from autopar.runtime.execute.host_group import HostGroup, host_group, takes_host_tensors
 
 
 @dataclass
@@ -26,6 +26,7 @@ class _Known:
     is_trusted: bool = True
     # By which all ranks of the world speak, once they did.
     host: HostGroup | None = None
+    num_modules: int = 0
 
 
 # By the default group: another one, after `destroy_process_group`, knows nothing of its predecessor's.
@@ -46,6 +47,13 @@ def known_or_made(key: Hashable, make: Callable[[], Any]) -> Any:
     return made[key]
 
 
+def number_of_module(largest: Callable[[int], int]) -> int:
+    """How many modules with process groups there are, this one with them; `largest` gives what most ranks counted. Collective."""
+    known = _known()
+    known.num_modules = largest(known.num_modules + 1)
+    return known.num_modules
+
+
 def distrust() -> None:
     """What is known may be out of step with the other ranks: an exception left a call between its collectives, or a peer is lost."""
     if dist.is_initialized():
@@ -59,7 +67,10 @@ def agree(device: torch.device) -> None:
     """
     known, world = _known(), dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
-    host = known.host = known.host or host_group(world, range(dist.get_world_size()), device, None)
+    if known.host is None:
+        by_itself = HostGroup(world, torch.device("cpu")) if takes_host_tensors(world) else None
+        known.host = by_itself or host_group(world, range(dist.get_world_size()), device, None)
+    host = known.host
     told = torch.tensor([not known.is_trusted, len(known.made), -len(known.made)], dtype=torch.int64, device=host.device)
     dist.all_reduce(told, dist.ReduceOp.MAX, group=host.group)
     is_doubted, most, least = told.tolist()

@@ -1,7 +1,14 @@
-"""The group by which ranks tell each other numbers and objects: of the host, so that none waits for its device to say them."""
+"""The group by which ranks tell each other numbers and objects: of the host, so that none waits for its device to say them.
+
+It is a group of its own. What ranks say is no part of a program, so a rank that left something out may speak while others run theirs: in
+one group gloo would take its words for their tensors. Ranks also may speak of different things, one of its next call and another of a
+backward, so each message is as long as any other, and begins with what it is about.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -9,23 +16,57 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+_NUMBERS = 8  # of a message, of which two tell what it is about
+_TEXT = 512  # bytes, of what a rank is at
+_OBJECTS = "objects"  # what all `gather` are about: an error is brought to whichever comes next
+
+
+class ApartError(Exception):
+    """Ranks speak of different things: `places`, of what each does, in the order of the group."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        super().__init__(places)
+        self.places = places
+
 
 class HostGroup(NamedTuple):
-    """`group` takes tensors on `device`."""
+    """`group` takes tensors on `device`. Methods are collective, and raise `ApartError` on all ranks."""
 
     group: dist.ProcessGroup
     device: torch.device
 
+    def maxima(self, numbers: Sequence[int], what: str, place: str = "") -> list[int]:
+        """Of each number the largest that a rank has, of ranks that all speak of `what`. `place` says more of it in the error."""
+        key = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7])
+        told = [key, -key, *numbers]
+        assert len(told) <= _NUMBERS, told
+        message = torch.tensor(told + [0] * (_NUMBERS - len(told)), dtype=torch.int64, device=self.device)
+        dist.all_reduce(message, dist.ReduceOp.MAX, group=self.group)
+        most, least, *largest = message.tolist()
+        if most != -least:
+            raise ApartError([each.rstrip(b"\0").decode(errors="ignore") for each in self._all((place or what).encode()[:_TEXT], _TEXT)])
+        return largest[: len(numbers)]
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Every rank's `value`, any picklable object."""
+        data = pickle.dumps(value)
+        (length,) = self.maxima([len(data)], _OBJECTS, what)
+        return [pickle.loads(each) for each in self._all(data, length)]  # which ends where the object does
+
+    def _all(self, data: bytes, length: int) -> list[bytes]:
+        """Every rank's `data`, filled up to `length`."""
+        mine = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8).to(self.device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everyone, mine, group=self.group)
+        return [each.cpu().numpy().tobytes() for each in everyone]
+
 
 def host_group(like: dist.ProcessGroup, members: Sequence[int], device: torch.device, timeout: timedelta | None) -> HostGroup:
-    """By which the ranks of `like`, those `members` of the world, speak: by itself where it takes tensors of the host, else, in a world of
-    NCCL alone, by one of gloo that is made now, collectively over the world. Where there is no gloo they speak on `device`."""
-    if takes_host_tensors(like):
-        return HostGroup(like, torch.device("cpu"))
-    if not dist.is_gloo_available():
-        return HostGroup(like, device)
-    made: Any = dist.new_group(list(members), timeout=timeout, backend="gloo")
-    return HostGroup(made, torch.device("cpu"))
+    """By which the ranks of `like`, those `members` of the world, speak: one of gloo that is made now, collectively over the world. Where
+    there is no gloo it is of what `like` is of, and they speak on `device`."""
+    backend = "gloo" if dist.is_gloo_available() else None
+    made: Any = dist.new_group(list(members), timeout=timeout, backend=backend)
+    return HostGroup(made, torch.device("cpu") if backend or takes_host_tensors(like) else device)
 
 
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.errors import MeshError, PeerError
+from autopar.errors import InputError, MeshError, PeerError
 from autopar.ir.instructions import Channel
 from autopar.ir.mesh import Mesh
 from autopar.runtime._torch import has_distributed
-from autopar.runtime.execute.group_cache import agree, distrust, known_or_made
-from autopar.runtime.execute.host_group import host_group
+from autopar.runtime.execute.group_cache import agree, distrust, known_or_made, number_of_module
+from autopar.runtime.execute.host_group import ApartError, host_group
 from autopar.runtime.execute.recorder import noted
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -102,6 +104,8 @@ class ProcessGroups:
         with self.naming_all("the group by which ranks speak"):
             make = partial(host_group, everyone.group, sorted(self.global_ranks), self.device, self._timeout)
             self._host = known_or_made(key, make)
+        # Of all that have process groups.
+        self.number = number_of_module(lambda number: self.maxima([number], "the number of modules")[0])
 
     def create(self, mesh: Mesh, axes_sets: Iterable[tuple[str, ...]], by_node: Iterable[tuple[tuple[str, ...], int]] = ()) -> None:
         """Create what is missing of the groups along each of `axes_sets` of `mesh` (this mesh, or it refined), and of those `by_node`:
@@ -194,20 +198,35 @@ class ProcessGroups:
 
     def gather(self, value: Any, what: str = "what every rank has to tell before it goes on") -> list[Any]:
         """Every rank's `value`, in the mesh's order; any picklable object. Collective. `what` it is stands in the error."""
-        group = self.along(self.mesh, self.mesh.names)
-        values: list[Any] = [None] * group.size
-        with self.naming_all(what):
-            dist.all_gather_object(values, value, group=self._host.group)
-        return [values[place] for place in group.order]
+        return self._in_order(self._spoken(what, lambda: self._host.gather(value, what)))
 
-    def is_equal(self, number: int, what: str) -> bool:
-        """Whether every rank has this `number`, of 62 bits at most. Collective."""
-        most, least = self.maxima([number, -number], what)
+    def is_equal(self, number: int, what: str, place: str = "") -> bool:
+        """Whether every rank has this `number`, of 62 bits at most. Collective. `place` is what `what` is in an error, with more of it."""
+        most, least = self.maxima([number, -number], what, place)
         return most == -least
 
-    def maxima(self, numbers: Sequence[int], what: str) -> list[int]:
+    def maxima(self, numbers: Sequence[int], what: str, place: str = "") -> list[int]:
         """Of each number the largest that a rank has. Collective: at every step, so by the host, which waits for no device."""
-        largest = torch.tensor(numbers, dtype=torch.int64, device=self._host.device)
-        with self.naming_all(what):
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._host.group)
-        return largest.tolist()
+        return self._spoken(what, lambda: self._host.maxima(numbers, what, place))
+
+    def _in_order(self, values: list[T]) -> list[T]:
+        """What ranks have, in the mesh's order."""
+        return [values[place] for place in self.along(self.mesh, self.mesh.names).order]
+
+    def _spoken(self, what: str, speak: Callable[[], T]) -> T:
+        """What ranks say to each other by `speak`. Raises `InputError` on all where they are not at the same thing."""
+        try:
+            with self.naming_all(what):
+                return speak()
+        except ApartError as apart:
+            ranks: dict[str, list[int]] = {}
+            for rank, place in enumerate(self._in_order([*apart.places])):
+                ranks.setdefault(place, []).append(rank)
+        found = "".join(f"\n  rank{'s' * (len(at) > 1)} {', '.join(map(str, at))}: {place}" for place, at in ranks.items())
+        error = InputError(
+            f"ranks are not at the same place of the training loop:{found}\nEvery rank makes each call, those that evaluate among them, "
+            "and each backward, where a stage trains nothing, too. One that would leave something out by what it alone sees (`if not "
+            "math.isfinite(loss): continue`) asks the others first, by torch.distributed.all_reduce, so that all leave it out, or none"
+        )
+        error.is_told = True
+        raise error

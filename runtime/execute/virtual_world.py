@@ -54,8 +54,11 @@ class VirtualWorld:
     def gather(self, value: Any, what: str = "") -> list[Any]:
         return [value] * self.mesh.size
 
-    def is_equal(self, number: int, what: str) -> bool:
+    def is_equal(self, number: int, what: str, place: str = "") -> bool:
         return True
+
+    def meet(self, what: str, place: str) -> None:
+        return None
 
     def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:
         pairs = zip(parameters, items, strict=True)

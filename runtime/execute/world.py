@@ -70,8 +70,14 @@ class World(Protocol):
         raised that was to come here (`autopar.runtime.execute.agreement`)."""
         ...
 
-    def is_equal(self, number: int, what: str) -> bool:
-        """Whether every rank has this `number`, of 62 bits at most. Collective, and quicker than `gather`."""
+    def is_equal(self, number: int, what: str, place: str = "") -> bool:
+        """Whether every rank has this `number`, of 62 bits at most. Collective, and quicker than `gather`. `place` tells those that are at
+        something else what this is."""
+        ...
+
+    def meet(self, what: str, place: str) -> None:
+        """Go on once all ranks of this module are at `what`, `place` says more of it. Collective. Raises `InputError` on all where one is
+        at something else."""
         ...
 
     def as_they_are(self, parameters: Sequence[torch.Tensor], items: Sequence[Input]) -> list[torch.Tensor | None]:

@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -35,6 +35,7 @@ from autopar.runtime.execute.fragments import CompiledFragments
 from autopar.runtime.execute.places import Places
 from autopar.runtime.execute.virtual_world import VirtualWorld
 from autopar.runtime.execute.world import World
+from autopar.runtime.module.backwards import Backwards
 from autopar.runtime.module.guard import ModelGuard
 from autopar.runtime.module.host_allocator import keep_freed_memory
 from autopar.runtime.module.inputs import (
@@ -78,16 +79,6 @@ class ModelTensors(NamedTuple):
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
         return {**self.parameters, **self.buffers}
-
-
-@dataclass
-class Count:
-    """How often something was done; who counts holds this alone, and not the module."""
-
-    number: int = 0
-
-    def one_more(self) -> None:
-        self.number += 1
 
 
 @dataclass
@@ -156,10 +147,10 @@ class CapturingModule(NamesOfModel):
         self.mesh = mesh
         self.step = 0
         self.seed: int | None = None
-        self._backwards = Count()
         self._capture, self._backend, self._num_microbatches = capture, backend, num_microbatches
         self._batch_dims = BatchOfFirst.of(model) if batch_dims is None else batch_dims
         self._world: World = world or (VirtualWorld(mesh) if device_mesh is None else DistributedWorld(device_mesh, timeout))
+        self._backwards = Backwards(self._world)
         self._captures: dict[CallKey, Captured] = {}
         self._placements: dict[str, Placement] = {}
         self._latest: Compiled | None = None
@@ -262,9 +253,11 @@ class CapturingModule(NamesOfModel):
             error = caught
         try:
             problem = str(error) if isinstance(error, AutoparError) else repr(error)
-            counts = (self.seed, self.step, self._backwards.number, sorted(self._placed_anew.items()))
+            backwards = self._backwards
+            counts = (self.seed, self.step, (backwards.number, backwards.num_calls), sorted(self._placed_anew.items()))
             told = (inputs.kinds, *key[1:], *self._trainer.told, *counts) if key else ()
-            shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, self._world.is_equal)
+            is_equal = partial(self._world.is_equal, place=f"a call ({backwards.place})")
+            shares = agree_on_call(inputs, error and problem, told, self.mesh, self._batch_dims, self._world.gather, is_equal)
         except AutoparError as refusal:
             if not self._set_by_stages(refusal):
                 raise refusal from error
@@ -275,11 +268,11 @@ class CapturingModule(NamesOfModel):
 
     def _set_by_stages(self, refusal: AutoparError) -> bool:
         """Whether ranks, all of which were refused, only trained other parameters, each of its own stage; they agree now. Collective."""
-        if not isinstance(refusal, InputError):
+        if not isinstance(refusal, InputError) or refusal.is_told:  # of which some ranks heard elsewhere
             return False
         if self.mesh.size_of(self.mesh.parts("pp")) > 1 and take_over(self._model, self._world.gather):
             return True
-        self._backwards.number = 0  # that one was missed is said once
+        self._backwards.begin_anew()  # that one was missed is said once
         return False
 
     def _shares_to_pad(self, inputs: CallInputs) -> UnequalShares | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from autopar.errors import InputError
 from autopar.runtime.execute.host_group import host_group
 from autopar.runtime.execute.process_groups import ProcessGroups
 
@@ -31,8 +32,10 @@ def of_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend_config", lambda group: asked(group).replace("cpu:gloo,", ""))
 
 
-def test_by_the_group_itself_where_it_takes_tensors_of_the_host(world: dist.ProcessGroup) -> None:
-    assert host_group(world, [0], DEVICE, None) == (world, torch.device("cpu"))
+def test_a_group_of_its_own_where_the_other_takes_tensors_of_the_host_too(world: dist.ProcessGroup) -> None:
+    """What ranks say is no part of a program, and may come while others run theirs."""
+    group, device = host_group(world, [0], DEVICE, None)
+    assert group is not world and dist.get_backend(group) == "gloo" and device == torch.device("cpu")
 
 
 def test_a_world_of_nccl_alone_gets_a_group_of_gloo(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,4 +53,31 @@ def test_a_world_of_nccl_alone_gets_a_group_of_gloo(world: dist.ProcessGroup, mo
 def test_on_the_device_where_there_is_no_gloo(world: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     of_nccl_alone(monkeypatch)
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    assert host_group(world, [0], DEVICE, None) == (world, DEVICE)
+    group, device = host_group(world, [0], DEVICE, None)
+    assert group is not world and device == DEVICE
+
+
+def speaks_of_other_things() -> list[str]:
+    """Rank 1 in each turn of something that the others do not, and then of the same."""
+    groups, rank = ProcessGroups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), timeout=120), dist.get_rank()
+    turns: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
+        (lambda: groups.maxima([1, 2, 3, 4], "four numbers"), lambda: groups.is_equal(7, "a number", "one number")),
+        (lambda: groups.gather("a word", "words"), lambda: groups.maxima([], "nothing")),
+        (lambda: groups.maxima([5], "a number of one"), lambda: groups.maxima([6], "a number of another", "é" * 400)),
+    ]
+    found = []
+    for ours, other in turns:
+        with pytest.raises(InputError) as caught:
+            other() if rank == 1 else ours()
+        assert caught.value.is_told and groups.gather(rank) == [0, 1, 2, 3] and groups.maxima([rank], "a rank") == [3]
+        found.append(str(caught.value))
+    return found
+
+
+def test_ranks_that_speak_of_other_things_all_hear_of_it(gloo_ranks: Any) -> None:
+    """Two all-reduces of other lengths end a process, and those of one length would take each other's numbers."""
+    said = gloo_ranks.run(speaks_of_other_things)
+    assert said[0] == said[1] == said[2] == said[3]
+    assert "\n  ranks 0, 2, 3: four numbers\n  rank 1: one number\n" in said[0][0]
+    assert "\n  ranks 0, 2, 3: words\n  rank 1: nothing\n" in said[0][1]
+    assert f"\n  ranks 0, 2, 3: a number of one\n  rank 1: {'é' * 256}\n" in said[0][2]
