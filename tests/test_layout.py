@@ -17,7 +17,13 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("passes", "runtime", "kernels")
 MAX_LINES = 400
-PRIVATE_TORCH_FILES = {"autopar/_torch.py", "autopar/frontend/_torch.py", "autopar/cache/_torch.py", "runtime/_torch.py"}
+PRIVATE_TORCH_FILES = {
+    "autopar/_torch.py",
+    "autopar/frontend/_torch.py",
+    "autopar/cache/_torch.py",
+    "runtime/_torch.py",
+    "runtime/module/_torch.py",
+}
 # Attributes of torch's own objects that its documentation does not name.
 PRIVATE_ATTRIBUTES = {
     "_backward_hooks",

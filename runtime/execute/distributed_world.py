@@ -34,6 +34,7 @@ from autopar.runtime.execute.shares import joined, own_share
 from autopar.runtime.execute.transport import Transport
 from autopar.runtime.execute.world import Own, Parts, RankParts
 from autopar.runtime.module.dtensors import take_over
+from autopar.runtime.module.numbers_of_stages import lies_on_stage
 from autopar.runtime.module.parameters import assemble, local_shard
 from autopar.runtime.module.placement import (
     all_placements,
@@ -107,6 +108,8 @@ class DistributedWorld:
         held = {name for name, stages in self.holders.items() if self.stage in stages}
         with self.groups.naming_all("the groups of the parameters' mesh"):
             device_mesh = stage_device_mesh(self.device_mesh, stage)
+        if mesh.size_of(mesh.parts("pp")) > 1:
+            lies_on_stage(device_mesh)
         store = store_of(compiled, self.groups.device)
         self.is_stored = bool(compiled.stored)
         rank, device = self._place(stage), self.device(model)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from autopar._torch import data_taken_over, draws_taken_over, gathers_taken_over, numbers_taken_over, views_taken_over
+from autopar.runtime.module._torch import (
+    data_taken_over,
+    draws_taken_over,
+    gathers_taken_over,
+    numbers_taken_over,
+    operations_taken_over,
+    views_taken_over,
+)
 from autopar.runtime.module.draws import draw
 from autopar.runtime.module.gathers import gathered, is_cut_from_whole
 from autopar.runtime.module.numbers import number_of
+from autopar.runtime.module.operations import NAMES, computed
 from autopar.runtime.module.placement import part_of_data
 from autopar.runtime.module.views import view_words
 
@@ -17,3 +25,4 @@ def take_over() -> None:
     draws_taken_over(draw)
     gathers_taken_over(gathered, is_cut_from_whole)
     views_taken_over(view_words)
+    operations_taken_over(NAMES, computed)

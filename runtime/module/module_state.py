@@ -38,6 +38,13 @@ class ModuleState(CapturingModule):
         self._placed_anew = {name: each for name, each in self._placed_anew.items() if name not in state_dict}  # those have other values
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the model's. Before the parameters are placed the model's own have what gradients there are."""
+        if self._world.is_virtual or self._captures:
+            super().zero_grad(set_to_none)
+        else:
+            self._model.zero_grad(set_to_none)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients so that their joint norm is at most `max_norm`; returns the norm before, a 0-d tensor. Collective.
 

@@ -1,0 +1,121 @@
+"""What torch cannot write in place of split parameters, and what it says of plain tensors beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import autopar
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16, dtype=torch.float64), nn.Linear(16, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.b(self.a(x).relu()) ** 2).mean()
+
+
+def gradient() -> DTensor:
+    """That of a parameter whose rows lie on four ranks."""
+    torch.manual_seed(0)
+    mesh, x = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(2, 8, dtype=torch.float64)
+    parallel = autopar.compile(Net(), mesh, backend="eager", zero=3, example_inputs=(x,))
+    parallel(x).backward()
+    found = parallel.get_parameter("a.weight").grad
+    assert isinstance(found, DTensor)
+    return found
+
+
+def whole(tensor: Any) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()
+
+
+def written() -> list[float]:
+    """How far norms that are written in place are off."""
+    split = gradient()
+    plain = split.full_tensor()
+    gaps = []
+    for written, wanted in (
+        (split.norm(2).clamp_(min=1e3).mul_(3), plain.norm(2).clamp_(min=1e3).mul_(3)),
+        (split.norm(2).add_(1e-3).sqrt_(), plain.norm(2).add_(1e-3).sqrt_()),
+        (split.norm(2, dim=0, keepdim=True).clamp_(min=0.05), plain.norm(2, dim=0, keepdim=True).clamp_(min=0.05)),
+        (split.norm(2, dim=1, keepdim=True).clamp_(min=0.05), plain.norm(2, dim=1, keepdim=True).clamp_(min=0.05)),
+    ):
+        gaps.append(float((whole(written) - wanted).abs().max()))
+    norms = torch._foreach_norm([split, 2 * split])
+    torch._foreach_add_(norms, 1e-3)
+    gaps += [float((whole(norm) - factor * plain.norm() - 1e-3).abs()) for norm, factor in zip(norms, (1, 2), strict=True)]
+    return gaps
+
+
+def test_a_norm_of_which_ranks_hold_parts_is_written_in_place(gloo_ranks: Any) -> None:
+    assert max(max(each) for each in gloo_ranks.run(written)) < 1e-12
+
+
+def shown_elsewhere() -> str:
+    sums = gradient().sum(0)
+    try:
+        sums[:3].clamp_(min=0.05)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_sum_that_another_tensor_shows_is_not(gloo_ranks: Any) -> None:
+    assert all("Please use the out-of-place version" in text for text in gloo_ranks.run(shown_elsewhere))
+
+
+def mixed() -> tuple[list[str], float]:
+    """What is said of plain tensors beside a gradient, and how far the way that it names is off."""
+    split = gradient()
+    plain, said = split.full_tensor(), []
+    ways = [lambda: torch.eye(16).mul_(0.01).add_(split @ split.T), lambda: torch.eye(16) @ split, lambda: torch.zeros(16, 8).copy_(split)]
+    for compute in ways:
+        try:
+            compute()
+            said.append("")
+        except RuntimeError as error:
+            said.append("\n".join(getattr(error, "__notes__", [])))
+    found = distribute_tensor(torch.eye(16, dtype=plain.dtype), split.device_mesh)
+    found += split @ split.T
+    return said, float((found.full_tensor() - torch.eye(16) - plain @ plain.T).abs().max())
+
+
+def test_an_error_about_a_plain_tensor_beside_a_split_one_says_what_to_do(gloo_ranks: Any) -> None:
+    for said, gap in gloo_ranks.run(mixed):
+        assert all("distribute_tensor(x, p.device_mesh)" in text and "full_state_dict()" in text for text in said), said
+        assert gap < 1e-12
+
+
+def zeroed() -> tuple[bool, bool]:
+    """Whether zeroing before the first call clears what the model has, and after it what lies on ranks."""
+    model = Net()
+    model(torch.ones(2, 8, dtype=torch.float64)).backward()
+    parallel = autopar.compile(model, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), backend="eager")
+    parallel.zero_grad()
+    before = all(each.grad is None for each in model.parameters())
+    parallel(torch.ones(2, 8, dtype=torch.float64)).backward()
+    assert all(each.grad is not None for each in parallel.parameters())
+    parallel.zero_grad()
+    return before, all(each.grad is None for each in parallel.parameters())
+
+
+def test_gradients_are_zeroed_before_the_first_call_and_after(gloo_ranks: Any) -> None:
+    assert all(each == (True, True) for each in gloo_ranks.run(zeroed))
+
+
+def in_torchs_tables() -> bool:
+    before = torch.ops.aten.normal_.default, torch.ops.aten.add_.Tensor
+    gradient()
+    return before == (torch.ops.aten.normal_.default, torch.ops.aten.add_.Tensor)
+
+
+def test_ops_that_are_taken_over_are_those_that_torch_knows(gloo_ranks: Any) -> None:
+    assert all(gloo_ranks.run(in_torchs_tables))
