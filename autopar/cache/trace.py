@@ -26,6 +26,7 @@ from autopar.cache._torch import has_global_hooks, has_hooks, has_modes_around, 
 from autopar.cache.describe import NotKnown, described
 from autopar.cache.recorder import Recorder, value_of
 from autopar.driver.compiled import TENSOR
+from autopar.frontend.assigned_buffers import assigned_buffers
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of
 from autopar.frontend.caches import caches_kept_clean
 from autopar.frontend.fast_paths import fast_paths_off
@@ -142,7 +143,9 @@ def _recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
         raise recorder.refused
     if unseen:
         raise NotKnown("forward uses an autograd function or a hook of its own, a checkpoint, or autograd itself")
-    assigned = tuple(name for name, _ in model.named_buffers() if fakes[name] is not before[name])
+    assigned = assigned_buffers(model, before, fakes)
+    if "" in assigned.values():
+        raise NotKnown("forward puts new tensors in the place of buffers")
     spec = OutputSpec.of(output, assigned)
     recorder.lines += [f"returns {spec.structure} {spec.loss_index} {spec.elements} {spec.assigned}"]
     recorder.lines += [described(each) for each in spec.leaves if each is not TENSOR]

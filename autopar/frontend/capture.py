@@ -28,6 +28,7 @@ from autopar.frontend._torch import (
     numpy_kept,
     parameters_not_copied,
 )
+from autopar.frontend.assigned_buffers import Assigned, assigned_buffers, assigned_value, assigned_written
 from autopar.frontend.attribute_reads import read_and_assigned
 from autopar.frontend.attributes import attributes_kept, num_hooks, numbers_of, others, tensors_of
 from autopar.frontend.caches import caches_kept_clean
@@ -64,16 +65,18 @@ BatchDimByIndex = Mapping[int, int] | None
 
 
 class _Captured(nn.Module):
-    """What is exported: the model, returning these elements of its output, or everything (None)."""
+    """What is exported: the model, returning these elements of its output, or everything (None), and what it has `assigned` to buffers."""
 
-    def __init__(self, model: nn.Module, places: tuple[OutputElement, ...] | None) -> None:
+    def __init__(self, model: nn.Module, places: tuple[OutputElement, ...] | None, assigned: tuple[str, ...]) -> None:
         super().__init__()
         self.model = model
         self.places = places
+        self.assigned = assigned
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = self.model(*args, **kwargs)
-        return output if self.places is None else tuple(place.of(output) for place in self.places)
+        kept = output if self.places is None else tuple(place.of(output) for place in self.places)
+        return (kept, [assigned_value(self.model, name) for name in self.assigned]) if self.assigned else kept
 
 
 def capture(
@@ -107,9 +110,9 @@ def capture(
                 'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"], nor a tuple with exactly one '
                 'scalar; pass labels, or outputs="all"'
             )
-        program = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs), autocast)
+        program, assigned = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs), autocast)
     refuse_sparse(program, model)
-    refuse_lost(program, spec.assigned)
+    refuse_lost(program, assigned)
     program = _with_batch_dims(program, batch_dims)
     if mesh.num_shares > 1 and program.signature.outputs_of("output"):
         program = _with_batch_dims_of_outputs(program, model, args, kwargs)
@@ -132,7 +135,9 @@ def _exported(
     spec: OutputSpec,
     places: tuple[OutputElement, ...] | None,
     autocast: Autocast | None,
-) -> Program:
+) -> tuple[Program, Assigned]:
+    """The program, and of what forward assigns to buffers why it is not in it."""
+    written = tuple(name for name, why in spec.assigned.items() if not why)
     trainable = frozenset(name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad)
     with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked(), parameters_not_copied():
         with (
@@ -147,15 +152,17 @@ def _exported(
             torch.enable_grad(),
         ):
             warnings.simplefilter("always")
-            exported = torch.export.export(_Captured(model, places), args, kwargs, strict=True)
+            exported = torch.export.export(_Captured(model, places, written), args, kwargs, strict=True)
         refuse_biases(exported.constants)
         warn_of_globals(str(warning.message) for warning in heard)
         kept = None if places is None else tuple(leaf for place in places for leaf in place.leaves)
         leaves, device = (spec.structure, spec.leaves, spec.loss_index, kept), _device(model).type
         with autocast_off():
-            program = forward_program(exported, mesh, trainable, *leaves, device, autocast, asking_for_gradients(model, exported.constants))
+            asking = asking_for_gradients(model, exported.constants)
+            program = forward_program(exported, mesh, trainable, *leaves, device, autocast, asking, written)
+        program, assigned = assigned_written(program, model, spec.assigned)
     refuse_shared_writes(program, model, {name: each for name, each in exported.constants.items() if isinstance(each, torch.Tensor)})
-    return _with_first_names(program, model)
+    return _with_first_names(program, model), assigned
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -258,7 +265,7 @@ def _output_spec(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _fake_output(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], is_watched: bool = False
-) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+) -> tuple[Any, Assigned, tuple[str, ...]]:
     """What the forward returns on fake tensors, the buffers for which it sets others, and, where it `is_watched`, the attributes that it
     reads and sets anew."""
     mode, held, hooks = fake_mode(), tensors_of(model), num_hooks(model)
@@ -280,5 +287,4 @@ def _fake_output(
         if is_watched and others(held, tensors_of(model)) and num_hooks(model) == hooks:  # hooks that a second run might install again
             reassigned = read_and_assigned(model, lambda: run(dict(before)))
     # After the call torch has noted in `fakes` what the model set.
-    buffers = {name for name, _ in model.named_buffers()}
-    return output, tuple(name for name, value in fakes.items() if name in buffers and value is not before[name]), reassigned
+    return output, assigned_buffers(model, before, fakes), reassigned

@@ -63,6 +63,7 @@ def forward_program(
     device: str = "cpu",
     autocast: Autocast | None = None,
     asking: Mapping[str, str] | None = None,
+    assigned: tuple[str, ...] = (),
 ) -> Program:
     """The FORWARD program of what was exported.
 
@@ -70,21 +71,21 @@ def forward_program(
 
     `trainable` names the parameters that get gradients; `structure` and `leaves` describe the user's output, in which the
     loss is leaf `loss_index` (None: there is none); `kept` are the leaves that the graph returns, all by default.
-    `asking` are what `refuse_untrained` takes.
+    `asking` are what `refuse_untrained` takes. The last results that were exported are those that forward has `assigned` to these buffers.
     Raises `CaptureError` for what has no place.
     """
     graph, mapping = Graph(), dict[Node, Any]()
     constants: dict[str, torch.Tensor] = {}
     inputs = _inputs(exported, trainable)
     for item, node in inputs:
-        mapping[node] = _placeholder(graph, item)
+        mapping[node] = placeholder_of(graph, item)
         mapping[node].meta = dict(node.meta)
         if item.kind == "constant":
             constants[item.name] = _on_host(cast(torch.Tensor, exported.constants[item.name]))
     copies = _Copies(graph, mapping, device)
     copies.calls(exported.graph_module, None if autocast is None else Region(autocast))
     hooks_placed(graph)
-    outputs = _copy_outputs(exported, graph, mapping, loss_index, kept)
+    outputs = _copy_outputs(exported, graph, mapping, loss_index, kept, assigned)
     masked_reads_spread(graph, copies.regions)
     signature = Signature(tuple(item for item, _ in inputs), outputs, structure, leaves)
     kinds = {region.autocast.device for region in copies.regions.values() if region.autocast is not None}
@@ -138,7 +139,7 @@ def _identity(spec: InputSpec, users: list[str]) -> tuple[InputKind, str]:
     return kind, name if kind == "constant" else name.removeprefix(WRAPPED)
 
 
-def _placeholder(graph: Graph, item: Input) -> Node:
+def placeholder_of(graph: Graph, item: Input) -> Node:
     """The placeholder of an input. Both its name and its target are arguments of generated code: valid in Python, and no two alike
     (`offset["default"]` is a name of a parameter, and `a.b` and `a_b` may be two)."""
     prefix = {"parameter": "p", "buffer": "b", "constant": "c", "batch": "input"}[item.kind]
@@ -279,21 +280,28 @@ def _region_source(module: GraphModule, args: list[Any]) -> Source:
 
 
 def _copy_outputs(
-    exported: ExportedProgram, graph: Graph, mapping: dict[Node, Any], loss_index: int | None, kept: tuple[int, ...] | None
+    exported: ExportedProgram,
+    graph: Graph,
+    mapping: dict[Node, Any],
+    loss_index: int | None,
+    kept: tuple[int, ...] | None,
+    assigned: tuple[str, ...],
 ) -> tuple[Output, ...]:
     """Outputs of the graph; the loss, where there is one, is the leaf `loss_index` of the user's structure; `kept` as above."""
     outputs: list[Output] = []
     nodes: list[Node] = []
     position = 0
     results: Any = exported.graph.output_node().args[0]
+    end = len(results) - len(assigned)
     for entry, node in zip(exported.graph_signature.output_specs, results, strict=True):
         mutation = entry.kind == ExportedOutput.BUFFER_MUTATION
         if isinstance(node, Node):
             value = node.meta["val"]
-            place = position if mutation or kept is None else kept[position]
-            kind = "buffer" if mutation else "loss" if place == loss_index else "output"
-            name = (entry.target or "").removeprefix(WRAPPED) if mutation else str(place)
-            outputs.append(Output(kind, name, tuple(value.shape), value.dtype, not mutation and value.is_floating_point()))
+            kind, name = "buffer", assigned[position - end] if position >= end else (entry.target or "").removeprefix(WRAPPED)
+            if not mutation and position < end:
+                place = position if kept is None else kept[position]
+                kind, name = "loss" if place == loss_index else "output", str(place)
+            outputs.append(Output(kind, name, tuple(value.shape), value.dtype, kind != "buffer" and value.is_floating_point()))
             nodes.append(mapping[node])
         position += not mutation
     graph.output(tuple(nodes))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -31,8 +31,9 @@ class OutputSpec:
     """The user's output: its pytree `structure`, its `leaves` (TENSOR where a tensor stands), the `elements` in which tensors are and
     nothing else, and the flat index of the loss, where there is one; it is the output itself, or the element `loss`.
 
-    `assigned` are the buffers for which the forward sets another tensor (`self.mean = ...`), rather than writing into them. Where
-    `has_objects`, something else than tensors and constants comes out, too (a key-value cache), which no program can compute.
+    `assigned` are the buffers for which the forward sets another tensor (`self.mean = ...`), rather than writing into them, and why that
+    is not the same; empty where it is. Where `has_objects`, something else than tensors and constants comes out, too (a key-value cache),
+    which no program can compute.
     """
 
     structure: Any
@@ -40,11 +41,11 @@ class OutputSpec:
     loss_index: int | None
     loss: OutputElement | None = None
     elements: tuple[OutputElement, ...] = ()
-    assigned: tuple[str, ...] = ()
+    assigned: Mapping[str, str] = field(default_factory=dict)
     has_objects: bool = False
 
     @staticmethod
-    def of(output: Any, assigned: tuple[str, ...] = (), batch_size: int | None = None) -> OutputSpec:
+    def of(output: Any, assigned: Mapping[str, str], batch_size: int | None = None) -> OutputSpec:
         """`output` is of fake tensors. With `batch_size`, elements beside a loss are those alone that have it as their first dim."""
         leaves, structure = flattened(output)
         flat = tuple(leaf if _is_constant(leaf) else TENSOR for leaf in leaves)

@@ -115,10 +115,11 @@ def _model_within(model: object) -> str:
     return "the one that autopar.compile was given" if is_parallel else ""
 
 
-def refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
-    """Refuse a forward that puts a new tensor in a buffer's place and reads that buffer: a program can only write into the old one.
+def refuse_lost(program: Program, assigned: Mapping[str, str]) -> None:
+    """Refuse a forward that puts a new tensor in a buffer's place and reads that buffer, where a program cannot write it into the old one.
 
-    `assigned` names such buffers. Those that nothing reads are a warning. Raises `CaptureError`.
+    `assigned` names such buffers, and says why not; empty where it is written. Those that nothing reads are a warning. Raises
+    `CaptureError`.
     """
     for node in program.graph.nodes:
         if str(node.target).startswith("aten.set_."):
@@ -126,15 +127,17 @@ def refuse_lost(program: Program, assigned: tuple[str, ...]) -> None:
                 f"{SOURCE[node]}: forward gives a tensor other data (x.data = ..., or x.set_(...)), which would be lost: "
                 "compute with a new tensor, or write into a buffer, self.mean.copy_(...) under torch.no_grad()"
             )
-    read = [item.name for item, node in program.named_inputs() if item.kind == "buffer" and item.name in assigned and node.users]
+    lost = {name: why for name, why in assigned.items() if why}
+    read = [item.name for item, node in program.named_inputs() if item.kind == "buffer" and item.name in lost and node.users]
     if read:
-        names, first = ", ".join(map(repr, read)), read[0].rpartition(".")[2]
+        names, first = ", ".join(f"{name!r} ({lost[name]})" for name in read), read[0].rpartition(".")[2]
         raise CaptureError(
             f"forward assigns a new tensor to the buffer {names}, which it also reads: the next step would read the old one; write into "
-            f"it, self.{first}.copy_(...) under torch.no_grad(), instead of self.{first} = ..."
+            f"it, self.{first}.copy_(...) under torch.no_grad(), instead of self.{first} = ..., or assign one of its shape and dtype, "
+            "computed under torch.no_grad()"
         )
-    for name in assigned:
-        logger.warning("forward assigns a new tensor to the buffer %r, which stays as it is; nothing in forward reads it", name)
+    for name, why in lost.items():
+        logger.warning("forward assigns a new tensor to the buffer %r, which stays as it is (%s); nothing in forward reads it", name, why)
 
 
 @contextlib.contextmanager

@@ -101,6 +101,11 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(_elements(marks, other).any())
 
 
+def in_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, or have an element in common."""
+    return one is other or overlap(one, other)
+
+
 def _memory(value: torch.Tensor) -> int | None:
     """Which is that of a tensor of numbers side by side, as long as it is there; None of a sparse one."""
     return StorageWeakRef(value.untyped_storage()).cdata if value.layout is torch.strided else None

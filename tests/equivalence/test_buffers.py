@@ -92,6 +92,34 @@ def assigned_unread(module: Counts, h: Tensor) -> None:
     module.count = h.detach().sum(0)
 
 
+def assigned_both(module: Counts, h: Tensor) -> None:
+    """Each takes what the other had, and a write to the new one follows."""
+    with torch.no_grad():
+        module.count, module.mean = module.mean * 2, module.count + h.mean(0)
+        module.mean.mul_(0.5)
+
+
+def assigned_with_a_gradient(module: Counts, h: Tensor) -> None:
+    module.mean = module.mean * 0.9 + h.mean(0) * 0.1
+
+
+def assigned_in_double(module: Counts, h: Tensor) -> None:
+    module.mean = module.mean.double() + h.detach().mean(0)
+
+
+def assigned_as_another(module: Counts, h: Tensor) -> None:
+    """What is written into one afterwards shows in the other."""
+    module.count = module.mean = module.mean + h.detach().mean(0)
+
+
+def unread_in_double(module: Counts, h: Tensor) -> None:
+    module.count = h.detach().sum(0).double()
+
+
+def unread_of_another(module: Counts, h: Tensor) -> None:
+    module.count = module.mean
+
+
 def written_with_a_gradient(module: Counts, h: Tensor) -> None:
     module.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
 
@@ -114,6 +142,11 @@ def both(update: Callable[[Counts, Tensor], None]) -> tuple[Counts, Counts]:
         (in_two_terms, {"dp": 2, "tp": 2}, 2),
         (averaged, {"dp": 2, "tp": 2}, 1),
         (copied, {"dp": 2}, 1),
+        (assigned, {"dp": 2}, 1),
+        (assigned, {"tp": 2}, 1),
+        (assigned, {"pp": 2}, 1),
+        (assigned_unread, {"dp": 2}, 1),
+        (assigned_both, {"dp": 2, "tp": 2}, 1),
         (detached, {"tp": 2}, 1),
     ],
 )
@@ -131,7 +164,7 @@ def test_buffers_are_as_on_one_device(update: Callable[[Counts, Tensor], None], 
     assert parallel.verify(X)
 
 
-@pytest.mark.parametrize("update", [squared, turned, replaced, largest, averaged])
+@pytest.mark.parametrize("update", [squared, turned, replaced, largest, averaged, assigned])
 def test_what_microbatches_change_one_after_another_is_said(
     update: Callable[[Counts, Tensor], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -200,7 +233,12 @@ def test_a_count_is_no_estimate_and_a_running_mean_is_one(caplog: pytest.LogCapt
 @pytest.mark.parametrize(
     ("update", "match"),
     [
-        (assigned, r"assigns a new tensor to the buffer 'mean', which it also reads.*self\.mean\.copy_\(\.\.\.\)"),
+        (
+            assigned_with_a_gradient,
+            r"a new tensor to the buffer 'mean' \(it has a gradient\), which it also reads.*self\.mean\.copy_\(\.\.\.\)",
+        ),
+        (assigned_in_double, r"'mean' \(it is \(16,\) of torch\.float64 on cpu, the buffer is \(16,\) of torch\.float32 on cpu\)"),
+        (assigned_as_another, r"'mean' \(it lies in the memory of another tensor that the model has or is given\)"),
         (written_with_a_gradient, r"writes a value that has a gradient into its buffer 'mean'(?s:.*)x\.detach\(\)"),
     ],
 )
@@ -209,10 +247,56 @@ def test_what_would_be_lost_is_refused(update: Callable[[Counts, Tensor], None],
         autopar.compile(both(update)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
 
 
-def test_a_new_tensor_for_a_buffer_that_nobody_reads_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("update", [unread_in_double, unread_of_another])
+def test_another_tensor_for_a_buffer_that_nobody_reads_is_a_warning(
+    update: Callable[[Counts, Tensor], None], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "autopar"):
-        autopar.compile(both(assigned_unread)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
+        autopar.compile(both(update)[0], autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
     assert "assigns a new tensor to the buffer 'count', which stays as it is" in caplog.text
+
+
+class Centred(nn.Module):
+    """As DINO's loss has its center; the backward, and whoever gets it returned, need what it was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+        self.register_buffer("center", torch.ones(1, 16))
+        self.center: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h, old = self.linear(x), self.center
+        loss = ((h - self.center) * h * self.center).square().mean()
+        with torch.no_grad():
+            self.center = self.center * 0.9 + h.mean(0, keepdim=True) * 0.1
+        return loss, old
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}])
+def test_the_old_values_of_an_assigned_buffer_are_kept_for_who_needs_them(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = Centred()
+    reference, buffer = copy.deepcopy(model), model.center
+    parallel = autopar.compile(model, autopar.virtual_mesh(**mesh), example_inputs=(X,), backend="eager", outputs="all")
+    kept = []
+    for _ in range(2):
+        for module in (parallel, reference):
+            module.zero_grad()
+            loss, old = module(X)
+            loss.backward()
+            kept.append(old)
+        torch.testing.assert_close(model.center, reference.center)
+        torch.testing.assert_close(model.linear.weight.grad, reference.linear.weight.grad)
+    torch.testing.assert_close(kept[::2], kept[1::2])
+    assert model.center is buffer
+
+
+def test_a_buffer_that_something_else_holds_is_not_assigned_in_place() -> None:
+    model = Centred()
+    model.first = model.center
+    with pytest.raises(CaptureError, match=r"'center' \('first' lies in the same memory, and would keep the old values\)"):
+        autopar.compile(model, autopar.virtual_mesh(dp=2), example_inputs=(X,), backend="eager")
 
 
 def counted_on_real_ranks() -> tuple[Tensor, Tensor, bool]:
