@@ -23,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
+from autopar.frontend.data_writes import data_writes_detached
 from autopar.frontend.hooks import hooks_placed
 from autopar.frontend.masked_reads import masked_reads_spread
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
@@ -103,6 +104,7 @@ def forward_program(
     _refuse_sparse(program.graph)
     program = _with_dtypes(program)
     refuse_untrained(program, asking or {})  # while what is detached can be told
+    data_writes_detached(program)
     _drop_needless_detaches(program)
     return checks_as_outputs(program)
 

@@ -124,6 +124,23 @@ def written_with_a_gradient(module: Counts, h: Tensor) -> None:
     module.mean.mul_(0.9).add_(h.mean(0), alpha=0.1)
 
 
+def by_data(module: Counts, h: Tensor) -> None:
+    """As codebooks are moved (VQ-VAE-2, EnCodec)."""
+    module.mean.data.mul_(0.9).add_(h.mean(0), alpha=0.1)
+    module.count.data.copy_(module.mean * 2)
+
+
+def a_part_by_data(module: Counts, h: Tensor) -> None:
+    module.mean.data[:4] = h.mean(0)[:4]
+
+
+def by_data_that_is_read(module: Counts, h: Tensor) -> None:
+    """What is read has a gradient, by way of what was written."""
+    data = module.mean.data
+    data.add_(h.mean(0))
+    module.count.add_(data)
+
+
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -145,6 +162,9 @@ def both(update: Callable[[Counts, Tensor], None]) -> tuple[Counts, Counts]:
         (assigned, {"dp": 2}, 1),
         (assigned, {"tp": 2}, 1),
         (assigned, {"pp": 2}, 1),
+        (by_data, {"dp": 2}, 1),
+        (by_data, {"tp": 2}, 1),
+        (a_part_by_data, {"dp": 2}, 1),
         (assigned_unread, {"dp": 2}, 1),
         (assigned_both, {"dp": 2, "tp": 2}, 1),
         (detached, {"tp": 2}, 1),
@@ -164,7 +184,7 @@ def test_buffers_are_as_on_one_device(update: Callable[[Counts, Tensor], None], 
     assert parallel.verify(X)
 
 
-@pytest.mark.parametrize("update", [squared, turned, replaced, largest, averaged, assigned])
+@pytest.mark.parametrize("update", [squared, turned, replaced, largest, averaged, assigned, by_data])
 def test_what_microbatches_change_one_after_another_is_said(
     update: Callable[[Counts, Tensor], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -239,6 +259,7 @@ def test_a_count_is_no_estimate_and_a_running_mean_is_one(caplog: pytest.LogCapt
         ),
         (assigned_in_double, r"'mean' \(it is \(16,\) of torch\.float64 on cpu, the buffer is \(16,\) of torch\.float32 on cpu\)"),
         (assigned_as_another, r"'mean' \(it lies in the memory of another tensor that the model has or is given\)"),
+        (by_data_that_is_read, r"writes a value that has a gradient into its buffer"),
         (written_with_a_gradient, r"writes a value that has a gradient into its buffer 'mean'(?s:.*)x\.detach\(\)"),
     ],
 )

@@ -1,0 +1,53 @@
+"""Buffers that forward writes through `.data`, or `.detach()`: no gradient of what is written there reaches the buffer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from autopar.graph.differentiable import differentiable
+from autopar.graph.emit import Emitter
+from autopar.graph.overwrites import memory_of, writers_of, written_by
+from autopar.ir.program import Program
+
+aten = torch.ops.aten
+
+
+def data_writes_detached(program: Program) -> None:
+    """Detach what a FORWARD program writes into its buffers through a detached alias, unless it reads that alias afterwards.
+
+    Whoever reads the alias has a gradient of what was written, whoever reads the buffer has none. Reads: `val`.
+    """
+    buffers = {node for item, node in program.named_inputs() if item.kind == "buffer"}
+    for writer in writers_of(program.graph):
+        alias = next((each for each in _behind(written_by(writer)) if each.target is aten.detach.default), None)
+        if alias is None or memory_of(alias) not in buffers or _is_read(alias, writer):
+            continue
+        trained = differentiable(program)
+        for operand in [each for each in writer.all_input_nodes if each in trained]:
+            writer.replace_input_with(operand, Emitter(program.graph, writer).call(aten.detach.default, operand))
+
+
+def _behind(value: Node) -> Iterator[Node]:
+    """`value`, what it is a view of, and so on to the memory itself."""
+    memory = memory_of(value)
+    yield value
+    while value is not memory:
+        value = written_by(value)
+        yield value
+
+
+def _is_read(alias: Node, writer: Node) -> bool:
+    """Whether anything but other writes reads what `writer` has written by a name that goes back to `alias`."""
+    pending, seen = [alias], set[Node]()
+    while pending:
+        node = pending.pop()
+        for user in node.users.keys() - seen:
+            if user.op == "call_function" and alias in _behind(user):
+                seen.add(user)
+                pending.append(user)
+            elif user > writer:
+                return True
+    return False
