@@ -16,7 +16,7 @@ from torch._dynamo import functional_export
 from torch._dynamo.exc import raise_observed_exception
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import get_real_value
-from torch._dynamo.variables import ConstantVariable, builder
+from torch._dynamo.variables import ConstantVariable, UserFunctionVariable, builder, user_defined
 from torch._dynamo.variables import builtin as builtin_variables
 from torch._dynamo.variables import tensor as tensor_variables
 from torch._dynamo.variables.lists import BaseListVariable
@@ -93,6 +93,21 @@ def hooks_replaced(by: Callable[[GraphModule, torch.Tensor, Sequence[Any]], torc
 def data_detached() -> AbstractContextManager[None]:
     """While this is entered, Dynamo traces `tensor.data` as `tensor.detach()`: of `.data` the export makes a constant."""
     return attribute_set(torch._C._autograd, "_get_data_attr", torch.detach)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def variables_traced(by: Callable[..., torch.Tensor]) -> Generator[None]:
+    """While this is entered, Dynamo traces `torch.autograd.Variable(...)` as a call of `by`; of the class it knows nothing."""
+    owner = user_defined.UserDefinedClassVariable
+    called = owner.call_function
+
+    def call(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value is torch.autograd.Variable:
+            return UserFunctionVariable(by).call_function(tx, args, kwargs)
+        return called(self, tx, args, kwargs)
+
+    with attribute_set(owner, "call_function", call):
+        yield
 
 
 @contextmanager

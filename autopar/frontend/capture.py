@@ -27,6 +27,7 @@ from autopar.frontend._torch import (
     masked_reads_open,
     numpy_kept,
     parameters_not_copied,
+    variables_traced,
 )
 from autopar.frontend.assigned_buffers import Assigned, assigned_buffers, assigned_value, assigned_written
 from autopar.frontend.attribute_reads import read_and_assigned
@@ -53,6 +54,7 @@ from autopar.frontend.refusals import (
 from autopar.frontend.shared_memory import refuse_shared_writes
 from autopar.frontend.traced import as_traced
 from autopar.frontend.value_checks import asserts_assumed
+from autopar.frontend.variables import variable
 from autopar.graph.autocast import Autocast, autocast_off, casts_not_cached
 from autopar.graph.causal_biases import causal_biases_plain, refuse_biases
 from autopar.graph.late_code import code_written_late
@@ -142,6 +144,7 @@ def _exported(
     with custom_functions_kept(), hooks_kept(), data_detached(), constraints_unchecked(), parameters_not_copied():
         with (
             asking_for_gradients_ignored(),
+            variables_traced(variable),
             checkpoints_called(),
             numpy_kept(),
             code_written_late(),
