@@ -135,7 +135,8 @@ _FAULTS = (
         ("DataDependent", "data-dependent", "Dynamic control flow", "item()", "FakeTensor.__format__"),
         "forward reads the value of a tensor (a branch, .item(), .tolist(), an f-string), which no graph knows",
         "write it with torch.where, or decide it before the call; x[:, i], where i is a tensor without dims, is read too: "
-        "x.index_select(1, i.view(1)).squeeze(1) is not; a branch that only raises can be an assert, checked in every call",
+        "x.index_select(1, i.view(1)).squeeze(1) is not; a branch that only raises is checked in every call as an assert: "
+        "assert (a | b).all(), 'text' for if not a and not b: raise ValueError(text)",
     ),
     _Fault(
         # So torch.export ends where a parameter is none of the module's that it exports: by its name for what it has found.

@@ -240,3 +240,14 @@ def test_a_sparse_tensor_is_refused_with_the_line_that_makes_it() -> None:
     expected = r"a tensor of layout torch\.sparse_coo.*\n  where: .*test_explained.*x\.to_sparse\(\).*\n.*compute with dense"
     with pytest.raises(CaptureError, match=expected):
         of(sparse, X)
+
+
+def test_a_branch_that_only_raises_is_refused_with_its_assert() -> None:
+    class Checked(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not (x > 0).all() and not (x < 0).all():
+                raise ValueError("mixed signs")
+            return x.sum()
+
+    with pytest.raises(CaptureError, match=r"assert \(a \| b\)\.all\(\), 'text' for if not a and not b: raise ValueError"):
+        capture(Checked(), (torch.ones(4, 4),), {}, MESH)
