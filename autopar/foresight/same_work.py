@@ -202,7 +202,7 @@ def _recorded(model: Layered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         fake_args, fake_kwargs = pytree.tree_unflatten(given, structure)
         with mode, recorder, modules_noted(module, recorder.note):
             output = torch.func.functional_call(module, fakes, fake_args, fake_kwargs)
-        spec = OutputSpec.of(output)
+        spec = OutputSpec.of(output, {})
         results = _tensors(output)
         if spec.loss_index is not None:
             results = [pytree.tree_leaves(output)[spec.loss_index]]
