@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, _redistribute, debug
 from torch.distributed.tensor import _api as _dtensor_api
 from torch.distributed.tensor import _dispatch as _dtensor_dispatch
@@ -24,8 +25,23 @@ __all__ = [
     "lie_whole",
     "numbers_taken_over",
     "operations_taken_over",
+    "rank_of",
+    "ranks_of",
     "views_taken_over",
 ]
+
+
+def rank_of(mesh: DeviceMesh) -> int:
+    """The rank that made a mesh, which one that is read from a file remembers."""
+    return mesh._rank
+
+
+def ranks_of(mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks of a mesh; of a part of one, read from a file, those of the part in which this rank would be, or none."""
+    try:
+        return mesh.mesh
+    except RuntimeError:
+        return torch.empty((0,) * mesh.ndim, dtype=torch.int64)
 
 
 def numbers_taken_over(number_of: Callable[[DTensor], torch.Tensor]) -> None:

@@ -323,8 +323,12 @@ class CapturingModule(NamesOfModel):
             trained = [item.name for item in compiled.signature.outputs_of("gradient")]
             check_copies_trained(self._placements, compiled.holders, trained)
         holders = compiled.holders
+        # What no call has read so far lies whole on all stages, and is from now on that of those that read it.
+        read_now = {name: holders[name] for name, each in self._placements.items() if not each.stages and holders.get(name)}
+        if isinstance(self._world, DistributedWorld):
+            self._world.holders |= read_now
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
-        self._placements = placements | self._placements
+        self._placements = placements | {name: each for name, each in self._placements.items() if name not in read_now}
         self._guard.captured(compiled.facts.written)
         if compiled.updating is not None and compiled.facts.needs_scale:
             self._trainer.scale_by_default()

@@ -16,6 +16,7 @@ from autopar.errors import AutoparError, PlanError
 from autopar.runtime._torch import metadata_of, with_metadata
 from autopar.runtime.execute.distributed_world import DistributedWorld
 from autopar.runtime.execute.world import World
+from autopar.runtime.module._torch import rank_of, ranks_of
 from autopar.runtime.module.placement import like, torch_can_gather_tensor
 
 
@@ -66,19 +67,24 @@ def sharded_state(
 
 
 def refuse_part_of_another(value: DTensor, name: str) -> None:
-    """Raise `PlanError` where `value` was saved as the part of another rank, whose place its mesh remembers: the usual slip is a
-    `state_dict()` that rank 0 alone has saved."""
-    here, saved = (value.device_mesh.mesh == dist.get_rank()).nonzero(), value.device_mesh.get_coordinate()
-    own = tuple(here[0].tolist()) if len(here) else None
-    places = zip(own or (), saved or (), value.placements, strict=False)
-    if own is not None and saved is not None and all(one == other for one, other, lies in places if not lies.is_replicate()):
+    """Raise `PlanError` where `value` was saved as the part of another rank, or of another stage, as its mesh remembers: the usual slip is
+    a `state_dict()` that rank 0 alone has saved."""
+    saver, own = rank_of(value.device_mesh), dist.get_rank()
+    if saver == own:
         return
-    axes = ", ".join(value.device_mesh.mesh_dim_names or ())
-    raise PlanError(
-        f"{name!r} as it is loaded is the part of the rank at {saved} of the mesh ({axes}), and this rank is at {own}: state_dict() is a "
-        "rank's own. Save parallel.full_state_dict(), which any rank loads, and parallel.train_state_dict(); or each rank's state_dict() "
-        "in a file of its own; or let autopar.save or torch.distributed.checkpoint do it"
-    )
+    ranks = ranks_of(value.device_mesh)
+    here, there = ((ranks == rank).nonzero().tolist() for rank in (own, saver))
+    if here and there:
+        places = zip(here[0], there[0], value.placements, strict=True)
+        is_own = all(one == other or lies.is_replicate() for one, other, lies in places)
+    else:  # of another stage where this rank is in the mesh; whole in a file of fewer ranks where it is not
+        is_own = not here and all(lies.is_replicate() for lies in value.placements)
+    if not is_own:
+        raise PlanError(
+            f"{name!r} as it is loaded is the part of rank {saver}, and this is rank {own}: state_dict() is a rank's own. Save "
+            "parallel.full_state_dict(), which any rank loads, and parallel.train_state_dict(); or each rank's state_dict() in a file of "
+            "its own; or let autopar.save or torch.distributed.checkpoint do it"
+        )
 
 
 def _sharded(value: torch.Tensor, target: DTensor, world: DistributedWorld, name: str) -> torch.Tensor:

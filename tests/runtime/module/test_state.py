@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from autopar.errors import AutoparError, PlanError
 from autopar.runtime.execute.distributed_world import DistributedWorld
@@ -96,7 +97,7 @@ def loaded(axes: dict[str, int], zero: int, of_rank: int | None) -> tuple[str, s
     said = ["", ""]
     try:
         parallel.load_state_dict(state)
-    except PlanError as error:
+    except (PlanError, RuntimeError) as error:  # torch's own where another stage has no such names
         said[0] = str(error)
     optimizer.load_state_dict(state_of_optimizer)
     try:
@@ -110,9 +111,36 @@ def loaded(axes: dict[str, int], zero: int, of_rank: int | None) -> tuple[str, s
 def test_the_state_of_another_rank_is_refused(gloo_ranks: Any, axes: dict[str, int], zero: int) -> None:
     """What all ranks load is often what rank 0 has saved, as under DDP."""
     for rank, said in enumerate(gloo_ranks.run(loaded, axes, zero, 0)):
-        here, own = (list(np.ndindex(*axes.values()))[each] for each in (0, rank))
+        here, own = (list(np.ndindex(*axes.values()))[each] for each in (0, rank))  # places on the mesh
         is_own = here == own if zero else here[1] == own[1]
-        assert all(text == "" for text in said) if is_own else all(f"at {here}" in text and f"at {own}" in text for text in said)
+        assert all(text == "" for text in said) if is_own else all(f"of rank 0, and this is rank {rank}:" in text for text in said)
+
+
+def test_the_optimizers_state_of_another_stage_is_refused(gloo_ranks: Any) -> None:
+    """It goes by number, and stages may have as many parameters of the same shapes."""
+    of_first, of_second = (gloo_ranks.run(loaded, {"pp": 2, "dp": 2}, 0, 0)[stage : stage + 2] for stage in (0, 2))
+    assert of_first == [("", "")] * 2
+    assert all(
+        "Missing key" in of_model and "exp_avg" in of_optimizer and "of rank 0" in of_optimizer for of_model, of_optimizer in of_second
+    )
+
+
+def of_fewer_ranks() -> bool:
+    """Whether values are those that one rank saved as DTensors of its own."""
+    mesh, generator = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.Generator().manual_seed(1)
+    values = {name: torch.randn(each.shape, generator=generator) for name, each in Two().named_parameters()}
+    alone = DeviceMesh("cpu", [0], mesh_dim_names=("dp",))
+    state = {name: DTensor.from_local(each, alone, [Replicate()], run_check=False) for name, each in values.items()}
+    file, files = io.BytesIO(), [b""] * 4
+    torch.save(state, file)
+    dist.all_gather_object(files, file.getvalue())
+    parallel = compiled(Two(), mesh, {"x": torch.randn(2, 8)})
+    parallel.load_state_dict(torch.load(io.BytesIO(files[0]), weights_only=True))
+    return all(torch.equal(each, values[name]) for name, each in parallel.full_state_dict().items())
+
+
+def test_whole_values_of_fewer_ranks_are_loaded(gloo_ranks: Any) -> None:
+    assert all(gloo_ranks.run(of_fewer_ranks))
 
 
 @pytest.mark.parametrize(("axes", "zero", "of_rank"), [({"dp": 4}, 3, None), ({"dp": 4}, 0, 0)], ids=["its own", "whole"])
