@@ -21,6 +21,7 @@ __all__ = [
     "data_taken_over",
     "draws_taken_over",
     "gathers_taken_over",
+    "in_place_names",
     "is_in_backward",
     "lie_whole",
     "numbers_taken_over",
@@ -84,6 +85,15 @@ def _overloads(names: Iterable[str]) -> Iterator[OpOverload]:
         for overload in (getattr(packet, each) for each in packet.overloads()):
             if not any(argument.is_out for argument in overload._schema.arguments):
                 yield overload
+
+
+def in_place_names() -> list[str]:
+    """The ATen ops that write into their first operand, but for draws, what steps optimizers, and what torch has a way of its own for."""
+    names = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")}
+    found = [name for name in names if name.endswith("_") and not name.endswith("__") and name not in _DRAWS]
+    plain = [name for name in found if name.startswith("_foreach_") or not name.startswith("_")]
+    handled = DTensor._op_dispatcher._custom_op_handlers
+    return sorted(name for name in plain if all(op._schema.is_mutable and op not in handled for op in _overloads([name])))
 
 
 def is_in_backward() -> bool:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from autopar.errors import AutoparError
 from autopar.runtime._torch import local_part, written_operands
 from autopar.runtime.execute.process_groups import naming
+from autopar.runtime.module import lost_writes
 from autopar.runtime.module.gathers import ranks_along
 from autopar.runtime.module.placement import is_on_stages, torch_can_gather_tensor
 
@@ -32,6 +33,7 @@ def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     like = args[0]
     written = written_operands(op, args, kwargs)
+    lost_writes.refuse(op, args, kwargs)
     is_written = bool(written)
     if is_written and any(word.is_partial() for word in like.placements):
         raise AutoparError(f"{op} draws into a norm, a sum or the like of what is split over ranks: take .full_tensor() of it first")

@@ -9,25 +9,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime._torch import is_alone, local_part, written_operands
-from autopar.runtime.module import numbers_of_stages
-from autopar.runtime.module._torch import lie_whole
+from autopar.runtime.module import lost_writes, numbers_of_stages
+from autopar.runtime.module._torch import in_place_names, lie_whole
 
-# Of which torch lays nothing out anew in place: a norm of which each rank holds a part is no sum to which something can be added.
-_IN_PLACE = (
-    "add_ sub_ mul_ div_ pow_ sqrt_ rsqrt_ reciprocal_ clamp_ clamp_min_ clamp_max_ _foreach_add_ _foreach_sub_ _foreach_mul_ "
-    "_foreach_div_ _foreach_pow_ _foreach_sqrt_ _foreach_reciprocal_ _foreach_maximum_ _foreach_clamp_min_ _foreach_clamp_max_ "
-).split()
-_OF_TWO = "add sub mul div lerp lerp_ copy_ addcmul addcmul_ addcdiv addcdiv_ mm bmm addmm dot where maximum minimum".split()
-NAMES = frozenset((*_IN_PLACE, *_OF_TWO, *numbers_of_stages.NAMES))
+_OF_TWO = "add sub mul div lerp addcmul addcdiv mm bmm addmm dot where maximum minimum".split()
+NAMES = frozenset((*in_place_names(), *_OF_TWO, *numbers_of_stages.NAMES, *lost_writes.VIEWS))
 
 
 def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
     """What `op` gives, by `compute`, which does as torch does.
 
-    Where it writes a norm or a sum of which each rank holds a part, and torch cannot, that is made whole before. Raises `AutoparError`
-    where a number is made of several parameters of a stage; errors about plain tensors beside DTensors say what to do.
+    Where it writes a norm or a sum of which each rank holds a part, and torch lays nothing out anew in place, that is made whole before.
+    Raises `AutoparError` where a number is made of several parameters of a stage, and where what is written would be lost; errors about
+    plain tensors beside DTensors say what to do.
     """
     name = op.__name__.split(".")[0]
+    lost_writes.refuse(op, args, kwargs)
     shapes = numbers_of_stages.made_of(name, args) if name in numbers_of_stages.NAMES else frozenset()
     try:
         result = compute()
@@ -37,6 +34,8 @@ def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Ca
                 error.add_note(_HOW_TO_MIX)
             raise
         result = compute()
+    if name in lost_writes.VIEWS:
+        lost_writes.remember(args[0], result)
     if name == "_foreach_norm":
         numbers_of_stages.remember_each(args[0], result)
     else:
