@@ -63,11 +63,17 @@ class HostGroup(NamedTuple):
 
 def host_group(like: dist.ProcessGroup, members: Sequence[int], device: torch.device, timeout: timedelta | None) -> HostGroup:
     """By which the ranks of `like`, those `members` of the world, speak: one of gloo that is made now, collectively over the world. Where
-    there is no gloo it is of what `like` is of, and they speak on `device`."""
-    backend = "gloo" if dist.is_gloo_available() else None
+    there is no gloo, or the host has another backend, it is of what `like` is of, and they speak on `device` if they must."""
+    backend = "gloo" if dist.is_gloo_available() and host_backend(like) in ("", "gloo") else None
     made: Any = dist.new_group(list(members), timeout=timeout, backend=backend)
     return HostGroup(made, torch.device("cpu") if backend or takes_host_tensors(like) else device)
 
 
 def takes_host_tensors(group: dist.ProcessGroup) -> bool:
-    return any(part.startswith("cpu:") for part in dist.get_backend_config(group).split(","))
+    return bool(host_backend(group))
+
+
+def host_backend(group: dist.ProcessGroup) -> str:
+    """What moves the tensors of the host in a group, "" where nothing does."""
+    parts = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return next((backend for device, _, backend in parts if device == "cpu"), "")
