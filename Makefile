@@ -1,9 +1,9 @@
 # make demo   trains a small GPT on a virtual 2 × 2 mesh in this one process
-# make test   runs the tests of parts, in one process, but for those marked slow
+# make test   runs the tests of parts, in one process, but for those of Inductor and those marked slow
 # make test-equivalence   runs those of whole models on virtual ranks, but for those marked slow: a step is the model's, memory what was predicted
 # make test-ranks   runs those on ranks that are processes, but for those marked slow
 # make test-slow   runs the slow ones: every model on every mesh, 50 random plans each (docs/slow-suites.md has the last result)
-# make test-backends   a training step of eight models by each backend, on virtual ranks and on processes
+# make test-backends   a training step of eight models by each backend, on virtual ranks and on processes, and parts by the default one
 # make test-kernels   runs the Triton kernels: interpreted in one process, compiled for GPUs that need not be here in another
 # make lint   formatting, lint and types
 # Each sets up .venv by itself, once. Another interpreter: make demo PYTHON=python3.12
@@ -24,19 +24,19 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/train_gpt.py --mesh dp=2,tp=2
 
 test: $(VENV)/.installed-test
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not slow and not ranks and not equivalence" $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "not slow and not ranks and not equivalence and not backends" $(PYTEST_ARGS)
 
 test-equivalence: $(VENV)/.installed-test
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "equivalence and not slow" $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "equivalence and not slow and not backends" $(PYTEST_ARGS)
 
 test-ranks: $(VENV)/.installed-test
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "ranks and not slow" $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m "ranks and not slow and not backends" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed-test
 	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 test-backends: $(VENV)/.installed-test
-	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest tests/equivalence/test_backends.py $(PYTEST_ARGS)
+	$(TEST_ENVIRONMENT) $(BIN)/python -m pytest -m backends $(PYTEST_ARGS)
 
 # Triton decides at import whether it interprets: two processes. The first line fails where Triton is not installed.
 test-kernels: $(VENV)/.installed-test

@@ -58,9 +58,9 @@ def gloo_ranks() -> Iterator[GlooRanks]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases of `slow.txt` are slow; users of the ranks, and other tests of `equivalence`, are marked so. One group for all users of the
-    ranks, who come first, one for those of Inductor, which takes ten seconds to get ready, and one for each file, whose tests share
-    fixtures and caches.
+    """Cases of `slow.txt` are slow; users of the ranks, other tests of `equivalence`, and of the rest those of the default backend, are
+    marked so. One group for all users of the ranks, who come first, one for those of Inductor, which takes ten seconds to get ready, and
+    one for each file, whose tests share fixtures and caches.
 
     xdist (--dist loadgroup) runs a group in one process. Before xdist reads the marks.
     """
@@ -71,9 +71,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.ranks)
         elif _EQUIVALENCE in item.path.parents:
             item.add_marker(pytest.mark.equivalence)
+        elif _is_of_default_backend(item) and not item.get_closest_marker("equivalence"):
+            item.add_marker(pytest.mark.backends)
         if item.get_closest_marker("xdist_group"):
             continue
-        uses_inductor = "default_backend" in item.name or item.path.name == "test_readme.py"
+        uses_inductor = _is_of_default_backend(item) or item.path.name == "test_readme.py"
         group = _GLOO if _is_on_ranks(item) else "inductor" if uses_inductor else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: not _is_on_ranks(item))
@@ -85,6 +87,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         ranks: GlooRanks | None = getattr(item, "funcargs", {}).get(_FIXTURE)
         if ranks is not None:  # None: the test was skipped
             ranks.stop()
+
+
+def _is_of_default_backend(item: pytest.Item) -> bool:
+    """By its name, or that of its case. What Inductor takes to compile is of another order than what a test of parts takes."""
+    return "default_backend" in item.name or "inductor" in item.name
 
 
 def _is_on_ranks(item: pytest.Item) -> bool:

@@ -343,9 +343,9 @@ def _computed_at_once(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
 _called_as_ever, _handler_as_ever = NumpyVariable.call_function, builtin_variables.BuiltinVariable._make_handler
 
 
-def _handler(function: Any, kinds: Sequence[type], has_kwargs: bool) -> Any:
+def _handler(function: Any, kinds: list[type], has_kwargs: bool) -> Any:
     """How Dynamo calls an operator, or a function like one, with operands of these kinds: NumPy's numbers are computed with by NumPy."""
-    as_ever: Any = _handler_as_ever(function, kinds, has_kwargs)  # type: ignore[arg-type]
+    as_ever: Any = _handler_as_ever(function, kinds, has_kwargs)
     if function not in _COMPUTES or not (_NumPyNumber in kinds or function in _TAKES_LISTS):
         return as_ever
 

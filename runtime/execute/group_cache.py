@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.execute.host_group import HostGroup, host_group, takes_host_tensors
+from autopar.runtime.execute.host_group import HostGroup, host_backend, host_group
 
 
 @dataclass
@@ -68,7 +68,7 @@ def agree(device: torch.device) -> None:
     known, world = _known(), dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
     if known.host is None:
-        by_itself = HostGroup(world, torch.device("cpu")) if takes_host_tensors(world) else None
+        by_itself = HostGroup(world, torch.device("cpu")) if host_backend(world) else None
         known.host = by_itself or host_group(world, range(dist.get_world_size()), device, None)
     host = known.host
     told = torch.tensor([not known.is_trusted, len(known.made), -len(known.made)], dtype=torch.int64, device=host.device)

@@ -66,11 +66,7 @@ def host_group(like: dist.ProcessGroup, members: Sequence[int], device: torch.de
     there is no gloo, or the host has another backend, it is of what `like` is of, and they speak on `device` if they must."""
     backend = "gloo" if dist.is_gloo_available() and host_backend(like) in ("", "gloo") else None
     made: Any = dist.new_group(list(members), timeout=timeout, backend=backend)
-    return HostGroup(made, torch.device("cpu") if backend or takes_host_tensors(like) else device)
-
-
-def takes_host_tensors(group: dist.ProcessGroup) -> bool:
-    return bool(host_backend(group))
+    return HostGroup(made, torch.device("cpu") if backend or host_backend(like) else device)
 
 
 def host_backend(group: dist.ProcessGroup) -> str:

@@ -10,17 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from autopar.errors import PlanError
 from tests.support.captures import compiled
+from tests.support.models.stages import Tied
 from tests.support.ranks import GlooRanks, share
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x).tanh()).tanh()).square().mean()
 
 
 def of_two_shapes() -> tuple[list[float], list[float], str]:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from autopar import ParallelModule
 from autopar.errors import AutoparError
 from tests.support.captures import compiled
+from tests.support.models.stages import Tied
 from tests.support.ranks import GlooRanks, share
 
 SEED = 7
@@ -103,16 +104,6 @@ def test_a_generator_is_taken_and_a_sum_not_made_yet_refused(gloo_ranks: GlooRan
     for found, wanted, refused in gloo_ranks.run(with_a_generator):
         assert torch.equal(found, wanted)
         assert "draws into a norm" in refused
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.middle, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x).tanh()).tanh()).square().mean()
 
 
 def of_stages() -> tuple[list[str], str]:

@@ -13,23 +13,15 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.errors import AutoparError
+from tests.support.models.stages import TwoLayers
 
 RHO = 0.5
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16, dtype=torch.float64), nn.Linear(16, 8, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.b(self.a(x).relu()) ** 2).mean()
 
 
 def built(axes: tuple[str, ...] = ("pp", "dp")) -> tuple[nn.Module, autopar.ParallelModule, Tensor, Tensor]:
     """A model, the same on stages after a backward, the batch and this rank's share of it."""
     torch.manual_seed(0)
-    model, x, mesh = Net(), torch.randn(8, 8, dtype=torch.float64), init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
+    model, x, mesh = TwoLayers(), torch.randn(8, 8, dtype=torch.float64), init_device_mesh("cpu", (2, 2), mesh_dim_names=axes)
     share = x.chunk(2)[mesh.get_local_rank("dp")]
     parallel = autopar.compile(copy.deepcopy(model), mesh, cluster="ideal", backend="eager", example_inputs=(share,))
     parallel(share).backward()

@@ -5,27 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import autopar
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16, dtype=torch.float64), nn.Linear(16, 8, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.b(self.a(x).relu()) ** 2).mean()
+from tests.support.models.stages import TwoLayers
 
 
 def gradient() -> DTensor:
     """That of a parameter whose rows lie on four ranks."""
     torch.manual_seed(0)
     mesh, x = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(2, 8, dtype=torch.float64)
-    parallel = autopar.compile(Net(), mesh, backend="eager", zero=3, example_inputs=(x,))
+    parallel = autopar.compile(TwoLayers(), mesh, backend="eager", zero=3, example_inputs=(x,))
     parallel(x).backward()
     found = parallel.get_parameter("a.weight").grad
     assert isinstance(found, DTensor)
@@ -96,7 +88,7 @@ def test_an_error_about_a_plain_tensor_beside_a_split_one_says_what_to_do(gloo_r
 
 def zeroed() -> tuple[bool, bool]:
     """Whether zeroing before the first call clears what the model has, and after it what lies on ranks."""
-    model = Net()
+    model = TwoLayers()
     model(torch.ones(2, 8, dtype=torch.float64)).backward()
     parallel = autopar.compile(model, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), backend="eager")
     parallel.zero_grad()
