@@ -73,8 +73,8 @@ class Call:
                 state.copier = copier_of(world, device, compiled.offload.folder)
         # Entered around each half while ranks run.
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
-        # Called before a backward of the user's, where all ranks are to be at it, and once it has run.
-        self.before_backward: Callable[[], None] = lambda: None
+        # Called before a backward of the user's, where all ranks are to be at it, with its tangents, and once it has run.
+        self.before_backward: Callable[[Mapping[str, torch.Tensor | None]], None] = lambda tangents: None
         self.after_backward: Callable[[], None] = lambda: None
         if world.recorder is not None:
             for rank, state in self.states.items():

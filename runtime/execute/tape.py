@@ -38,7 +38,7 @@ class _Differentiable(torch.autograd.Function):
         given = {name: _plain(tangent) for name, tangent in zip(ctx.results, tangents, strict=True)}
         refuse_detached(ctx.call.signature, [item.name for item in ctx.call.detached if given[item.name] is not None])
         _ = ctx.saved_tensors
-        ctx.call.before_backward()
+        ctx.call.before_backward(given)
         call, ctx.call = ctx.call, None
         gradients = call.backward(given)
         call.after_backward()

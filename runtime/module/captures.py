@@ -53,6 +53,7 @@ from autopar.runtime.module.names import NamesOfModel, log_names_of_both
 from autopar.runtime.module.parameters import same_placement
 from autopar.runtime.module.placement import all_placements, check_copies_trained, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
+from autopar.runtime.module.tangents import TangentCheck
 from autopar.runtime.module.trained import take_over
 from autopar.runtime.train.plain_loop import step_by_parts
 from autopar.runtime.train.scaler import Scaler
@@ -88,6 +89,7 @@ class Captured:
     places: Places
     batch_dims: Mapping[int, int]
     are_replicas_checked: bool = False
+    tangent_check: TangentCheck = field(default_factory=TangentCheck)
     is_told_of_scale: bool = False
     # Which of its schedules, plain and updating, ran: the first run of each is watched where there is a budget.
     ran: set[bool] = field(default_factory=set[bool])

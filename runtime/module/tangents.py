@@ -1,0 +1,74 @@
+"""What backward begins from, which the ranks of a pipeline, and those along tp, have each by themselves: it must be the same.
+
+(lam * parallel(x)).backward()      lam drawn by each rank: a stage, or a shard of a weight, would have its own factor, in silence
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autopar.errors import InputError
+from autopar.runtime.execute.world import World
+
+# The gradients of results, by flat index of these.
+Tangents = Mapping[str, torch.Tensor | None]
+# Elements of a tangent that are compared. Where ranks draw apart, or compute another loss, any few of them tell.
+_MOST = 65_536
+# Of what the elements' sizes sum up to: ranks may compute a loss in other orders of sums.
+_TOLERANCE = 1e-3
+
+
+@dataclass
+class TangentCheck:
+    """Of one captured program, which is compared in its first backward."""
+
+    is_done: bool = False
+
+    def of_first(self, tangents: Tangents, world: World) -> None:
+        if not self.is_done and not world.is_virtual:
+            check_tangents(tangents, world)
+        self.is_done = True
+
+
+def check_tangents(tangents: Tangents, world: World) -> None:
+    """Compare what backward begins from among ranks at equal places along dp, which compute one loss together; collective.
+
+    Raises `InputError` on every rank. The ranks of a pipeline, or along tp, would each scale their own part of the gradients.
+    """
+    everyone = world.gather({name: None if tangent is None else _summary(tangent) for name, tangent in tangents.items()})
+    for name in tangents:
+        seen: dict[int, int] = {}
+        for rank, summaries in enumerate(everyone):
+            other = seen.setdefault(world.mesh.index(rank, world.mesh.parts("dp")), rank)
+            if not _is_alike(everyone[other][name], summaries[name]):
+                one, two = (_said(each[name]) for each in (everyone[other], summaries))
+                raise InputError(
+                    f"ranks {other} and {rank} compute one loss together, and begin backward from other gradients of it: {one} and {two}\n"
+                    "A factor of the loss (a mixup weight, say), and what is computed of outputs, must be the same on ranks of one share "
+                    "of the batch: draw it by a generator of its own that they seed alike, torch.Generator().manual_seed(seed + "
+                    "mesh.get_local_rank('dp')), or seed all ranks alike"
+                )
+
+
+def _summary(tangent: torch.Tensor) -> tuple[float, float]:
+    """What the sizes of its elements sum up to, and the elements themselves, each with a factor of its place."""
+    some = tangent.detach()
+    for dim, size in enumerate(some.shape):
+        if some.numel() > _MOST:
+            some = some.narrow(dim, 0, max(1, size * _MOST // some.numel()))
+    values = (torch.view_as_real(some) if some.is_complex() else some).flatten().double().cpu().nan_to_num(0.0, 1e30, -1e30)
+    factors = torch.arange(len(values), dtype=torch.float64).cos()
+    return float(values.abs().sum()), float(values @ factors)
+
+
+def _is_alike(one: tuple[float, float] | None, two: tuple[float, float] | None) -> bool:
+    if one is None or two is None:
+        return one is two
+    return all(abs(a - b) <= _TOLERANCE * max(one[0], two[0]) for a, b in zip(one, two, strict=True))
+
+
+def _said(summary: tuple[float, float] | None) -> str:
+    return "none" if summary is None else f"of sum {summary[0]:.6g}" if summary[0] != abs(summary[1]) else f"{summary[1]:.6g}"
