@@ -23,6 +23,7 @@ __all__ = [
     "gathers_taken_over",
     "in_place_names",
     "is_in_backward",
+    "lie_as",
     "lie_whole",
     "numbers_taken_over",
     "operations_taken_over",
@@ -107,6 +108,11 @@ def lie_whole(tensor: DTensor) -> None:
     with torch.no_grad():
         whole: Any = tensor.redistribute(placements=words)
     tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+
+
+def lie_as(tensor: DTensor, words: Sequence[Placement]) -> None:
+    """From now on the parts that ranks hold of `tensor` are what `words` say."""
+    tensor._spec = DTensorSpec(tensor.device_mesh, tuple(words), tensor_meta=tensor._spec.tensor_meta)
 
 
 def operations_taken_over(

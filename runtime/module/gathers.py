@@ -7,15 +7,16 @@ operands of a softmax or a product. How views of such a tensor lie (`p.flatten()
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autopar.errors import AutoparError
-from autopar.runtime._torch import gathers_strided_shards
+from autopar.runtime._torch import gathers_strided_shards, local_part
 
 
 def can_gather(words: Sequence[Placement], sizes: Sequence[int], shape: Sequence[int]) -> bool:
@@ -57,6 +58,12 @@ def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
     assert own is not None, "a rank that is not of the mesh"
     index = tuple(slice(None) if each == axis else place for each, place in enumerate(own))
     return mesh.mesh[index].tolist()
+
+
+def lies_in_equal_parts(tensor: DTensor) -> bool:
+    """Whether each rank holds as much of `tensor` as any other."""
+    on_dims = [(getattr(word, "dim", None), size) for word, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)]
+    return tensor.numel() == local_part(tensor).numel() * prod(size for dim, size in on_dims if dim is not None)
 
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, outer: int) -> torch.Tensor:

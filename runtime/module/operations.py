@@ -6,14 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
+from autopar.errors import AutoparError
 from autopar.runtime._torch import is_alone, local_part, written_operands
 from autopar.runtime.module import lost_writes, numbers_of_stages
-from autopar.runtime.module._torch import in_place_names, lie_whole
+from autopar.runtime.module._torch import in_place_names, lie_as, lie_whole
+from autopar.runtime.module.gathers import lies_in_equal_parts
 
 _OF_TWO = "add sub mul div lerp addcmul addcdiv mm bmm addmm dot where maximum minimum".split()
-NAMES = frozenset((*in_place_names(), *_OF_TWO, *numbers_of_stages.NAMES, *lost_writes.VIEWS))
+# Torch has each rank take the mean of its part, and the mean of these.
+_MEANS = frozenset("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits".split())
+# Torch does not compute these of split tensors.
+_UNKNOWN = "_unique2 allclose bincount index isin masked_fill masked_select nonzero renorm searchsorted".split()
+NAMES = frozenset(("any", *_MEANS, *_UNKNOWN, *in_place_names(), *_OF_TWO, *numbers_of_stages.NAMES, *lost_writes.VIEWS))
 
 
 def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
@@ -25,15 +31,22 @@ def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Ca
     """
     name = op.__name__.split(".")[0]
     lost_writes.refuse(op, args, kwargs)
+    if name == "fill_" and isinstance(args[1], torch.Tensor):  # `p[:, 2] = 5`, which torch knows of a number alone
+        return args[0].fill_(args[1].item())
     shapes = numbers_of_stages.made_of(name, args) if name in numbers_of_stages.NAMES else frozenset()
     try:
         result = compute()
     except RuntimeError as error:
         if not (_CANNOT_WRITE in str(error) and _made_whole(op, args, kwargs)):
-            if _IS_MIXED in str(error):
-                error.add_note(_HOW_TO_MIX)
+            note = next((note for text, note in _NOTES.items() if text in str(error)), "")
+            if note and note not in getattr(error, "__notes__", []):
+                error.add_note(note)
             raise
         result = compute()
+    if name == "any":
+        _lie_as_greatest(result)
+    if name in _MEANS:
+        _refuse_mean_of_means(name, args, result)
     if name in lost_writes.VIEWS:
         lost_writes.remember(args[0], result)
     if name == "_foreach_norm":
@@ -44,14 +57,24 @@ def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Ca
 
 
 _CANNOT_WRITE = "in-place operations that require placement changes"
-_IS_MIXED = "got mixed torch.Tensor and DTensor"
 _HOW_TO_MIX = (
     "autopar: on processes parameters of a parallel module, their gradients, state_dict() and what is computed of them are DTensors, and "
     "here a plain tensor stands beside one. torch.zeros_like(p.grad) lies as p.grad does; any other is made to lie on the same ranks "
     "by distribute_tensor(x, p.device_mesh) of torch.distributed.tensor, on every rank: L = distribute_tensor(torch.eye(n), "
     "G.device_mesh), then L += G @ G.T. A plain copy of the model (a moving average) takes parallel.full_state_dict(), which is plain, on "
-    "every rank; copy.deepcopy(parallel), after the compile, holds DTensors as parallel does"
+    "every rank; copy.deepcopy(parallel), after the compile, holds DTensors as parallel does. Where torch itself put the two together "
+    "(p.quantile(0.5, dim=0)) take p.full_tensor() first"
 )
+_HOW_TO_TAKE_WHOLE = (
+    "autopar: torch does not compute this of a parameter or gradient that is split over ranks. Take the whole first, on every rank: "
+    "p.full_tensor() is a plain tensor. What is made of it is written back by p.copy_(distribute_tensor(x, p.device_mesh, p.placements)) "
+    "of torch.distributed.tensor; a part of p that a mask shows is written by torch.where(mask, x, p)"
+)
+_NOTES = {
+    "got mixed torch.Tensor and DTensor": _HOW_TO_MIX,
+    "Sharding propagation failed": _HOW_TO_TAKE_WHOLE,
+    "does not have a sharding strategy": _HOW_TO_TAKE_WHOLE,
+}
 
 
 def _made_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -68,3 +91,23 @@ def _made_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _is_partial(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(word.is_partial() for word in tensor.placements)
+
+
+def _lie_as_greatest(result: Any) -> None:
+    """The bool of all ranks is the greatest of their bools. To torch it is the sum, which it is no longer once it is a number: where two
+    ranks have a true one, `(p > 3).any().int()` would be 2, and `p * (p > 3).any(0)` twice as much."""
+    if isinstance(result, DTensor) and result.dtype == torch.bool and any(word.is_partial("sum") for word in result.placements):
+        lie_as(result, [Partial("max") if word.is_partial("sum") else word for word in result.placements])
+
+
+def _refuse_mean_of_means(name: str, operands: tuple[Any, ...], result: Any) -> None:
+    """Raise `AutoparError` where the mean of all elements is not the mean of the parts', some of which are larger."""
+    if not isinstance(result, DTensor) or not any(word.is_partial("avg") for word in result.placements):
+        return
+    for each in operands:
+        if isinstance(each, DTensor) and not lies_in_equal_parts(each):
+            raise AutoparError(
+                f"{name} of {list(each.shape)} that lies as {tuple(each.placements)} on {tuple(each.device_mesh.shape)} ranks, in parts of "
+                "unequal sizes: torch would take the mean of each part, and of these the mean, which is another number. Write it in "
+                "plain ops, as ((p - q) ** 2).mean(), or take .full_tensor() of each first, on every rank"
+            )

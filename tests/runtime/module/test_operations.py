@@ -4,24 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn import functional as F
 
 import autopar
+from autopar.errors import AutoparError
 from tests.support.models.stages import TwoLayers
 
 
-def gradient() -> DTensor:
-    """That of a parameter whose rows lie on four ranks."""
+def gradient(dim: int = 0) -> DTensor:
+    """That of a parameter of which a dim lies on four ranks."""
     torch.manual_seed(0)
     mesh, x = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), torch.randn(2, 8, dtype=torch.float64)
     parallel = autopar.compile(TwoLayers(), mesh, backend="eager", zero=3, example_inputs=(x,))
     parallel(x).backward()
     found = parallel.get_parameter("a.weight").grad
     assert isinstance(found, DTensor)
-    return found
+    return found if dim == 0 else found.redistribute(placements=[Shard(dim)])
 
 
 def whole(tensor: Any) -> Tensor:
@@ -111,3 +114,88 @@ def in_torchs_tables() -> bool:
 
 def test_ops_that_are_taken_over_are_those_that_torch_knows(gloo_ranks: Any) -> None:
     assert all(gloo_ranks.run(in_torchs_tables))
+
+
+def filled(axis: int) -> tuple[bool, str]:
+    """Whether a column that is given a number is that of one device; and what is said where torch has gathered it."""
+    split = gradient(axis)
+    plain, said = split.full_tensor(), ""
+    with torch.no_grad():
+        plain[:, 2] = 5
+        try:
+            split[:, 2] = 5
+        except AutoparError as error:
+            said = str(error)
+    return torch.equal(split.full_tensor(), plain), said
+
+
+def test_a_column_is_given_a_number(gloo_ranks: Any) -> None:
+    assert all(each == (True, "") for each in gloo_ranks.run(filled, 0))
+
+
+def test_a_column_that_is_split_is_not_given_a_number(gloo_ranks: Any) -> None:
+    assert all("Write into the whole" in text for _, text in gloo_ranks.run(filled, 1))
+
+
+def bools(axis: int) -> list[bool]:
+    """Whether numbers made of bools of a gradient are those of the whole."""
+    found, whole = gradient(axis), gradient(axis).full_tensor()
+    made = (
+        lambda p: (p > 0).any().int(),
+        lambda p: (p > 0).any(0).long().sum(),
+        lambda p: (p > 0).any(1).float() * 0.5,
+        lambda p: (p > 0).any(0).double().mean(),
+        lambda p: 1 - (p > 0).any().int(),
+        lambda p: p * (p > 0).any(),
+        lambda p: torch.stack([(p > 0).any(), (p < 0).any()]).sum(),
+        lambda p: (~(p > 0).any()).float(),
+        lambda p: (~torch.isfinite(p).all()).float(),
+        lambda p: ((p > 0).any() ^ (p < -9).any()).int(),
+        lambda p: torch.where((p > 0).any(0), 2.0, 1.0).sum(),
+    )
+    return [torch.equal(make(found).full_tensor(), make(whole)) for make in made]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_number_made_of_a_bool_does_not_count_ranks(gloo_ranks: Any, axis: int) -> None:
+    assert all(all(each) for each in gloo_ranks.run(bools, axis))
+
+
+def unknown() -> list[str]:
+    """What is said of what torch does not compute of split tensors."""
+    split, said = gradient(), []
+    for compute in (
+        lambda: split.renorm(2, 0, 1.0),
+        lambda: split[split > 0],
+        lambda: split.quantile(0.5, dim=0),
+        lambda: torch.unique(split),
+    ):
+        try:
+            compute()
+            said.append("")
+        except RuntimeError as error:
+            said.append("\n".join(getattr(error, "__notes__", [])))
+    return said
+
+
+def test_an_error_about_what_torch_does_not_compute_says_what_to_do(gloo_ranks: Any) -> None:
+    for said in gloo_ranks.run(unknown):
+        assert all("p.full_tensor()" in text for text in said), said
+
+
+def mean_of_unequal_parts() -> tuple[str, float]:
+    """What is said of a mean that torch would make of those of the parts; and how far the way that it names is off."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    whole = torch.randn(13, 8, dtype=torch.float64)
+    split, said = distribute_tensor(whole, mesh, [Shard(0)]), ""
+    try:
+        F.mse_loss(split, split * 2)
+    except AutoparError as error:
+        said = str(error)
+    return said, float((((split - split * 2) ** 2).mean().full_tensor() - F.mse_loss(whole, whole * 2)).abs())
+
+
+def test_a_mean_is_not_that_of_the_means_of_unequal_parts(gloo_ranks: Any) -> None:
+    for said, gap in gloo_ranks.run(mean_of_unequal_parts):
+        assert "((p - q) ** 2).mean()" in said and gap < 1e-12
