@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.frontend.held_objects import HeldObjects
 from autopar.frontend.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
 
 # What is looked into; subclasses may refuse to be written to.
@@ -34,10 +35,11 @@ def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[set[
     containers = [value for _, kept in modules for value in kept.values() if type(value) in _CONTAINERS]
     contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
     old = {id(container): content for container, content in contents}
-    written: set[str] = set()
+    objects, written = HeldObjects(model), set[str]()
     try:
         yield written
     finally:
+        written.update(objects.give_back())
         for path, (attributes, kept) in zip(paths, modules, strict=True):
             written.update(f"{path}.{name}".lstrip(".") for name in _written(attributes, kept, old))
         installed = [_installed(attributes, kept, old) for attributes, kept in modules] if but_hooks else []

@@ -47,6 +47,12 @@ _FAULTS = (
         "expert's weights for each token but splits over dp",
     ),
     _Fault(
+        ("one of the inputs with type",),
+        "an input is an object that is no structure of tensors",
+        "pass tensors in tuples, lists, dicts or dataclasses known to torch.export.register_dataclass; an object that is the same in every "
+        "call may be an attribute of the model",
+    ),
+    _Fault(
         ("DynamicCache", "register_pytree", "Encountered unrecognized type", "Generator reconstruction"),
         "the output holds an object that is no structure of tensors (a key-value cache, a generator)",
         "return tensors in tuples, lists, dicts or dataclasses; of transformers, set config.use_cache=False",
@@ -77,7 +83,8 @@ _FAULTS = (
         ("DynamicOutputShape", "nonzero"),
         f"{_SIZES} (a boolean index, nonzero, unique)",
         "keep the shape and mask with torch.where: torch.where(mask, x, 0).sum() / mask.sum() for x[mask].mean(), "
-        "y = torch.where(mask[..., None], f(x), y) for y[mask] = f(x[mask])",
+        "y = torch.where(mask[..., None], f(x), y) for y[mask] = f(x[mask]); of a mask that shapes alone give count yourself: all but the "
+        "diagonal, sim[~torch.eye(n, dtype=torch.bool)].view(n, n - 1), is sim.flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)",
     ),
     _Fault(
         (

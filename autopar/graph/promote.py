@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from autopar._torch import FakeTensorMode, fake_mode, pytree
 from autopar.frontend.custom_functions import as_function, custom_function, mapped
 from autopar.graph.causal_biases import biases_not_copied
+from autopar.graph.copied_functions import rebind
 from autopar.graph.default_eps import default_eps
 from autopar.graph.fake_calls import empty_as
 from autopar.ir.program import Input, Output, Program
@@ -90,7 +91,8 @@ def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promote
     """A deep copy of `model` in which `tensors`, by the id of the original, stand for parameters and buffers; ties stay ties.
 
     With `promoted` whatever else the modules hold of lower float tensors, in lists, tuples and dicts too, becomes float64. What was
-    computed (the weight of `nn.utils.weight_norm`, which its hook computes anew at each call) is copied without its history.
+    computed (the weight of `nn.utils.weight_norm`, which its hook computes anew at each call) is copied without its history. Hooks that
+    hold the model see the copy.
     """
     memo: dict[int, Any] = {**biases_not_copied(model)}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -102,7 +104,9 @@ def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promote
         if id(tensor) not in memo and (is_promoted or not tensor.is_leaf):
             value = tensor.detach().clone()
             memo[id(tensor)] = promote_tensor(value) if is_promoted else value
-    return copy.deepcopy(model, memo)
+    copied = copy.deepcopy(model, memo)
+    rebind(copied, memo)
+    return copied
 
 
 def _held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ import re
 import sysconfig
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,9 +67,20 @@ def user_frames(text: str) -> list[Source]:
     return [frame for frame in frames if not is_torchs(frame.file) and not frame.file.startswith(_OWN)]
 
 
+@cache
 def is_library(file: str) -> bool:
-    """Whether a file is Python's own or was installed."""
-    return file.startswith(_LIBRARIES) or "site-packages" in file
+    """Whether a file is Python's own or was installed, into whatever folder (`pip install --target`)."""
+    return file.startswith(_LIBRARIES) or "site-packages" in file or _is_recorded(Path(file))
+
+
+def _is_recorded(file: Path) -> bool:
+    """Whether an installer notes the file among what it has put into one of the folders around it."""
+    for folder in file.parents:
+        line = f"{file.relative_to(folder).as_posix()},"
+        for record in folder.glob("*.dist-info/RECORD"):
+            if any(each.startswith(line) for each in record.read_text(encoding="utf-8", errors="replace").splitlines()):
+                return True
+    return False
 
 
 def is_torchs(file: str) -> bool:

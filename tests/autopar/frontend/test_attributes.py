@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from autopar.frontend.attributes import attributes_kept, others, tensors_of
 
@@ -86,3 +88,47 @@ def test_tensors_beside_parameters_and_buffers_are_found_and_compared_as_objects
     assert others(before, tensors_of(model)) == {"0.cached", "0.table"}
     model[0].seen.clear()
     assert others(before, tensors_of(model)) == {"0.cached", "0.seen", "0.table"}
+
+
+class Plain:
+    """No module."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.deeper: Any = None
+        self.memory = torch.ones(4)
+        self.calls = 0
+
+
+class Holder(nn.Module):
+    """Writes into plain objects that it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.plain, self.others = nn.Linear(4, 4), Plain(), (Plain(),)
+        self.others[0].deeper = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.plain.state = h
+        self.others[0].deeper.deeper = h
+        self.others[0].deeper.seen.append((1, h))
+        self.plain.seen = [{"h": h}]
+        self.plain.memory = h.detach()
+        self.plain.calls += 1
+        return h
+
+
+def test_plain_objects_lose_the_tensors_of_a_trace_alone(caplog: pytest.LogCaptureFixture) -> None:
+    model = Holder()
+    kept, memory = model.plain.seen, model.plain.memory
+    with attributes_kept(model) as written, FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.randn(2, 4))
+    assert not hasattr(model.plain, "state") and model.plain.seen is kept and model.plain.memory is memory
+    deeper = model.others[0].deeper
+    assert deeper.deeper is None and deeper.seen == [] and model.plain.calls == 1
+    assert written == {"plain.state", "plain.seen", "plain.memory", "others.0.deeper.deeper", "others.0.deeper.seen"}
+    assert "plain.memory" in caplog.text and "state" not in caplog.text and "as they were" in caplog.text
+    with attributes_kept(model) as written:
+        model(torch.randn(2, 4))
+    assert hasattr(model.plain, "state") and not written  # of a call that is no trace all stays

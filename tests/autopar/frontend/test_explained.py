@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "f-string": (formatted, READS, "before the call"),
     "classes": (lambda layer, x: (layer.linear(x) * F.one_hot(x.argmax(1)).sum()).sum(), "how many classes", "one_hot(x, num_classes)"),
     "boolean index": (lambda layer, x: layer.linear(x)[x > 0].sum(), SIZE, "mask with torch.where"),
+    "diagonal": (lambda layer, x: layer.linear(x[:4])[~torch.eye(4, dtype=torch.bool)].sum(), SIZE, "sim.flatten()[1:].view(n - 1, n + 1)"),
     "unique": (lambda layer, x: layer.linear(x).sum() * x.unique().numel(), SIZE, "mask with torch.where"),
     "bincount": (lambda layer, x: layer.linear(x).sum() * torch.bincount(x.argmax(1)).max(), SIZE, "minlength=n"),
     "packed": (packed, "a packed sequence has as many rows as the lengths say", "leave the sequences padded"),
@@ -179,6 +181,11 @@ def test_a_module_outside_of_the_model_is_refused_with_the_way_into_it(held: Any
     assert "computes with a parameter that is none of the model's: the module that has it is no submodule" in what
     assert f"{__file__}:" in where and "def forward" in where
     assert "self.teacher = teacher" in mend and "requires_grad_(False)" in mend and torchs.startswith("  torch says: KeyError: ")
+
+
+def test_an_input_that_is_a_plain_object_is_said_to_be_one() -> None:
+    with pytest.raises(CaptureError, match=r"an input is an object that is no structure of tensors\n"):
+        of(lambda layer, x, tree: layer.linear(x).sum(), X, Fraction(1, 2))
 
 
 def test_a_missing_argument_names_it() -> None:

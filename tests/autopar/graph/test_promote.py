@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -233,3 +233,23 @@ def test_dtypes() -> None:
         torch.int32,
         torch.bool,
     ]
+
+
+def test_hooks_that_hold_the_model_see_the_copy() -> None:
+    model, found = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), list[str]()
+    names, first = {module: name for name, module in model.named_modules()}, model[0].weight
+
+    def named(module: nn.Module) -> str:
+        return names[module]
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        found.append(named(module))
+        return output * model[0].bias.sum() + first.sum()
+
+    for module in model:
+        module.register_forward_hook(hook)
+    copied = copy_model(model, {id(value): promote_tensor(value) for value in model.parameters()}, promoted=True)
+    copied(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert found == ["0", "1"] and copied[0].weight.grad is not None and first.grad is None
+    model(torch.ones(2, 4))
+    assert found == ["0", "1"] * 2

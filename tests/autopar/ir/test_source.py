@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.fx import Graph, Node
 from autopar.frontend.capture import capture
 from autopar.ir.keys import PHASE, SOURCE, Source
 from autopar.ir.mesh import virtual_mesh
-from autopar.ir.source import module_calls, source_of, user_frames
+from autopar.ir.source import is_library, module_calls, source_of, user_frames
 from autopar.passes.global_.trace_joint import TraceJoint
 
 TORCH_FILE = os.path.join(os.path.dirname(torch.__file__), "nn", "functional.py")
@@ -96,3 +97,11 @@ def test_the_calls_that_a_node_is_computed_in() -> None:
     lone = node_with()
     SOURCE[lone] = Source(module="head")
     assert module_calls(lone) == {"head": ""} and module_calls(node_with()) == {}
+
+
+def test_what_was_installed_into_a_folder_is_a_library(tmp_path: Path) -> None:
+    (tmp_path / "einops-0.8.dist-info").mkdir()
+    (tmp_path / "einops-0.8.dist-info" / "RECORD").write_text("einops/__init__.py,sha256=x,1\neinops/layers/torch.py,sha256=x,1\n")
+    assert is_library(str(tmp_path / "einops" / "layers" / "torch.py"))
+    assert not is_library(str(tmp_path / "model.py")) and not is_library(str(tmp_path / "einops" / "mine.py"))
+    assert not is_library("") and not is_library("<string>")
