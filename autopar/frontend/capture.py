@@ -112,7 +112,10 @@ def capture(
                 'outputs="loss" was asked for, but the model returns no scalar, no `.loss` and no ["loss"], nor a tuple with exactly one '
                 'scalar; pass labels, or outputs="all"'
             )
-        program, assigned = _exported(model, args, kwargs, mesh, spec, _kept(spec, outputs), autocast)
+        kept = _kept(spec, outputs)
+        if outputs is None and kept is not None and (left := [place.name for place in spec.elements if place not in kept]):
+            logger.info('of the output the loss alone is computed, and not %s: outputs="all" computes all', ", ".join(map(repr, left)))
+        program, assigned = _exported(model, args, kwargs, mesh, spec, kept, autocast)
     refuse_sparse(program, model)
     refuse_lost(program, assigned)
     program = _with_batch_dims(program, batch_dims)

@@ -346,3 +346,20 @@ def test_what_asks_for_a_parameter_itself_gets_a_copy() -> None:
     before = model.weight.detach().clone()
     capture(model, (torch.randn(2, 4),), {}, MESH)
     assert model.weight.equal(before)
+
+
+class WithHidden(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.linear(x)
+        return hidden.square().mean(), hidden
+
+
+@pytest.mark.parametrize(("outputs", "is_said"), [(None, True), ("loss", False), ("all", False)])
+def test_outputs_that_are_left_out_are_named(caplog: pytest.LogCaptureFixture, outputs: str | None, is_said: bool) -> None:
+    with caplog.at_level("INFO", logger="autopar"):
+        capture(WithHidden(), (torch.randn(4, 4),), {}, MESH, outputs)
+    assert ('and not 1: outputs="all" computes all' in caplog.text) == is_said
