@@ -145,13 +145,18 @@ def other_data(self: Layer, x: Tensor) -> Tensor:
     return self.linear(x).sum()
 
 
+def other_data_of_an_input(self: Layer, x: Tensor) -> Tensor:
+    x.data = x * 0.5
+    return self.linear(x).sum()
+
+
 def other_data_inside(self: Layer, x: Tensor) -> Tensor:
     y = self.linear(x)
     y.data = y.data * 2
     return y.sum()
 
 
-@pytest.mark.parametrize("compute", [other_data, other_data_inside])
+@pytest.mark.parametrize("compute", [other_data, other_data_of_an_input, other_data_inside])
 def test_other_data_for_a_tensor_is_refused_with_its_line(compute: Callable[[Layer, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureError, match=r"test_capture_refusals.py:\d+") as caught:
         of(compute, X)
