@@ -27,6 +27,8 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributions import constraints
+from torch.export import _trace
+from torch.export.graph_signature import InputKind
 from torch.fx import Graph
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
@@ -52,6 +54,7 @@ __all__ = [
     "fake_errors_quiet",
     "fake_mode",
     "fake_mode_of",
+    "foreign_parameters_refused",
     "gives_views",
     "has_kernel",
     "is_fake",
@@ -255,6 +258,24 @@ def _errors_unchecked() -> Generator[None]:
         yield
     finally:
         effect.register(before)
+
+
+def foreign_parameters_refused() -> AbstractContextManager[None]:
+    """While this is entered, `torch.export` ends with a KeyError of its name at a parameter that is none of the module's that it exports.
+
+    So it does before torch 2.15, which makes a constant of it: nobody gets a gradient of that.
+    """
+    name = "_rewrite_dynamo_tensor_constants"
+    original = getattr(_trace, name)
+
+    def rewrite(*args: Any, **options: Any) -> Any:
+        state = options.get("traced_mod_state", {})  # of other names before torch 2.15, and of buffers alone
+        for spec in options["graph_signature"].input_specs if state else ():
+            if spec.kind is InputKind.PARAMETER and state[spec.target] not in options["orig_mod_state"]:
+                raise KeyError(spec.target)
+        return original(*args, **options)
+
+    return attribute_set(_trace, name, rewrite)
 
 
 def compiling() -> AbstractContextManager[None]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._torch import fake_mode, pytree
+from autopar._torch import fake_mode, foreign_parameters_refused, pytree
 from autopar.errors import CaptureError
 from autopar.frontend._torch import (
     asking_for_gradients_ignored,
@@ -154,6 +154,7 @@ def _exported(
             explained(model),
             caches_kept_clean(),
             exports_let_go(),
+            foreign_parameters_refused(),
             warnings.catch_warnings(record=True) as heard,
             torch.enable_grad(),
         ):
