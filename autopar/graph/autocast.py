@@ -147,7 +147,7 @@ class _Question:
             )
         try:
             wanted, returned = self._events(NOTHING, self.autocast)
-        except (RuntimeError, AssertionError) as error:  # the latter where only a kernel of CUDA's can tell
+        except (RuntimeError, AssertionError) as error:
             return self._where_it_does_not_run(error)
         with fake_errors_quiet():
             for casts in self._guesses(wanted):
@@ -171,7 +171,8 @@ class _Question:
             return replace(self, leaves=[compact.get(place, leaf) for place, leaf in enumerate(self.leaves)]).answer()
         if self.autocast.device == "cuda" and not self._is_cast_inside():
             return NOTHING
-        if isinstance(error, AssertionError):
+        # So a kernel of CUDA's ends that looks for a device: in torch's builds without CUDA, and in those with it where there is no driver.
+        if isinstance(error, (AssertionError, torch.AcceleratorError)):
             raise CastInsideError(f"{self.target} is cast inside, as CUDA alone can tell") from error
         raise error
 
