@@ -1,18 +1,39 @@
-"""Buffers that forward writes through `.data`, or `.detach()`: no gradient of what is written there reaches the buffer itself."""
+"""Tensors that forward writes through `.data`, or `.detach()`: no gradient of what is written there reaches the buffer itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from autopar.graph.differentiable import differentiable
 from autopar.graph.emit import Emitter
-from autopar.graph.overwrites import memory_of, writers_of, written_by
+from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
 from autopar.ir.program import Program
 
 aten = torch.ops.aten
+# What Dynamo makes of `x.data = y`: the second since torch 2.15. A program would leave either out, as a write that nothing reads.
+_GIVES_OTHER_DATA = ("aten.set_.", "aten.shallow_copy_data_.")
+
+
+def gives_other_data(node: Node) -> bool:
+    return str(node.target).startswith(_GIVES_OTHER_DATA)
+
+
+def own_data_kept(graph: Graph) -> None:
+    """Drop what gives a tensor the data that it has: Python makes `x.data = x.data.mul_(y)` of `x.data *= y`."""
+    for node in filter(gives_other_data, list(graph.nodes)):
+        if len(node.args) == 2 and len({_itself(each) for each in node.args}) == 1:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
+
+
+def _itself(value: object) -> object:
+    """The tensor that `value` is once it was detached and written in place."""
+    while isinstance(value, Node) and value.op == "call_function" and (value.target is aten.detach.default or gives_back(value)):
+        value = written_by(value)
+    return value
 
 
 def data_writes_detached(program: Program) -> None:

@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from autopar._torch import HigherOrderOperator, pytree, schema_of
 from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
-from autopar.frontend.data_writes import data_writes_detached
+from autopar.frontend.data_writes import data_writes_detached, own_data_kept
 from autopar.frontend.hooks import hooks_placed
 from autopar.frontend.masked_reads import masked_reads_spread
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
@@ -86,6 +86,7 @@ def forward_program(
     copies = _Copies(graph, mapping, device)
     copies.calls(exported.graph_module, None if autocast is None else Region(autocast))
     hooks_placed(graph)
+    own_data_kept(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept, assigned)
     masked_reads_spread(graph, copies.regions)
     signature = Signature(tuple(item for item, _ in inputs), outputs, structure, leaves)

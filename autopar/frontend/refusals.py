@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autopar.errors import CaptureError, ModelError
 from autopar.frontend.attributes import tensors_of
+from autopar.frontend.data_writes import gives_other_data
 from autopar.frontend.module_hooks import BACKWARD_HOOKS
 from autopar.graph.differentiable import differentiable
 from autopar.graph.overwrites import writes
@@ -115,10 +116,6 @@ def _model_within(model: object) -> str:
     return "the one that autopar.compile was given" if is_parallel else ""
 
 
-# What Dynamo makes of `x.data = y`: the second since torch 2.15. A program would leave either out, as a write that nothing reads.
-_GIVES_OTHER_DATA = ("aten.set_.", "aten.shallow_copy_data_.")
-
-
 def refuse_lost(program: Program, assigned: Mapping[str, str]) -> None:
     """Refuse a forward that puts a new tensor in a buffer's place and reads that buffer, where a program cannot write it into the old one.
 
@@ -126,7 +123,7 @@ def refuse_lost(program: Program, assigned: Mapping[str, str]) -> None:
     `CaptureError`.
     """
     for node in program.graph.nodes:
-        if str(node.target).startswith(_GIVES_OTHER_DATA):
+        if gives_other_data(node):
             raise CaptureError(
                 f"{SOURCE[node]}: forward gives a tensor other data (x.data = ..., or x.set_(...)), which would be lost: "
                 "compute with a new tensor, or write into a buffer, self.mean.copy_(...) under torch.no_grad()"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ _OF_TWO = "add sub mul div lerp addcmul addcdiv mm bmm addmm dot where maximum m
 _MEANS = frozenset("mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits".split())
 # Torch does not compute these of split tensors.
 _UNKNOWN = "_unique2 allclose bincount index isin masked_fill masked_select nonzero renorm searchsorted".split()
-NAMES = frozenset(("any", *_MEANS, *_UNKNOWN, *in_place_names(), *_OF_TWO, *numbers_of_stages.NAMES, *lost_writes.VIEWS))
+NAMES = frozenset(("any", "_foreach_copy_", *_MEANS, *_UNKNOWN, *in_place_names(), *_OF_TWO, *numbers_of_stages.NAMES, *lost_writes.VIEWS))
 
 
 def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Callable[[], Any]) -> Any:
@@ -31,16 +31,14 @@ def computed(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], compute: Ca
     """
     name = op.__name__.split(".")[0]
     lost_writes.refuse(op, args, kwargs)
-    if name == "fill_" and isinstance(args[1], torch.Tensor):  # `p[:, 2] = 5`, which torch knows of a number alone
-        return args[0].fill_(args[1].item())
+    if name in _OTHERWISE and isinstance(args[1], (torch.Tensor, list, tuple)):
+        return _OTHERWISE[name](*args[:2])
     shapes = numbers_of_stages.made_of(name, args) if name in numbers_of_stages.NAMES else frozenset()
     try:
         result = compute()
     except RuntimeError as error:
         if not (_CANNOT_WRITE in str(error) and _made_whole(op, args, kwargs)):
-            note = next((note for text, note in _NOTES.items() if text in str(error)), "")
-            if note and note not in getattr(error, "__notes__", []):
-                error.add_note(note)
+            _say_what_to_do(name, error)
             raise
         result = compute()
     if name == "any":
@@ -65,6 +63,7 @@ _HOW_TO_MIX = (
     "every rank; copy.deepcopy(parallel), after the compile, holds DTensors as parallel does. Where torch itself put the two together "
     "(p.quantile(0.5, dim=0)) take p.full_tensor() first"
 )
+_HOW_TO_COPY = "state_dict() of a parallel module holds DTensors on processes; parallel.full_state_dict() is plain, on every rank"
 _HOW_TO_TAKE_WHOLE = (
     "autopar: torch does not compute this of a parameter or gradient that is split over ranks. Take the whole first, on every rank: "
     "p.full_tensor() is a plain tensor. What is made of it is written back by p.copy_(distribute_tensor(x, p.device_mesh, p.placements)) "
@@ -75,6 +74,27 @@ _NOTES = {
     "Sharding propagation failed": _HOW_TO_TAKE_WHOLE,
     "does not have a sharding strategy": _HOW_TO_TAKE_WHOLE,
 }
+
+
+def _say_what_to_do(name: str, error: RuntimeError) -> None:
+    note = next((note for text, note in _NOTES.items() if text in str(error)), "")
+    if note and note not in getattr(error, "__notes__", []):
+        error.add_note(note)
+    if note is _HOW_TO_MIX and name == "copy_":  # load_state_dict keeps of an error its arguments alone
+        error.args = (f"{error} ({_HOW_TO_COPY})",)
+
+
+def _fill(written: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    return written.fill_(value.item())
+
+
+def _copy_each(written: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for each, value in zip(written, values, strict=True):
+        each.copy_(value)
+
+
+# What torch does not know of split tensors, by what it knows: `p[:, 2] = 5`, which fills by a tensor, and copies of several at once.
+_OTHERWISE: dict[str, Callable[[Any, Any], Any]] = {"fill_": _fill, "_foreach_copy_": _copy_each}
 
 
 def _made_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
