@@ -23,7 +23,8 @@ class ModuleState(CapturingModule):
         return with_random_state(state, self.seed, self.step)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state with every parameter whole, on every rank. Collective."""
+        """The model's state with every parameter whole, on every rank. Collective: raises `InputError` on all where not all come to it."""
+        self._world.meet("full_state_dict()", "which all ranks call, not rank 0 alone")
         return with_random_state(
             full_state(super().state_dict(keep_vars=True), self._world, dict(self._model.named_parameters())), self.seed, self.step
         )
