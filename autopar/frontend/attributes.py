@@ -39,9 +39,9 @@ def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[set[
     try:
         yield written
     finally:
-        written.update(objects.give_back())
         for path, (attributes, kept) in zip(paths, modules, strict=True):
             written.update(f"{path}.{name}".lstrip(".") for name in _written(attributes, kept, old))
+        written.update(objects.give_back())
         installed = [_installed(attributes, kept, old) for attributes, kept in modules] if but_hooks else []
         for container, content in [*modules, *contents]:
             container.clear()
