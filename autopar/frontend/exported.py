@@ -30,7 +30,7 @@ from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.refusals import refuse_untrained
 from autopar.frontend.value_checks import ASSERTS, checks_as_outputs
 from autopar.graph.autocast import Autocast, Region
-from autopar.graph.differentiable import differentiable
+from autopar.graph.differentiable import differentiable, is_float
 from autopar.graph.emit import replace, tensor_of
 from autopar.graph.fake_values import IN_PLACE_VIEWS, set_fake_values
 from autopar.graph.overwrites import gives_back, memory_of, writers_of, written_by
@@ -304,7 +304,7 @@ def _copy_outputs(
             if not mutation and position < end:
                 place = position if kept is None else kept[position]
                 kind, name = "loss" if place == loss_index else "output", str(place)
-            outputs.append(Output(kind, name, tuple(value.shape), value.dtype, kind != "buffer" and value.is_floating_point()))
+            outputs.append(Output(kind, name, tuple(value.shape), value.dtype, kind != "buffer" and is_float(node)))
             nodes.append(mapping[node])
         position += not mutation
     graph.output(tuple(nodes))

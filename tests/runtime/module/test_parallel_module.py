@@ -15,6 +15,7 @@ import autopar
 from autopar.errors import AutoparError, BackwardError, InputError, MeshError
 from autopar.ir.mesh import Mesh, virtual_mesh
 from autopar.runtime.module.parallel_module import ParallelModule
+from tests.support.captures import compiled
 from tests.support.schedules import BATCH, WIDTH, Mlp, mlp_compiled, parallel_mlp
 
 MESHES = [virtual_mesh(dp=1, tp=1), virtual_mesh(dp=2, tp=1), virtual_mesh(dp=1, tp=2), virtual_mesh(dp=2, tp=4)]
@@ -301,3 +302,24 @@ def test_questions_are_of_what_was_captured() -> None:
     parallel.prepare((), batch())
     with pytest.raises(AutoparError, match="not made by autopar.compile: there is nothing to decide again"):
         parallel.what_if({})
+
+
+class WithSpectrum(nn.Module):
+    """Returns complex values beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.linear(x)
+        return hidden, torch.complex(hidden, hidden.sin())
+
+
+def test_gradients_come_back_through_complex_outputs() -> None:
+    model, x = WithSpectrum(), torch.randn(4, 8)
+    parallel = compiled(copy.deepcopy(model), {"dp": 2}, (x,), outputs="all")
+    for each in (parallel, model):
+        each(x)[1].abs().square().mean().backward()
+    assert parallel.linear.weight.grad is not None
+    torch.testing.assert_close(parallel.linear.weight.grad, model.linear.weight.grad)
