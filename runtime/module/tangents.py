@@ -38,7 +38,7 @@ def check_tangents(tangents: Tangents, world: World) -> None:
 
     Raises `InputError` on every rank. The ranks of a pipeline, or along tp, would each scale their own part of the gradients.
     """
-    everyone = world.gather({name: None if tangent is None else _summary(tangent) for name, tangent in tangents.items()})
+    everyone = world.gather({name: _summary(tangent) for name, tangent in tangents.items()})
     for name in tangents:
         seen: dict[int, int] = {}
         for rank, summaries in enumerate(everyone):
@@ -53,22 +53,24 @@ def check_tangents(tangents: Tangents, world: World) -> None:
                 )
 
 
-def _summary(tangent: torch.Tensor) -> tuple[float, float]:
-    """What the sizes of its elements sum up to, and the elements themselves, each with a factor of its place."""
+def _summary(tangent: torch.Tensor | None) -> tuple[float, float]:
+    """What the sizes of its elements sum up to, and the elements themselves, each with a factor of its place. None is as good as zeros:
+    one rank may add a loss that it does not count, by a factor of zero, and another leave it out."""
+    if tangent is None:
+        return 0.0, 0.0
     some = tangent.detach()
     for dim, size in enumerate(some.shape):
         if some.numel() > _MOST:
             some = some.narrow(dim, 0, max(1, size * _MOST // some.numel()))
-    values = (torch.view_as_real(some) if some.is_complex() else some).flatten().double().cpu().nan_to_num(0.0, 1e30, -1e30)
+    some = torch.view_as_real(some.resolve_conj()) if some.is_complex() else some
+    values = some.flatten().double().cpu().nan_to_num(0.0, 1e30, -1e30)
     factors = torch.arange(len(values), dtype=torch.float64).cos()
     return float(values.abs().sum()), float(values @ factors)
 
 
-def _is_alike(one: tuple[float, float] | None, two: tuple[float, float] | None) -> bool:
-    if one is None or two is None:
-        return one is two
+def _is_alike(one: tuple[float, float], two: tuple[float, float]) -> bool:
     return all(abs(a - b) <= _TOLERANCE * max(one[0], two[0]) for a, b in zip(one, two, strict=True))
 
 
-def _said(summary: tuple[float, float] | None) -> str:
-    return "none" if summary is None else f"of sum {summary[0]:.6g}" if summary[0] != abs(summary[1]) else f"{summary[1]:.6g}"
+def _said(summary: tuple[float, float]) -> str:
+    return f"of sum {summary[0]:.6g}" if summary[0] != abs(summary[1]) else f"{summary[1]:.6g}"

@@ -81,3 +81,26 @@ def outside(scale: float) -> str:
 def test_losses_outside_of_the_model_may_differ_by_rounding(gloo_ranks: GlooRanks) -> None:
     assert set(gloo_ranks.run(outside, 1e-7)) == {""}
     assert all("compute one loss together" in said for said in gloo_ranks.run(outside, 0.5))
+
+
+class Complex(Outputs):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.layers(x)
+        return hidden, torch.complex(hidden, hidden.sin())
+
+
+def of_complex(count: float) -> str:
+    """A loss whose gradient is a conjugate that torch has not written out, and one that half of the ranks add, `count` times."""
+    parallel, _, mine, _ = placed({"dp": 2, "tp": 2}, Complex(), outputs="all")
+    hidden, spectrum = parallel(mine)
+    loss = (spectrum.conj() * torch.ones(8, dtype=spectrum.dtype)).sum().abs()
+    try:
+        (loss + count * hidden.mean() if dist.get_rank() % 2 else loss).backward()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_what_counts_nothing_may_be_left_out(gloo_ranks: GlooRanks) -> None:
+    assert set(gloo_ranks.run(of_complex, 0.0)) == {""}
+    assert all("compute one loss together" in said for said in gloo_ranks.run(of_complex, 0.5))
