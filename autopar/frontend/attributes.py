@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.frontend.held_objects import HeldObjects
+from autopar.frontend.held_objects import OF_MODULES, HeldObjects
 from autopar.frontend.module_hooks import FORWARD_HOOK_FLAGS, FORWARD_HOOKS
 
-# What is looked into; subclasses may refuse to be written to.
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set)
 _HOOKS = (*FORWARD_HOOKS, *FORWARD_HOOK_FLAGS)
 # What torch keeps on each module.
 _TORCHS = frozenset(vars(nn.Module()))
@@ -32,7 +29,7 @@ def attributes_kept(model: nn.Module, but_hooks: bool = False) -> Generator[set[
     """
     paths = [path for path, _ in model.named_modules()]
     modules = [(vars(module), dict(vars(module))) for module in model.modules()]
-    containers = [value for _, kept in modules for value in kept.values() if type(value) in _CONTAINERS]
+    containers = [value for _, kept in modules for value in kept.values() if type(value) in OF_MODULES]
     contents: list[tuple[Any, Any]] = [(container, copy.copy(container)) for container in containers]
     old = {id(container): content for container, content in contents}
     objects, written = HeldObjects(model), set[str]()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -132,3 +133,44 @@ def test_plain_objects_lose_the_tensors_of_a_trace_alone(caplog: pytest.LogCaptu
     with attributes_kept(model) as written:
         model(torch.randn(2, 4))
     assert hasattr(model.plain, "state") and not written  # of a call that is no trace all stays
+
+
+class Answering:
+    """Answers for what it does not have, as a proxy does."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"nobody looks for {name}")
+
+
+class State(NamedTuple):
+    hidden: Any
+
+
+class Remembering(nn.Module):
+    """Has memories in containers of a plain object, and in one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.plain, self.proxy, self.table = nn.Linear(4, 4), Plain(), Answering(), {"key": torch.ones(4)}
+        self.plain.seen = [torch.ones(4)]
+        self.plain.deeper = {"key": torch.ones(4), "value": torch.ones(4), "queue": deque([torch.ones(4)], maxlen=1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.plain.seen[0] = self.plain.deeper["key"] = self.table["key"] = h
+        self.plain.deeper["queue"].append(h)
+        self.plain.state = State(h)
+        return h
+
+
+def test_memories_in_containers_are_named_and_keep_their_order(caplog: pytest.LogCaptureFixture) -> None:
+    model = Remembering()
+    seen, table = list(model.plain.seen), dict(model.plain.deeper)
+    with attributes_kept(model) as written, FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.randn(2, 4))
+    assert model.plain.seen[0] is seen[0] and list(model.plain.deeper) == ["key", "value", "queue"] and not hasattr(model.plain, "state")
+    assert all(model.plain.deeper[name] is value for name, value in table.items()) and not table["queue"][0].requires_grad
+    assert written == {"plain.seen", "plain.state", "plain.deeper.key", "plain.deeper.queue", "table"}
+    assert all(name in caplog.text for name in ("plain.seen", "plain.deeper.key", "plain.deeper.queue")) and "table" not in caplog.text
