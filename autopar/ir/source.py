@@ -75,12 +75,14 @@ def is_library(file: str) -> bool:
 
 def _is_recorded(file: Path) -> bool:
     """Whether an installer notes the file among what it has put into one of the folders around it."""
-    for folder in file.parents:
-        line = f"{file.relative_to(folder).as_posix()},"
-        for record in folder.glob("*.dist-info/RECORD"):
-            if any(each.startswith(line) for each in record.read_text(encoding="utf-8", errors="replace").splitlines()):
-                return True
-    return False
+    return any(file.relative_to(folder).as_posix() in _recorded(folder) for folder in file.parents)
+
+
+@cache
+def _recorded(folder: Path) -> frozenset[str]:
+    """What installers have put into a folder: read once, as folders hold many files and many records."""
+    texts = (record.read_text(encoding="utf-8", errors="replace") for record in folder.glob("*.dist-info/RECORD"))
+    return frozenset(line.rpartition(",")[0].rpartition(",")[0] for text in texts for line in text.splitlines())
 
 
 def is_torchs(file: str) -> bool:
