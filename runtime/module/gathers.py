@@ -7,7 +7,6 @@ operands of a softmax or a product. How views of such a tensor lie (`p.flatten()
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from autopar.errors import AutoparError
-from autopar.runtime._torch import gathers_strided_shards, local_part
+from autopar.runtime._torch import gathers_strided_shards
 
 
 def can_gather(words: Sequence[Placement], sizes: Sequence[int], shape: Sequence[int]) -> bool:
@@ -61,9 +60,9 @@ def ranks_along(mesh: DeviceMesh, axis: int) -> list[int]:
 
 
 def lies_in_equal_parts(tensor: DTensor) -> bool:
-    """Whether each rank holds as much of `tensor` as any other."""
-    on_dims = [(getattr(word, "dim", None), size) for word, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True)]
-    return tensor.numel() == local_part(tensor).numel() * prod(size for dim, size in on_dims if dim is not None)
+    """Whether each rank holds as much of `tensor` as any other: the same answer on all of them."""
+    words, sizes = tensor.placements, tensor.device_mesh.shape
+    return all(_is_even(dim, words, sizes, tensor.shape) for dim in {getattr(word, "dim", None) for word in words} if dim is not None)
 
 
 def _joined(part: torch.Tensor, mesh: DeviceMesh, axis: int, dim: int, outer: int) -> torch.Tensor:

@@ -85,7 +85,7 @@ def _say_what_to_do(name: str, error: RuntimeError) -> None:
 
 
 def _fill(written: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return written.fill_(value.item())
+    return written.fill_(torch.ops.aten._local_scalar_dense(value))  # what `.item()` of a DTensor is not here, below autograd
 
 
 def _copy_each(written: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -116,7 +116,7 @@ def _is_partial(tensor: torch.Tensor) -> bool:
 def _lie_as_greatest(result: Any) -> None:
     """The bool of all ranks is the greatest of their bools. To torch it is the sum, which it is no longer once it is a number: where two
     ranks have a true one, `(p > 3).any().int()` would be 2, and `p * (p > 3).any(0)` twice as much."""
-    if isinstance(result, DTensor) and result.dtype == torch.bool and any(word.is_partial("sum") for word in result.placements):
+    if isinstance(result, DTensor) and any(word.is_partial("sum") for word in result.placements):
         lie_as(result, [Partial("max") if word.is_partial("sum") else word for word in result.placements])
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 import autopar
@@ -154,6 +154,21 @@ def test_a_column_is_given_a_number(gloo_ranks: Any) -> None:
     assert all(each == (True, "") for each in gloo_ranks.run(filled, 0))
 
 
+def filled_by_a_number() -> bool:
+    """Whether a column is given what all ranks hold as one tensor of theirs, and the bool of all ranks."""
+    split = gradient()
+    plain, greatest = split.full_tensor(), split.max().redistribute(placements=[Replicate()])
+    with torch.no_grad():
+        for index, of in ((2, greatest), (3, (split > 0).any())):
+            plain[:, index] = of.full_tensor()
+            split[:, index].fill_(of)
+    return torch.equal(split.full_tensor(), plain)
+
+
+def test_a_column_is_given_a_number_that_all_ranks_hold(gloo_ranks: Any) -> None:
+    assert all(gloo_ranks.run(filled_by_a_number))
+
+
 def test_a_column_that_is_split_is_not_given_a_number(gloo_ranks: Any) -> None:
     assert all("Write into the whole" in text for _, text in gloo_ranks.run(filled, 1))
 
@@ -164,6 +179,7 @@ def bools(axis: int) -> list[bool]:
     made = (
         lambda p: (p > 0).any().int(),
         lambda p: (p > 0).any(0).long().sum(),
+        lambda p: (p > 0).byte().any(0).long().sum(),
         lambda p: (p > 0).any(1).float() * 0.5,
         lambda p: (p > 0).any(0).double().mean(),
         lambda p: 1 - (p > 0).any().int(),
