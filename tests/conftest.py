@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         uses_inductor = _is_of_default_backend(item) or item.path.name == "test_readme.py"
         group = _GLOO if _is_on_ranks(item) else "inductor" if uses_inductor else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: not _is_on_ranks(item))
+    # Of Inductor's, the models that ranks compile as well come first: those read its cache.
+    items.sort(key=lambda item: (not _is_on_ranks(item), item.path.name != "test_backends.py"))
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from autopar.errors import InputError
+from autopar.runtime._torch import has_values
 from autopar.runtime.execute.world import World
 
 # The gradients of results, by flat index of these.
@@ -56,7 +57,7 @@ def check_tangents(tangents: Tangents, world: World) -> None:
 def _summary(tangent: torch.Tensor | None) -> tuple[float, float]:
     """What the sizes of its elements sum up to, and the elements themselves, each with a factor of its place. None is as good as zeros:
     one rank may add a loss that it does not count, by a factor of zero, and another leave it out."""
-    if tangent is None:
+    if tangent is None or not has_values(tangent):
         return 0.0, 0.0
     some = tangent.detach()
     for dim, size in enumerate(some.shape):
