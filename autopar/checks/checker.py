@@ -74,10 +74,11 @@ class Checker:
 
 def _marks(program: Program) -> tuple[int, ...]:
     """What changes when somebody edits the graph in place, against the rules: which objects its nodes are made of."""
-    found: list[int] = []
+    found: list[object] = []
     for node in program.graph.nodes:
-        found += (id(node), id(node.target), id(node.args), id(node.kwargs), *map(id, node.meta.values()))
-    return tuple(found)
+        found += (node, node.target, node.args, node.kwargs)
+        found += node.meta.values()
+    return tuple(map(id, found))
 
 
 def check_schedule_program(program: ScheduleProgram, title: str = "") -> None:

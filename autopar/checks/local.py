@@ -157,9 +157,9 @@ class _Comparison:
 
     def _chosen_of(self, local: Node) -> set[Node]:
         """The new and the old value of a buffer, where `local` is what a microbatch leaves of it: the new one in the first alone."""
-        written = {output.name for output, node in self.program.named_outputs() if output.kind == "buffer" and node is local}
-        if local.target is not aten.where.self or not written:
+        if local.target is not aten.where.self:
             return set()
+        written = {output.name for output, node in self.program.named_outputs() if output.kind == "buffer" and node is local}
         old = {node for item, node in self.program.named_inputs() if item.kind == "buffer" and item.name in written}
         return {node for node in local.all_input_nodes if node in old or ORIGIN.get(node) == ORIGIN[local]}
 

@@ -132,19 +132,21 @@ def _mapped(value: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def _key(value: Any, described: dict[Node, Any]) -> Any:
     """A hashable stand-in for an argument; nodes count by the metadata of their values, which go into `described`."""
     if isinstance(value, Node):
-        if value not in described:
-            described[value] = _key(value.meta.get("val"), described)
-        return described[value]
+        found = described.get(value)
+        if found is None:
+            described[value] = found = _key(value.meta.get("val"), described)
+        return found
+    if isinstance(value, int):
+        return (type(value), value)  # 1, 1.0 and True are equal in Python and different to an op
+    if isinstance(value, (tuple, list)):
+        return (type(value), *[_key(item, described) for item in value])
     if isinstance(value, torch.Tensor):
         return TensorMetadata.of(value)
-    if isinstance(value, (tuple, list)):
-        return (type(value).__name__, *[_key(item, described) for item in value])
     if isinstance(value, dict):
         return tuple([(name, _key(item, described)) for name, item in value.items()])
     if isinstance(value, slice):
         return ("slice", *[_key(item, described) for item in (value.start, value.stop, value.step)])
-    # 1, 1.0 and True are equal in Python and different to an op.
-    return (type(value), repr(value)) if isinstance(value, (bool, int, float)) else value
+    return (float, repr(value)) if isinstance(value, float) else value  # as text: -0.0 is equal to 0.0
 
 
 def check_program(program: Program, values: Values | None = None) -> list[Violation]:

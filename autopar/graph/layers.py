@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -75,7 +75,7 @@ class Place:
     position: int = 0
 
     def at(self, layer: int) -> Place:
-        return replace(self, layer=layer)
+        return Place(self.kind, layer, self.position)  # asked for each operand of each call, where `replace` is slow
 
 
 # How a call reads an operand: one that all layers read, or a place, its layer counted from the reader's.
