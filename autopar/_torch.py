@@ -4,7 +4,7 @@ what the runtime does in `runtime/_torch.py`."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from torch._dynamo import trace_rules
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTInput, PlainAOTOutput, TangentAOTInput
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._functorch.autograd_function import autograd_function_apply
 from torch._guards import TracingContext, tracing
 from torch._library import simple_registry
 from torch._ops import HigherOrderOperator, OpOverload
@@ -29,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributions import constraints
 from torch.export import _trace
 from torch.export.graph_signature import InputKind
-from torch.fx import Graph
+from torch.fx import Graph, GraphModule
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,6 +46,7 @@ __all__ = [
     "NORM_OF_BATCH",
     "OpOverload",
     "TorchDispatchMode",
+    "apply_custom_function",
     "attribute_set",
     "attributes_replaced",
     "by_meta_kernel",
@@ -79,6 +81,11 @@ MATRIX_CONSTRAINTS = (constraints._Symmetric, constraints._PositiveSemidefinite,
 # With oneDNN an LSTM layer on a CPU is one op, which no rank can split. Traces ask this function of torch's which way to go; oneDNN stays
 # enabled, since without it torch chooses other kernels for convolutions, too, and their results have other strides than in a run.
 _LSTM_IN_STEPS = (decompositions, "select_one_layer_lstm_function", lambda *_: decompositions.one_layer_lstm)
+
+
+def apply_custom_function(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    """Run a `torch.autograd.Function` from its halves as Dynamo traced them; autograd sees the backward."""
+    return autograd_function_apply(forward, backward, *operands, **options)
 
 
 def fake_mode() -> FakeTensorMode:

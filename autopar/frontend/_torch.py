@@ -21,7 +21,7 @@ from torch._dynamo.variables import builtin as builtin_variables
 from torch._dynamo.variables import tensor as tensor_variables
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, get_np_to_tnp_map
-from torch._functorch.autograd_function import AutogradFunctionApply, autograd_function_apply
+from torch._functorch.autograd_function import AutogradFunctionApply
 from torch._higher_order_ops.wrap import TagActivationCheckpoint
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.fx import GraphModule, Interpreter
@@ -42,11 +42,6 @@ except ImportError:
 aten = torch.ops.aten
 
 _CONSTRAINT_CHECK = "_suggest_or_raise_constraint_violation"
-
-
-def apply_custom_function(forward: GraphModule, backward: GraphModule, operands: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Run a `torch.autograd.Function` from its halves as Dynamo traced them; autograd sees the backward."""
-    return autograd_function_apply(forward, backward, *operands, **options)
 
 
 def custom_functions_replaced(

@@ -11,46 +11,21 @@ programs call in its place a function that brings both halves: autograd's trace 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Interpreter, Node
+from torch.fx import GraphModule, Node
 
 from autopar._torch import outside_fake_modes
 from autopar.errors import CaptureError
-from autopar.frontend._torch import apply_custom_function, custom_functions_replaced
+from autopar.frontend._torch import custom_functions_replaced
+from autopar.graph.custom_functions import CustomFunction, Results, as_function, custom_function
 from autopar.ir.arguments import arguments
-
-Results = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True)
-class CustomFunction:
-    """Both halves as Dynamo traced them: `forward(*operands) → (results, saved)`, `backward(*gradients, *saved)`."""
-
-    forward: GraphModule
-    backward: GraphModule
-    options: Mapping[str, Any]
-    is_tuple: bool
-    is_hook: bool = False  # see `autopar.frontend.hooks`
-
-    def __call__(self, *operands: Tensor) -> Results:
-        results = apply_custom_function(self.forward, self.backward, operands, self.options)
-        return tuple(results) if self.is_tuple else (results,)
-
-    def results(self, *operands: Tensor) -> Results:
-        """The forward alone."""
-        with torch.no_grad():
-            results, _ = Interpreter(self.forward).run(*operands)
-        return tuple(results) if self.is_tuple else (results,)
-
 
 _functions: dict[int, Callable[..., Results]] = {}
 _sites = itertools.count()
@@ -130,29 +105,5 @@ def keep(function: CustomFunction, operands: Sequence[Tensor]) -> Results:
     return tuple(torch.ops.autopar.custom_function.default(list(operands), site))
 
 
-def as_function(function: CustomFunction) -> Callable[..., Results]:
-    """A plain Python function, as graphs of torch.fx call them; `custom_function` gives it back."""
-
-    def custom_function(*operands: Tensor) -> Results:
-        return function(*operands)
-
-    vars(custom_function)["autopar_function"] = function
-    return custom_function
-
-
 def function_at(site: int) -> Callable[..., Results]:
     return _functions[site]
-
-
-def custom_function(target: object) -> CustomFunction | None:
-    """What a node's target was made from by `as_function`, if it was."""
-    return getattr(target, "autopar_function", None)
-
-
-def mapped(function: CustomFunction, change: Callable[[GraphModule], None]) -> CustomFunction:
-    """A copy of `function` with both graphs changed in place by `change`."""
-    halves = copy.deepcopy((function.forward, function.backward))
-    for half in halves:
-        change(half)
-        half.recompile()
-    return replace(function, forward=halves[0], backward=halves[1])

@@ -18,9 +18,9 @@ from torch import nn
 from autopar._torch import is_fake
 
 logger = logging.getLogger("autopar")
-_CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
 # Those that are attributes of modules are given back in `attributes.py`; subclasses may refuse to be written to.
 OF_MODULES = (dict, OrderedDict, defaultdict, list, set)
+_CONTAINERS = (*OF_MODULES, deque)
 # What is not looked into: modules are elsewhere, and the rest is no place to keep a tensor of one model.
 _OPAQUE = (nn.Module, torch.Tensor, type, FunctionType, ModuleType)
 _ATOMS = frozenset((int, float, str, bool, bytes, type(None), torch.Tensor, nn.Parameter))  # most of what is held: told first

@@ -23,7 +23,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from autopar.errors import CaptureError
 from autopar.frontend._torch import hooks_replaced
-from autopar.frontend.custom_functions import CustomFunction, custom_function, keep
+from autopar.frontend.custom_functions import keep
+from autopar.graph.custom_functions import CustomFunction, custom_function
 from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.ir.source import path_of, source_of
 

@@ -6,9 +6,8 @@ the same agree to 1e-7 only. Promoted, the very same graph differs by rounding o
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,9 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autopar._torch import FakeTensorMode, fake_mode, pytree
-from autopar.frontend.custom_functions import as_function, custom_function, mapped
-from autopar.graph.causal_biases import biases_not_copied
-from autopar.graph.copied_functions import rebind
+from autopar.graph.custom_functions import as_function, custom_function, mapped
 from autopar.graph.default_eps import default_eps
 from autopar.graph.fake_calls import empty_as
 from autopar.ir.program import Input, Output, Program
@@ -85,41 +82,6 @@ def _promoted_signature(schedule: Schedule) -> Schedule:
     inputs = tuple(_promoted_item(item) for item in schedule.signature.inputs)
     outputs = tuple(_promoted_item(item) for item in schedule.signature.outputs)
     return replace(schedule, signature=replace(schedule.signature, inputs=inputs, outputs=outputs))
-
-
-def copy_model(model: nn.Module, tensors: Mapping[int, torch.Tensor], *, promoted: bool) -> nn.Module:
-    """A deep copy of `model` in which `tensors`, by the id of the original, stand for parameters and buffers; ties stay ties.
-
-    With `promoted` whatever else the modules hold of lower float tensors, in lists, tuples and dicts too, becomes float64. What was
-    computed (the weight of `nn.utils.weight_norm`, which its hook computes anew at each call) is copied without its history. Hooks that
-    hold the model see the copy.
-    """
-    memo: dict[int, Any] = {**biases_not_copied(model)}
-    for tensor in (*model.parameters(), *model.buffers()):
-        value = tensors[id(tensor)].detach().clone()
-        memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-    for tensor in _held_tensors(model):
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
-        is_promoted = promoted and is_plain and promoted_dtype(tensor.dtype) is not tensor.dtype
-        if id(tensor) not in memo and (is_promoted or not tensor.is_leaf):
-            value = tensor.detach().clone()
-            memo[id(tensor)] = promote_tensor(value) if is_promoted else value
-    copied = copy.deepcopy(model, memo)
-    rebind(copied, memo)
-    return copied
-
-
-def _held_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """The tensors in attributes of modules, and in the lists, tuples and dicts there; some may come twice."""
-    held: list[Any] = [vars(module) for module in model.modules()]
-    seen = set[int]()
-    while held:
-        each = held.pop()
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (list, tuple, dict)) and id(each) not in seen:
-            seen.add(id(each))
-            held += each.values() if isinstance(each, dict) else each
 
 
 _defaults: list[torch.dtype] = []  # before each `default_float64` that is entered: the user's own is the first

@@ -26,10 +26,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autopar.driver.compiled import Compiled, PassRun
 from autopar.driver.progress import progress
 from autopar.graph.autocast import autocast_off
-from autopar.graph.promote import Promoting, copy_model, default_float64, dtype_of, promote, promote_schedule, promote_tensor
+from autopar.graph.promote import Promoting, default_float64, dtype_of, promote, promote_schedule, promote_tensor
 from autopar.ir.program import Form, Program
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_values import ValueComparison, difference_at, first_renamed
+from autopar.runtime.verify.copied_model import copy_model
 from autopar.runtime.verify.errors import Errors, errors_between, joint_error
 from autopar.runtime.verify.limits import Limits, gradients_within
 from autopar.runtime.verify.reference_run import (

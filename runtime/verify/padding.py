@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autopar.graph.promote import Promoting, copy_model, default_float64, dtype_of
+from autopar.graph.promote import Promoting, default_float64, dtype_of
 from autopar.ir.program import Signature
 from autopar.runtime.module.inputs import CallInputs
 from autopar.runtime.verify.compare_forms import case_of, named_values
+from autopar.runtime.verify.copied_model import copy_model
 from autopar.runtime.verify.errors import errors_between
 from autopar.runtime.verify.reference_run import Results, run_original
 from autopar.runtime.verify.report import PaddingChange

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from autopar.driver.compiled import Compiled
-from autopar.graph.promote import copy_model, promote_tensor
+from autopar.graph.promote import promote_tensor
 from autopar.ir.mesh import Mesh, parent
 from autopar.ir.padding import unpadded
 from autopar.ir.program import Input
@@ -29,6 +29,7 @@ from autopar.runtime.module.module_state import ModuleState
 from autopar.runtime.module.parameters import local_shard
 from autopar.runtime.verify.compare_forms import verify_compiled
 from autopar.runtime.verify.compare_values import difference_at
+from autopar.runtime.verify.copied_model import copy_model
 from autopar.runtime.verify.padding import Arguments, padding_change
 from autopar.runtime.verify.reference_run import Case, Results, assembled, run_local, run_separated
 from autopar.runtime.verify.report import Difference, PaddingChange, Report, error_of

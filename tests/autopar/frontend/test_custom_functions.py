@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.frontend.custom_functions import as_function, custom_function
+from autopar.graph.custom_functions import as_function, custom_function
 from tests.support.models.layer import Layer, X, assert_as_model, of
 
 

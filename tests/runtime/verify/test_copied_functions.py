@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.graph.promote import copy_model
+from autopar.runtime.verify.copied_model import copy_model
 
 
 def with_hook(hook_of: Callable[[nn.Sequential], Any]) -> nn.Sequential:
