@@ -53,6 +53,7 @@ __all__ = [
     "compiling",
     "describe_input",
     "describe_output",
+    "fake_calls_seen",
     "fake_errors_quiet",
     "fake_mode",
     "fake_mode_of",
@@ -283,6 +284,16 @@ def foreign_parameters_refused() -> AbstractContextManager[None]:
         return original(*args, **options)
 
     return attribute_set(_trace, name, rewrite)
+
+
+def fake_calls_seen(by: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> AbstractContextManager[None]:
+    """While this is entered, a call on fake tensors gives what `by(compute, op, args, kwargs)` does; `compute` does as torch does."""
+    dispatch = FakeTensorMode.dispatch
+
+    def seen(mode: FakeTensorMode, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return by(lambda op, args, kwargs: dispatch(mode, op, types, args, kwargs), op, args, kwargs or {})
+
+    return attribute_set(FakeTensorMode, "dispatch", seen)
 
 
 def compiling() -> AbstractContextManager[None]:

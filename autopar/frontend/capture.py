@@ -38,6 +38,7 @@ from autopar.frontend.explained import explained
 from autopar.frontend.exported import forward_program
 from autopar.frontend.fast_paths import fast_paths_off
 from autopar.frontend.hooks import hooks_kept
+from autopar.frontend.known_masks import known_masks_counted
 from autopar.frontend.library_checks import library_checks_asserted
 from autopar.frontend.masked_reads import takes_up
 from autopar.frontend.outputs import OutputElement, OutputSpec, flattened
@@ -155,6 +156,7 @@ def _exported(
             caches_kept_clean(),
             exports_let_go(),
             foreign_parameters_refused(),
+            known_masks_counted(),
             warnings.catch_warnings(record=True) as heard,
             torch.enable_grad(),
         ):
@@ -278,7 +280,14 @@ def _fake_output(
     mode, held, hooks = fake_mode(), tensors_of(model), num_hooks(model)
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     refused = inference_mode_refused() if torch.is_grad_enabled() else nullcontext()
-    with mode, explained(model), torch.random.fork_rng(devices=[]), refused, masked_reads_open(mode, takes_up) as refuse_open:
+    with (
+        mode,
+        explained(model),
+        torch.random.fork_rng(devices=[]),
+        refused,
+        known_masks_counted(),
+        masked_reads_open(mode, takes_up) as refuse_open,
+    ):
         fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(value) for name, value in state.items()}
         fake_args, fake_kwargs = pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)

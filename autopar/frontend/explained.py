@@ -83,8 +83,9 @@ _FAULTS = (
         ("DynamicOutputShape", "nonzero"),
         f"{_SIZES} (a boolean index, nonzero, unique)",
         "keep the shape and mask with torch.where: torch.where(mask, x, 0).sum() / mask.sum() for x[mask].mean(), "
-        "y = torch.where(mask[..., None], f(x), y) for y[mask] = f(x[mask]); of a mask that shapes alone give count yourself: all but the "
-        "diagonal, sim[~torch.eye(n, dtype=torch.bool)].view(n, n - 1), is sim.flatten()[1:].view(n - 1, n + 1)[:, :-1].reshape(n, n - 1)",
+        "y = torch.where(mask[..., None], f(x), y) for y[mask] = f(x[mask]); a mask that forward makes of torch.arange, torch.eye and "
+        "literals alone may index; of one in a buffer keep the places: register_buffer('places', mask.nonzero().squeeze(1)), then "
+        "x[:, self.places]",
     ),
     _Fault(
         (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from dataclasses import replace as replace_fields
 from typing import Any, cast
@@ -25,6 +25,7 @@ from autopar.errors import CaptureError
 from autopar.frontend.custom_functions import function_at
 from autopar.frontend.data_writes import data_writes_detached, own_data_kept
 from autopar.frontend.hooks import hooks_placed
+from autopar.frontend.known_masks import known_masks_indexed
 from autopar.frontend.masked_reads import masked_reads_spread
 from autopar.frontend.mixed_dtypes import refuse_mixed_dtypes
 from autopar.frontend.refusals import refuse_untrained
@@ -88,8 +89,10 @@ def forward_program(
     hooks_placed(graph)
     own_data_kept(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept, assigned)
+    items, held = [item for item, _ in inputs], {mapping[node]: constants[item.name] for item, node in inputs if item.kind == "constant"}
+    known_masks_indexed(graph, held, _holder(graph, items, constants))
     masked_reads_spread(graph, copies.regions)
-    signature = Signature(tuple(item for item, _ in inputs), outputs, structure, leaves)
+    signature = Signature(tuple(items), outputs, structure, leaves)
     kinds = {region.autocast.device for region in copies.regions.values() if region.autocast is not None}
     # As data-parallel training has it: autocast gives a parameter of float32 a gradient of float32, and that is what is summed.
     reduce = torch.float32 if kinds else None
@@ -149,6 +152,22 @@ def placeholder_of(graph: Graph, item: Input) -> Node:
     node = graph.placeholder(re.sub(r"\W", "_", f"{prefix}_{item.name}"))
     node.target = node.name
     return node
+
+
+def _holder(graph: Graph, items: list[Input], constants: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], Node]:
+    """What makes another constant: an item behind the others, its value, and the placeholder that it gives."""
+
+    def hold(value: torch.Tensor) -> Node:
+        place, name = sum(item.kind != "batch" for item in items), f"places_{len(constants)}"
+        items.insert(place, Input("constant", name, tuple(value.shape), value.dtype))
+        constants[name] = value
+        nodes = list(graph.nodes)
+        with graph.inserting_before(nodes[place]):
+            node = placeholder_of(graph, items[place])
+        node.meta["val"] = value
+        return node
+
+    return hold
 
 
 @dataclass

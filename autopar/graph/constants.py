@@ -27,6 +27,20 @@ _FULL: dict[object, int] = {aten.full_like.default: 1, aten.new_full.default: 2,
 _UNKNOWN = ("empty", "rand", "bernoulli", "dropout", "multinomial", "normal", "custom_function", "item", "_local_scalar")
 
 
+def gives_the_same(target: object) -> bool:
+    """Whether each run of a call gives what the last one gave of equal operands: it draws nothing, and reads what somebody wrote."""
+    draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+    return not draws and not any(word in str(target) for word in _UNKNOWN)
+
+
+def fill_of(target: object, args: Sequence[Any]) -> Any:
+    """What a call writes everywhere, whatever the operand holds that it is shaped like; None of other calls."""
+    if target not in _FILLS:
+        return None
+    position = _FULL.get(target)
+    return (1 if target in _ONES else 0) if position is None else args[position]
+
+
 class Constants:
     """Evaluates nodes of a FORWARD program on the CPU, each once, floats in float64 as a promoted program would.
 
@@ -95,8 +109,7 @@ class Constants:
     def _is_candidate(self, node: Node) -> bool:
         value = node.meta.get("val")
         fits = node.target in _FILLS or (isinstance(value, torch.Tensor) and value.numel() <= _MOST_ELEMENTS)
-        name = str(node.target)
-        is_known = schema_of(node.target) is not None and not writes_operands(node.target) and not any(word in name for word in _UNKNOWN)
+        is_known = schema_of(node.target) is not None and not writes_operands(node.target) and gives_the_same(node.target)
         return fits and is_known and (not self._written or memory_of(node) not in self._written)
 
     def _evaluate(self, node: Node) -> torch.Tensor | None:
@@ -121,9 +134,7 @@ class Constants:
     def _filled(self, node: Node) -> torch.Tensor | None:
         """One number in memory, whatever the shape."""
         value = node.meta["val"]
-        fill: Any = 1 if node.target in _ONES else 0
-        if (position := _FULL.get(node.target)) is not None:
-            fill = node.args[position]
+        fill = fill_of(node.target, node.args)
         if isinstance(fill, Node):
             return None
         return torch.full((1,) * value.dim(), fill, dtype=promoted_dtype(value.dtype)).expand(value.shape)

@@ -104,7 +104,7 @@ MISTAKES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "f-string": (formatted, READS, "before the call"),
     "classes": (lambda layer, x: (layer.linear(x) * F.one_hot(x.argmax(1)).sum()).sum(), "how many classes", "one_hot(x, num_classes)"),
     "boolean index": (lambda layer, x: layer.linear(x)[x > 0].sum(), SIZE, "mask with torch.where"),
-    "diagonal": (lambda layer, x: layer.linear(x[:4])[~torch.eye(4, dtype=torch.bool)].sum(), SIZE, "sim.flatten()[1:].view(n - 1, n + 1)"),
+    "mask of parameters": (lambda layer, x: layer.linear(x)[:, layer.linear.bias > 0].sum(), SIZE, "keep the places: register_buffer("),
     "unique": (lambda layer, x: layer.linear(x).sum() * x.unique().numel(), SIZE, "mask with torch.where"),
     "bincount": (lambda layer, x: layer.linear(x).sum() * torch.bincount(x.argmax(1)).max(), SIZE, "minlength=n"),
     "packed": (packed, "a packed sequence has as many rows as the lengths say", "leave the sequences padded"),
