@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributions import constraints
 from torch.export import _trace
 from torch.export.graph_signature import InputKind
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.traceback import preserve_node_meta
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -68,6 +68,7 @@ __all__ = [
     "schema_of",
     "without_onednn",
     "writes_operands",
+    "written_operands",
 ]
 
 # Where torch's own functions ask of values: (holder, name), or the classes. Dynamo refuses to look into `is_dependent`.
@@ -138,6 +139,16 @@ def writes_operands(target: object) -> bool:
     """Whether `target` is an op that writes into an operand."""
     schema = schema_of(target)
     return schema is not None and schema.is_mutable
+
+
+def written_operands(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors, or nodes, that a call of an op writes into; of what is no op nothing is known."""
+    found: list[Any] = []
+    for number, argument in enumerate(schema_of(op).arguments if writes_operands(op) else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in found if isinstance(each, (torch.Tensor, Node))]
 
 
 def gives_views(op: OpOverload) -> bool:

@@ -65,7 +65,6 @@ __all__ = [
     "version_of",
     "with_lazy_signs",
     "with_metadata",
-    "written_operands",
 ]
 
 
@@ -321,16 +320,6 @@ def with_lazy_signs(tensor: torch.Tensor, is_conjugate: bool, is_negative: bool)
     """`tensor`, whose memory is read as it is, as a view with these bits: `x.conj()` and `x.conj().imag` leave the numbers and set them."""
     tensor = tensor.conj() if is_conjugate else tensor
     return torch.ops.aten._neg_view.default(tensor) if is_negative else tensor
-
-
-def written_operands(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a call of an ATen op writes into."""
-    found: list[Any] = []
-    for number, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in found if isinstance(each, torch.Tensor)]
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar._torch import OpOverload, is_fake, outside_fake_modes, pytree, writes_operands
+from autopar._torch import OpOverload, is_fake, outside_fake_modes, pytree, written_operands
 from autopar.graph.constants import fill_of, gives_the_same
 
 aten = torch.ops.aten
@@ -57,8 +57,8 @@ class KnownValues:
         if _can_be_repeated(op, results) and all(self._is_known(each) or _is_literal(op, each) for each in operands):
             args, kwargs = pytree.tree_map(self._kept, (args, kwargs))
             self._calls.append((op, args, kwargs, [self._number(each) for each in results]))
-        elif writes_operands(op):
-            self._lost |= {self._memory(each) for each in operands if self._is_known(each)}
+        else:
+            self._lost |= {self._memory(each) for each in written_operands(op, args, kwargs) if self._is_known(each)}
 
     def value(self, tensor: Any) -> torch.Tensor | None:
         """What `tensor` holds now, on the CPU; None where nobody knows."""

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar._torch import written_operands
 from autopar.errors import WeightsError
-from autopar.runtime._torch import TorchDispatchMode, flatten, storage_key, truncated_normals_shown, written_operands
+from autopar.runtime._torch import TorchDispatchMode, flatten, storage_key, truncated_normals_shown
 from autopar.runtime.birth.draws import SCALAR, nothing_of
 from autopar.runtime.birth.slots import put, replaced, slots_of, stand_in
 

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from autopar._torch import written_operands
 from autopar.errors import AutoparError
-from autopar.runtime._torch import local_part, written_operands
+from autopar.runtime._torch import local_part
 from autopar.runtime.execute.process_groups import naming
 from autopar.runtime.module import lost_writes
 from autopar.runtime.module.gathers import ranks_along

@@ -11,8 +11,9 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar._torch import written_operands
 from autopar.errors import AutoparError
-from autopar.runtime._torch import has_values, local_part, storage_key, written_operands
+from autopar.runtime._torch import has_values, local_part, storage_key
 
 VIEWS = frozenset(
     "alias as_strided diagonal expand permute select slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze view".split()

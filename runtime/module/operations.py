@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
+from autopar._torch import written_operands
 from autopar.errors import AutoparError
-from autopar.runtime._torch import is_alone, local_part, written_operands
+from autopar.runtime._torch import is_alone, local_part
 from autopar.runtime.module import lost_writes, numbers_of_stages
 from autopar.runtime.module._torch import in_place_names, lie_as, lie_whole
 from autopar.runtime.module.gathers import lies_in_equal_parts
