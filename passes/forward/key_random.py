@@ -6,6 +6,7 @@ The numbers differ from eager's, which come from a generator whose state depends
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from autopar.ir.keys import SITE, SOURCE, Site
 from autopar.ir.program import Input, Program
 from autopar.kernels.attention import attention
 from autopar.ops.rules.labels import argument
+from autopar.passes.forward.drawn_choices import permutation, picks
 from autopar.passes.forward.recurrent_layers import RECURRENT, by_layers, num_layers_with_dropout
 
 aten = torch.ops.aten
@@ -30,6 +32,8 @@ _RANDOM_KEY = "random_key"
 _DRAWS = slice(6, 9)
 # λα of SELU.
 _SATURATION = 1.7580993408473766
+_NORMALS = (aten.normal.Tensor_Tensor, aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.float_float)
+_INTEGERS = (aten.randint.default, aten.randint.low, aten.randint_like.default, aten.randint_like.low_dtype)
 Lowered = Node | tuple[Node, ...]
 
 
@@ -130,8 +134,8 @@ def _why_not(node: Node) -> str | None:
     """Why the draws of `node` cannot be keyed, if they cannot; "" where nobody has said how."""
     if node.target not in _SITES:
         return ""
-    if node.target in (aten.randint.default, aten.randint.low):
-        low, high = (0, int_at(node, 0)) if node.target is aten.randint.default else (int_at(node, 0), int_at(node, 1))
+    if node.target in _INTEGERS:
+        low, high = _range(node)
         return f"of {high - low} integers, where at most 2**31 are told apart" if high - low > MOST_INTEGERS else None
     value = node.meta["val"]
     is_complex = isinstance(value, torch.Tensor) and value.is_complex() and node.target not in _DROPOUTS
@@ -145,7 +149,8 @@ def _refuse(reasons: Mapping[Node, str]) -> None:
         )
         raise CaptureError(
             f"the draws of these ops cannot be keyed by position:\n{lines}\n"
-            "  how to mend it: use dropout, rand, randn, randint, bernoulli, uniform_, normal_ or exponential_, or draw outside of forward"
+            "  how to mend it: use dropout, rand, randn, randint, randperm, bernoulli, multinomial, uniform_, normal_ or exponential_, "
+            "or draw outside of forward"
         )
 
 
@@ -264,13 +269,40 @@ def _affine(emit: Emitter, value: Node, scale: float, shift: float) -> Node:
     return emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, value, scale), shift)
 
 
+def _normal_around(draws: Draws, emit: Emitter, node: Node) -> Node:
+    """`torch.normal(mean, std)`, which passes no gradient to either."""
+    draw, named = _normal(draws, emit, node), all_named(node)
+    mean, std = (emit.call(aten.detach.default, each) if isinstance(each, Node) else each for each in (named["mean"], named["std"]))
+    return emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, draw, std), mean)
+
+
+def _log_normal(draws: Draws, emit: Emitter, node: Node) -> Node:
+    return emit.call(
+        aten.exp.default, _affine(emit, _normal(draws, emit, node), argument(node, 2, "std", 2.0), argument(node, 1, "mean", 1.0))
+    )
+
+
+def _cauchy(draws: Draws, emit: Emitter, node: Node) -> Node:
+    angles = _affine(emit, _uniform(draws, emit, node), math.pi, -0.5 * math.pi)
+    return _affine(emit, emit.call(aten.tan.default, angles), argument(node, 2, "sigma", 1.0), argument(node, 1, "median", 0.0))
+
+
+def _geometric(draws: Draws, emit: Emitter, node: Node) -> Node:
+    """How many trials it takes: an exponential number, rounded up."""
+    dtype = torch.float64 if tensor_of(node).dtype == torch.float64 else torch.float32
+    draw = draws.exponential(emit, tensor_of(node).shape, dtype)
+    trials = emit.call(aten.ceil.default, emit.call(aten.mul.Tensor, draw, -1.0 / math.log1p(-argument(node, 1, "p"))))
+    return emit.cast(trials, tensor_of(node).dtype)
+
+
+def _range(node: Node) -> tuple[int, int]:
+    """The lowest integer, and the one above the highest."""
+    named = all_named(node)
+    return named.get("low", 0), named["high"]
+
+
 def _integer(draws: Draws, emit: Emitter, node: Node) -> Node:
-    return emit.cast(draws.integer(emit, tensor_of(node).shape, 0, argument(node, 0, "high")), tensor_of(node).dtype)
-
-
-def _integer_between(draws: Draws, emit: Emitter, node: Node) -> Node:
-    low, high = argument(node, 0, "low"), argument(node, 1, "high")
-    return emit.cast(draws.integer(emit, tensor_of(node).shape, low, high), tensor_of(node).dtype)
+    return emit.cast(draws.integer(emit, tensor_of(node).shape, *_range(node)), tensor_of(node).dtype)
 
 
 def _bernoulli(draws: Draws, emit: Emitter, node: Node) -> Node:
@@ -314,8 +346,13 @@ _SITES: dict[object, _Site] = _DROPOUTS | {
     aten.exponential_.default: _Site(_exponential, in_place=True),
     aten.rrelu.default: _Site(_rrelu),
     aten.rrelu_.default: _Site(_rrelu, in_place=True),
-    aten.randint.default: _Site(_integer),
-    aten.randint.low: _Site(_integer_between),
+    aten.log_normal_.default: _Site(_log_normal, lambda _: 2, in_place=True),
+    aten.cauchy_.default: _Site(_cauchy, in_place=True),
+    aten.geometric_.default: _Site(_geometric, in_place=True),
+    **dict.fromkeys(_NORMALS, _Site(_normal_around, lambda _: 2)),
+    **dict.fromkeys(_INTEGERS, _Site(_integer)),
+    aten.randperm.default: _Site(permutation),
+    aten.multinomial.default: _Site(picks),
     aten.bernoulli.default: _Site(_bernoulli),
     aten.bernoulli.p: _Site(_bernoulli_number),
     aten.bernoulli.Tensor: _Site(_bernoulli_tensor),
