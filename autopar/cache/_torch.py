@@ -78,7 +78,12 @@ def unseen_noted(note: Callable[[], None]) -> AbstractContextManager[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (owner, name, noting(getattr(owner, name))) for owner, name in (*methods, (packing, "__enter__"))
     ]
-    applied, node_of = vars(function)["apply"].__func__, inspect.getattr_static(tensor, "grad_fn").__get__
+    # A method of the class, which is written in C since torch 2.15.
+    method, node_of = vars(function)["apply"], inspect.getattr_static(tensor, "grad_fn").__get__
+
+    def applied(of: type, *args: Any, **kwargs: Any) -> Any:
+        return method.__get__(None, of)(*args, **kwargs)
+
     replaced += [(function, "apply", classmethod(noting(applied))), (tensor, "grad_fn", property(noting(node_of)))]
     return attributes_replaced(replaced)
 
