@@ -6,7 +6,6 @@ the same agree to 1e-7 only. Promoted, the very same graph differs by rounding o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autopar._torch import FakeTensorMode, fake_mode, pytree
+from autopar._torch import FakeTensorMode, TorchDispatchMode, fake_mode, pytree
 from autopar.graph.custom_functions import as_function, custom_function, mapped
 from autopar.graph.default_eps import default_eps
 from autopar.graph.fake_calls import empty_as
@@ -116,8 +115,9 @@ class Promoting(TorchFunctionMode):
         kwargs = kwargs or {}
         if _is_of_numbers(func, args, kwargs):
             return self._of_numbers(func, args, kwargs)
-        if func is torch.Tensor.__setitem__:
-            args = self._with_digits(*args)
+        if func is torch.Tensor.__setitem__ and type(args[2]) is float and args[0].is_floating_point():
+            with _Rounding(self._dtype_in_model(args[0])):
+                return func(*args)
         if func in _RMS_NORMS:
             args, kwargs = _with_eps(args, kwargs, self.dtype)
         cast = next((dtype for each, dtype in _CASTS if func is each), None)
@@ -144,14 +144,6 @@ class Promoting(TorchFunctionMode):
         self._asked[promoted] = made.dtype
         return promoted
 
-    def _with_digits(self, tensor: torch.Tensor, index: Any, value: Any) -> tuple[torch.Tensor, Any, Any]:
-        """Arguments of `tensor[index] = value`, a number of Python's with its digits in the model; NumPy's are captured in float64."""
-        if type(value) is float and tensor.is_floating_point():
-            rounded = torch.tensor(value, dtype=self._dtype_in_model(tensor)).item()
-            # Too large for the dtype, so the model has another here.
-            value = rounded if math.isfinite(rounded) else value
-        return tensor, index, value
-
     def _in_model(self, argument: Any) -> Any:
         """`argument`, or the model's own dtype for float64, which code finds here that asks a tensor for its dtype."""
         return self.dtype if argument is torch.float64 else argument
@@ -159,6 +151,26 @@ class Promoting(TorchFunctionMode):
     def _dtype_in_model(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype that a call asked for where `tensor` was made, else that which the model computes in."""
         return self._asked.get(tensor, self.dtype) if tensor.dtype is torch.float64 else tensor.dtype
+
+
+class _Rounding(TorchDispatchMode):
+    """While this is entered, a number that torch makes a tensor of has the digits of `dtype`.
+
+    `tensor[index] = 0.3` makes one of it, and a capture a constant. Since torch 2.15 it does so where several tensors are the index; else
+    it is given to an op as a number. NumPy's numbers are captured in float64.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.ops.aten.lift_fresh.default or not result.is_floating_point():
+            return result
+        rounded = result.to(self.dtype).to(result.dtype)
+        # Too large for the dtype, so the model has another here.
+        return rounded if bool(rounded.isfinite()) else result
 
 
 def _is_of_numbers(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

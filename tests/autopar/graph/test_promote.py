@@ -118,9 +118,9 @@ def test_every_way_to_ask_for_a_lower_dtype_gives_float64() -> None:
 
 def constants(x: torch.Tensor) -> list[torch.Tensor]:
     """Numbers that a capture makes constants of, in the dtype that they have here: float32 by default, bfloat16 as `x` is, and as asked."""
-    ones, wide, cast, low, like = torch.ones(2), torch.ones(2).double(), x.float(), x.clone(), torch.ones(2, dtype=x.dtype)
+    ones, wide, cast, low, like = torch.ones(1, 2), torch.ones(1, 2).double(), x.float(), x.clone(), torch.ones(1, 2, dtype=x.dtype)
     for tensor in (ones, wide, cast, low, like):
-        tensor[0] = 0.3
+        tensor[[0], [0]] = 0.3  # before torch 2.15 `tensor[0, 0]` makes one, too
     made = [torch.tensor(0.3), torch.as_tensor([0.3]), torch.asarray(0.3), torch.tensor(0.3, dtype=torch.float16), torch.tensor(0.3j)]
     likes = [x.new_tensor([0.3, 0.7]), x.new([0.3]), x.float().new_tensor(0.3), x.new_tensor(0.3, dtype=torch.float32)]
     likes += [torch.tensor(0.3, dtype=x.dtype), like]
@@ -129,7 +129,7 @@ def constants(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_numbers_that_a_capture_makes_constants_of_have_the_digits_that_they_have_in_the_model() -> None:
-    x = torch.ones(2, dtype=torch.bfloat16)
+    x = torch.ones(1, 2, dtype=torch.bfloat16)
     wanted = [promote_tensor(each) for each in constants(x)]
     wide = x.double()
     with default_float64(), Promoting(torch.bfloat16):
@@ -161,9 +161,9 @@ def test_ops_that_take_a_number_keep_it_and_so_does_what_is_made_of_tensors() ->
 
 def test_a_number_too_large_for_the_dtype_of_the_model_is_written_as_it_is() -> None:
     with default_float64(), Promoting(torch.float16):
-        x = torch.ones(2) * 2
-        x[0] = -1e9
-    assert x.tolist() == [-1e9, 2]
+        x = torch.ones(1, 2) * 2
+        x[[0], [0]] = -1e9
+    assert x.tolist() == [[-1e9, 2]]
 
 
 def test_the_default_dtype_is_restored_also_after_an_error() -> None:

@@ -117,11 +117,17 @@ def times_written(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return x * scale
 
 
+def times_written_at_pairs(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    scale[[0, 0], [1, 3]] = 0.3
+    return x * scale
+
+
 NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "tensor": lambda x: x * torch.tensor(0.3),
     "new_tensor": lambda x: x * x.new_tensor([0.1, 0.3, 0.7, 0.9]),
     "written": lambda x: times_written(x, torch.ones(4)),
     "written in the model's dtype": lambda x: times_written(x, x.new_ones(4)),
+    "written at pairs of indices": lambda x: times_written_at_pairs(x, torch.ones(1, 4)),
     "full": lambda x: x * torch.full((4,), 0.3),
     "recomputed": lambda x: checkpoint(lambda y: y.sin() * torch.tensor(0.3), x, use_reentrant=False),
     "recomputed from outside": lambda x: checkpoint(lambda y: y.sin() * torch.tensor(0.3), x, use_reentrant=True),
