@@ -14,6 +14,7 @@ from typing import Any
 from torch.distributed.tensor import Placement
 
 from autopar.errors import AutoparError
+from autopar.runtime._torch import shard
 from autopar.runtime.module.pieces import pieces_of, viewed, words_of
 
 
@@ -32,9 +33,26 @@ def view_words(
         if after is not None:
             found = words_of(after, len(sizes))
             return [word if getattr(word, "dim", None) is None else found[axis] for axis, word in enumerate(words)]
+        at_pieces = _at_pieces(words, shape, new_shape)
+        if at_pieces is not None:
+            return at_pieces
     if any(hasattr(word, "split_factor") and word.dim not in kept for word in words):
         raise AutoparError(
             f"a view of {list(shape)} as {list(new_shape)} cuts across the parts of what lies as {tuple(words)} on {tuple(sizes)} ranks: "
             "take .full_tensor() of it first, on every rank, or a shape that keeps each split dim apart, or a multiple of its parts"
         )
     return None
+
+
+def _at_pieces(words: Sequence[Any], shape: Sequence[int], new_shape: Sequence[int]) -> Sequence[Placement] | None:
+    """How a view lies of what one axis alone splits inside the pieces of a dim, if a dim of the view is such a piece; parts may be unequal.
+
+    torch's flatten() makes such pieces of unequal columns, which its backward views as columns again.
+    """
+    (word, *others) = [word for word in words if getattr(word, "dim", None) is not None] or [None]
+    pieces = getattr(word, "split_factor", 0)
+    if others or not pieces or shape[word.dim] % pieces:
+        return None
+    before, size = prod(shape[: word.dim]) * pieces, shape[word.dim] // pieces
+    dim = next((dim for dim, own in enumerate(new_shape) if own == size and prod(new_shape[:dim]) == before), None)
+    return None if dim is None else [shard(dim, 1) if each is word else each for each in words]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 
 from autopar.errors import AutoparError
 from autopar.runtime._torch import shard
@@ -75,3 +75,9 @@ def test_a_view_across_the_parts_says_what_to_do() -> None:
         view_words([shard(0, 3)], [2], [24], [4, 6], ())
     assert view_words([shard(0, 3)], [2], [24], [6, 4], ()) == [shard(0, 3)]
     assert view_words([shard(1, 3), Replicate()], [2, 2], [4, 12], [48], ()) == [shard(0, 12), Replicate()]
+
+
+def test_unequal_parts_of_pieces_are_viewed_as_a_dim() -> None:
+    assert view_words([Replicate(), shard(0, 6)], [2, 2], [18], [6, 3, 1], ()) == [Replicate(), Shard(1)]
+    with pytest.raises(AutoparError, match="cuts across"):
+        view_words([Replicate(), shard(0, 6)], [2, 2], [18], [3, 6], ())
