@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,6 +40,7 @@ def played_mesh(patch: pytest.MonkeyPatch, **axes: int) -> Generator[DeviceMesh]
     patch.setattr(torch, "autocast", lambda *args, **options: nullcontext())
     patch.setattr(CapturingModule, "named_parameters", nn.Module.named_parameters)  # those on meta are held elsewhere, elsewhere
     patch.setattr(inputs, "checksum", lambda tensor: "" if tensor.is_meta else checksum(tensor))
+    patch.setattr(_mesh_resources, "num_devices_per_host", lambda device_type: mesh_size)  # by which torch 2.15 prices what it does
     dist.init_process_group("played", rank=0, world_size=mesh_size, store=FakeStore())
     try:
         yield init_device_mesh("meta", tuple(axes.values()), mesh_dim_names=tuple(axes))
