@@ -188,7 +188,8 @@ def forked_and_failed(folder: Path) -> tuple[weakref.ref[Copier], int]:
     most = copier.file.taken_bytes
     parallel.zero_grad()
     loss = parallel(**case.batch).loss
-    assert in_a_fork(in_the_child) == str(wanted)
+    if torch.version.cuda is None:  # With torch's builds for GPUs no fork of a process that has traced a backward runs one.
+        assert in_a_fork(in_the_child) == str(wanted)
     loss.backward()
     assert total() == wanted
     gc.collect()
