@@ -116,7 +116,7 @@ def default_passes(options: Options, training: bool, placements: Mapping[str, Pl
         FindAtoms(placed),  # needs the final views
         ChooseMicrobatches(options.is_number_asked, own, options.mixing),  # needs atoms, which follow the samples
         PadAtoms(placed, options.is_real),  # needs atoms; what divides afterwards needs no sub-axes
-        PadParameters(),  # after padded atoms, which may divide; the mesh and the search need the sizes
+        PadParameters(placements or {}),  # after padded atoms, which may divide; the mesh and the search need the sizes
         # After all that is padded, for sizes are final; before the search, which knows parameters by their atoms.
         RecutParameters(placements or {}),
         MarkDropped(options.recompute, budget.is_finite),  # before the search, whose budget counts what is saved

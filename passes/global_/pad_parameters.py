@@ -17,6 +17,7 @@ from autopar.ir.sharding import flat
 from autopar.ops.traits import CASTS
 from autopar.partition.zero_placements import is_in_parts
 from autopar.passes.global_.find_atoms import FindAtoms
+from autopar.passes.global_.pad_atoms import KnownPadding
 
 aten = torch.ops.aten
 
@@ -46,15 +47,22 @@ class PadParameters:
 
     Nothing but the parameter, its casts and its copy is padded, so that no op has to know. A scalar stays whole.
 
+    `placed` holds what an earlier capture decided, by parameter name: what lies padded is read so, though it is frozen now, which no level
+    below 3 wants in parts.
+
     Reads: DIMS, freedom. Writes: DIMS, BATCH, `padding` in the signature, slices with PHASE. Ensures: every other value is what it was.
     """
 
+    placed: Mapping[str, KnownPadding] = field(default_factory=dict[str, KnownPadding])
     name: str = "pad parameters"
 
     def decide(self, program: Program) -> UnevenParameters:
         zero, found = program.freedom.zero, dict[str, tuple[int, int]]()
         parts = zero.num_parts(program.mesh) if zero is not None else 1
         for item, node in program.named_inputs():
+            if item.kind == "parameter" and item.padding is None and (lies := _as_it_lies(self.placed.get(item.name))):
+                found[item.name] = lies
+                continue
             if parts == 1 or not is_in_parts(item, program.freedom) or item.padding is not None or not item.shape:
                 continue
             if all(size % parts for size in flat(DIMS[node][0])):
@@ -83,6 +91,18 @@ class PadParameters:
 
     def read(self, program: Program, value: Mapping[str, tuple[int, int]]) -> UnevenParameters:
         return UnevenParameters({name: (dim, size) for name, (dim, size) in value.items()})
+
+
+def _as_it_lies(placed: KnownPadding | None) -> tuple[int, int] | None:
+    """The dim that is padded, and its size then, of a parameter that lies with one dim padded at its end; None for any other."""
+    padding = placed.padding if placed is not None else None
+    if padding is None:
+        return None
+    pairs = enumerate(zip(padding.before, padding.after, strict=True))
+    grown = [(dim, before, after) for dim, (before, after) in pairs if before != after]
+    if len(grown) != 1 or not len(grown[0][1]) == len(grown[0][2]) == 1:
+        return None  # an atom within a dim: its padding stands between elements
+    return grown[0][0], grown[0][2][0]
 
 
 def _grown(value: torch.Tensor, dim: int, size: int) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.ir.freedom import Freedom
 from autopar.ir.keys import DIMS
+from autopar.ir.padding import Padding
 from autopar.ir.program import Program
 from autopar.ir.zero import ZeRO
 from autopar.passes.global_.pad_parameters import PadParameters
@@ -79,3 +80,29 @@ def test_calls_of_another_kind_find_parameters_as_they_lie(zero: int, axes: dict
     assert parallel.verify(*more)
     parallel.eval()
     torch.testing.assert_close(parallel(*more), model(*more))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
+def test_what_is_frozen_later_is_read_as_it_lies(axes: dict[str, int]) -> None:
+    """Below level 3 no frozen parameter is wanted in parts, but one that was trained lies so, with its padding."""
+    model, x, y = Head(), torch.randn(4, 9), torch.randint(0, 5, (4,))
+    parallel = autopar.compile(model, autopar.virtual_mesh(**axes), backend="eager", zero=1)
+    parallel(x, y).backward()
+    parallel.head.requires_grad_(False)
+    assert parallel.verify(x, y)
+    parallel.requires_grad_(False)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x, y), model(x, y))
+    parallel.requires_grad_(True)
+    assert parallel.verify(x, y)
+
+
+def test_a_dim_that_lies_padded_within_its_atoms_is_left_to_those() -> None:
+    @dataclass(frozen=True)
+    class Known:
+        padding: Padding | None
+
+    before = program(None)
+    alone, heads = Known(Padding(((5,),), ((6,),))), Known(Padding(((4,), (5, 1)), ((4,), (6, 1))))
+    assert PadParameters({"2": alone, "1": heads}).decide(before).sizes == {"2": (0, 6)}
+    assert not PadParameters({"2": Known(None)}).decide(before).sizes
