@@ -1,8 +1,8 @@
 """What ops of torch's take inside while they run on a CPU, beside operands and results.
 
 Read off the allocator's events (`autopar.runtime.verify.tracked_memory`); for attention in torch's source: a block of scores a thread.
-oneDNN orders the operands of a convolution anew, in channels by four and as it likes: within a tenth on a ResNet. All other ops of the
-zoo take next to nothing.
+oneDNN orders the operands of a convolution anew, in channels by four and as it likes: within a tenth on a ResNet. It has none in float64:
+torch's own make columns of the input there, a window an output (`ConvolutionMM2d.cpp`). All other ops of the zoo take next to nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,37 @@ def _block(query: torch.Tensor) -> int:
 
 
 def _convolution(args: tuple[Any, ...]) -> int:
+    x, weight, groups = *args[:2], args[8]
+    if x.dtype == torch.float64 and not args[6]:
+        positions = math.prod(_positions(x, weight, *args[3:6]))
+        result = x.shape[0] * weight.shape[0] * positions * x.element_size()
+        columns = _columns(x, weight, positions, *args[3:6])
+        return columns if groups == 1 else max(columns + x.nbytes // groups, result)
     return _ordered(args[0]) + args[1].nbytes if args[8] == 1 else 0
 
 
 def _convolution_backward(args: tuple[Any, ...]) -> int:
     gradient, x, weight, groups = *args[:3], args[9]
+    if x.dtype == torch.float64 and not args[7]:
+        columns = _columns(x, weight, math.prod(gradient.shape[2:]), *args[4:7]) if args[-1][1] or x.ndim > 4 else 0
+        return columns if groups == 1 else max(columns + (x.nbytes + gradient.nbytes) // groups, x.nbytes if args[-1][0] else 0)
     if groups > 1:  # each group's weight in blocks of sixteen channels by sixteen
         blocks = [math.ceil(size / 16) * 16 for size in (weight.shape[0] // groups, weight.shape[1])]
         return groups * math.prod(blocks) * math.prod(weight.shape[2:]) * weight.element_size() + weight.nbytes
     return _ordered(x) + (max(gradient.nbytes, weight.nbytes) if args[-1][0] else weight.nbytes)
+
+
+def _columns(x: torch.Tensor, weight: torch.Tensor, positions: int, stride: list[int], padding: list[int], dilation: list[int]) -> int:
+    """Of the windows of one group, of one sample after the other where they have gaps."""
+    if {*weight.shape[2:], *stride} == {1} and not any(padding) and x.ndim < 5:
+        return 0  # the input is its windows
+    samples = x.shape[0] if set(dilation) == {1} else 1
+    return samples * weight[0].numel() * positions * x.element_size()
+
+
+def _positions(x: torch.Tensor, weight: torch.Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> list[int]:
+    dims = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    return [(size + 2 * pad - gap * (kernel - 1) - 1) // step + 1 for size, kernel, step, pad, gap in dims]
 
 
 def _ordered(x: torch.Tensor) -> int:

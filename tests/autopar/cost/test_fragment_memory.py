@@ -90,3 +90,28 @@ def test_fragments_are_counted_in_the_form_in_which_they_run() -> None:
 def test_the_peak_is_named() -> None:
     found = memory_of(lambda x: aten.neg(aten.sum(aten.exp(aten.neg(x)), [0])), torch.randn(4, 8))
     assert found.at.op == "exp.default" and [value.op for value in found.values] == ["neg.default", "exp.default"]
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "groups"),
+    [((4, 3, 8), 3, 1), ((4, 3, 8, 8), 3, 1), ((2, 3, 4, 4, 4), 3, 1), ((4, 3, 8, 8), 1, 1), ((4, 3, 8), 3, 3), ((4, 3, 8, 8), 3, 3)],
+    ids=str,
+)
+def test_columns_of_a_convolution_in_float64_are_what_the_allocator_says(size: tuple[int, ...], kernel: int, groups: int) -> None:
+    dims = len(size) - 2
+    x = torch.randn(size, dtype=torch.float64)
+    weight = torch.randn(6, 3 // groups, *[kernel] * dims, dtype=torch.float64)
+    options = [1] * dims, [kernel // 2] * dims, [1] * dims, False, [0] * dims, groups
+
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return aten.convolution.default(x, weight, None, *options)
+
+    def backward(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        return aten.convolution_backward.default(gradient, x, weight, None, *options, [True, True, False])[:2]
+
+    for function, inputs in ((forward, (x, weight)), (backward, (x, weight, forward(x, weight)))):
+        predicted = memory_of(function, *inputs).peak_bytes
+        with AllocatorLog() as log, log.mark("all"):
+            kept = function(*inputs)
+        assert predicted == max(accumulate(size for _, size in log.events)), function
+        del kept
