@@ -89,8 +89,9 @@ def forward_program(
     hooks_placed(graph)
     own_data_kept(graph)
     outputs = _copy_outputs(exported, graph, mapping, loss_index, kept, assigned)
-    items, held = [item for item, _ in inputs], {mapping[node]: constants[item.name] for item, node in inputs if item.kind == "constant"}
-    known_masks_indexed(graph, held, _holder(graph, items, constants))
+    items = [item for item, _ in inputs]
+    held = {mapping[node]: constants[item.name] for item, node in inputs if item.kind == "constant"}
+    known_masks_indexed(graph, held, copies.regions, _adding_constants(graph, items, constants))
     masked_reads_spread(graph, copies.regions)
     signature = Signature(tuple(items), outputs, structure, leaves)
     kinds = {region.autocast.device for region in copies.regions.values() if region.autocast is not None}
@@ -154,10 +155,10 @@ def placeholder_of(graph: Graph, item: Input) -> Node:
     return node
 
 
-def _holder(graph: Graph, items: list[Input], constants: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], Node]:
+def _adding_constants(graph: Graph, items: list[Input], constants: dict[str, torch.Tensor]) -> Callable[[torch.Tensor], Node]:
     """What makes another constant: an item behind the others, its value, and the placeholder that it gives."""
 
-    def hold(value: torch.Tensor) -> Node:
+    def add(value: torch.Tensor) -> Node:
         place, name = sum(item.kind != "batch" for item in items), f"places_{len(constants)}"
         items.insert(place, Input("constant", name, tuple(value.shape), value.dtype))
         constants[name] = value
@@ -167,7 +168,7 @@ def _holder(graph: Graph, items: list[Input], constants: dict[str, torch.Tensor]
         node.meta["val"] = value
         return node
 
-    return hold
+    return add
 
 
 @dataclass

@@ -17,7 +17,7 @@ from autopar.graph.constants import fill_of, gives_the_same
 
 aten = torch.ops.aten
 
-# What is larger is not looked at.
+# What is larger is not computed: a capture would take long, and hold it.
 _MOST_ELEMENTS = 1 << 24
 # They bring in a tensor that has values, of a literal.
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
@@ -30,11 +30,26 @@ class _Known:
     number: int
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call that can be made again. `touches` is all memory that it reads, writes or gives, `writes` what it writes in place, and `gives`
+    that of its results; `is_whole`: these have one number, all together."""
+
+    op: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    results: tuple[int, ...]
+    is_whole: bool
+    touches: frozenset[Hashable]
+    writes: frozenset[Hashable]
+    gives: frozenset[Hashable]
+
+
 class KnownValues:
     """What calls gave that read nothing but each other's results: fake tensors, or the nodes of a graph.
 
-    Nothing is computed before it is asked for; then all calls so far are, in their order, what they write in place included. What a call
-    writes that reads something else as well is known no more, nor is another view of it: `memory` tells them apart.
+    Nothing is computed before it is asked for; then those calls are, in their order, whose memory it is made of, what they write in place
+    included. What a call writes that reads something else as well is known no more, nor is another view of it: `memory` tells them apart.
     """
 
     def __init__(self, memory: Callable[[Any], Hashable]) -> None:
@@ -42,7 +57,7 @@ class KnownValues:
         # Held weakly: where somebody else has what a call gave, torch hands on another tensor, which a trace does not know.
         self._numbers: MutableMapping[Any, int] = WeakIdKeyDictionary()
         self._lost = set[Hashable]()
-        self._calls = list[tuple[Callable[..., Any], Any, Any, list[int]]]()
+        self._calls: list[_Call] = []  # those that were not made again yet
         self._values: list[Any] = []
 
     def know(self, tensor: Any, value: torch.Tensor) -> None:
@@ -54,26 +69,44 @@ class KnownValues:
             like = result.meta["val"] if isinstance(result, Node) else result
             op, args, kwargs = aten.full.default, (list(like.shape), fill), {"dtype": like.dtype}
         operands, results = list(_tensors((args, kwargs))), list(_tensors(result))
-        if _can_be_repeated(op, results) and all(self._is_known(each) or _is_literal(op, each) for each in operands):
-            args, kwargs = pytree.tree_map(self._kept, (args, kwargs))
-            self._calls.append((op, args, kwargs, [self._number(each) for each in results]))
-        else:
-            self._lost |= {self._memory(each) for each in written_operands(op, args, kwargs) if self._is_known(each)}
+        written = {self._memory(each) for each in written_operands(op, args, kwargs)}
+        if not (_can_be_repeated(op, results) and all(self._is_known(each) or _is_literal(op, each) for each in operands)):
+            self._lost |= written
+            return
+        gives = set(map(self._memory, results))
+        touches = written | gives | {self._memory(each) for each in operands if self._is_known(each)}
+        args, kwargs = pytree.tree_map(self._kept, (args, kwargs))
+        numbers, is_whole = tuple(map(self._number, results)), isinstance(result, Node)
+        self._calls.append(_Call(op, args, kwargs, numbers, is_whole, frozenset(touches), frozenset(written), frozenset(gives)))
 
     def value(self, tensor: Any) -> torch.Tensor | None:
         """What `tensor` holds now, on the CPU; None where nobody knows."""
         if not self._is_known(tensor):
             return None
-        calls, self._calls = self._calls, []
         with outside_fake_modes(), torch.no_grad():
-            for op, args, kwargs, numbers in calls:
-                args, kwargs = pytree.tree_map(self._restored, (args, kwargs))
-                found = op(*args, **kwargs)
-                # A node stands for all that its call gives.
-                each = [found] if isinstance(tensor, Node) else _tensors(found)
-                for number, value in zip(numbers, each, strict=True):
+            for call in self._made_of(self._memory(tensor)):
+                args, kwargs = pytree.tree_map(self._restored, (call.args, call.kwargs))
+                found = call.op(*args, **kwargs)
+                for number, value in zip(call.results, [found] if call.is_whole else _tensors(found), strict=True):
                     self._values[number] = value
             return self._values[self._numbers[tensor]].clone()
+
+    def _made_of(self, memory: Hashable) -> list[_Call]:
+        """The calls, taken from those that were not made again, that give or write this memory, or any that one of them touches, and those
+        that touch what one of them writes: they may have read it before."""
+        wanted, written, made = {memory}, set[Hashable](), set[int]()
+        while found := [
+            place
+            for place, call in enumerate(self._calls)
+            if place not in made and ((call.gives | call.writes) & wanted or call.touches & written)
+        ]:
+            made.update(found)
+            for place in found:
+                wanted |= self._calls[place].touches
+                written |= self._calls[place].writes
+        taken = [call for place, call in enumerate(self._calls) if place in made]
+        self._calls = [call for place, call in enumerate(self._calls) if place not in made]
+        return taken
 
     def _number(self, tensor: Any) -> int:
         if tensor not in self._numbers:
@@ -96,7 +129,7 @@ class KnownValues:
 
 
 def _can_be_repeated(op: Any, results: list[Any]) -> bool:
-    """Whether a call of torch's own gives the same once more, and few enough numbers to look at."""
+    """Whether a call of torch's own gives the same once more, and few enough numbers to compute."""
     is_torchs = op is operator.getitem or (isinstance(op, OpOverload) and op.namespace == "aten" and gives_the_same(op))
     return is_torchs and bool(results) and sum(map(_number_of_elements, results)) <= _MOST_ELEMENTS
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dis
+import math
 import operator
 import sys
 from collections.abc import Generator, Iterator
@@ -21,7 +22,7 @@ from torch.fx import Node
 from autopar._torch import OpOverload, TorchDispatchMode
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.emit import replace as replace_node
-from autopar.ir.arguments import node_at
+from autopar.ir.arguments import all_named, node_at
 from autopar.ir.keys import SOURCE
 from autopar.ir.program import Output, Program
 from autopar.ir.source import is_torchs
@@ -37,6 +38,13 @@ _SOLVERS: dict[object, tuple[OpOverload, str]] = {
     aten.linalg_solve.default: (aten.linalg_solve_ex.default, "is singular"),
 }
 _OLD_CHOLESKY: OpOverload | None = aten.cholesky.default if hasattr(aten, "cholesky") else None  # torch 2.15 has it no more
+# Draws, the operand whose values torch checks, and what they must be.
+_STDS = "std", "torch.normal: a standard deviation is negative or NaN"
+_DRAWS: dict[object, tuple[str, str]] = {
+    aten.multinomial.default: ("self", "torch.multinomial: a weight is negative, infinite or NaN, or all of a row are 0"),
+    aten.normal.Tensor_Tensor: _STDS,
+    aten.normal.float_Tensor: _STDS,
+}
 if _OLD_CHOLESKY is not None:
     _SOLVERS[_OLD_CHOLESKY] = _SOLVERS[aten.linalg_cholesky.default]
 
@@ -44,11 +52,14 @@ if _OLD_CHOLESKY is not None:
 def checks_as_outputs(program: Program) -> Program:
     """Give a FORWARD program one more output for each assertion in it: how many values violate it.
 
-    Reads: `_assert_async` calls, and solvers that raise. Writes: outputs of kind "check", 0-d int64, and the text of each, with its
-    line, in `signature.checks`; solvers that return their error instead of raising it. Ensures: no `_assert_async` is left.
+    Reads: `_assert_async` calls, solvers that raise, and draws that check what they are given. Writes: outputs of kind "check", 0-d int64,
+    and the text of each, with its line, in `signature.checks`; solvers that return their error instead of raising it. Ensures: no
+    `_assert_async` is left.
     """
     for node in [node for node in program.graph.nodes if node.target in _SOLVERS]:
         _assert_solved(node)
+    for node in program.graph.nodes:
+        _assert_drawn(node)
     asserts = [node for node in program.graph.nodes if node.target in ASSERTS]
     if not asserts:
         return program
@@ -82,6 +93,22 @@ def _assert_solved(node: Node) -> None:
         aten._assert_async.msg, emit.call(aten.eq.Scalar, emit.call(aten.sum.default, emit.call(aten.ne.Scalar, info, 0)), 0), message
     )
     replace_node(node, result)
+
+
+def _assert_drawn(node: Node) -> None:
+    """Assert what torch checks of the values that a draw is made by."""
+    if node.target not in _DRAWS:
+        return
+    emit, named = Emitter(node.graph, node), all_named(node)
+    name, message = _DRAWS[node.target]
+    given = named[name]
+    wrong = emit.call(aten.logical_not.default, emit.call(aten.ge.Scalar, given, 0))  # NaN is
+    if node.target is aten.multinomial.default:
+        wrong = emit.call(aten.logical_or.default, wrong, emit.call(aten.eq.Scalar, given, math.inf))
+        empty = emit.call(aten.eq.Scalar, emit.call(aten.sum.dim_IntList, given, [-1], True), 0)
+        wrong = emit.call(aten.logical_or.default, wrong, empty)
+    count = emit.call(aten.sum.default, wrong)
+    emit.call(aten._assert_async.msg, emit.call(aten.eq.Scalar, count, 0), message)
 
 
 def _violations(node: Node, emit: Emitter) -> Node:

@@ -136,6 +136,10 @@ def _why_not(node: Node) -> str | None:
         return ""
     if node.target in _INTEGERS:
         low, high = _range(node)
+        if not low < high:
+            return f"from {low} to below {high}, which is no integer"
+        if high - 1 > _largest(tensor_of(node).dtype):
+            return f"up to {high - 1}, which {tensor_of(node).dtype} does not hold"
         return f"of {high - low} integers, where at most 2**31 are told apart" if high - low > MOST_INTEGERS else None
     value = node.meta["val"]
     is_complex = isinstance(value, torch.Tensor) and value.is_complex() and node.target not in _DROPOUTS
@@ -149,8 +153,8 @@ def _refuse(reasons: Mapping[Node, str]) -> None:
         )
         raise CaptureError(
             f"the draws of these ops cannot be keyed by position:\n{lines}\n"
-            "  how to mend it: use dropout, rand, randn, randint, randperm, bernoulli, multinomial, uniform_, normal_ or exponential_, "
-            "or draw outside of forward"
+            "  how to mend it: use dropout, rand, randn, randint, randperm, bernoulli, multinomial, normal, uniform_, exponential_, "
+            "geometric_, cauchy_ or log_normal_, or draw outside of forward"
         )
 
 
@@ -273,26 +277,34 @@ def _normal_around(draws: Draws, emit: Emitter, node: Node) -> Node:
     """`torch.normal(mean, std)`, which passes no gradient to either."""
     draw, named = _normal(draws, emit, node), all_named(node)
     mean, std = (emit.call(aten.detach.default, each) if isinstance(each, Node) else each for each in (named["mean"], named["std"]))
-    return emit.call(aten.add.Tensor, emit.call(aten.mul.Tensor, draw, std), mean)
+    scaled = emit.call(aten.mul.Tensor, draw, std)
+    return emit.cast(emit.call(aten.add.Tensor, scaled, mean), tensor_of(node).dtype)
 
 
 def _log_normal(draws: Draws, emit: Emitter, node: Node) -> Node:
-    return emit.call(
-        aten.exp.default, _affine(emit, _normal(draws, emit, node), argument(node, 2, "std", 2.0), argument(node, 1, "mean", 1.0))
-    )
+    draw = draws.normal(emit, tensor_of(node).shape, _exact(node))
+    return emit.call(aten.exp.default, _affine(emit, draw, argument(node, 2, "std", 2.0), argument(node, 1, "mean", 1.0)))
 
 
 def _cauchy(draws: Draws, emit: Emitter, node: Node) -> Node:
-    angles = _affine(emit, _uniform(draws, emit, node), math.pi, -0.5 * math.pi)
+    angles = _affine(emit, draws.uniform(emit, tensor_of(node).shape, _exact(node)), math.pi, -0.5 * math.pi)
     return _affine(emit, emit.call(aten.tan.default, angles), argument(node, 2, "sigma", 1.0), argument(node, 1, "median", 0.0))
+
+
+def _exact(node: Node) -> torch.dtype:
+    """What is drawn in where digits count; the result is rounded once."""
+    return torch.float64 if tensor_of(node).dtype == torch.float64 else torch.float32
 
 
 def _geometric(draws: Draws, emit: Emitter, node: Node) -> Node:
     """How many trials it takes: an exponential number, rounded up."""
-    dtype = torch.float64 if tensor_of(node).dtype == torch.float64 else torch.float32
-    draw = draws.exponential(emit, tensor_of(node).shape, dtype)
+    draw = draws.exponential(emit, tensor_of(node).shape, _exact(node))
     trials = emit.call(aten.ceil.default, emit.call(aten.mul.Tensor, draw, -1.0 / math.log1p(-argument(node, 1, "p"))))
     return emit.cast(trials, tensor_of(node).dtype)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
 
 
 def _range(node: Node) -> tuple[int, int]:

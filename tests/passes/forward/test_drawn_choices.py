@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.errors import CaptureError
 from tests.passes.forward.test_key_random import NUM, keyed, run
 
 
@@ -33,7 +35,8 @@ def test_distributions() -> None:
     moments = [(4.5, 8.25**0.5), (-0.5, 5.25**0.5)] + [(1, 3)] * 4
     moments += [(eighth, eighth * (math.exp(0.25) - 1) ** 0.5), (4, 12**0.5), (0, math.pi * 12**-0.5)]
     results = run(keyed(function, x), x)
-    for position, (result, (mean, deviation)) in enumerate(zip(results, moments, strict=True)):
+    assert not any(results[len(moments) :]), "no deviation is negative"
+    for position, (result, (mean, deviation)) in enumerate(zip(results, moments, strict=False)):
         result = result.double()
         assert abs(float(result.mean()) - mean) < 5 * deviation / NUM**0.5, f"mean of draw {position}"
         assert abs(float(result.std()) / deviation - 1) < 0.02, f"deviation of draw {position}"
@@ -56,7 +59,8 @@ def test_picks_are_as_likely_as_their_weights() -> None:
         lambda x: (torch.multinomial(x, 1), torch.multinomial(x, 3), torch.multinomial(x, 4, replacement=True), torch.multinomial(x[0], 2)),
         weights,
     )
-    one, several, again, row = run(program, weights)
+    one, several, again, row, *violations = run(program, weights)
+    assert violations and not any(violations)
     wanted = torch.tensor([0.0, 0.125, 0.25, 0.625, 0.0], dtype=torch.float64)
     for picked in (one, several[:, 0], *again.unbind(1)):
         torch.testing.assert_close(torch.bincount(picked.flatten(), minlength=5) / 30_000, wanted, rtol=0, atol=0.015, check_dtype=False)
@@ -88,3 +92,32 @@ def test_orders_and_picks_are_the_same_on_any_mesh(axes: dict[str, int]) -> None
     parallel = autopar.compile(Mixed().double(), autopar.virtual_mesh(**axes), example_inputs=batch, backend="eager")
     parallel(**batch).backward()
     assert parallel.verify(**batch) and "all matmuls, convolutions and attention are split" in str(parallel.explain())
+
+
+@pytest.mark.parametrize(
+    "weights", [[0.0, 0.0, 0.0], [1.0, -0.5, 1.0], [1.0, math.nan, 1.0], [1.0, math.inf, 1.0]], ids=["none", "negative", "nan", "inf"]
+)
+def test_weights_that_torch_refuses_are_refused(weights: list[float]) -> None:
+    given = torch.tensor([[1.0, 2.0, 3.0], weights])
+    *_, violated = run(keyed(lambda x: torch.multinomial(x, 1), given), given)
+    assert violated > 0
+
+
+def test_dtypes_are_torchs_and_fine_draws_are_rounded_once() -> None:
+    x = torch.zeros(2**14, dtype=torch.bfloat16)
+    wide, narrow = run(keyed(lambda x: (torch.empty_like(x).cauchy_(), torch.empty_like(x).log_normal_()), x), x)
+    assert wide.dtype == narrow.dtype == torch.bfloat16
+    assert len(wide.unique()) > 1000 and float(wide.float().abs().max()) > 3000
+
+
+@pytest.mark.parametrize(
+    ("draw", "why"),
+    [
+        (lambda x: torch.randint_like(x, 5, 5), "from 5 to below 5, which is no integer"),
+        (lambda x: torch.randint_like(x, 300, dtype=torch.uint8), "up to 299, which torch.uint8 does not hold"),
+    ],
+    ids=["empty", "too large"],
+)
+def test_ranges_that_torch_refuses_are_refused(draw: Callable[[Tensor], Tensor], why: str) -> None:
+    with pytest.raises(CaptureError, match=why):
+        keyed(draw, torch.ones(4))
