@@ -13,6 +13,7 @@ from autopar.cache.again import Circumstances, forms_of, without_values
 from autopar.cache.compiles import Gather, Made, Question, Reused
 from autopar.cache.folder import CacheFolder
 from autopar.captured import Captures
+from autopar.driver.alone import TRACING
 from autopar.driver.compiled import Compiled, Forms
 from autopar.driver.decide_once import FromFirst
 from autopar.driver.options import Options
@@ -40,10 +41,11 @@ class CallCompiler:
 
     def compiled(self, cache: str | os.PathLike[str] | None) -> Compiled:
         """Made here, or read from the folder `cache`."""
-        args, kwargs = self.question.args, self.question.kwargs
-        if cache is None:
-            return self._made((args, kwargs), self.from_first).compiled
-        return Reused(CacheFolder(Path(cache)), self._make, self._maker_of_forms(), self.gather, self.from_first).answer(self.question)
+        with TRACING:
+            if cache is None:
+                return self._made((self.question.args, self.question.kwargs), self.from_first).compiled
+            folder = CacheFolder(Path(cache))
+            return Reused(folder, self._make, self._maker_of_forms(), self.gather, self.from_first).answer(self.question)
 
     def _make(self, is_shared: bool) -> Made:
         return self._made((self.question.args, self.question.kwargs), self.from_first if is_shared else None)
@@ -71,7 +73,7 @@ class CallCompiler:
         unasked = replace(self, question=replace(self.question, args=(), kwargs={}))
 
         def forms(compiled: Compiled) -> Forms:
-            with was.restored(), global_parameters(model):
+            with TRACING, was.restored(), global_parameters(model):
                 found = unasked._made(call, None).compiled
                 if found.fingerprint != compiled.fingerprint:  # a search may find another plan as good
                     found = unasked._made(call, None, compiled.plan).compiled

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from autopar.driver.alone import TRACING
 from autopar.driver.compiled import Compiled
 from autopar.graph.promote import promote_tensor
 from autopar.ir.mesh import Mesh, parent
@@ -45,16 +46,17 @@ def verify(
     buffers, seed, step and torch's generator stay as they were.
     Collective: every rank works through the whole, and holds the whole model for that time.
     """
-    inputs, captured = parallel.captured(args, kwargs, runs=True)
-    world = parallel._world
-    seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
-    key = random_key(seed, parallel.step + captured.draws)
-    model = parallel._model if world.is_virtual else whole_model(parallel)
-    args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs, captured.batch_dims)
-    run = _OwnRun(parallel, inputs, captured.fragments, promote)
-    padding = _padding_change(parallel, inputs, captured, model, (args, kwargs), promote)
-    report = verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
-    return replace(report, padding=padding)
+    with TRACING:
+        inputs, captured = parallel.captured(args, kwargs, runs=True)
+        world = parallel._world
+        seed = parallel.seed if parallel.seed is not None else int(world.gather(torch.initial_seed())[0])
+        key = random_key(seed, parallel.step + captured.draws)
+        model = parallel._model if world.is_virtual else whole_model(parallel)
+        args, kwargs = inputs.call() if world.is_virtual else global_inputs(parallel, inputs, captured.batch_dims)
+        run = _OwnRun(parallel, inputs, captured.fragments, promote)
+        padding = _padding_change(parallel, inputs, captured, model, (args, kwargs), promote)
+        report = verify_compiled(model, captured.compiled, args, kwargs, promote=promote, tolerance=tolerance, key=key, run=run)
+        return replace(report, padding=padding)
 
 
 def _padding_change(
