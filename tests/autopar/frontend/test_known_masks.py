@@ -75,6 +75,18 @@ def beside_others(sim: Tensor) -> Tensor:
     return sim.expand(2, N, N)[:, pairs].sum() * sim[torch.tensor([1, 0]), :][:, pairs[0]].square().sum()
 
 
+def beside_columns(sim: Tensor) -> Tensor:
+    """Masks beside indices of more dims, and of none."""
+    columns = torch.arange(N) > 2
+    y = sim.clone()
+    y[torch.tensor([0, 2])[:, None], columns] = sim[sim.argmax(1)[:2, None], columns] * 3
+    return (
+        y[torch.tensor([0, 2, 4])[:, None], columns]
+        * sim.expand(3, N, N)[torch.arange(3)[:, None], torch.eye(N).bool()][:, :3]
+        * y[torch.tensor(2), columns]
+    )
+
+
 def selected(sim: Tensor) -> Tensor:
     return torch.masked_select(sim, torch.arange(N) % 2 == 0).exp() * sim.masked_select(sim.new_ones(1, N).bool()).view(N, N)[
         :, :3
@@ -115,7 +127,7 @@ def after_others(sim: Tensor) -> Tensor:
     return sim[torch.eye(N).bool()].square()
 
 
-READS = [put_back, after_others, written, of_one_dim, beside_others, selected, where, in_parts, nothing]
+READS = [put_back, after_others, written, of_one_dim, beside_others, beside_columns, selected, where, in_parts, nothing]
 
 
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
