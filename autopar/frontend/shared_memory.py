@@ -11,17 +11,12 @@ from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.errors import CaptureError, MeshError
-from autopar.graph.overwrites import memory_of, writes, written_by
-from autopar.ir.arguments import all_named
+from autopar.graph.overwrites import memory_of, statistics_of, writes, written_by
 from autopar.ir.keys import SOURCE
 from autopar.ir.program import Input, Program
 from autopar.ir.source import WRAPPED
 
-aten = torch.ops.aten
-
 Named = Sequence[tuple[str, torch.Tensor]]
-# Norms that move running statistics, by the flag without which they only read them.
-_TRACKING: dict[object, str] = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
 
 
 def refuse_shared_writes(program: Program, model: nn.Module, constants: Mapping[str, torch.Tensor]) -> None:
@@ -61,11 +56,8 @@ def refuse_shared_parameters(model: nn.Module, constants: Mapping[str, torch.Ten
 
 def _written(writer: Node) -> Iterator[Node]:
     """The values into whose memory a call of a FORWARD program writes; of norms that track statistics no schema says so."""
-    if writer.target in _TRACKING:
-        named = all_named(writer)
-        if named[_TRACKING[writer.target]]:
-            yield from (memory_of(each) for each in (named["running_mean"], named["running_var"]) if isinstance(each, Node))
-    elif writer.op == "call_function" and writes(writer):
+    yield from map(memory_of, statistics_of(writer))
+    if writer.op == "call_function" and writes(writer):
         yield memory_of(written_by(writer))
 
 

@@ -20,6 +20,7 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import OpOverload, TorchDispatchMode
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.emit import replace as replace_node
 from autopar.ir.arguments import all_named, node_at
@@ -69,7 +70,7 @@ def checks_as_outputs(program: Program) -> Program:
         program.graph.erase_node(node)
     end = program.graph.output_node()
     end.args = ((*program.results, *counts),)
-    program.graph.eliminate_dead_code()
+    remove_dead_code(program.graph)
     outputs = tuple(Output("check", str(number), (), torch.int64) for number in range(len(checks)))
     signature = replace(program.signature, outputs=(*program.signature.outputs, *outputs), checks=checks)
     return replace(program, signature=signature)

@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from autopar._torch import schema_of, writes_operands
-from autopar.ir.arguments import node_at
+from autopar.ir.arguments import all_named, node_at
 
 aten = torch.ops.aten
 
@@ -23,6 +23,17 @@ _MAY_SHOW = frozenset(
 )  # fmt: skip
 # Their results show parts that do not overlap.
 _DISJOINT = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int})
+
+# Norms that move running statistics, by the flag without which they only read them.
+_TRACKING: dict[object, str] = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
+
+
+def statistics_of(node: Node) -> tuple[Node, ...]:
+    """The running statistics that a norm of a FORWARD program moves; no schema says that it writes them."""
+    if node.target not in _TRACKING:
+        return ()
+    named = all_named(node)
+    return tuple(each for each in (named["running_mean"], named["running_var"]) if isinstance(each, Node) and named[_TRACKING[node.target]])
 
 
 def writes(node: Node) -> bool:

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 from autopar._torch import FakeTensorMode, fake_mode_of, is_fake
 from autopar.cost.model import is_view
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import copy_origin
 from autopar.ir.arguments import node_at
 from autopar.ir.keys import DIMS, PHASE
@@ -103,7 +104,7 @@ class _Rewrite:
         results = [self._result(item, node) for item, node in self.old.named_outputs()]
         self.graph.output(tuple(node for _, node in results))
         self.graph.output_node().meta = dict(self.old.graph.output_node().meta)
-        self.graph.eliminate_dead_code()
+        remove_dead_code(self.graph)
         signature = replace(self.old.signature, inputs=inputs, outputs=tuple(item for item, _ in results))
         return replace(self.old, graph=self.graph, signature=signature)
 

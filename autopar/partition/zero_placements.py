@@ -37,12 +37,12 @@ def in_parts(strategies: Iterable[Strategy], dims: Dims, mesh: Mesh, axes: tuple
 
 
 def of_copies(strategies: Iterable[Strategy], program: Program) -> tuple[Strategy, ...]:
-    """Of the strategies of a `held` node those in which the copy lies over just those axes of `dp` over which copies do; all where no
-    atom divides by them."""
+    """Of the strategies of a `held` node those in which the copy lies over just those axes of `dp` over which copies do; those over none
+    where no atom divides by them, and all where each sample has rows of its own in the parameter, which lie with the sample."""
     masters, copies = program.freedom.master_axes(program.mesh), set(program.freedom.copy_axes(program.mesh))
     strategies = tuple(strategies)
     found = tuple(each for each in strategies if not each.results[0].unreduced and copies == set(masters) & set(each.results[0].axes))
-    return found or tuple(each for each in strategies if not set(masters) & set(each.results[0].axes))
+    return found or tuple(each for each in strategies if not set(masters) & set(each.results[0].axes)) or strategies
 
 
 def has_copy(node: Node) -> bool:

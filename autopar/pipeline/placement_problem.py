@@ -90,8 +90,10 @@ class Devices:
 def check_sizes(line: Line, devices: Devices, live_microbatches: Sequence[int]) -> None:
     """Raise `PlanError` where there are fewer units than stages."""
     assert len(live_microbatches) == devices.num_stages, (len(live_microbatches), devices.num_stages)
-    if len(line.units) < devices.num_stages:
+    count = len(line.units)
+    if count < devices.num_stages:
+        units, stages = ("unit", "one stage") if count < 2 else ("units", f"{count} stages or fewer")
         raise PlanError(
-            f"{devices.num_stages} pipeline stages, but only {len(line.units)} units of work to place on them: every stage needs "
-            f"one at least; use {max(len(line.units), 1)} stages or fewer"
+            f"{devices.num_stages} pipeline stages, but only {count} {units} of work to place on them: every stage needs one at least; "
+            f"use {stages}"
         )

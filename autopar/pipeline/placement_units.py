@@ -250,7 +250,10 @@ def _recorded_as(node: Node) -> tuple[str, str] | None:
 
 
 def _name(nodes: list[Node]) -> str:
-    """Of the first forward op that is no view, if there is one: its module in the user's model, and what it is."""
-    chosen = min(nodes, key=lambda node: (PHASE.get(node) == "backward", is_view(node)))
+    """Of the first forward op that is no view, if there is one: its module in the user's model, and what it is. None are in the one unit
+    of a program that every stage computes for itself."""
+    chosen = min(nodes, key=lambda node: (PHASE.get(node) == "backward", is_view(node)), default=None)
+    if chosen is None:
+        return ""
     module = SOURCE[chosen].module if chosen in SOURCE else ""
     return f"{module} {op_name(chosen.target)}".strip()

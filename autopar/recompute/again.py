@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import copy_origin
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import BATCH, DIMS, PHASE, RECOMPUTED, SHARDING, SOURCE, STAGE, STRATEGY, Source
@@ -45,7 +46,7 @@ def computed_again(program: Program, chosen: Iterable[str]) -> Program:
     for node in list(program.graph.nodes):
         if node.op == "call_function" and PHASE.get(node) == "backward":
             rewriting.redirect(node)
-    program.graph.eliminate_dead_code()
+    remove_dead_code(program.graph)
     return program
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, lay_out_anew, replace, tensor_of
 from autopar.graph.overwrites import memory_of, writers_of, written_by
 from autopar.ir.program import Program
@@ -42,7 +43,7 @@ class DropEmptyParts:
                 else:
                     replace(node, parts[0])
                     lay_out_anew(parts[0])
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, replace, tensor_of
 from autopar.graph.overwrites import memory_of, overwritten, writers_of, written_by
 from autopar.ir.arguments import int_at, node_at
@@ -69,7 +70,7 @@ class FuseCrossEntropy:
             emit = Emitter(program.graph, before=node)
             replace(node, emit.cast(_WRITTEN[node.target](emit, node), tensor_of(node).dtype))
         if decision.fused:
-            program.graph.eliminate_dead_code()
+            remove_dead_code(program.graph)
         return program
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.overwrites import overwritten, writers_of
 from autopar.ir.arguments import arguments, int_at
@@ -53,7 +54,7 @@ class FuseProjection:
         program = program.copy()
         for each in decision.fused:
             _write(program.node(each.node))
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
     def _looked_at(self, node: Node, mesh: Mesh, writers: Sequence[Node]) -> FusionSite:

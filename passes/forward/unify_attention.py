@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 
 from autopar.graph.constants import Constants
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.differentiable import differentiable
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.graph.emit import replace as replace_node
@@ -62,7 +63,7 @@ class UnifyAttention:
                 # The op keeps its output for the backward.
                 is_written = any(memory_of(written_by(writer)) is node for writer in writers)
                 replace_node(node, emit.call(aten.clone.default, by) if is_written else by)
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
 

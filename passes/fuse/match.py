@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, lay_out_anew, tensor_of
 from autopar.graph.emit import replace as replace_node
 from autopar.ir.fusion import FusionSite, NotFusible
@@ -119,5 +120,5 @@ def rewritten(program: Program, sites: Iterable[FusionSite]) -> Program:
     rewriting = Rewriting(program)
     for site in sites:
         rewriting.here(site.match).write(rewriting)
-    rewriting.program.graph.eliminate_dead_code()
+    remove_dead_code(rewriting.program.graph)
     return rewriting.program

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter
 from autopar.ir.arguments import arguments, int_at, node_at
 from autopar.ir.program import Program, results_of
@@ -46,7 +47,7 @@ class DecomposeBatchNorm:
             lower = _LOWERED.get(str(node.target)) if node.op == "call_function" else None
             if lower is not None:
                 _replace_results(node, lower(Emitter(program.graph, before=node), node, program.mesh.num_microbatches))
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
 

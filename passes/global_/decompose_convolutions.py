@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, replace
 from autopar.ir.arguments import arguments
 from autopar.ir.program import Program
@@ -36,7 +37,7 @@ class DecomposeConvolutions:
                 _bias_apart(Emitter(program.graph, before=node), node)
             elif node.target == aten.convolution_backward.default and node.args[3] is not None and node.args[-1][2]:
                 _bias_gradient_apart(Emitter(program.graph, before=node), node)
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
 

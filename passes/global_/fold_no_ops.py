@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.program import Program
@@ -40,7 +41,7 @@ class FoldNoOps:
             if replacement is not None:
                 node.replace_all_uses_with(replacement)
                 program.graph.erase_node(node)
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
 

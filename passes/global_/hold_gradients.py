@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, tensor_of
 from autopar.ir.arguments import node_at
 from autopar.ir.program import Program
@@ -45,7 +46,7 @@ class HoldGradients:
             results.append(node)
             outputs.append(output)
         program.graph.output_node().args = (tuple(results),)
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return replace(program, signature=replace(program.signature, outputs=tuple(outputs)))
 
 

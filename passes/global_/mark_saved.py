@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import copy_origin
 from autopar.ir.keys import PHASE
 from autopar.ir.markers import save
@@ -34,7 +35,7 @@ class MarkSaved:
         for node in list(marking.program.graph.nodes):
             if node.op == "call_function" and PHASE.get(node) == "backward":
                 marking.redirect(node)
-        marking.program.graph.eliminate_dead_code()
+        remove_dead_code(marking.program.graph)
         return marking.program
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter
 from autopar.ir.program import Program
 
@@ -44,7 +45,7 @@ class ViewsOfChunks:
             if replacement is not None:
                 node.replace_all_uses_with(replacement)
                 program.graph.erase_node(node)
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
 

@@ -22,6 +22,7 @@ import torch
 from torch.fx import Node
 
 from autopar._torch import OpOverload, gives_views
+from autopar.graph.dead_code import remove_dead_code
 from autopar.graph.emit import Emitter, replace
 from autopar.ir.program import Program
 
@@ -45,7 +46,7 @@ class ViewsOfStrides:
             found = rewrite(Emitter(program.graph, before=node), node) if rewrite else None
             if found is not None and _kind(found.meta["val"]) == _kind(node.meta["val"]):
                 replace(node, found)
-        program.graph.eliminate_dead_code()
+        remove_dead_code(program.graph)
         return program
 
 

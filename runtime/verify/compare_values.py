@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar.cost.model import is_view
+from autopar.ir.collectives import reshard
 from autopar.ir.keys import DIMS, ORIGIN, PHASE, SHARDING, SOURCE
 from autopar.ir.program import Program
 from autopar.ir.sharding import shape_of
@@ -17,12 +19,19 @@ from autopar.runtime.module.parameters import assemble, replica_difference
 from autopar.runtime.verify.reference_run import Case, Stepper, origins
 from autopar.runtime.verify.report import Difference, error_of, floor_of, norm
 
+aten = torch.ops.aten
+
+# They give what their first operand holds, or a part of it.
+_CARRIERS = (reshard, aten.clone.default, aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default,
+             aten.as_strided_scatter.default, aten.index_put.default)  # fmt: skip
+
 
 class ValueComparison:
     """Compares every LOCAL value with the GLOBAL one that it is a part of, and copies among ranks; keeps the first difference."""
 
     def __init__(self, program: Program, local: Program, case: Case, tolerance: float) -> None:
         self.known = {node.name for node in program.graph.nodes}
+        self.unwritten = {node.name for node in _unwritten(program)}
         self.seen: set[str] = set()
         self.stepper = Stepper(program, case, origins(local) & self.known)
         self.mesh, self.tolerance = local.mesh, tolerance
@@ -35,7 +44,7 @@ class ValueComparison:
             return
         self.seen.add(name)
         wanted = self.stepper.value(name)
-        if self.found is None and not _is_uninitialised(node):
+        if self.found is None and name not in self.unwritten:
             self._compare(node, [_results(value) for value in values], _results(wanted))
 
     def _compare(self, node: Node, values: list[tuple[Any, ...]], wanted: tuple[Any, ...]) -> None:
@@ -73,12 +82,13 @@ class _Scales:
 def first_renamed(before: Program, after: Program, case: Case, tolerance: float) -> Difference | None:
     names = frozenset(node.name for node in before.graph.nodes if node.op == "call_function")
     shared = names & {node.name for node in after.graph.nodes}
+    unwritten = _unwritten(after)
     old, new, scales = Stepper(before, case, shared), Stepper(after, case, shared), _Scales()
     for node in after.graph.nodes:
         if node.name not in shared:
             continue
         for value, wanted in zip(_results(new.value(node.name)), _results(old.value(node.name)), strict=False):
-            if isinstance(wanted, torch.Tensor) and isinstance(value, torch.Tensor) and not _is_uninitialised(node):
+            if isinstance(wanted, torch.Tensor) and isinstance(value, torch.Tensor) and node not in unwritten:
                 error = error_of(value, wanted, scales.floor_of(node, wanted))
                 if error > tolerance:
                     return difference_at(node, error)
@@ -107,5 +117,15 @@ def _results(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def _is_uninitialised(node: Node) -> bool:
-    return "empty" in str(node.target)
+def _unwritten(program: Program) -> set[Node]:
+    """What has numbers that nobody wrote: memory as it came, what shows or moves it, and what was written into parts of it, up to the
+    first op that reads it. One memory has others than the next."""
+    found = set[Node]()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and ("empty" in str(node.target) or _carries(node, found)):
+            found.add(node)
+    return found
+
+
+def _carries(node: Node, found: set[Node]) -> bool:
+    return (is_view(node) or node.target in _CARRIERS) and bool(node.all_input_nodes) and node.all_input_nodes[0] in found

@@ -334,3 +334,29 @@ def counted_on_real_ranks() -> tuple[Tensor, Tensor, bool]:
 def test_counts_on_real_ranks(gloo_ranks: Any) -> None:
     for ours, theirs, agrees in gloo_ranks.run(counted_on_real_ranks):
         assert torch.equal(ours, theirs) and agrees
+
+
+class Unread(nn.Module):
+    """Norms whose results nobody reads, as where an earlier feature is trained on: their statistics move all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.batch, self.instance = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(2, track_running_stats=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.batch(h), self.instance(h.view(-1, 2, 2))
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_statistics_of_norms_that_nobody_reads_move(mesh: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model, x = Unread().double(), torch.randn(8, 4, dtype=torch.float64)
+    original = copy.deepcopy(model)
+    original(x)
+    parallel = autopar.compile(model, autopar.virtual_mesh(**mesh), example_inputs={"x": x}, backend="eager")
+    assert parallel.verify(x=x)
+    parallel(x=x).backward()
+    for name, wanted in original.named_buffers():
+        torch.testing.assert_close(parallel.full_state_dict()[name], wanted)

@@ -158,6 +158,26 @@ def test_uneven_parameters_are_padded(level: int, axes: dict[str, int]) -> None:
     assert "whole on every rank" in parallel.explain(detail="all") and "scale" in parallel.explain(detail="all")
 
 
+class Pairs(nn.Module):
+    """Each sample has rows of its own in the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten()[:6] @ self.table).square().mean()
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_rows_of_samples_lie_with_the_samples(level: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    parallel = compiled(Pairs().double(), {"dp": 2}, (x,), zero=level)
+    assert parallel.verify(x, promote=True)
+    assert parallel.plan.parameters["table"].sharding.axes == ("dp",)
+
+
 # ---- hybrid
 
 

@@ -6,9 +6,13 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.cost.hardware.cluster import Cluster
 from autopar.cost.model import CostModel
+from autopar.errors import PlanError
 from autopar.ir.keys import PHASE, STAGE
 from autopar.ir.program import Program
 from autopar.passes.global_.place_stages import PlaceStages
@@ -83,3 +87,19 @@ def test_reasons_name_where_a_stage_begins() -> None:
     found = decided()
     first = found.placement.stages[1].first_name
     assert list(found.reasons) == ["stage 1"] and found.reasons["stage 1"].startswith(f"from {first} on: by cost, the slowest stage ")
+
+
+class Untrained(nn.Module):
+    """What its layer gives is not in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean() * 2
+
+
+def test_a_loss_that_every_stage_computes_for_itself_cannot_be_cut() -> None:
+    with pytest.raises(PlanError, match="2 pipeline stages, but only 1 unit of work"):
+        autopar.compile(Untrained(), autopar.virtual_mesh(pp=2), example_inputs=(torch.randn(4, 3),), backend="eager")
