@@ -172,7 +172,7 @@ class _Section:
         node = node_at(launch, 0)
         while node in self.apart:
             found.insert(0, node)
-            node = node_at(node, 0)
+            (node,) = node.all_input_nodes
         return [self.cutter.run(found)] if found else []
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph, Node
 
+import autopar
 from autopar.graph.launch_operands import made_of_inputs
 from autopar.ir.collectives import all_gather, wait
 
@@ -43,3 +49,29 @@ def test_not_where_the_collective_stands_elsewhere() -> None:
     graph = Graph()
     chain(graph, graph.placeholder("w"))
     assert not made_of_inputs([node for node in calls(graph) if node.target not in (all_gather, wait)])
+
+
+class Made(nn.Module):
+    """What goes into a collective is made of one input, which is not the first argument of what makes it."""
+
+    def __init__(self, loss: Callable[[Made, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.loss = nn.Linear(4, 4, bias=False), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self, x)
+
+
+MADE: dict[str, tuple[Callable[[Made, Tensor], Tensor], dict[str, Any]]] = {
+    "stacked": (lambda model, x: (x @ torch.stack([model.linear.weight, model.linear.weight])).square().mean(), {"tp": 2}),
+    "joined": (lambda model, x: (x @ torch.cat([model.linear.weight, model.linear.weight], 1)).square().mean(), {"dp": 2, "zero": 3}),
+    "power": (lambda model, x: ((2**x).sort(0)[0] * model.linear(x)).mean(), {"dp": 2}),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_reads_its_input_behind_its_first_argument(name: str) -> None:
+    loss, options = MADE[name]
+    x, zero = torch.randn(4, 4, dtype=torch.float64), options.get("zero")
+    mesh = autopar.virtual_mesh(**{axis: size for axis, size in options.items() if axis != "zero"})
+    assert autopar.compile(Made(loss).double(), mesh, example_inputs={"x": x}, backend="eager", zero=zero).verify(x=x)
