@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from autopar._torch import FakeTensorMode, fake_errors_quiet, fake_mode, pytree
+from autopar._torch import DATA_DEPENDENT_ERRORS, FakeTensorMode, fake_errors_quiet, fake_mode, pytree
 from autopar.errors import CaptureError
 from autopar.graph.autocast import CastInsideError, Casts, CastsOfCalls, Region, Tensor
 from autopar.graph.emit import copy_origin, tensor_of
@@ -70,6 +70,13 @@ class _Values:
                     f"under torch.autocast {error}, which no program for all devices has\n  where: {source_of(node).at}\n"
                     "  how to mend it: compute it under torch.autocast(..., enabled=False), its operands cast to float32"
                 ) from None
+            except DATA_DEPENDENT_ERRORS as error:
+                raise CaptureError(
+                    f"{node.target} goes by the values of a tensor inside, which are not known yet ({error})\n"
+                    f"  where: {source_of(node).at}\n"
+                    "  how to mend it: write it in plain ops: pairs, as torch.combinations makes them, by x[rows], x[columns] of "
+                    "rows, columns = torch.triu_indices(n, n, 1)"
+                ) from error
             except (RuntimeError, TypeError) as error:
                 raise CaptureError(
                     f"{node.target} does not take what it gets: {str(error).splitlines()[0]}\n  where: {source_of(node).at}\n"

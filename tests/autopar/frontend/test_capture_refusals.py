@@ -295,3 +295,8 @@ def test_globals_that_forward_changes_are_named(caplog: pytest.LogCaptureFixture
         of(lambda layer, x: layer.linear(x).sum(), X)
     (text,) = caplog.messages
     assert "forward changes globals, which a call of the captured program leaves as they are" in text and f"SEEN of {__name__}" in text
+
+
+def test_an_op_that_goes_by_values_inside_is_said() -> None:
+    with pytest.raises(CaptureError, match=r"aten\.combinations\.default goes by the values of a tensor inside.*(?s:.*)triu_indices"):
+        of(lambda layer, x: torch.combinations(layer.linear(x)[0]).prod(1).sum(), X)
