@@ -53,7 +53,7 @@ from autopar.runtime.module.names import NamesOfModel, log_names_of_both
 from autopar.runtime.module.parameters import same_placement
 from autopar.runtime.module.placement import all_placements, check_copies_trained, global_parameters, placements_of
 from autopar.runtime.module.signature import check_arguments
-from autopar.runtime.module.tangents import TangentCheck
+from autopar.runtime.module.tangents import TangentCheck, tell_of_unequal_shares
 from autopar.runtime.module.trained import take_over
 from autopar.runtime.train.plain_loop import step_by_parts
 from autopar.runtime.train.scaler import Scaler
@@ -332,6 +332,7 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | {name: each for name, each in self._placements.items() if name not in read_now}
         self._guard.captured(compiled.facts.written)
+        tell_of_unequal_shares(compiled.signature)
         if compiled.updating is not None and compiled.facts.needs_scale:
             self._trainer.scale_by_default()
         return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), Places(compiled, self._world.ranks), dims)

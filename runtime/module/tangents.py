@@ -1,18 +1,23 @@
-"""What backward begins from, which the ranks of a pipeline, and those along tp, have each by themselves: it must be the same.
+"""What backward begins from, which users make of outputs on each rank by themselves: where ranks compute one loss together it must be the
+same, and of losses of their own each counts the same.
 
 (lam * parallel(x)).backward()      lam drawn by each rank: a stage, or a shard of a weight, would have its own factor, in silence
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from autopar.errors import InputError
+from autopar.ir.program import Signature
 from autopar.runtime._torch import has_values
 from autopar.runtime.execute.world import World
+
+logger = logging.getLogger("autopar")
 
 # The gradients of results, by flat index of these.
 Tangents = Mapping[str, torch.Tensor | None]
@@ -75,3 +80,17 @@ def _is_alike(one: tuple[float, float], two: tuple[float, float]) -> bool:
 
 def _said(summary: tuple[float, float]) -> str:
     return f"of sum {summary[0]:.6g}" if summary[0] != abs(summary[1]) else f"{summary[1]:.6g}"
+
+
+def tell_of_unequal_shares(signature: Signature) -> None:
+    """Warn that ranks whose samples are unequal in number, and which compute losses of their own of outputs, count the same each."""
+    shares = next((item.shares for item in signature.inputs_of("tangent") if len(set(item.shares)) > 1), ())
+    if shares:
+        logger.warning(
+            "ranks along dp pass %s samples, and the model gives no loss: where each computes one of its own outputs, gradients are those "
+            "of the mean of these losses, as with DDP, in which a rank of fewer samples counts the same. For the loss of the global batch "
+            "return it from forward, or multiply each rank's mean by its samples * %d / %d",
+            ", ".join(map(str, shares)),
+            len(shares),
+            sum(shares),
+        )

@@ -3,6 +3,8 @@ dim of samples is whole, of whatever size it is."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -251,3 +253,31 @@ def halves_of_pairs() -> list[float]:
 def test_pairs_that_no_rank_has_whole_are_whole_on_all(gloo_ranks: Any) -> None:
     for found in gloo_ranks.run(halves_of_pairs):
         assert max(found) < 1e-9, found
+
+
+def losses_of_unequal_shares() -> tuple[list[float], list[str]]:
+    """Gradients of each rank's mean over its samples, from those of the mean of both, and by shares of samples from the global mean's."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(9, 8, dtype=torch.float64), nn.Linear(8, 3).double()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mine = x.tensor_split(2)[dist.get_rank() // 2]
+    parallel = autopar.compile(copy.deepcopy(plain), mesh, backend="eager", timeout=180)
+    found, messages = list[float](), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("autopar").addHandler(handler)
+    halves = torch.stack([half.square().mean() for half in plain(x).tensor_split(2)])
+    for factor, wanted in ((1.0, halves.mean()), (len(mine) * 2 / 9, plain(x).square().mean())):
+        for each in (parallel, plain):
+            each.zero_grad()
+        (parallel(mine).square().mean() * factor).backward()
+        wanted.backward(retain_graph=True)
+        found.append(_gradients_apart(parallel, plain))
+    return found, [message for message in messages if "gives no loss" in message]
+
+
+def test_unequal_shares_count_the_same_and_are_told(gloo_ranks: Any) -> None:
+    for apart, messages in gloo_ranks.run(losses_of_unequal_shares):
+        assert max(apart) < 1e-12
+        (text,) = messages
+        assert "ranks along dp pass 5, 4 samples" in text and "multiply each rank's mean by its samples * 2 / 9" in text
