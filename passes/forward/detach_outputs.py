@@ -21,7 +21,7 @@ class DetachOutputs:
 
     Reads: a FORWARD program. Writes: `detach` on its outputs, and in the signature which of them had gradients. Ensures: with
     `training`, the loss alone is differentiated.
-    Raises `CaptureError` when there is none.
+    Raises `CaptureError` when there is none, and other outputs are made of what trains.
     """
 
     training: bool = True
@@ -30,15 +30,15 @@ class DetachOutputs:
     def apply(self, program: Program) -> Program:
         if program.order.is_single or not self.training:
             return program
-        if not program.signature.outputs_of("loss"):
+        program = program.copy()
+        trained = differentiable(program)
+        if not program.signature.outputs_of("loss") and any(node in trained for node in program.results):
             raise CaptureError(
                 "several microbatches or pipeline stages run their backward inside the call, which needs a loss to start from, and this "
                 f"model returns {_instead(program)}, or use pp = 1 and num_microbatches=1"
             )
-        program = program.copy()
         results: list[Node] = []
         outputs: list[Output] = []
-        trained = differentiable(program)
         for output, node in program.named_outputs():
             emit = Emitter(program.graph, program.graph.output_node(), node)
             results.append(emit.call(aten.detach.default, node) if output.kind == "output" else node)

@@ -85,7 +85,7 @@ class PadAtoms:
         if not decision.paddings:
             return program
         result = FindAtoms().apply(padded_program(program, decision.paddings, _classes(program)))
-        result = replace(result, logical_share=program.logical_share * work_of(program) / work_of(result))
+        result = replace(result, logical_share=share_of_padded(result, program))
         for item, node in result.named_inputs():
             if item.padding is not None and DIMS[node][0] != item.padding.after:
                 logger.warning("nothing is padded: with padding %s has the atoms %s, not %s", item.name, DIMS[node][0], item.padding.after)
@@ -157,7 +157,12 @@ def _worth_it(program: Program, classes: AtomClasses, sizes: set[int], least: fl
     return {root: size for root, size in found.items() if work.get(root, 0.0) > least * total}
 
 
-def work_of(program: Program) -> float:
+def share_of_padded(padded: Program, program: Program) -> float:
+    """The `logical_share` of `program` once it is padded; a model without contractions has no work of that kind to pad."""
+    return program.logical_share * (_work_of(program) / work if (work := _work_of(padded)) else 1.0)
+
+
+def _work_of(program: Program) -> float:
     """FLOPs of all contractions."""
     return sum(_flops(node) for node in program.graph.nodes if node.op == "call_function")
 

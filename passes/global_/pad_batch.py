@@ -19,7 +19,7 @@ from autopar.ops.padded_ops import with_atoms
 from autopar.ops.strategies import shared_atoms
 from autopar.partition.pad_graph import padded_program
 from autopar.passes.global_.find_atoms import FindAtoms
-from autopar.passes.global_.pad_atoms import PaddingDecision, work_of
+from autopar.passes.global_.pad_atoms import PaddingDecision, share_of_padded
 from autopar.plans.json import Json, to_dims
 
 logger = logging.getLogger("autopar")
@@ -59,7 +59,7 @@ class PadBatch:
         if decision.paddings:
             logger.info("the batch is padded: %s", str(decision).replace("\n", ", "))
             padded = FindAtoms().apply(padded_program(program, decision.paddings, _classes(program), "batch"))
-            padded = replace(padded, logical_share=program.logical_share * work_of(program) / max(work_of(padded), 1.0))
+            padded = replace(padded, logical_share=share_of_padded(padded, program))
             cut = [item.name for item, node in padded.named_inputs() if item.padding is not None and DIMS[node][0] != item.padding.after]
             if cut:
                 logger.warning("the batch is not padded, and every rank computes all of it: padded, %s would be cut otherwise", cut[0])

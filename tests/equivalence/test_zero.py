@@ -178,6 +178,25 @@ def test_rows_of_samples_lie_with_the_samples(level: int) -> None:
     assert parallel.plan.parameters["table"].sharding.axes == ("dp",)
 
 
+class Scaled(nn.Module):
+    """No contraction, and a parameter that is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).tanh().sum()
+
+
+def test_a_model_without_contractions_is_padded_without_gradients_too() -> None:
+    x = torch.randn(7, 2, 3, dtype=torch.float64)
+    model = Scaled().double()
+    parallel = compiled(model, {"dp": 2, "tp": 2}, (x,), zero=1)
+    with torch.no_grad():
+        torch.testing.assert_close(parallel(x), model(x))
+
+
 # ---- hybrid
 
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from autopar.ir.program import results_of
 from autopar.ops.rule import Label, Labels, Rule, rule
-from autopar.ops.rules.labels import aligned, argument, aten, blocked, numel, position_of, shape_of
+from autopar.ops.rules.labels import aligned, argument, aten, blocked, numel, position_at, shape_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def convolution(node: Node) -> Rule:
     order = aligned(node, [(x, spaces.x), (weight, spaces.weight), (bias, spaces.output[1:2])])
     # Every rank of a split over input channels would add the bias once more.
     whole = frozenset({"c"}) if isinstance(bias, Node) else frozenset[str]()
-    added = position_of(node, bias)
-    linear = (position_of(node, x) | added, position_of(node, weight) | added)
+    added = position_at(node, 2)
+    linear = (position_at(node, 0) | added, position_at(node, 1) | added)
     flops = _flops(weight, shape_of(node), x, transposed)
     return Rule(order, (spaces.output,), whole, linear=linear, flops=flops, sizes=spaces.sizes)
 
@@ -74,4 +74,4 @@ def convolution_backward(node: Node) -> Rule:
     whole = frozenset({"c"}) if values[2] is not None else frozenset[str]()
     products = sum(value is not None for value in values[:2])
     flops = products * _flops(weight, shape_of(gradient), x, transposed)
-    return Rule(order, results, whole, linear=(position_of(node, gradient),), flops=flops, sizes=spaces.sizes)
+    return Rule(order, results, whole, linear=(position_at(node, 0),), flops=flops, sizes=spaces.sizes)

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from autopar.ir.arguments import arguments, node_at
 from autopar.ops.rule import Label, Labels, Rule, rule
-from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, is_zero, position_of, positional, shape_of, value_of, without
+from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, is_zero, position_at, positional, shape_of, value_of, without
 
 
 @rule(aten.embedding.default)
@@ -18,7 +18,7 @@ def embedding(node: Node) -> Rule:
     """(weight[v, h], ids) → [*ids, h]. A part of the vocabulary looks up its own ids and yields 0 for the others."""
     weight, ids = node.args[:2]
     labels = positional(len(shape_of(ids)), "i")
-    return Rule(aligned(node, [(weight, ("v", "h")), (ids, labels)]), ((*labels, "h"),), linear=(position_of(node, weight),))
+    return Rule(aligned(node, [(weight, ("v", "h")), (ids, labels)]), ((*labels, "h"),), linear=(position_at(node, 0),))
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -29,7 +29,7 @@ def embedding_backward(node: Node) -> Rule:
     operands = aligned(node, [(gradient, (*labels, "h")), (ids, labels)])
     # Frequencies count all ids, wherever they are.
     scaled = frozenset({"v", *labels}) if argument(node, 4, "scale_grad_by_freq", False) else frozenset[str]()
-    return Rule(operands, (("v", "h"),), scaled, linear=(position_of(node, gradient),))
+    return Rule(operands, (("v", "h"),), scaled, linear=(position_at(node, 0),))
 
 
 def _index_labels(source: tuple[int, ...], indices: list[Node | None]) -> tuple[Labels, Labels, list[Labels]] | None:
@@ -128,7 +128,7 @@ def gather(node: Node) -> Rule:
     labels = _together(*shapes, dim)
     along = tuple("i" if i == dim else label for i, label in enumerate(labels))
     whole = tuple(_looked_up(source, dim) if i == dim else label for i, label in enumerate(labels))
-    return Rule(aligned(node, [(source, whole), (ids, along)]), (along,), linear=(position_of(node, source),))
+    return Rule(aligned(node, [(source, whole), (ids, along)]), (along,), linear=(position_at(node, 0),))
 
 
 @rule(aten.index_select.default)
@@ -138,7 +138,7 @@ def index_select(node: Node) -> Rule:
     dim = dim_of(node.args[1], len(labels))
     result = tuple("i" if i == dim else label for i, label in enumerate(labels))
     operands = aligned(node, [(source, without(labels, (dim,))), (ids, ("i",) * len(shape_of(ids)))])
-    return Rule(operands, (result,), linear=(position_of(node, source),))
+    return Rule(operands, (result,), linear=(position_at(node, 0),))
 
 
 @rule(aten.index_fill.int_Scalar)
@@ -148,7 +148,7 @@ def index_fill(node: Node) -> Rule:
     labels = positional(len(shape_of(source)))
     labels = without(labels, (dim_of(node.args[1], len(labels)),))
     order = aligned(node, [(source, labels), (ids, (None,) * len(shape_of(ids)))])
-    return Rule(order, (labels,), linear=(position_of(node, source),) if is_zero(node.args[3]) else ())
+    return Rule(order, (labels,), linear=(position_at(node, 0),) if is_zero(node.args[3]) else ())
 
 
 @rule(aten.index_add.default, aten.index_copy.default)
@@ -161,8 +161,8 @@ def index_add(node: Node) -> Rule:
     summed = node.target is aten.index_add.default and is_zero(source)
     along = tuple("i" if i == dim and summed else label for i, label in enumerate(whole))
     order = aligned(node, [(source, whole), (ids, ("i" if summed else None,) * len(shape_of(ids))), (values, along)])
-    joint = position_of(node, source) | position_of(node, values)
-    return Rule(order, (whole,), linear=(joint, position_of(node, values)) if is_zero(source) else (joint,))
+    joint = position_at(node, 0) | position_at(node, 3)
+    return Rule(order, (whole,), linear=(joint, position_at(node, 3)) if is_zero(source) else (joint,))
 
 
 @rule(aten.scatter_reduce.two)
@@ -171,7 +171,7 @@ def scatter_reduce(node: Node) -> Rule:
     source, ids, values = node.args[0], node.args[2], node.args[3]
     labels = _together(shape_of(source), shape_of(ids), dim_of(node.args[1], len(shape_of(source))))
     labels = tuple(label if shape_of(values)[i] == shape_of(source)[i] else None for i, label in enumerate(labels))
-    linear = (position_of(node, source) | position_of(node, values),) if node.args[4] in ("sum", "mean") else ()
+    linear = (position_at(node, 0) | position_at(node, 3),) if node.args[4] in ("sum", "mean") else ()
     return Rule(aligned(node, [(source, labels), (ids, labels), (values, labels)]), (labels,), linear=linear)
 
 
@@ -192,8 +192,8 @@ def scatter(node: Node) -> Rule:
     labels = tuple(label if shape_of(values)[i] == shape[i] else None for i, label in enumerate(labels))
     summed = node.target is aten.scatter_add.default and is_zero(source) and shape_of(values) == shape_of(ids)
     along = tuple("i" if i == dim and summed else label for i, label in enumerate(labels))
-    joint = position_of(node, source) | position_of(node, values)
-    linear = (joint, position_of(node, values)) if is_zero(source) else (joint,)
+    joint = position_at(node, 0) | position_at(node, 3)
+    linear = (joint, position_at(node, 3)) if is_zero(source) else (joint,)
     if node.target is aten.scatter_add.default and shape_of(values) == shape_of(ids):
         labels = tuple(_looked_up(source, dim) if i == dim else label for i, label in enumerate(labels))
     return Rule(aligned(node, [(source, labels), (ids, along), (values, along)]), (labels,), linear=linear)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar._torch import pytree
 from autopar.ir.collectives import reshard
 from autopar.ir.program import operands, results_of
 from autopar.ops.rule import Labels
@@ -75,9 +76,12 @@ def aligned(node: Node, pairs: Iterable[tuple[Any, Labels]]) -> tuple[Labels, ..
     return tuple(found)
 
 
-def position_of(node: Node, value: Any) -> frozenset[int]:
-    """The position of an argument among the operands, as a set for `Rule.linear`; empty when it is no node."""
-    return frozenset({operands(node).index(value)}) if isinstance(value, Node) else frozenset()
+def position_at(node: Node, index: int) -> frozenset[int]:
+    """The position among the operands of the argument at `index`, as a set for `Rule.linear`; empty when it is no node. By its place, since
+    one value may stand at several."""
+    if not isinstance(node.args[index], Node):
+        return frozenset()
+    return frozenset({sum(isinstance(each, Node) for each in pytree.tree_leaves(node.args[:index]))})
 
 
 _LAYOUT_ONLY = (

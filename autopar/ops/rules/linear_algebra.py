@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from autopar.ops.rule import Rule, rule
-from autopar.ops.rules.labels import aligned, argument, aten, broadcast, dim_of, position_of, positional, shape_of, without
+from autopar.ops.rules.labels import aligned, argument, aten, broadcast, dim_of, position_at, positional, shape_of, without
 
 
 @rule(aten.linalg_lu_factor_ex.default)
@@ -23,7 +23,7 @@ def lu_solve(node: Node) -> Rule:
     columns = (None, "k") if argument(node, 3, "left", True) else ("k", None)
     of_factors, of_pivots, of_sides = (broadcast(shape_of(each)[:-tail], batch) for each, tail in ((factors, 2), (pivots, 1), (sides, 2)))
     pairs = [(factors, (*of_factors, None, None)), (pivots, (*of_pivots, None)), (sides, (*of_sides, *columns))]
-    return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_of(node, sides),))
+    return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_at(node, 2),))
 
 
 @rule(aten.linalg_solve_triangular.default)
@@ -36,7 +36,7 @@ def solve_triangular(node: Node) -> Rule:
         (triangle, (*broadcast(shape_of(triangle)[:-2], batch), None, None)),
         (sides, (*broadcast(shape_of(sides)[:-2], batch), *columns)),
     ]
-    return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_of(node, sides),))
+    return Rule(aligned(node, pairs), ((*positional(len(batch)), *columns),), linear=(position_at(node, 1),))
 
 
 @rule(aten.linalg_cross.default)

@@ -10,7 +10,7 @@ from torch.fx import Node
 from autopar.ir.arguments import int_at, list_at, node_at
 from autopar.ir.program import operands, results_of
 from autopar.ops.rule import Label, Labels, Rule, rule
-from autopar.ops.rules.labels import aligned, argument, aten, blocked, position_of, positional, shape_of, value_of, without
+from autopar.ops.rules.labels import aligned, argument, aten, blocked, position_at, positional, shape_of, value_of, without
 
 
 def _outer(num_dims: int, num_normalised: int) -> Labels:
@@ -35,7 +35,7 @@ def layer_norm_backward(node: Node) -> Rule:
     labels, affine = _outer(len(shape_of(x)), num_normalised), blocked(num_normalised)
     weight, bias = argument(node, 5, "weight"), argument(node, 6, "bias")
     pairs = [(gradient, labels), (x, labels), (mean, labels), (deviation, labels), (weight, affine), (bias, affine)]
-    return Rule(aligned(node, pairs), _present(node, (labels, affine, affine)), linear=(position_of(node, gradient),))
+    return Rule(aligned(node, pairs), _present(node, (labels, affine, affine)), linear=(position_at(node, 0),))
 
 
 @rule("aten._fused_rms_norm.default")
@@ -53,7 +53,7 @@ def rms_norm_backward(node: Node) -> Rule:
     num_normalised = len(list_at(node, 2))
     labels, affine = _outer(len(shape_of(x)), num_normalised), blocked(num_normalised)
     pairs = [(gradient, labels), (x, labels), (deviation, labels), (argument(node, 4, "weight"), affine)]
-    return Rule(aligned(node, pairs), _present(node, (labels, affine)), linear=(position_of(node, gradient),))
+    return Rule(aligned(node, pairs), _present(node, (labels, affine)), linear=(position_at(node, 0),))
 
 
 def _present(node: Node, results: tuple[Labels, ...]) -> tuple[Labels, ...]:
@@ -128,4 +128,4 @@ def group_norm_backward(node: Node) -> Rule:
         (gradient, labels), (x, labels), (mean, statistics), (deviation, statistics), (weight, (channels,)),
     ]  # fmt: skip
     results = _present(node, (labels, (channels,), (channels,)))
-    return Rule(aligned(node, pairs), results, _IN_A_GROUP, linear=(position_of(node, gradient),), sizes=sizes)
+    return Rule(aligned(node, pairs), results, _IN_A_GROUP, linear=(position_at(node, 0),), sizes=sizes)

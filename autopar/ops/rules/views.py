@@ -10,7 +10,7 @@ from torch.fx import Node
 from autopar.ir.markers import held, pinned, recut, reduced, save
 from autopar.ir.program import operands, results_of
 from autopar.ops.rule import Labels, Rule, rule
-from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_of, positional, shape_of, without
+from autopar.ops.rules.labels import aligned, argument, aten, blocked, dim_of, dims_of, is_zero, position_at, positional, shape_of, without
 from autopar.ops.traits import PERMUTES, permutation
 
 _FIRST = (frozenset({0}),)
@@ -202,7 +202,7 @@ def scatter_part(node: Node) -> Rule:
     dim = dim_of(argument(node, 2, "dim", 0), len(result))
     whole = without(result, (dim,))
     part = whole if node.target is aten.slice_scatter.default else result[:dim] + result[dim + 1 :]
-    linear = [frozenset({0, 1})] + ([position_of(node, node.args[1])] if is_zero(node.args[0]) else [])
+    linear = [frozenset({0, 1})] + ([position_at(node, 1)] if is_zero(node.args[0]) else [])
     return Rule((whole, part), (whole,), linear=tuple(linear))
 
 

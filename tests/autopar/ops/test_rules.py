@@ -13,7 +13,7 @@ from autopar.ops.lookup import rule_of
 from autopar.ops.rule import RULES, Rule
 from autopar.ops.rules.labels import is_zero
 from autopar.ops.strategies import factors_of, strategies_of
-from autopar.testing.prove import prove, prove_strategy
+from autopar.testing.prove import instance, prove, prove_strategy
 from tests.support.op_instances import INSTANCES, built
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -147,6 +147,20 @@ def test_accumulating_into_zeros_sums_over_the_indices() -> None:
     node.args = (zero, *node.args[1:])
     assert [factor.name for factor in factors_of(node) if factor.name.startswith("i")] == ["i0", "i1"]
     assert prove(node) == []
+
+
+def test_one_value_at_two_places_counts_by_its_places() -> None:
+    """`h.scatter(1, ids, h)` is linear in what it writes and in what it writes into together: in neither alone."""
+    values = torch.empty(4, 6)
+    node = instance(aten.scatter.src, values, 1, torch.zeros(4, 6, dtype=torch.int64), values)
+    node.args = (*node.args[:3], node.args[0])
+    rule = rule_of(node)
+    assert rule is not None and [set(group) for group in rule.linear] == [{0, 2}]
+    assert prove(node) == []
+    triangle = instance(aten.linalg_solve_triangular.default, torch.eye(4), torch.eye(4), upper=True)
+    triangle.args = (triangle.args[0], triangle.args[0])
+    rule = rule_of(triangle)
+    assert rule is not None and [set(group) for group in rule.linear] == [{1}]
 
 
 FLOPS = {

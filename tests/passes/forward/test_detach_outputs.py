@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import autopar
 from autopar.errors import CaptureError
 from autopar.ir.program import Program
 from autopar.passes.forward.detach_outputs import DetachOutputs
@@ -66,6 +67,18 @@ def test_a_model_without_a_loss_is_refused_in_training_only() -> None:
     with pytest.raises(CaptureError, match=r"needs a loss to start from, and this model returns none: let it return a scalar or .loss"):
         DetachOutputs(training=True).apply(captured)
     assert DetachOutputs(training=False).apply(captured) is captured
+
+
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"dp": 2}], ids=str)
+def test_a_model_that_trains_nothing_needs_no_loss(axes: dict[str, int]) -> None:
+    """A teacher, with gradients on."""
+    teacher = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)).requires_grad_(False)
+    x = torch.randn(4, 4)
+    parallel = autopar.compile(teacher, autopar.virtual_mesh(**axes), example_inputs=(x,), backend="eager", num_microbatches=2)
+    torch.testing.assert_close(parallel(x), teacher(x))
+    teacher[0].requires_grad_(True)
+    with pytest.raises(CaptureError, match="needs a loss to start from"):
+        parallel(x)
 
 
 def test_two_scalars_are_named_where_one_loss_is_needed() -> None:
