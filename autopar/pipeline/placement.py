@@ -19,7 +19,7 @@ from autopar.pipeline.placement_problem import Devices, Line, Shared, Unit, Valu
 from autopar.pipeline.placement_search import best_starts, closest_starts
 from autopar.pipeline.placement_tables import PlacementTables
 
-__all__ = ["Devices", "Line", "PlacedStage", "Shared", "StagePlacement", "Unit", "Value", "place", "placed_at"]
+__all__ = ["Devices", "Line", "PlacedStage", "Shared", "StagePlacement", "Unit", "Value", "place", "place_on_ranks", "placed_at"]
 
 _GIB = 1 << 30
 _NAME_WIDTH = 40
@@ -106,6 +106,20 @@ def place(line: Line, devices: Devices, live_microbatches: Sequence[int]) -> Sta
     if starts is None:
         raise MemoryBudgetError(_what_lacks(placed_at(line, devices, live_microbatches, closest_starts(tables))))
     return _placed(tables, line, starts)
+
+
+def place_on_ranks(line: Line, devices: Devices, live_microbatches: Sequence[int], ranks: Sequence[int]) -> StagePlacement:
+    """As `place`, but where a rank, `ranks[s]` of stage s, would hold no parameter: an optimizer refuses to be made of none. Then, if there
+    are any, the best of the placements in which each stage but the first begins at a unit that holds one, and the first has another."""
+    found = place(line, devices, live_microbatches)
+    holders = {rank for rank, stage in zip(ranks, found.stages, strict=True) if stage.held_bytes}
+    shared = {unit for each in line.shared for unit in each.units}
+    holding = [number for number, unit in enumerate(line.units) if unit.held_bytes or number in shared]
+    if holders == set(ranks) or len(holding) < devices.num_stages:
+        return found
+    tables = PlacementTables.of(line, devices, live_microbatches)
+    starts = best_starts(tables.at(np.array([0, *holding[1:], len(line.units)])))
+    return found if starts is None else _placed(tables, line, starts)
 
 
 def placed_at(line: Line, devices: Devices, live_microbatches: Sequence[int], starts: Sequence[int]) -> StagePlacement:

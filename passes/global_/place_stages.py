@@ -17,7 +17,7 @@ from autopar.ir.program import Program
 from autopar.pipeline.assign import assign_stages
 from autopar.pipeline.holders import Held, starts_where
 from autopar.pipeline.order import live_microbatches
-from autopar.pipeline.placement import PlacedStage, StagePlacement, place, placed_at
+from autopar.pipeline.placement import PlacedStage, StagePlacement, place_on_ranks, placed_at
 from autopar.pipeline.placement_problem import Devices
 from autopar.pipeline.placement_units import ProgramLine, line_of
 from autopar.plans.decisions import StageDecision
@@ -64,11 +64,11 @@ class PlaceStages:
             placement = placed_at(found.line, devices, live, starts)
         else:
             try:
-                placement = place(found.line, devices, live)
+                placement = place_on_ranks(found.line, devices, live, program.order.stages)
             except MemoryBudgetError:
                 # Stages keep values of several microbatches, which the search has not counted: there is more to compute again.
                 found = line_of(program, cost, keeps_repeatable=False)
-                placement = place(found.line, devices, live)
+                placement = place_on_ranks(found.line, devices, live, program.order.stages)
         stages = found.forward_stages(placement.stage_of)
         cuts = tuple(found.nodes[start][0].name for start in placement.starts[1:])
         others = partial(placed_at, found.line, devices, live)

@@ -37,7 +37,8 @@ def naming(rank: int, peers: Sequence[int], what: object) -> Generator[None]:
         text = (
             f"rank {rank} got no answer from {others} for {what}: {error}\n"
             f"Look at the output of {others} first: a rank died, is stuck, left early, or does not make this call, which is for "
-            "all (saving, evaluation and backward are, too); if it is only slow, raise `timeout`"
+            "all (saving, evaluation and backward are, too); if it is only slow, raise `timeout`. This run cannot go on: start it again, "
+            "from a checkpoint"
         )
         raise noted(PeerError(text)) from error
 

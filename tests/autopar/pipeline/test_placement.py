@@ -6,12 +6,13 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
 from autopar.errors import MemoryBudgetError, PlanError
 from autopar.pipeline import placement_search
-from autopar.pipeline.placement import Devices, Line, Shared, Unit, Value, place, placed_at
+from autopar.pipeline.placement import Devices, Line, Shared, Unit, Value, place, place_on_ranks, placed_at
 
 INFINITY = math.inf
 
@@ -186,6 +187,20 @@ def test_what_does_not_fit_is_said() -> None:
 def test_fewer_units_than_stages_are_refused() -> None:
     with pytest.raises(PlanError, match="4 pipeline stages, but only 3 units of work .* use 3 stages or fewer"):
         place(chain_of([1.0] * 3), Devices.equal(4), [1] * 4)
+
+
+def test_each_rank_holds_a_parameter_where_that_can_be() -> None:
+    """An optimizer refuses to be made of none."""
+    held = [0.0, 4.0, 4.0, 0.0, 0.0, 0.0]
+    line = Line(tuple(Unit(f"u{number}", 1.0, 2.0, each) for number, each in enumerate(held)))
+    two, ranks = Devices.equal(2), (0, 1)
+    assert place(line, two, [2, 1]).starts == (0, 3) and place_on_ranks(line, two, [2, 1], ranks).starts == (0, 2)
+    tied = replace(line, shared=(Shared((1, 4), 2.0),))
+    assert place_on_ranks(tied, two, [2, 1], ranks).starts == (0, 3), "a tied parameter is one of either stage"
+    in_turns = Devices.equal(4)
+    assert place_on_ranks(line, in_turns, [1] * 4, (0, 1, 0, 1)).starts == place(line, in_turns, [1] * 4).starts, "fewer than stages"
+    alone = Line(line.units[2:])
+    assert place_on_ranks(alone, two, [2, 1], ranks).starts == place(alone, two, [2, 1]).starts == (0, 2)
 
 
 def test_it_prints_as_a_table() -> None:
