@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Known:
+class TruePlaces:
     """Where a known mask is true, along one of its dims."""
 
     places: torch.Tensor
@@ -32,7 +32,7 @@ class PlaceConstants:
 
     def __call__(self, index: Any) -> Any:
         """Another index is given back as it is."""
-        return self.of(index.places) if isinstance(index, Known) else index
+        return self.of(index.places) if isinstance(index, TruePlaces) else index
 
     def of(self, places: torch.Tensor) -> Node:
         node = next((node for other, node in self._added if torch.equal(other, places)), None)
@@ -81,7 +81,7 @@ class _Index:
 
     @staticmethod
     def counted(compute: Callable[..., Any], args: Sequence[Any], places: Places) -> Any:
-        indices = [_empty(compute, args[0], (len(each.places),)) if isinstance(each, Known) else each for each in places]
+        indices = [_empty(compute, args[0], (len(each.places),)) if isinstance(each, TruePlaces) else each for each in places]
         return compute(aten.index.Tensor, (args[0], indices), {})
 
     @staticmethod
@@ -150,7 +150,7 @@ class _Where(_OfMask):
 
 
 def _true(mask: torch.Tensor) -> Places:
-    return [Known(places) for places in mask.nonzero(as_tuple=True)]
+    return [TruePlaces(places) for places in mask.nonzero(as_tuple=True)]
 
 
 def _empty(compute: Callable[..., Any], like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.long) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
+from autopar.graph.overwrites import memory_of, writes, written_by
 from autopar.ir.program import Program, operands
 
 aten = torch.ops.aten
 
 
 def differentiable(program: Program) -> set[Node]:
-    """The nodes that autograd would reach from a parameter that is trained."""
+    """The nodes that autograd would reach from a parameter that is trained, and the memory that such were written into."""
     found = {node for item, node in program.named_inputs() if item.requires_grad}
     for node in program.graph.nodes:
         if (
@@ -21,6 +22,8 @@ def differentiable(program: Program) -> set[Node]:
             and not found.isdisjoint(operands(node))
         ):
             found.add(node)
+            if writes(node):
+                found.add(memory_of(written_by(node)))
     return found
 
 

@@ -25,7 +25,9 @@ _MAY_SHOW = frozenset(
 _DISJOINT = frozenset({aten.chunk.default, aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int})
 
 # Norms that move running statistics, by the flag without which they only read them.
-_TRACKING: dict[object, str] = {aten.batch_norm.default: "training", aten.instance_norm.default: "use_input_stats"}
+_TRACKING: dict[object, str] = {
+    aten.batch_norm.default: "training", aten.native_batch_norm.default: "training", aten.instance_norm.default: "use_input_stats",
+}  # fmt: skip
 
 
 def statistics_of(node: Node) -> tuple[Node, ...]:

@@ -9,7 +9,7 @@ see `autopar.pipeline.placement_search`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from autopar.pipeline.placement_problem import Devices, Line, Shared, Unit, Valu
 from autopar.pipeline.placement_search import best_starts, closest_starts
 from autopar.pipeline.placement_tables import PlacementTables
 
-__all__ = ["Devices", "Line", "PlacedStage", "Shared", "StagePlacement", "Unit", "Value", "place", "place_on_ranks", "placed_at"]
+__all__ = ["Devices", "Line", "PlacedStage", "Shared", "StagePlacement", "Unit", "Value", "place", "place_training", "placed_at"]
 
 _GIB = 1 << 30
 _NAME_WIDTH = 40
@@ -108,18 +108,15 @@ def place(line: Line, devices: Devices, live_microbatches: Sequence[int]) -> Sta
     return _placed(tables, line, starts)
 
 
-def place_on_ranks(line: Line, devices: Devices, live_microbatches: Sequence[int], ranks: Sequence[int]) -> StagePlacement:
-    """As `place`, but where a rank, `ranks[s]` of stage s, would hold no parameter: an optimizer refuses to be made of none. Then, if there
-    are any, the best of the placements in which each stage but the first begins at a unit that holds one, and the first has another."""
-    found = place(line, devices, live_microbatches)
-    holders = {rank for rank, stage in zip(ranks, found.stages, strict=True) if stage.held_bytes}
-    shared = {unit for each in line.shared for unit in each.units}
-    holding = [number for number, unit in enumerate(line.units) if unit.held_bytes or number in shared]
-    if holders == set(ranks) or len(holding) < devices.num_stages:
-        return found
+def place_training(line: Line, devices: Devices, live_microbatches: Sequence[int], training: Collection[int]) -> StagePlacement | None:
+    """The best of the placements in which each stage begins at a unit that reads a parameter that trains (its number is in `training`),
+    and the first stage has another one before. None where there are fewer such units than stages, or none of these fits."""
+    check_sizes(line, devices, live_microbatches)
+    if len(training) < devices.num_stages:
+        return None
     tables = PlacementTables.of(line, devices, live_microbatches)
-    starts = best_starts(tables.at(np.array([0, *holding[1:], len(line.units)])))
-    return found if starts is None else _placed(tables, line, starts)
+    starts = best_starts(tables.at(np.array([0, *sorted(training)[1:], len(line.units)])))
+    return None if starts is None else _placed(tables, line, starts)
 
 
 def placed_at(line: Line, devices: Devices, live_microbatches: Sequence[int], starts: Sequence[int]) -> StagePlacement:

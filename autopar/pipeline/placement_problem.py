@@ -92,7 +92,7 @@ def check_sizes(line: Line, devices: Devices, live_microbatches: Sequence[int]) 
     assert len(live_microbatches) == devices.num_stages, (len(live_microbatches), devices.num_stages)
     count = len(line.units)
     if count < devices.num_stages:
-        units, stages = ("unit", "one stage") if count < 2 else ("units", f"{count} stages or fewer")
+        units, stages = ("unit", "one stage") if count == 1 else ("units", f"{count} stages or fewer")
         raise PlanError(
             f"{devices.num_stages} pipeline stages, but only {count} {units} of work to place on them: every stage needs one at least; "
             f"use {stages}"

@@ -47,11 +47,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ProgramLine:
-    """`nodes[u]` are the calls of unit u, forward and backward, in the graph's order; `copied` are those of no unit."""
+    """`nodes[u]` are the calls of unit u, forward and backward, in the graph's order; `copied` are those of no unit. `training` are the
+    units that read a parameter that trains."""
 
     line: Line
     nodes: tuple[tuple[Node, ...], ...]
     copied: frozenset[Node]
+    training: frozenset[int] = frozenset()
 
     def forward_stages(self, stage_of: tuple[int, ...]) -> dict[Node, int]:
         """The stage of every forward call that has one, for `assign_stages`, given that of each unit (`StagePlacement.stage_of`)."""
@@ -167,7 +169,9 @@ class _Reading:
         held, shared = self.parameters()
         columns = zip(map(_name, nodes), seconds["forward"], seconds["backward"], held, saved, working, strict=True)
         line = Line(tuple(itertools.starmap(Unit, columns)), tuple(self.values()), shared)
-        return ProgramLine(line, tuple(map(tuple, nodes)), self.copied)
+        trained = [node for item, node in self.program.named_inputs() if item.kind == "parameter" and item.requires_grad]
+        training = frozenset(unit for node in trained for unit in self.readers[node])
+        return ProgramLine(line, tuple(map(tuple, nodes)), self.copied, training)
 
     def is_kept(self, node: Node) -> bool:
         return node.target is save and node not in DROPPED and (self.keeps_repeatable or node not in REPEATABLE)

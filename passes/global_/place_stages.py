@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, TypedDict
@@ -17,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.pipeline.assign import assign_stages
 from autopar.pipeline.holders import Held, starts_where
 from autopar.pipeline.order import live_microbatches
-from autopar.pipeline.placement import PlacedStage, StagePlacement, place_on_ranks, placed_at
+from autopar.pipeline.placement import PlacedStage, StagePlacement, place, place_training, placed_at
 from autopar.pipeline.placement_problem import Devices
 from autopar.pipeline.placement_units import ProgramLine, line_of
 from autopar.plans.decisions import StageDecision
@@ -32,6 +33,11 @@ class WrittenStages(TypedDict):
     cuts: list[str]
     reason: str
     stages: list[dict[str, Any]]
+
+
+def _train_all(placement: StagePlacement, training: Collection[int], ranks: Sequence[int]) -> bool:
+    """Whether each rank, `ranks[s]` of stage s, has a unit that reads a parameter that trains."""
+    return {ranks[stage] for unit, stage in enumerate(placement.stage_of) if unit in training} == set(ranks)
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,14 @@ class PlaceStages:
             placement = placed_at(found.line, devices, live, starts)
         else:
             try:
-                placement = place_on_ranks(found.line, devices, live, program.order.stages)
+                placement = place(found.line, devices, live)
             except MemoryBudgetError:
                 # Stages keep values of several microbatches, which the search has not counted: there is more to compute again.
                 found = line_of(program, cost, keeps_repeatable=False)
-                placement = place_on_ranks(found.line, devices, live, program.order.stages)
+                placement = place(found.line, devices, live)
+            if not _train_all(placement, found.training, program.order.stages):
+                training = place_training(found.line, devices, live, found.training)
+                placement, reason = (placement, "") if training is None else (training, "so that an optimizer can be made on each rank")
         stages = found.forward_stages(placement.stage_of)
         cuts = tuple(found.nodes[start][0].name for start in placement.starts[1:])
         others = partial(placed_at, found.line, devices, live)

@@ -332,7 +332,7 @@ class CapturingModule(NamesOfModel):
         placements = {name: replace(each, stages=holders.get(name, ())) for name, each in placements.items()}
         self._placements = placements | {name: each for name, each in self._placements.items() if name not in read_now}
         self._guard.captured(compiled.facts.written)
-        tell_of_unequal_shares(compiled.signature)
+        tell_of_unequal_shares(compiled.signature, self._world)
         if compiled.updating is not None and compiled.facts.needs_scale:
             self._trainer.scale_by_default()
         return Captured(compiled, CompiledFragments(compiled.schedule.fragments, self._backend), Places(compiled, self._world.ranks), dims)

@@ -213,7 +213,7 @@ _FACTS = (
     "the loss scale",
     "the seed",
     "the step",
-    "how often backward ran, and through how many calls it may: every rank calls it, whatever its stage trains, whatever error it caught",
+    "how often backward ran, and through how many calls it may: every rank calls it, also one that trains nothing or caught an error",
     "the values of parameters that were put in the place of others: put some there that are equal on all ranks, of one seed",
 )
 _SHOWN = 40  # characters: a longer value is not shown

@@ -82,10 +82,10 @@ def _said(summary: tuple[float, float]) -> str:
     return f"of sum {summary[0]:.6g}" if summary[0] != abs(summary[1]) else f"{summary[1]:.6g}"
 
 
-def tell_of_unequal_shares(signature: Signature) -> None:
-    """Warn that ranks whose samples are unequal in number, and which compute losses of their own of outputs, count the same each."""
+def tell_of_unequal_shares(signature: Signature, world: World) -> None:
+    """Warn, on rank 0, that ranks of unequal numbers of samples, which compute losses of their own of outputs, count the same each."""
     shares = next((item.shares for item in signature.inputs_of("tangent") if len(set(item.shares)) > 1), ())
-    if shares:
+    if shares and world.ranks[0] == 0:
         logger.warning(
             "ranks along dp pass %s samples, and the model gives no loss: where each computes one of its own outputs, gradients are those "
             "of the mean of these losses, as with DDP, in which a rank of fewer samples counts the same. For the loss of the global batch "

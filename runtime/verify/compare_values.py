@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from autopar._torch import OpOverload, gives_views
 from autopar.cost.model import is_view
 from autopar.ir.collectives import reshard
 from autopar.ir.keys import DIMS, ORIGIN, PHASE, SHARDING, SOURCE
@@ -24,6 +25,8 @@ aten = torch.ops.aten
 # They give what their first operand holds, or a part of it.
 _CARRIERS = (reshard, aten.clone.default, aten.slice_scatter.default, aten.select_scatter.default, aten.diagonal_scatter.default,
              aten.as_strided_scatter.default, aten.index_put.default)  # fmt: skip
+
+_JOINERS = (aten.cat.default, aten.stack.default)
 
 
 class ValueComparison:
@@ -128,4 +131,8 @@ def _unwritten(program: Program) -> set[Node]:
 
 
 def _carries(node: Node, found: set[Node]) -> bool:
-    return (is_view(node) or node.target in _CARRIERS) and bool(node.all_input_nodes) and node.all_input_nodes[0] in found
+    """Whether `node` gives what is in `found`, as it is."""
+    if node.target in _JOINERS:
+        return not found.isdisjoint(node.all_input_nodes)
+    shows = is_view(node) or (isinstance(node.target, OpOverload) and gives_views(node.target))
+    return (shows or node.target in _CARRIERS) and bool(node.all_input_nodes) and node.all_input_nodes[0] in found

@@ -6,13 +6,12 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 
 from autopar.errors import MemoryBudgetError, PlanError
 from autopar.pipeline import placement_search
-from autopar.pipeline.placement import Devices, Line, Shared, Unit, Value, place, place_on_ranks, placed_at
+from autopar.pipeline.placement import Devices, Line, Shared, Unit, Value, place, place_training, placed_at
 
 INFINITY = math.inf
 
@@ -189,18 +188,14 @@ def test_fewer_units_than_stages_are_refused() -> None:
         place(chain_of([1.0] * 3), Devices.equal(4), [1] * 4)
 
 
-def test_each_rank_holds_a_parameter_where_that_can_be() -> None:
-    """An optimizer refuses to be made of none."""
-    held = [0.0, 4.0, 4.0, 0.0, 0.0, 0.0]
-    line = Line(tuple(Unit(f"u{number}", 1.0, 2.0, each) for number, each in enumerate(held)))
-    two, ranks = Devices.equal(2), (0, 1)
-    assert place(line, two, [2, 1]).starts == (0, 3) and place_on_ranks(line, two, [2, 1], ranks).starts == (0, 2)
-    tied = replace(line, shared=(Shared((1, 4), 2.0),))
-    assert place_on_ranks(tied, two, [2, 1], ranks).starts == (0, 3), "a tied parameter is one of either stage"
-    in_turns = Devices.equal(4)
-    assert place_on_ranks(line, in_turns, [1] * 4, (0, 1, 0, 1)).starts == place(line, in_turns, [1] * 4).starts, "fewer than stages"
-    alone = Line(line.units[2:])
-    assert place_on_ranks(alone, two, [2, 1], ranks).starts == place(alone, two, [2, 1]).starts == (0, 2)
+def test_each_stage_trains_something_where_that_can_be() -> None:
+    """An optimizer refuses to be made of no parameters."""
+    line, two = chain_of([1.0] * 6), Devices.equal(2)
+    assert place(line, two, [2, 1]).starts == (0, 3)
+    for training, starts in (({1, 2}, (0, 2)), ({0, 1, 2, 5}, (0, 2)), ({2, 3}, (0, 3))):
+        found = place_training(line, two, [2, 1], training)
+        assert found is not None and found.starts == starts
+    assert place_training(line, two, [2, 1], {4}) is None, "fewer than stages"
 
 
 def test_it_prints_as_a_table() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,26 @@ def test_a_model_that_trains_nothing_needs_no_loss(axes: dict[str, int]) -> None
     teacher[0].requires_grad_(True)
     with pytest.raises(CaptureError, match="needs a loss to start from"):
         parallel(x)
+
+
+def written(layer: Layer, x: Tensor) -> Tensor:
+    found = torch.zeros(len(x), 2)
+    found[:, :1] = layer.linear(x)[:, :1]
+    return found
+
+
+def written_through_a_view(layer: Layer, x: Tensor) -> Tensor:
+    found = torch.zeros_like(layer.linear(x))
+    found.view(-1).copy_(layer.linear(x).flatten())
+    return found
+
+
+@pytest.mark.parametrize("compute", [written, written_through_a_view])
+def test_memory_that_is_written_into_is_made_of_what_trains(compute: Callable[[Layer, Tensor], Tensor]) -> None:
+    with pytest.raises(CaptureError, match="needs a loss to start from"):
+        DetachOutputs().apply(in_two(of(compute, X)))
+    captured = of(lambda layer, x: {"loss": compute(layer, x).square().mean(), "out": compute(layer, x)}, X, outputs="all")
+    assert [item.is_detached for item in DetachOutputs().apply(in_two(captured)).signature.outputs] == [False, True]
 
 
 def test_two_scalars_are_named_where_one_loss_is_needed() -> None:

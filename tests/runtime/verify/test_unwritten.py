@@ -26,6 +26,7 @@ class Dirt:
 
 
 def empty_of_zeros(size: list[int], **options: Any) -> Tensor:
+    """What nobody wrote goes by the name of what made it."""
     options.pop("pin_memory", None)
     return torch.zeros(size, **options)
 
@@ -44,8 +45,31 @@ def in_thirds(h: Tensor) -> Tensor:
     return found.square().sum()
 
 
+def along_the_diagonal(h: Tensor) -> Tensor:
+    found = torch.empty(6, 6, dtype=h.dtype)
+    found.diagonal().copy_(h[:, 0])
+    found.view(-1)[:] = 1
+    return found.sum() * h.sum()
+
+
+def beside_it(h: Tensor) -> Tensor:
+    found = torch.cat([h, torch.empty(6, 1, dtype=h.dtype)], 1)
+    found[:, 3] = 1
+    return found.square().sum()
+
+
+def in_strides(h: Tensor) -> Tensor:
+    found = torch.empty(6, 6, dtype=h.dtype)
+    found.as_strided((6, 3), (6, 2)).copy_(h)
+    found.as_strided((6, 3), (6, 2), 1).copy_(h)
+    return found.square().sum()
+
+
+WRITES = [through_a_transposed_view, in_thirds, along_the_diagonal, beside_it, in_strides]
+
+
 @pytest.mark.parametrize("dirty_rank", range(4))
-@pytest.mark.parametrize("write", [through_a_transposed_view, in_thirds], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 def test_memory_that_nobody_wrote_differs_between_ranks(write: Callable[[Tensor], Tensor], dirty_rank: int) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -57,11 +81,14 @@ def test_memory_that_nobody_wrote_differs_between_ranks(write: Callable[[Tensor]
 
     x = torch.randn(6, 2, dtype=torch.float64)
     parallel = autopar.compile(Model().double(), autopar.virtual_mesh(dp=2, tp=2), example_inputs={"x": x}, backend="eager")
-    (of_all,), (of_rank,) = (
-        [node for node in program.graph.nodes if node.target is aten.empty.memory_format]
-        for program in (parallel.compiled.program, parallel.compiled.local)
-    )
-    of_all.target, of_rank.target = empty_of_zeros, (dirt := Dirt(dirty_rank))
+    dirts: list[Dirt] = []
+    for program in (parallel.compiled.program, parallel.compiled.local):
+        for node in program.graph.nodes:
+            if node.target is aten.empty.memory_format and program is parallel.compiled.program:
+                node.target = empty_of_zeros
+            elif node.target is aten.empty.memory_format:
+                dirts.append(Dirt(dirty_rank))
+                node.target = dirts[-1]
     report = parallel.verify(x=x)
-    assert dirt.calls == 4
+    assert dirts and all(dirt.calls == 4 for dirt in dirts)
     assert report, str(report)
